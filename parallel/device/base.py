@@ -1,0 +1,35 @@
+"""The border between the engine and a kind of device: memory, streams, seeds. Everything else is a torch.device."""
+
+from typing import Protocol
+
+import torch
+
+
+class Device(Protocol):
+    """One rank's device."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors of this rank live."""
+
+    @property
+    def collective_backend(self) -> str:
+        """The torch.distributed backend for this device: "gloo" or "nccl"."""
+
+    def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        """What `--dtype auto` means here."""
+
+    def total_memory_bytes(self) -> int:
+        """Memory that this rank may plan with."""
+
+    def free_memory_bytes(self) -> int:
+        """Memory free now, over all processes."""
+
+    def peak_memory_bytes(self) -> int:
+        """The most that this process has held on the device since `reset_peak_memory`."""
+
+    def reset_peak_memory(self) -> None:
+        """Start a new measurement for `peak_memory_bytes`."""
+
+    def synchronize(self) -> None:
+        """Wait until all work queued on the device is done."""

@@ -1,0 +1,33 @@
+"""What the split model refuses.
+
+    ModelError                    a model folder or its split cannot be used
+    ├── UnsupportedModelError     the family, or something its config asks for, is not known
+    ├── ConfigError               config.json is missing, unreadable or contradicts itself
+    ├── CheckpointError           a weight file is missing, corrupt, or a tensor is missing or has the wrong shape or dtype
+    └── ParallelismError          the model cannot be divided over this many ranks
+    CollectiveError               a peer rank went away or timed out during a collective
+"""
+
+
+class ModelError(ValueError):
+    """A model folder, or the way it is to be split, cannot be used."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model family, or a feature its config asks for, is not known; the message lists what is."""
+
+
+class ConfigError(ModelError):
+    """config.json is missing, unreadable or contradicts itself."""
+
+
+class CheckpointError(ModelError):
+    """A weight file is missing or corrupt, or a tensor in it is missing or has the wrong shape or dtype."""
+
+
+class ParallelismError(ModelError):
+    """The model cannot be divided over this many tensor- or pipeline-parallel ranks."""
+
+
+class CollectiveError(RuntimeError):
+    """A peer rank went away or timed out during a collective."""

@@ -1,0 +1,97 @@
+"""The border between the model and the machine: the operations that a decoder calls, and the data they share.
+
+Plain torch in reference.py defines the meaning; fast versions are held to it by tests. Shape letters, here and in model code:
+
+    T  packed tokens of a step (all sequences one after the other)     S  sequences of a step
+    N  query heads of this rank        K  key-value heads of this rank     H  head size
+    E  hidden size                     I  inner (MLP) size of this rank    V  vocabulary of this rank
+    B  blocks in the pool              P  slots in a block (block size)    M  blocks in the longest table of the step
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class LayerCache(NamedTuple):
+    """The paged keys and values of one layer on this rank."""
+
+    k_BPKH: Tensor
+    v_BPKH: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMeta:
+    """Where each packed token of a step belongs, and where its sequence's keys are. Good for one step.
+
+    Sequence s owns the packed tokens `query_starts[s] : query_starts[s + 1]`; they are the last of its
+    `context_lens[s]` tokens:
+
+        position   0 ........ context - query | ........ context - 1
+                   already in the cache       | this step's tokens (also written to the cache this step)
+
+    Sequences of one query token come first: the first `num_decodes` of them are such.
+    """
+
+    query_starts: Tensor
+    """[S + 1] int32, on the device of the model."""
+    context_lens: Tensor
+    """[S] int32, on the device: tokens in the cache after this step."""
+    block_tables: Tensor
+    """[S, M] int32, on the device: block ids; entries past the context are 0 and must not be read."""
+    slot_mapping: Tensor
+    """[T] int64, on the device: block id * block size + offset, where each token's key and value go."""
+    num_decodes: int
+    """Leading sequences with exactly one query token."""
+    max_query_len: int
+    max_context_len: int
+    query_starts_host: list[int]
+    """The same as `query_starts`, for kernels that plan on the host without a copy back."""
+    context_lens_host: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParams:
+    """What is constant for the attention of one layer."""
+
+    scale: float
+    sliding_window: int | None = None
+    """Each token sees itself and this many - 1 tokens before it; None: all before it."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(score / soft_cap)."""
+
+
+class Kernels(Protocol):
+    """The operations that the decoder calls; `kernels/select.py` chooses one implementation per process."""
+
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
+        """Lay out a weight [out, in] for `linear`, once, after loading. The implementation may free the original."""
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dim in float32, result in the dtype of x. arXiv:1910.07467."""
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return (rms_norm(x + residual), x + residual); may write both in place of its inputs."""
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate the first 2R of the H dims of each head, in half-split layout (x1 = dims :R, x2 = dims R:2R)."""
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """[T, 2I] -> [T, I]: silu(first half) * second half."""
+
+    def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
+        """Store each token's key and value at its slot."""
+
+    def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """Attend each query token to its own sequence's cached keys and values, causally; [T, N, H].
+
+        Query head n reads key-value head n // (N // K). PagedAttention, arXiv:2309.06180, section 4.1.
+        """
+
+
+class PackedLinear(Protocol):
+    """A linear layer's weight in the layout that the machine likes best."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """[T, in] -> [T, out], dtype of x, bias added."""

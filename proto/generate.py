@@ -1,0 +1,23 @@
+"""Generates the Python stubs of proto/weft/v1 beside their sources: `python proto/generate.py [OUTPUT_FOLDER]`."""
+
+import sys
+from importlib import resources
+from pathlib import Path
+
+from grpc_tools import protoc
+
+SOURCE_ROOT = Path(__file__).parent
+
+
+def generate(output: Path) -> None:
+    """Write `*_pb2.py`, `*_pb2_grpc.py` and their type stubs below `output`; raises RuntimeError when protoc refuses."""
+    sources = sorted(str(path) for path in SOURCE_ROOT.glob("weft/v1/*.proto"))
+    well_known = resources.files("grpc_tools") / "_proto"
+    arguments = [f"-I{SOURCE_ROOT}", f"-I{well_known}"]
+    arguments += [f"--{kind}_out={output}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    if protoc.main(["protoc", *arguments, *sources]) != 0:
+        raise RuntimeError(f"protoc failed on {sources}")
+
+
+if __name__ == "__main__":
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCE_ROOT)

@@ -1,0 +1,108 @@
+"""The engine's settings, as frozen values; cluster/config.py builds them from flags or YAML."""
+
+from dataclasses import dataclass, field
+
+from workers.errors import EngineConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache of one replica."""
+
+    block_size: int = 16
+    """Tokens in a block."""
+    num_blocks: int | None = None
+    """Blocks in the pool; None: what fits into `memory_fraction`, measured by a profiling run."""
+    memory_fraction: float = 0.9
+    """Of the device's memory, in (0, 1], for weights, activations and cache together (CUDA)."""
+    cpu_cache_bytes: int = 256 << 20
+    """Size of the cache on a CPU, where memory belongs to everybody; per rank."""
+    enable_prefix_caching: bool = True
+    """Keep the blocks of finished requests and share equal prefixes."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise EngineConfigError(f"block_size is {self.block_size}; allowed: at least 1")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise EngineConfigError(f"num_blocks is {self.num_blocks}; allowed: at least 2")
+        if not 0 < self.memory_fraction <= 1:
+            raise EngineConfigError(f"memory_fraction is {self.memory_fraction}; allowed: more than 0, at most 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How one replica forms its batches."""
+
+    max_num_batched_tokens: int = 2048
+    """Token budget of a step."""
+    max_num_seqs: int = 256
+    """Sequences running at once."""
+    max_waiting: int = 1024
+    """Requests waiting at once; one more is refused."""
+    prefill_chunk_tokens: int | None = None
+    """The most prompt tokens of one sequence in a step; None: only the token budget limits."""
+    policy: str = "fcfs"
+    """Order of the waiting queue: "fcfs" or "priority"."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise EngineConfigError(f"{name} is {getattr(self, name)}; allowed: at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise EngineConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; allowed: at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running sequence can decode in each step"
+            )
+        if self.prefill_chunk_tokens is not None and self.prefill_chunk_tokens < 1:
+            raise EngineConfigError(f"prefill_chunk_tokens is {self.prefill_chunk_tokens}; allowed: at least 1")
+        if self.policy not in ("fcfs", "priority"):
+            raise EngineConfigError(f"policy is {self.policy!r}; allowed: 'fcfs', 'priority'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How one replica's model is split over ranks; rank = stage * tensor_parallel + tensor rank."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if getattr(self, name) < 1:
+                raise EngineConfigError(f"{name} is {getattr(self, name)}; allowed: at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that one replica's engine is told."""
+
+    model: str
+    """A folder in Hugging Face layout, already on this machine."""
+    dtype: str = "auto"
+    """"auto" (that of the checkpoint), "float32", "float16" or "bfloat16"."""
+    device: str = "auto"
+    """"auto" (CUDA where there is one), "cpu" or "cuda"."""
+    max_context: int | None = None
+    """Longest prompt plus output; None: what the model's config says."""
+    step_timeout_s: float = 60.0
+    """A step that takes longer means that a rank hangs, and ends the group."""
+    num_threads: int | None = None
+    """CPU threads of each rank; None: the cores of the machine divided over the ranks on it."""
+    hash_key: bytes = b""
+    """Key of the block hash; equal on all replicas of a model."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
+            raise EngineConfigError(
+                f"dtype is {self.dtype!r}; allowed: 'auto', 'float32', 'float16', 'bfloat16'"
+            )
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise EngineConfigError(f"device is {self.device!r}; allowed: 'auto', 'cpu', 'cuda'")

@@ -1,0 +1,61 @@
+"""What the scheduler tells the ranks and what they answer: numbered plain data, msgpack on the wire.
+
+Ranks keep each running sequence in a slot, and a plan says only what changed: sequences that take a slot, slots that
+are given back, tokens and blocks that were added. Nothing here knows torch.
+"""
+
+import msgspec
+
+from workers.request import SamplingParams, TokenLogprobs
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence takes a slot: a new one, or a preempted one that comes back."""
+
+    slot: int
+    token_ids: list[int]
+    """Prompt and generated tokens so far."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: list[int]
+    """Ids that min_tokens forbids: the model's end-of-sequence ids unless ignored, and the request's own."""
+
+
+class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence's share of a step: compute tokens `start : start + num_tokens`."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    new_token_ids: list[int]
+    """Tokens sampled since this slot was last planned, to append to what the rank knows."""
+    new_blocks: list[int]
+    """Block ids to append to the slot's block table."""
+    samples: bool
+    """The share ends at the sequence's last token: sample the next one."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step. Slots in `removed` are free before `new` is applied; `scheduled` has the one-token shares first."""
+
+    number: int
+    removed: list[int]
+    new: list[NewSequence]
+    scheduled: list[ScheduledSequence]
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """The answer for one slot that samples."""
+
+    slot: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    """Why nothing could be sampled (NaN logits, say); token_id is then -1 and the request fails alone."""
+
+
+class ModelOutput(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to the plan with the same number, in the order of its sampling slots."""
+
+    number: int
+    sampled: list[SampledToken]
