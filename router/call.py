@@ -1,0 +1,76 @@
+"""One generation as the router's front ends ask for it and as its deltas come back: plain values that gRPC and HTTP share."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from weft.v1 import inference_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+    name: str = ""
+
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """What a client asks for. Exactly one of `text`, `token_ids` and `messages` is set."""
+
+    model: str = ""
+    """Empty: the only model served."""
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    sampling: pb.SamplingParams
+    """As the client sent it; the dispatcher fills in the defaults and checks every value."""
+    priority: int = 0
+    cache_salt: str = ""
+    request_id: str = ""
+    """Empty: the dispatcher makes one."""
+    timeout_s: float | None = None
+    """Time left to the client's deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateDelta:
+    """What one step gave one call; the last delta has `finished`."""
+
+    request_id: str
+    model: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[pb.TokenLogprobs, ...] = ()
+    finished: pb.Finished | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """A model as ListModels tells it."""
+
+    name: str
+    max_context: int
+    vocab_size: int
+    ready_replicas: int
+
+
+class Dispatch(Protocol):
+    """What the front ends need; dispatch.py is the real one, tests have a double. Errors are those of router/errors.py."""
+
+    def generate(self, call: GenerateCall) -> AsyncIterator[GenerateDelta]:
+        """Serve one call. Closing the iterator, or cancelling the task that reads it, aborts the call everywhere."""
+
+    async def tokenize(
+        self, model: str, prompt: str | tuple[ChatMessage, ...], *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Return the token ids that `generate` would use for this prompt."""
+
+    async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+
+    def list_models(self) -> list[ModelCard]:
+        """Return the models served now."""

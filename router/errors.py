@@ -1,0 +1,72 @@
+"""What the router refuses or reports, and the one table from errors to gRPC and HTTP statuses.
+
+    RouterError
+    ├── InvalidRequestError      INVALID_ARGUMENT     400   says what was seen and what is allowed
+    ├── ModelNotFoundError       NOT_FOUND            404   lists the models served
+    ├── OverloadedError          RESOURCE_EXHAUSTED   429   the admission queue is full; has a retry hint
+    ├── NoReplicaError           UNAVAILABLE          503   no replica is ready for the model
+    ├── DeadlineError            DEADLINE_EXCEEDED    504   the client's deadline passed
+    ├── ReplicaFailedError       INTERNAL             500   replicas failed, and so did the retries elsewhere
+    └── RequestFailedError       INTERNAL             500   this request failed in the engine
+"""
+
+from grpc import StatusCode
+
+
+class RouterError(Exception):
+    """Base of everything the router raises on purpose; `code` and `http_status` are what its client sees."""
+
+    code = StatusCode.INTERNAL
+    http_status = 500
+
+
+class InvalidRequestError(RouterError):
+    """The request cannot be served as it is; the message says what was seen and what is allowed."""
+
+    code = StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        """The request field at fault, where there is one; the OpenAI front names it `param`."""
+
+
+class ModelNotFoundError(RouterError):
+    """No such model; the message lists those served."""
+
+    code = StatusCode.NOT_FOUND
+    http_status = 404
+
+
+class OverloadedError(RouterError):
+    """The admission queue is full."""
+
+    code = StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NoReplicaError(RouterError):
+    """No replica is ready for the model."""
+
+    code = StatusCode.UNAVAILABLE
+    http_status = 503
+
+
+class DeadlineError(RouterError):
+    """The client's deadline passed."""
+
+    code = StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+
+
+class ReplicaFailedError(RouterError):
+    """Replicas failed under the request, and so did the attempts to continue it elsewhere."""
+
+
+class RequestFailedError(RouterError):
+    """This request failed in the engine; others go on."""
