@@ -1,0 +1,50 @@
+# make demo    a serving cluster on this machine, real prompts through gRPC, then a clean stop
+# make serve   the same cluster, left running (stop it with: .venv/bin/weft stop)
+# make test    everything that this machine can test
+#
+# TORCH chooses the build of torch, PYTHON the interpreter: make demo PYTHON=python3.12
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+
+.PHONY: demo serve test lint format proto clean
+
+demo: $(VENV)/.runtime
+	@$(BIN)/weft demo
+
+serve: $(VENV)/.runtime
+	@$(BIN)/weft serve --tensor-parallel 2 --replicas 2 --detach
+
+test: lint
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	@if command -v npm >/dev/null; then npm install --no-audit --no-fund --no-package-lock --silent; fi
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+	@$(BIN)/mypy
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+proto: $(VENV)/.dev
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
+
+# torch comes first and pinned: a range would let pip choose a build for another machine.
+$(VENV)/.runtime: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(f"Weft needs Python 3.11 or newer; this is {sys.version.split()[0]}") if sys.version_info < (3, 11) else None'
+	@echo "Building $(VENV) (some minutes the first time) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install "$(TORCH)"
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@$(PIP) install --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

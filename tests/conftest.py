@@ -1,0 +1,34 @@
+"""What every test shares: a machine without network and where the shared data lies."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before any test module imports torch, ray or huggingface_hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED = REPOSITORY.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of shared test data beside the checkout; the test is skipped where it is absent."""
+    if not SHARED.is_dir():
+        pytest.skip("needs the shared test data in ../shared")
+    return SHARED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run quick tests first and end-to-end tests last; skip GPU tests where there is no GPU."""
+    order = {"unit": 0, "property": 1, "distributed": 2, "gpu": 3, "e2e": 4}
+    items.sort(key=lambda item: order.get(item.path.relative_to(REPOSITORY / "tests").parts[0], 0))
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu_items:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
