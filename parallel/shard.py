@@ -1,0 +1,108 @@
+"""Which part of the model belongs to which rank: pure arithmetic, and the values that tell a loader what to read.
+
+A layer owns its sharding rule. It names, for each of its parameters, the slices of the full tensors that fill it; the
+checkpoint loader reads exactly those and knows nothing of tensor parallelism:
+
+    for parameter in decoder.parameters():
+        for piece in parameter.pieces:
+            parameter.target(piece).copy_(read(piece))      # read: full[piece.source][start:stop along dim]
+    decoder.finish_loading()
+
+Sources carry the decoder's own names, which a family maps to those of its checkpoints; i counts the layers of the
+whole model, not those of a stage:
+
+    embedding.weight  [V, E]                          final_norm.weight  [E]       head.weight  [V, E]  (not when tied)
+    layers.{i}.attention_norm.weight  [E]             layers.{i}.mlp_norm.weight  [E]
+    layers.{i}.attention.q.weight  [N * H, E]         layers.{i}.attention.{k,v}.weight  [K * H, E]
+    layers.{i}.attention.{q,k,v}.bias                 layers.{i}.attention.{q_norm,k_norm}.weight  [H]
+    layers.{i}.attention.output.weight  [E, N * H]    layers.{i}.attention.output.bias  [E]
+    layers.{i}.mlp.{gate,up}.weight  [I, E]           layers.{i}.mlp.{gate,up}.bias  [I]
+    layers.{i}.mlp.down.weight  [E, I]                layers.{i}.mlp.down.bias  [E]
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from parallel.errors import ParallelismError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A slice of one full tensor, and where it goes in a parameter of this rank."""
+
+    source: str
+    """The decoder's name of the full tensor."""
+    full_shape: tuple[int, ...]
+    """What the full tensor must look like in the checkpoint."""
+    dim: int
+    """The dim along which the source is cut and the parameter is filled; the other dims are taken whole."""
+    start: int
+    stop: int
+    offset: int = 0
+    """Where the slice starts along `dim` of the parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardedParameter:
+    """A parameter of this rank and the pieces that fill it."""
+
+    tensor: Tensor
+    pieces: tuple[Piece, ...]
+
+    def target(self, piece: Piece) -> Tensor:
+        """The part of the parameter that `piece` fills, as a view."""
+        return self.tensor.narrow(piece.dim, piece.offset, piece.stop - piece.start)
+
+
+def replicated(source: str, tensor: Tensor) -> ShardedParameter:
+    """A parameter that every rank holds whole."""
+    piece = Piece(source=source, full_shape=tuple(tensor.shape), dim=0, start=0, stop=tensor.shape[0])
+    return ShardedParameter(tensor=tensor, pieces=(piece,))
+
+
+def even_range(total: int, rank: int, size: int, *, what: str) -> range:
+    """The `rank`th of `size` equal parts of `total`. Raises ParallelismError naming `what` when it does not divide."""
+    if total % size:
+        raise ParallelismError(
+            f"{what} is {total}, which does not divide over tensor_parallel {size}; allowed: divisors of {total}"
+        )
+    part = total // size
+    return range(rank * part, (rank + 1) * part)
+
+
+def kv_head_range(num_kv_heads: int, rank: int, size: int) -> range:
+    """The key-value heads of `rank`; with more ranks than heads, neighbours hold the same one.
+
+    K = 2, size 4:   rank 0 1 2 3
+                     head 0 0 1 1
+    """
+    if size <= num_kv_heads:
+        return even_range(num_kv_heads, rank, size, what="num_kv_heads")
+    if size % num_kv_heads:
+        raise ParallelismError(
+            f"tensor_parallel is {size} with {num_kv_heads} key-value heads; allowed: a divisor or a multiple of "
+            f"{num_kv_heads}"
+        )
+    head = rank * num_kv_heads // size
+    return range(head, head + 1)
+
+
+def vocab_rows(vocab_size: int, size: int) -> int:
+    """Vocabulary rows of each rank; the last ranks are padded when `size` does not divide."""
+    return -(-vocab_size // size)
+
+
+def vocab_range(vocab_size: int, rank: int, size: int) -> range:
+    """The real vocabulary entries of `rank`, without padding; may be empty on the last ranks."""
+    rows = vocab_rows(vocab_size, size)
+    return range(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
+
+
+def layer_range(num_layers: int, stage: int, num_stages: int) -> range:
+    """The layers of a stage. Early stages take the remainder, for the last one also has the head."""
+    if num_stages > num_layers:
+        raise ParallelismError(f"pipeline_parallel is {num_stages}; allowed: at most the number of layers, {num_layers}")
+    base, extra = divmod(num_layers, num_stages)
+    start = stage * base + min(stage, extra)
+    return range(start, start + base + (stage < extra))
