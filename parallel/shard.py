@@ -102,7 +102,9 @@ def vocab_range(vocab_size: int, rank: int, size: int) -> range:
 def layer_range(num_layers: int, stage: int, num_stages: int) -> range:
     """The layers of a stage. Early stages take the remainder, for the last one also has the head."""
     if num_stages > num_layers:
-        raise ParallelismError(f"pipeline_parallel is {num_stages}; allowed: at most the number of layers, {num_layers}")
+        raise ParallelismError(
+            f"pipeline_parallel is {num_stages}; allowed: at most the number of layers, {num_layers}"
+        )
     base, extra = divmod(num_layers, num_stages)
     start = stage * base + min(stage, extra)
     return range(start, start + base + (stage < extra))
