@@ -1,0 +1,117 @@
+"""The state of one request in flight: its tokens, what of them is computed, its blocks and its times.
+
+The scheduler owns every field; others read. Blocks are managed by kv_cache_manager.py.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from workers.request import Finish, FinishReason, Request, RequestId, Usage
+
+NO_SLOT = -1
+
+
+class SequenceStatus(StrEnum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    """In the queue: never scheduled, or preempted. Holds no block and no slot."""
+    RUNNING = "running"
+    """Holds a slot and blocks."""
+    FINISHED = "finished"
+    """Ended for its client. Holds its slot and blocks while `in_flight`, nothing after."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One request in flight. Compared and hashed by identity."""
+
+    request: Request
+    order: tuple[int, int]
+    """(priority, arrival number): smaller is served first and preempted last. Never changes."""
+    stop_token_ids: frozenset[int]
+    """Ids that end the sequence: the model's end-of-sequence ids unless ignored, and the request's own."""
+    max_num_tokens: int
+    """The sequence ends when it has this many tokens: the prompt plus max_tokens, or the context's length if that is less."""
+    arrival_s: float
+
+    status: SequenceStatus = SequenceStatus.WAITING
+    in_flight: bool = False
+    """Part of a plan whose output has not come back."""
+    token_ids: list[int] = field(init=False)
+    """Prompt and generated tokens so far."""
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    """Leading tokens whose keys and values are in the block table."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
+    num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    """Computed tokens that the last preemption threw away."""
+
+    slot: int = NO_SLOT
+    num_planned_tokens: int = 0
+    """Leading tokens that the ranks know."""
+    num_planned_blocks: int = 0
+    """Leading entries of `block_table` that the ranks know."""
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hash chain of the full blocks, as far as it was needed; stays valid through preemption."""
+    num_committed_blocks: int = 0
+    """Leading blocks that were offered to the hash index."""
+
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    """When this replica sampled its first token."""
+    finish: Finish | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.request.prompt_token_ids, *self.request.generated_token_ids]
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id of the request."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens so far, those submitted with the request included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it has been served before, here (then preempted) or on another replica: it waits before new ones."""
+        return self.num_preemptions > 0 or bool(self.request.generated_token_ids)
+
+    def usage(self, now_s: float) -> Usage:
+        """Return the cost up to now. The three times add up to the time since arrival; preempted time counts where it falls."""
+        first_scheduled_s = now_s if self.first_scheduled_s is None else self.first_scheduled_s
+        first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
+            completion_tokens=self.num_output_tokens,
+            queue_s=first_scheduled_s - self.arrival_s,
+            prefill_s=first_token_s - first_scheduled_s,
+            decode_s=now_s - first_token_s,
+        )
+
+
+def make_finish(
+    sequence: Sequence,
+    reason: FinishReason,
+    now_s: float,
+    *,
+    stop_string: str | None = None,
+    stop_token_id: int | None = None,
+) -> Finish:
+    """Return how the sequence ended, with its usage up to now."""
+    return Finish(
+        reason=reason, usage=sequence.usage(now_s), stop_string=stop_string, stop_token_id=stop_token_id
+    )
