@@ -105,7 +105,7 @@ def _yarn(description: RotaryDescription, scaling: YarnScaling) -> Tensor:
     wavelengths = description.theta ** _exponents(description)
     kept = 1.0 / wavelengths
     interpolated = 1.0 / (scaling.factor * wavelengths)
-    # the ramp runs from the dim that turns beta_fast times over the original context to that which turns beta_slow times
+    # the ramp runs from the dim that turns beta_fast times over the original context to that of beta_slow times
     low = _dim_of_rotations(description, scaling.beta_fast, scaling.original_context)
     high = _dim_of_rotations(description, scaling.beta_slow, scaling.original_context)
     if scaling.truncate:

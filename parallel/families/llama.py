@@ -1,0 +1,19 @@
+"""Llama 1, 2, 3 and 3.x, and the many models published in their layout."""
+
+from parallel.description import DecoderDescription
+from parallel.families.family import LLAMA_MODULE_NAMES, Family, describe_llama_like
+from parallel.families.fields import Fields
+
+
+def describe(fields: Fields) -> DecoderDescription:
+    """Read a Llama config; `attention_bias` puts biases on all four projections of the attention."""
+    attention_bias = fields.boolean("attention_bias", False)
+    return describe_llama_like(
+        fields,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+    )
+
+
+LLAMA = Family(model_type="llama", describe=describe, module_names=LLAMA_MODULE_NAMES)

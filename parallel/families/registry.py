@@ -1,0 +1,48 @@
+"""The model families that Weft knows, by the model_type of their config.json."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel.description import DecoderDescription
+from parallel.errors import ConfigError, UnsupportedModelError
+from parallel.families.family import Family
+from parallel.families.fields import Fields, read_json_object
+from parallel.families.llama import LLAMA
+from parallel.families.mistral import MISTRAL
+from parallel.families.qwen2 import QWEN2
+from parallel.families.qwen3 import QWEN3
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+
+def describe_model(folder: Path) -> DecoderDescription:
+    """Read the config.json of a model folder.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or contradicts itself.
+        UnsupportedModelError: its family, or something that it asks for, is not known.
+    """
+    file = folder / "config.json"
+    return describe_config(read_json_object(file), source=str(file))
+
+
+def describe_config(config: Mapping[str, Any], *, source: str) -> DecoderDescription:
+    """Read a config that is already parsed; `source` begins the message of every error, as in `describe_model`."""
+    try:
+        return _find_family(Fields(config)).describe(Fields(config))
+    except (ConfigError, UnsupportedModelError) as error:
+        raise type(error)(f"{source}: {error}") from error
+
+
+def family_of(description: DecoderDescription) -> Family:
+    """The family that read a description."""
+    return FAMILIES[description.family]
+
+
+def _find_family(fields: Fields) -> Family:
+    model_type = fields.text("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise UnsupportedModelError(f"model_type is {model_type!r}; supported: {', '.join(sorted(FAMILIES))}")
+    return family
