@@ -1,0 +1,149 @@
+"""Streaming text equals the tokenizer's own decoding, for real tokenizers on real prompts."""
+
+import gzip
+import json
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from workers.detokenizer import IncrementalDetokenizer
+from workers.errors import EngineConfigError
+from workers.tokenizer import TokenTable, load_token_table
+
+TOKENIZERS = ["llama2-32k", "gpt2", "qwen"]
+
+
+def stream(table: TokenTable, token_ids: list[int], **options: object) -> tuple[list[str], IncrementalDetokenizer]:
+    """Push all tokens until a stop; the deltas, the flush last."""
+    detokenizer = IncrementalDetokenizer(table, **options)  # type: ignore[arg-type]
+    deltas = []
+    for token_id in token_ids:
+        deltas.append(detokenizer.push(token_id))
+        if detokenizer.stop_string is not None:
+            break
+    return [*deltas, detokenizer.flush()], detokenizer
+
+
+def byte_table() -> TokenTable:
+    """Id n is the byte n."""
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocab(), merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenTable(tokenizer)
+
+
+def _byte_vocab() -> dict[str, int]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def prompts(shared: Path, name: str, count: int) -> list[str]:
+    with gzip.open(shared / "prompts" / f"{name}.jsonl.gz", "rt") as lines:
+        return [json.loads(line)["messages"][0]["content"] for _, line in zip(range(count), lines, strict=False)]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_streamed_text_equals_decode_on_real_prompts(name: str, shared: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(shared / "tokenizers" / name / "tokenizer.json"))
+    table = load_token_table(shared / "tokenizers" / name)
+    for source in ("alpaca_zh", "alpaca_en", "toolcall_multiturn", "arena_hard_en", "rag_rgb"):
+        for prompt in prompts(shared, source, 60):
+            token_ids = tokenizer.encode(prompt[:1500] + " 👩‍👩‍👧 ñandú ไทย 🇨🇭").ids
+            deltas, _ = stream(table, token_ids)
+            assert "".join(deltas) == tokenizer.decode(token_ids)
+            assert "�" in prompt or not any("�" in delta for delta in deltas)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_any_split_of_a_text_starts_like_decode(name: str, skip: bool, shared: Path) -> None:
+    """A request's text begins in the middle of a prompt: leading spaces and special tokens as `decode` has them."""
+    tokenizer = Tokenizer.from_file(str(shared / "tokenizers" / name / "tokenizer.json"))
+    table = load_token_table(shared / "tokenizers" / name)
+    special = next(iter(tokenizer.get_added_tokens_decoder()))
+    token_ids = tokenizer.encode("Once upon a time, there was  a cat.\n\n It sat.").ids
+    for start in range(len(token_ids)):
+        rest = [special, *token_ids[start:], special]
+        deltas, _ = stream(table, rest, skip_special_tokens=skip)
+        assert "".join(deltas) == tokenizer.decode(rest, skip_special_tokens=skip)
+
+
+def test_a_character_is_never_split() -> None:
+    deltas, _ = stream(byte_table(), list("né 你😀".encode()))
+    assert deltas == ["n", "", "é", " ", "", "", "你", "", "", "", "😀", ""]
+
+
+def test_a_character_cut_by_the_end_becomes_a_replacement() -> None:
+    deltas, _ = stream(byte_table(), list("a你".encode())[:-1])
+    assert deltas == ["a", "", "", "�"]
+
+
+def test_stop_string_over_several_tokens_is_held_back_and_removed() -> None:
+    deltas, detokenizer = stream(byte_table(), list(b"one\n\nUser: two"), stop=["\n\nUser:"])
+    assert deltas == ["o", "n", "e", "", "", "", "", "", "", "", ""]
+    assert detokenizer.stop_string == "\n\nUser:"
+
+
+def test_false_start_of_a_stop_string_is_released() -> None:
+    deltas, detokenizer = stream(byte_table(), list(b"aab aabc"), stop=["aabc"], include_stop_str=True)
+    assert "".join(deltas) == "aab aabc"
+    assert deltas[3] == "aab "
+    assert detokenizer.stop_string == "aabc"
+
+
+def test_held_text_is_flushed_at_the_end() -> None:
+    deltas, detokenizer = stream(byte_table(), list(b"so END"), stop=["ENDING"])
+    assert deltas == ["s", "o", " ", "", "", "", "END"]
+    assert detokenizer.stop_string is None
+
+
+def test_of_stop_strings_complete_together_the_longest_wins() -> None:
+    deltas, detokenizer = stream(byte_table(), list(b"xxab"), stop=["b", "ab"])
+    assert "".join(deltas) == "xx"
+    assert detokenizer.stop_string == "ab"
+
+
+def test_stop_string_before_min_tokens_does_not_count() -> None:
+    deltas, detokenizer = stream(byte_table(), list(b"a.b.c"), stop=["."], min_tokens=3)
+    assert "".join(deltas) == "a.b"
+    assert detokenizer.stop_string == "."
+
+
+def test_cost_per_token_does_not_grow() -> None:
+    table = byte_table()
+    detokenizer = IncrementalDetokenizer(table, stop=["\xff" * 3])
+    first, rest = 2_000, 60_000
+
+    def push(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            detokenizer.push(0x80)  # never a character: nothing may pile up
+        return (time.perf_counter() - start) / count
+
+    push(100)
+    early = min(push(first) for _ in range(3))
+    push(rest)
+    late = min(push(first) for _ in range(3))
+    assert late < 5 * early + 5e-6
+
+
+def test_unknown_decoder_is_refused() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(EngineConfigError, match="WordPiece; allowed: ByteLevel, Metaspace, Sequence"):
+        TokenTable(tokenizer)
+
+
+def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineConfigError, match=r"tokenizer\.json is missing"):
+        load_token_table(tmp_path)
+
+
+def test_metaspace_drops_the_mark_of_the_first_token() -> None:
+    vocab = {"▁Hello": 0, "▁world": 1, "<unk>": 2}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    deltas, _ = stream(TokenTable(tokenizer), [0, 1, 7])
+    assert "".join(deltas) == tokenizer.decode([0, 1]) == "Hello world"

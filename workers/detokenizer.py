@@ -1,0 +1,111 @@
+"""Token ids to text as they come: whole characters only, and nothing that may yet turn out to be a stop string.
+
+The emitted text is a pure function of the tokens so far, so that a request goes on elsewhere exactly where it was.
+Every character costs the same, however long the text: UTF-8 is decoded incrementally, and each stop string keeps how
+much of itself the text's end matches (Knuth, Morris and Pratt 1977).
+"""
+
+import codecs
+from collections.abc import Sequence
+
+from workers.tokenizer import TokenTable
+
+
+class IncrementalDetokenizer:
+    """The text of one request. After a stop string is found, nothing more is to be pushed."""
+
+    def __init__(
+        self,
+        table: TokenTable,
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """A stop string that is complete before `min_tokens` tokens does not count."""
+        self._table = table
+        self._skips_special = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_first = True
+        self._stops = [_StopString(text) for text in stop]
+        self._include_stop_str = include_stop_str
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""
+        self.stop_string: str | None = None
+        """The stop string that ended the text."""
+
+    def push(self, token_id: int) -> str:
+        """Take one more token and return the text that became certain with it."""
+        self._num_tokens += 1
+        text = self._decode(token_id)
+        return self._search(text) if self._stops else text
+
+    def flush(self) -> str:
+        """Return what was held back, now that no more tokens come. A cut character becomes U+FFFD, as in `decode`."""
+        held, self._held = self._held, ""
+        if self.stop_string is not None:
+            return ""
+        return held + self._decoder.decode(b"", final=True)
+
+    def _decode(self, token_id: int) -> str:
+        if self._skips_special and self._table.is_special(token_id):
+            return ""
+        piece = self._table.piece(token_id)
+        if self._is_first and piece:
+            self._is_first = False
+            piece = self._table.first_piece(token_id)
+        return self._decoder.decode(piece)
+
+    def _search(self, text: str) -> str:
+        """Walk the new characters; the stop string complete first wins, of those complete together the longest."""
+        counts = self._num_tokens >= self._min_tokens
+        for index, char in enumerate(text):
+            complete = [stop for stop in self._stops if stop.advance(char)]
+            if complete and counts:
+                stop = max(complete, key=lambda stop: len(stop.text))
+                return self._end(self._held + text[: index + 1], stop.text)
+        text = self._held + text
+        num_held = max(stop.num_matched for stop in self._stops)
+        certain = len(text) - num_held
+        self._held = text[certain:]
+        return text[:certain]
+
+    def _end(self, text: str, stop: str) -> str:
+        self.stop_string = stop
+        self._held = ""
+        return text if self._include_stop_str else text[: len(text) - len(stop)]
+
+
+class _StopString:
+    """How many of a stop string's leading characters the text ends with: fewer than all."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._fallback = _fallbacks(text)
+
+    def advance(self, char: str) -> bool:
+        """Take the next character of the text; True when the stop string is complete with it."""
+        matched = self.num_matched
+        while matched and self.text[matched] != char:
+            matched = self._fallback[matched]
+        if self.text[matched] == char:
+            matched += 1
+        if matched < len(self.text):
+            self.num_matched = matched
+            return False
+        self.num_matched = self._fallback[matched]
+        return True
+
+
+def _fallbacks(text: str) -> list[int]:
+    """For each length n, the longest proper prefix of text[:n] that is also its suffix."""
+    fallback = [0, 0]
+    for length in range(1, len(text)):
+        matched = fallback[length]
+        while matched and text[matched] != text[length]:
+            matched = fallback[matched]
+        fallback.append(matched + 1 if text[matched] == text[length] else 0)
+    return fallback

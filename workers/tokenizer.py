@@ -1,0 +1,147 @@
+"""What each token id is in bytes, read from a tokenizer's own decoder; detokenizer.py makes a stream of text of it.
+
+Three decoders cover the families that Weft serves: byte-level BPE, the SentencePiece kind with byte fallback, and
+Metaspace. Joined bytes of the pieces, decoded as UTF-8, are exactly what `Tokenizer.decode` returns for valid text.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from workers.errors import EngineConfigError
+
+_Convert = Callable[[str], bytes]
+
+
+class TokenTable:
+    """The bytes of each token id, converted once and then remembered. One per engine; used by its thread only."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raise EngineConfigError when the tokenizer's decoder is of a kind not known here."""
+        self._tokenizer = tokenizer
+        self._special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+        self._convert, self._convert_first = _converters(_decoder_state(tokenizer))
+        self._pieces: dict[int, bytes] = {}
+        self._specials: dict[int, bool] = {}
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes that the token adds to a text; nothing for an id that the tokenizer does not know."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = self._tokenizer.id_to_token(token_id)
+            piece = self._pieces[token_id] = b"" if token is None else self._convert(token)
+        return piece
+
+    def first_piece(self, token_id: int) -> bytes:
+        """Return the same for the first token of a text, without the space that marks a beginning of a word."""
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else self._convert_first(token)
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether `skip_special_tokens` leaves the token out."""
+        special = self._specials.get(token_id)
+        if special is None:
+            special = self._specials[token_id] = self._tokenizer.id_to_token(token_id) in self._special
+        return special
+
+
+def load_token_table(folder: Path) -> TokenTable:
+    """Read the tokenizer.json of a model folder; EngineConfigError when it is missing, broken or of unknown kind."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise EngineConfigError(f"{path} is missing; allowed: a model folder with a tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception
+        raise EngineConfigError(f"{path} cannot be read: {error}") from error
+    return TokenTable(tokenizer)
+
+
+def _decoder_state(tokenizer: Tokenizer) -> dict[str, Any]:
+    if tokenizer.decoder is None:
+        raise EngineConfigError("the tokenizer has no decoder; allowed: ByteLevel, Metaspace or a Sequence with Fuse")
+    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return state
+
+
+def _converters(decoder: dict[str, Any]) -> tuple[_Convert, _Convert]:
+    match decoder["type"]:
+        case "ByteLevel":
+            return _byte_level, _byte_level
+        case "Metaspace":
+            return _metaspace(decoder)
+        case "Sequence":
+            return _sequence(decoder["decoders"])
+        case kind:
+            raise EngineConfigError(f"the tokenizer's decoder is {kind}; allowed: ByteLevel, Metaspace, Sequence")
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:  # an added token, written as it is
+        return token.encode()
+
+
+def _metaspace(decoder: dict[str, Any]) -> tuple[_Convert, _Convert]:
+    mark = decoder["replacement"]
+    keeps_first = decoder.get("prepend_scheme", "always") == "never"
+
+    def convert(token: str) -> bytes:
+        return token.replace(mark, " ").encode()
+
+    def convert_first(token: str) -> bytes:
+        return convert(token) if keeps_first else token.replace(mark, "").encode()
+
+    return convert, convert_first
+
+
+def _sequence(steps: list[dict[str, Any]]) -> tuple[_Convert, _Convert]:
+    """Replace ..., ByteFallback, Fuse, Strip: as SentencePiece models are written; or one ByteLevel or Metaspace."""
+    if len(steps) == 1:
+        return _converters(steps[0])
+    replaced: list[tuple[str, str]] = []
+    has_byte_tokens = False
+    stripped = ""
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not stripped:
+                replaced.append((old, new))
+            case {"type": "ByteFallback"}:
+                has_byte_tokens = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Strip", "content": str(char), "start": 1, "stop": 0} if not stripped:
+                stripped = char
+            case _:
+                raise EngineConfigError(
+                    f"the tokenizer's decoder has the step {step}; allowed: Replace of a string, ByteFallback, Fuse, "
+                    "and a last Strip of one character at the start"
+                )
+
+    def convert(token: str) -> bytes:
+        for old, new in replaced:
+            token = token.replace(old, new)
+        if has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.encode()
+
+    def convert_first(token: str) -> bytes:
+        return convert(token).removeprefix(stripped.encode())
+
+    return convert, convert_first
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Printable Latin-1 characters stand for themselves, the other bytes for the characters from 256 on (GPT-2)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
