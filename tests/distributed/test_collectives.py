@@ -1,0 +1,128 @@
+"""Collectives on gloo: sums, order, counts, and what a dead peer means."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from helpers.gloo_pool import GlooPool, RankFailedError
+
+from parallel.collectives import all_gather, all_reduce, all_reduce_min, broadcast, gather_to_first
+from parallel.errors import CollectiveError, ParallelismError
+from parallel.mesh import Axis, Mesh
+
+SIZES = (2, 3, 4)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _sum_on_every_rank(mesh: Mesh, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return all_reduce(_values(mesh.tp.rank, numel, dtype), mesh.tp)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [7, 100_000])  # by exchange, and by gloo's own all-reduce
+def test_all_reduce_gives_every_rank_the_same_sum(
+    gloo_pool: GlooPool, size: int, dtype: torch.dtype, numel: int
+) -> None:
+    results = gloo_pool.run(_sum_on_every_rank, numel, dtype, tp=size)
+    expected = torch.stack([_values(rank, numel, dtype).double() for rank in range(size)]).sum(0)
+    for result in results:
+        assert torch.equal(result, results[0])
+    # one rounding for each addition; 4 terms of a few units
+    torch.testing.assert_close(results[0].double(), expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def _join_ranks(mesh: Mesh, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x = torch.full((2, 3), float(mesh.tp.rank))
+    return all_gather(x, mesh.tp, dim), gather_to_first(x, mesh.tp, dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gathers_join_in_rank_order(gloo_pool: GlooPool, dim: int) -> None:
+    results = gloo_pool.run(_join_ranks, dim, tp=3)
+    expected = torch.cat([torch.full((2, 3), float(rank)) for rank in range(3)], dim)
+    for rank, (everywhere, on_first) in enumerate(results):
+        assert torch.equal(everywhere, expected)
+        assert (on_first is None) == (rank != 0)
+    assert torch.equal(results[0][1], expected)
+
+
+def _every_kind(mesh: Mesh) -> tuple[int, float, dict[str, int]]:
+    device = torch.device("cpu")
+    least = all_reduce_min(10 - mesh.pp.rank, mesh.pp, device)
+    told = broadcast(torch.tensor([float(mesh.tp.rank)]), mesh.tp, source=1)
+    all_reduce(torch.ones(1), mesh.tp)
+    all_reduce(torch.ones(1), mesh.tp)
+    return least, float(told), dict(mesh.tp.counts)
+
+
+def test_kinds_are_counted_on_their_axis(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(_every_kind, tp=2, pp=2) == [(9, 1.0, {"broadcast": 1, "all_reduce": 2})] * 4
+
+
+def test_axis_of_one_rank_is_the_identity() -> None:
+    axis = Axis()
+    x = torch.ones(2)
+    assert all_reduce(x, axis) is x
+    assert all_gather(x, axis) is x
+    assert gather_to_first(x, axis) is x
+    assert broadcast(x, axis) is x
+    assert not axis.counts
+
+
+def _mesh_place(mesh: Mesh) -> tuple[int, int, int, bool, bool]:
+    return mesh.rank, mesh.tp.rank, mesh.pp.rank, mesh.is_first_stage, mesh.is_last_stage
+
+
+def test_rank_is_stage_times_tp_plus_tensor_rank(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(_mesh_place, tp=2, pp=2) == [
+        (0, 0, 0, True, False),
+        (1, 1, 0, True, False),
+        (2, 0, 1, False, True),
+        (3, 1, 1, False, True),
+    ]
+
+
+def _mesh_of_wrong_size(mesh: Mesh) -> str:
+    with pytest.raises(ParallelismError) as caught:
+        Mesh.from_world(tensor_parallel=2, pipeline_parallel=2)
+    return str(caught.value)
+
+
+def test_mesh_must_fill_the_world(gloo_pool: GlooPool) -> None:
+    assert "needs 4 ranks; there are 2" in gloo_pool.run(_mesh_of_wrong_size, tp=2)[0]
+
+
+def _die_before_the_second_sum(mesh: Mesh, numel: int) -> str:
+    all_reduce(torch.ones(numel), mesh.tp)
+    if mesh.tp.rank == 1:
+        os._exit(1)
+    try:
+        all_reduce(torch.ones(numel), mesh.tp)
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("numel", [7, 100_000])
+def test_dead_peer_is_a_collective_error(gloo_pool: GlooPool, numel: int) -> None:
+    message, dead = gloo_pool.run(_die_before_the_second_sum, numel, tp=2, may_die=True)
+    assert dead is None
+    assert message.startswith("all_reduce failed on rank 0 of 2")
+
+
+def _fail_on(rank: int, bad_rank: int) -> Any:
+    if rank == bad_rank:
+        raise ValueError("seen by the test")
+    return rank
+
+
+def test_pool_reports_the_rank_that_failed_and_goes_on(gloo_pool: GlooPool) -> None:
+    with pytest.raises(RankFailedError, match=r"(?s)rank 1: .*ValueError: seen by the test"):
+        gloo_pool.call(_fail_on, 1, ranks=2)
+    assert gloo_pool.call(_fail_on, 9, ranks=2) == [0, 1]
