@@ -1,0 +1,312 @@
+"""The router's tokenizer and chat templates, against transformers on the shared tokenizers and models."""
+
+import gzip
+import json
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from router.call import ChatMessage
+from router.errors import InvalidRequestError, ModelFilesError
+from router.tokenizer import ModelTokenizer
+
+FOLDERS = [
+    *(f"tokenizers/{name}" for name in ("qwen", "gpt2", "llama2-32k")),
+    *(f"models/{name}" for name in ("stories260K", "stories3M", "TinyStories-656K")),
+]
+LLAMA_STYLE = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}\
+{% set messages = messages[1:] %}{% endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}
+        {{- '[INST] ' + (system + '\n\n' if loop.first and system is defined else '') }}
+        {{- message['content'].strip() }} [/INST]
+    {%- else %}
+        {{- ' ' + message['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+HEADER_STYLE = """{{- bos_token }}{% for message in messages %}
+{% if message.role == 'tool' %}{% continue %}{% endif %}
+<|{{ message.role }}|> {{ {'name': message.name, 'text': message.content} | tojson }}
+{% generation %}{% set seen = 1 %}{{ message.content | trim }}
+{% endgeneration %}
+{% if loop.index > 3 %}{% break %}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def prompts(shared: Path, name: str, count: int) -> list[list[dict[str, str]]]:
+    with gzip.open(shared / "prompts" / name, "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["messages"] for line in islice(lines, count)]
+
+
+def sample_texts(shared: Path) -> list[str]:
+    names = ("alpaca_en.jsonl.gz", "alpaca_zh.jsonl.gz", "arena_hard_en.jsonl.gz", "rag_rgb.jsonl.gz")
+    texts = [message["content"] for name in names for messages in prompts(shared, name, 25) for message in messages]
+    return [*texts, "", "naïve café — 你好 🙂👩‍👩‍👧", "tabs\tand\n\nlines  ", "def f(x):\n    return x"]
+
+
+def as_messages(messages: list[dict[str, str]]) -> tuple[ChatMessage, ...]:
+    return tuple(ChatMessage(**message) for message in messages)
+
+
+def make_folder(folder: Path, *, config: dict[str, Any] | None = None, **files: str) -> Path:
+    """Write a model folder with a small tokenizer of whole words and single characters."""
+    words = ["<s>", "</s>", *map(chr, range(32, 127)), "\n", "é"]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}} | (config or {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def render(folder: Path, *messages: ChatMessage) -> str:
+    tokenizer = ModelTokenizer.from_folder(folder, now=lambda: datetime(2024, 7, 26))
+    return tokenizer.decode(tokenizer.render_chat(messages), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("path", FOLDERS)
+def test_encode_and_decode_equal_transformers(shared: Path, path: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = shared / path
+    oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = ModelTokenizer.from_folder(folder)
+
+    for text in sample_texts(shared):
+        ids = tokenizer.encode(text)
+        if type(oracle).__name__ == "LlamaTokenizer" and (text.startswith(" ") or 0 in ids):
+            continue  # transformers rebuilds this one: no space before a first space, unknown characters dropped
+        assert list(ids) == oracle.encode(text), text
+        assert list(tokenizer.encode(text, add_special_tokens=False)) == oracle.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == oracle.decode(ids)
+    assert tokenizer.vocab_size == len(oracle)
+
+
+@pytest.mark.parametrize("name", ["stories260K", "stories3M", "TinyStories-656K"])
+def test_golden_prompts_have_their_ids(shared: Path, name: str) -> None:
+    folder = shared / f"models/{name}"
+    tokenizer = ModelTokenizer.from_folder(folder)
+    goldens = [json.loads(line) for line in (folder / "golden_greedy.jsonl").read_text().splitlines()]
+
+    for golden in goldens:
+        assert list(tokenizer.encode(golden["prompt"])) == golden["prompt_ids"]
+
+
+def test_special_tokens_named_only_in_the_config_are_special(tmp_path: Path) -> None:
+    declared = {str(len("<s></s>") + 92): {"content": "<|end|>", "special": True}}
+    folder = make_folder(tmp_path, config={"added_tokens_decoder": declared, "unk_token": "?"})
+    tokenizer = ModelTokenizer.from_folder(folder)
+
+    ids = tokenizer.encode("a<|end|>b?")
+
+    assert (ids[1], tokenizer.vocab_size) == (99, 100)
+    assert tokenizer.decode(ids) == "ab"
+
+
+@pytest.mark.parametrize("name", ["sharegpt_zh_multiturn.jsonl.gz", "toolcall_multiturn.jsonl.gz", "rag_rgb.jsonl.gz"])
+def test_chat_equals_transformers_on_real_conversations(shared: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = shared / "tokenizers/qwen"
+    oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = ModelTokenizer.from_folder(folder)
+
+    for messages in prompts(shared, name, 20):
+        expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(tokenizer.render_chat(as_messages(messages))) == expected
+
+
+@pytest.mark.parametrize("template", [LLAMA_STYLE, HEADER_STYLE], ids=["llama", "header"])
+@pytest.mark.parametrize("as_file", [True, False], ids=["file", "config"])
+def test_templates_equal_transformers(shared: Path, template: str, as_file: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(shared / "tokenizers/llama2-32k", tmp_path, dirs_exist_ok=True)
+    config_file = tmp_path / "tokenizer_config.json"
+    if as_file:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    config = json.loads(config_file.read_text()) | {"chat_template": "not used" if as_file else template}
+    config_file.write_text(json.dumps(config))
+    messages = [
+        {"role": "system", "content": "Be <b>brief</b> & 'kind'.", "name": "rules"},
+        {"role": "user", "content": " Hello é 你好 "},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "And </s> now?"},
+        {"role": "assistant", "content": "Never seen."},
+        {"role": "user", "content": "Why?"},
+    ]
+    # transformers leaves a missing name undefined as we do; the header template writes names, so all have one
+    messages = [{"name": "n"} | message for message in messages]
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    ids = ModelTokenizer.from_folder(tmp_path).render_chat(as_messages(messages))
+
+    assert list(ids) == oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_default_of_named_templates_is_used(tmp_path: Path) -> None:
+    named = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"},
+    ]
+    folder = make_folder(tmp_path, config={"chat_template": named})
+
+    assert render(folder, ChatMessage(role="user", content="hi")) == "<s>hi</s>"
+
+
+def test_chat_adds_no_special_tokens_of_its_own(shared: Path, tmp_path: Path) -> None:
+    folder = shared / "models/stories3M"
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = ModelTokenizer.from_folder(tmp_path)
+
+    ids = tokenizer.render_chat([ChatMessage(role="user", content="Once")])
+
+    assert ids == tokenizer.encode("Once", add_special_tokens=False)
+    assert ids != tokenizer.encode("Once")
+
+
+def test_template_may_ask_for_the_date(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, config={"chat_template": "{{ strftime_now('%d %b %Y') }}"})
+
+    assert render(folder, ChatMessage(role="user", content="hi")) == "26 Jul 2024"
+
+
+def test_blocks_leave_no_blank_lines(tmp_path: Path) -> None:
+    template = "{% for m in messages %}\n    {% if true %}\nx{{ m.content }}\n    {% endif %}\n{% endfor %}\n"
+    folder = make_folder(tmp_path, chat_template__jinja=template)
+
+    assert render(folder, ChatMessage(role="user", content="hi")) == "xhi\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        ("x", (), "messages is empty"),
+        ("x", (ChatMessage(role="robot", content="hi"),), "messages[0].role is 'robot'; allowed: 'system', 'user'"),
+        ("{{ raise_exception('no tools') }}", (ChatMessage(role="user", content="hi"),), "no tools"),
+        ("{{ messages[0].content + 1 }}", (ChatMessage(role="user", content="hi"),), "TypeError"),
+        ("{{ nothing.at_all }}", (ChatMessage(role="user", content="hi"),), "'nothing' is undefined"),
+        ("{{ ''.__class__.mro() }}", (ChatMessage(role="user", content="hi"),), "unsafe"),
+        ("{{ messages.append(1) }}", (ChatMessage(role="user", content="hi"),), "unsafe"),
+        (None, (ChatMessage(role="user", content="hi"),), "no chat template"),
+    ],
+)
+def test_malformed_chat_is_refused(
+    template: str | None, messages: tuple[ChatMessage, ...], said: str, tmp_path: Path
+) -> None:
+    tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, config={"chat_template": template}))
+
+    with pytest.raises(InvalidRequestError) as caught:
+        tokenizer.render_chat(messages)
+
+    assert said in str(caught.value)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "said"),
+    [
+        ({"tokenizer__json": "{}"}, {}, "tokenizer.json is not a tokenizer"),
+        ({"tokenizer_config__json": "{"}, {}, "tokenizer_config.json is not JSON"),
+        ({"generation_config__json": "[]"}, {}, "generation_config.json holds a list"),
+        ({"generation_config__json": '{"top_p": "high"}'}, {}, "top_p"),
+        ({"generation_config__json": '{"top_k": true}'}, {}, "top_k"),
+        ({"chat_template__jinja": "{% if %}"}, {}, "chat_template.jinja does not compile"),
+        ({}, {"chat_template": 3}, "chat_template of"),
+        ({}, {"chat_template": [{"name": "tool_use", "template": "x"}]}, "one of them must be 'default'"),
+        ({}, {"chat_template": ["x"]}, "lacks `name` or `template`"),
+    ],
+)
+def test_broken_folder_is_named(files: dict[str, str], config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, config=config, **files)
+
+    with pytest.raises(ModelFilesError) as caught:
+        ModelTokenizer.from_folder(folder)
+
+    assert said in str(caught.value)
+
+
+def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match=r"tokenizer\.json does not exist"):
+        ModelTokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (None, {}),
+        ('{"do_sample": false, "eos_token_id": [1, 2]}', {}),
+        (
+            '{"do_sample": true, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "max_length": 9}',
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0},
+        ),
+        (
+            '{"do_sample": false, "temperature": 0.7, "top_k": null, "repetition_penalty": 1.05}',
+            {"temperature": 0.7, "repetition_penalty": 1.05},
+        ),
+    ],
+)
+def test_generation_defaults_are_what_the_file_writes(
+    written: str | None, expected: dict[str, float], tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path, **({} if written is None else {"generation_config__json": written}))
+
+    assert dict(ModelTokenizer.from_folder(folder).generation_defaults) == expected
+
+
+def test_truncation_saved_in_the_file_is_not_applied(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    saved = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    saved.enable_truncation(4)
+    saved.enable_padding(length=4)
+    saved.save(str(folder / "tokenizer.json"))
+
+    tokenizer = ModelTokenizer.from_folder(folder)
+
+    assert [len(tokenizer.encode(text)) for text in ("ab", "abcdefgh")] == [2, 8]
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path))
+
+    assert tokenizer.decode([*tokenizer.encode("ab"), 4_000_000_000]) == "ab"
+
+
+def test_threads_get_the_same_ids(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, chat_template__jinja="{{ messages[0].content }}"))
+    texts = [f"text number {index}" for index in range(64)]
+
+    def round_trip(text: str) -> str:
+        return tokenizer.decode(tokenizer.render_chat([ChatMessage(role="user", content=text)]))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(round_trip, texts)) == texts
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(shared: Path) -> None:
+    tokenizer = ModelTokenizer.from_folder(shared / "tokenizers/qwen")
+    worker = threading.Thread(target=tokenizer.encode, args=("Once upon a time there was a little girl. " * 12_000,))
+    ticks, started = 0, time.perf_counter()
+
+    worker.start()
+    while worker.is_alive():
+        worker.join(0.001)
+        ticks += 1
+
+    elapsed = time.perf_counter() - started
+    assert ticks > 10, f"{ticks} turns in {elapsed:.2f} s: encoding holds the interpreter lock"
