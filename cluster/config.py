@@ -1,0 +1,277 @@
+"""What a user may set, as YAML or as flags, and the frozen values that it becomes.
+
+Both ways go through `ClusterFile`: unknown keys are refused and every message begins with the dotted path. The sections
+that belong to the engine and the router are those packages' own dataclasses, so there is one list of settings.
+"""
+
+import dataclasses
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.errors import ClusterConfigError
+from router.config import (
+    AdmissionConfig,
+    BreakerConfig,
+    FailoverConfig,
+    LinkConfig,
+    PolicyName,
+    PrefixPolicyConfig,
+    RouterConfig,
+)
+from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from workers.errors import EngineConfigError
+
+DEFAULT_MODEL = "weft-tiny"
+"""Packaged with the program."""
+DEFAULT_CONTROL_PORT = 50050
+DEFAULT_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model that the cluster serves and how many replicas of it."""
+
+    name: str
+    """What clients call it."""
+    source: str
+    """A folder, a packaged name or a hub id."""
+    replicas: int
+    cpus_per_rank: float
+    """Ray CPUs that each rank reserves."""
+    start_timeout_s: float
+    engine: EngineConfig
+    """Its `model` is `source` until a rank resolves it on its own node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """The wanted state of a whole cluster."""
+
+    models: tuple[ModelSpec, ...]
+    host: str
+    control_port: int
+    router: RouterConfig
+    ray_address: str | None
+    """None: a local Ray is started for this service alone."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Rank processes, over all groups."""
+        return sum(model.replicas * model.engine.parallel.world_size for model in self.models)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class ModelSection(_Section):
+    """One entry of `models`."""
+
+    path: str = DEFAULT_MODEL
+    """A folder in Hugging Face layout, a packaged name or a hub id."""
+    name: str | None = None
+    """What clients call it; None: the last part of `path`."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    dtype: str = "auto"
+    device: str = "auto"
+    max_context: Annotated[int, Field(ge=1)] | None = None
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of each rank; None: a node's cores divided over the ranks on it."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """A formation that is not READY after so long is torn down."""
+    cpus_per_rank: Annotated[float, Field(ge=0.001)] = 0.01
+    """Ray CPUs that each rank reserves; raise it to spread CPU replicas over nodes."""
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    def to_spec(self, hash_key: bytes) -> ModelSpec:
+        """Return the frozen values. Raises EngineConfigError when they contradict each other."""
+        engine = EngineConfig(
+            model=self.path,
+            dtype=self.dtype,
+            device=self.device,
+            max_context=self.max_context,
+            step_timeout_s=self.step_timeout_s,
+            num_threads=self.num_threads,
+            hash_key=hash_key,
+            cache=self.cache,
+            scheduler=self.scheduler,
+            parallel=ParallelConfig(tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel),
+        )
+        return ModelSpec(
+            name=self.name or Path(self.path).name,
+            source=self.path,
+            replicas=self.replicas,
+            cpus_per_rank=self.cpus_per_rank,
+            start_timeout_s=self.start_timeout_s,
+            engine=engine,
+        )
+
+
+class RouterSection(_Section):
+    """The front door."""
+
+    port: Port = 50051
+    """gRPC; 0: any free port, for this and the other ports."""
+    http_port: Port | None = 8000
+    """OpenAI-compatible HTTP; null: off."""
+    metrics_port: Port | None = 9464
+    """Prometheus; null: off."""
+    policy: PolicyName = PolicyName.PREFIX_AFFINITY
+    max_message_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
+    tokenizer_threads: Annotated[int, Field(ge=1)] = 2
+    grace_s: Annotated[float, Field(ge=0)] = 30.0
+    admission: AdmissionConfig = AdmissionConfig()
+    prefix: PrefixPolicyConfig = PrefixPolicyConfig()
+    breaker: BreakerConfig = BreakerConfig()
+    link: LinkConfig = LinkConfig()
+    failover: FailoverConfig = FailoverConfig()
+
+    def to_config(self, *, host: str, control: str) -> RouterConfig:
+        """Return the router's own values."""
+        fields = {name: getattr(self, name) for name in RouterSection.model_fields if name != "port"}
+        return RouterConfig(control=control, host=host, grpc_port=self.port, **fields)
+
+
+class ControllerSection(_Section):
+    """The controller's gRPC service, for `weft status`, `weft stop` and routers."""
+
+    port: Port = DEFAULT_CONTROL_PORT
+
+
+class RaySection(_Section):
+    """Which Ray cluster."""
+
+    address: str | None = None
+    """As in ray.init ("auto" finds the one of this machine); null: start a local one and end it with the service."""
+
+
+class ClusterFile(_Section):
+    """The whole YAML file."""
+
+    models: Annotated[tuple[ModelSection, ...], Field(min_length=1)] = (ModelSection(),)
+    host: str = DEFAULT_HOST
+    """Address that the router and the controller bind; loopback unless told otherwise."""
+    router: RouterSection = RouterSection()
+    controller: ControllerSection = ControllerSection()
+    ray: RaySection = RaySection()
+
+
+def load_cluster_file(path: Path) -> dict[str, Any]:
+    """Return the YAML file's mapping, not yet checked. Raises ClusterConfigError when it cannot be read."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClusterConfigError(f"{path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ClusterConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        seen = type(data).__name__
+        raise ClusterConfigError(f"{path}: a {seen}; allowed: a mapping with the keys {_keys(ClusterFile)}")
+    return data
+
+
+def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
+    """Check settings and freeze them. Raises ClusterConfigError naming every fault by its dotted path."""
+    try:
+        # Through JSON: strict mode there takes mappings for dataclasses and names for enums, and coerces nothing else.
+        file = ClusterFile.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise ClusterConfigError("\n".join(_describe(fault) for fault in error.errors())) from error
+    models = []
+    for index, section in enumerate(file.models):
+        try:
+            models.append(section.to_spec(secrets.token_bytes(32)))
+        except EngineConfigError as error:
+            raise ClusterConfigError(f"models[{index}]: {error}") from error
+    _check_unique(models)
+    _check_ports(file)
+    control = f"{file.host}:{file.controller.port}"
+    return ClusterSpec(
+        models=tuple(models),
+        host=file.host,
+        control_port=file.controller.port,
+        router=file.router.to_config(host=file.host, control=control),
+        ray_address=file.ray.address,
+    )
+
+
+def _check_unique(models: list[ModelSpec]) -> None:
+    seen: dict[str, int] = {}
+    for index, model in enumerate(models):
+        if model.name in seen:
+            other = f"models[{seen[model.name]}]"
+            raise ClusterConfigError(
+                f"models[{index}].name: {model.name!r} is the name of {other}; allowed: one of its own"
+            )
+        seen[model.name] = index
+
+
+def _check_ports(file: ClusterFile) -> None:
+    ports = {
+        "router.port": file.router.port,
+        "router.http_port": file.router.http_port,
+        "router.metrics_port": file.router.metrics_port,
+        "controller.port": file.controller.port,
+    }
+    owner: dict[int, str] = {}
+    for name, port in ports.items():
+        if port and port in owner:
+            raise ClusterConfigError(f"{name}: {port} is {owner[port]} already; allowed: a port of its own, or 0")
+        if port:
+            owner[port] = name
+
+
+def _describe(fault: Any) -> str:
+    path = _dotted(fault["loc"])
+    match fault["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return f"{path}: unknown key; allowed: {_keys(_section_at(fault['loc'][:-1]))}"
+        case "missing":
+            return f"{path}: missing"
+        case "value_error":
+            return f"{path}: {fault['ctx']['error']}"
+        case _:
+            allowed = fault["msg"].removeprefix("Input should be ")
+            return f"{path}: {_shown(fault['input'])}; allowed: {allowed}"
+
+
+def _dotted(loc: tuple[str | int, ...]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc]
+    return "".join(parts).removeprefix(".") or "the file"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _section_at(loc: tuple[str | int, ...]) -> Any:
+    section: Any = ClusterFile
+    for part in loc:
+        section = section.model_fields[part].annotation if isinstance(part, str) else get_args(section)[0]
+    return section
+
+
+def _keys(section: Any) -> str:
+    if dataclasses.is_dataclass(section):
+        return ", ".join(field.name for field in dataclasses.fields(section))
+    return ", ".join(section.model_fields)

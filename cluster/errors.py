@@ -1,0 +1,33 @@
+"""What the cluster refuses or reports.
+
+ClusterError
+├── ClusterConfigError      a flag or the YAML file is wrong; the message begins with the dotted path
+├── ModelNotFoundError      no folder, packaged model or hub id of this name can be had
+├── StartError              the service did not come up; the message says what stopped it
+├── RayError                Ray could not be started or reached
+└── ControllerError         the controller cannot be reached, or answered with an error
+"""
+
+
+class ClusterError(Exception):
+    """Base of everything the cluster raises on purpose."""
+
+
+class ClusterConfigError(ClusterError, ValueError):
+    """A flag or the YAML file is wrong; the message begins with the dotted path."""
+
+
+class ModelNotFoundError(ClusterError):
+    """No folder, packaged model or hub id of this name can be had."""
+
+
+class StartError(ClusterError):
+    """The service did not come up; the message says what stopped it."""
+
+
+class RayError(ClusterError):
+    """Ray could not be started or reached."""
+
+
+class ControllerError(ClusterError):
+    """The controller cannot be reached, or answered with an error."""

@@ -1,0 +1,89 @@
+"""Where a replica group goes: its bundles, and in words why they do not fit. Pure; replica_group.py asks Ray.
+
+One bundle is one pipeline stage, because a bundle never spans nodes: tensor parallelism stays inside a node by
+construction, and stages may lie on different ones. All ranks of a stage share its bundle.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workers.config import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeResources:
+    """What one alive node has and what of it is free."""
+
+    node_id: str
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What one group asks of the cluster."""
+
+    parallel: ParallelConfig
+    gpus_per_rank: int
+    cpus_per_rank: float
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of one stage."""
+        tensor_parallel = self.parallel.tensor_parallel
+        bundle = {"CPU": tensor_parallel * self.cpus_per_rank}
+        if self.gpus_per_rank:
+            bundle["GPU"] = float(tensor_parallel * self.gpus_per_rank)
+        return bundle
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """One for each stage, in order."""
+        return [self.bundle for _ in range(self.parallel.pipeline_parallel)]
+
+    @property
+    def strategy(self) -> str:
+        """Ray's name: a single stage is packed strictly, several go as near to each other as they can."""
+        return "STRICT_PACK" if self.parallel.pipeline_parallel == 1 else "PACK"
+
+    def stage_of(self, rank: int) -> int:
+        """Return the index of the bundle that this rank belongs to."""
+        return rank // self.parallel.tensor_parallel
+
+
+def why_not(placement: Placement, nodes: Sequence[NodeResources]) -> str | None:
+    """Say in words why the group does not fit on the free resources; None when it does."""
+    if not nodes:
+        return "the cluster has no node"
+    gpus = placement.parallel.tensor_parallel * placement.gpus_per_rank
+    cpus = placement.parallel.tensor_parallel * placement.cpus_per_rank
+    for need, unit, free, total in (
+        (gpus, "GPUs", [n.free_gpus for n in nodes], [n.gpus for n in nodes]),
+        (cpus, "CPUs", [n.free_cpus for n in nodes], [n.cpus for n in nodes]),
+    ):
+        if need > max(total) + _EPSILON:
+            return f"needs {need:g} {unit} on one node; the largest node has {max(total):g}"
+        if need > max(free) + _EPSILON:
+            return f"needs {need:g} {unit} on one node; the largest free node has {max(free):g}"
+    stages = placement.parallel.pipeline_parallel
+    room = sum(_stages_that_fit(node, gpus, cpus) for node in nodes)
+    if room < stages:
+        return f"needs {stages} stages of {gpus:g} GPUs and {cpus:g} CPUs; free nodes have room for {room}"
+    return None
+
+
+def threads_per_rank(cores: float, ranks_on_node: int) -> int:
+    """Share a node's cores among its ranks, at least one thread for each."""
+    return max(1, int(cores) // max(1, ranks_on_node))
+
+
+_EPSILON = 1e-6  # Ray counts resources in steps of 1e-4
+
+
+def _stages_that_fit(node: NodeResources, gpus: float, cpus: float) -> int:
+    by_cpu = (node.free_cpus + _EPSILON) / cpus if cpus else float("inf")
+    by_gpu = (node.free_gpus + _EPSILON) / gpus if gpus else float("inf")
+    most = min(by_cpu, by_gpu)
+    return 2**31 if most == float("inf") else int(most)

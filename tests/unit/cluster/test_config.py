@@ -1,0 +1,143 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfigError, ModelSection, RouterSection, build_spec, load_cluster_file
+from router.config import PolicyName, RouterConfig
+from workers.config import EngineConfig
+
+
+def fault(data: dict[str, Any]) -> str:
+    with pytest.raises(ClusterConfigError) as caught:
+        build_spec(data)
+    return str(caught.value)
+
+
+def test_empty_file_serves_the_default_model_on_loopback() -> None:
+    spec = build_spec({})
+    assert [model.name for model in spec.models] == ["weft-tiny"]
+    assert spec.models[0].replicas == 1
+    assert (spec.host, spec.control_port, spec.router.host) == ("127.0.0.1", 50050, "127.0.0.1")
+    assert spec.router.control == "127.0.0.1:50050"
+    assert spec.ray_address is None
+
+
+def test_settings_reach_the_engine_and_the_router() -> None:
+    spec = build_spec(
+        {
+            "models": [
+                {
+                    "path": "/models/story",
+                    "tensor_parallel": 2,
+                    "pipeline_parallel": 3,
+                    "replicas": 4,
+                    "dtype": "bfloat16",
+                    "cache": {"block_size": 32, "enable_prefix_caching": False},
+                    "scheduler": {"max_num_seqs": 8, "policy": "priority"},
+                }
+            ],
+            "host": "0.0.0.0",
+            "router": {"port": 6000, "policy": "least_loaded", "admission": {"max_queued": 7}},
+            "controller": {"port": 6001},
+            "ray": {"address": "auto"},
+        }
+    )
+    model = spec.models[0]
+    assert (model.name, model.source, model.replicas) == ("story", "/models/story", 4)
+    assert model.engine.parallel.world_size == 6
+    assert spec.num_ranks == 24
+    assert model.engine.cache.block_size == 32
+    assert not model.engine.cache.enable_prefix_caching
+    assert model.engine.scheduler.policy == "priority"
+    assert spec.router.policy is PolicyName.LEAST_LOADED
+    assert spec.router.grpc_port == 6000
+    assert spec.router.admission.max_queued == 7
+    assert spec.ray_address == "auto"
+
+
+def test_each_model_has_its_own_hash_key() -> None:
+    spec = build_spec({"models": [{"name": "a"}, {"name": "b"}]})
+    keys = {model.engine.hash_key for model in spec.models}
+    assert len(keys) == 2
+    assert all(0 < len(key) <= 64 for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"modle": []}, "modle: unknown key; allowed: models, host, router, controller, ray"),
+        ({"router": {"prot": 1}}, "router.prot: unknown key; allowed: port, http_port, metrics_port, policy"),
+        ({"models": [{"tensor": 2}]}, "models[0].tensor: unknown key; allowed: path, name, replicas, tensor_parallel"),
+        (
+            {"models": [{}, {"cache": {"blocksize": 8}}]},
+            "models[1].cache.blocksize: unknown key; allowed: block_size, num_blocks, memory_fraction",
+        ),
+        ({"models": [{"cache": {"block_size": 0}}]}, "models[0].cache: block_size is 0; allowed: at least 1"),
+        ({"models": [{"cache": {"block_size": "16"}}]}, 'models[0].cache.block_size: "16"; allowed: a valid integer'),
+        ({"models": [{"replicas": True}]}, "models[0].replicas: true; allowed: a valid integer"),
+        ({"models": [{"tensor_parallel": 0}]}, "models[0].tensor_parallel: 0; allowed: greater than or equal to 1"),
+        ({"models": [{"dtype": "int3"}]}, "models[0]: dtype is 'int3'; allowed: 'auto', 'float32'"),
+        (
+            {"models": [{"scheduler": {"max_num_batched_tokens": 8}}]},
+            "models[0].scheduler: max_num_batched_tokens is 8; allowed: at least max_num_seqs (256)",
+        ),
+        ({"router": {"policy": "random"}}, "router.policy: \"random\"; allowed: 'round_robin', 'least_loaded'"),
+        ({"router": {"port": 70000}}, "router.port: 70000; allowed: less than or equal to 65535"),
+        ({"models": []}, "models: []"),
+        ({"models": "weft-tiny"}, 'models: "weft-tiny"; allowed: a valid array'),
+        ({"models": [{}, {}]}, "models[1].name: 'weft-tiny' is the name of models[0]"),
+        ({"router": {"port": 8000}}, "router.http_port: 8000 is router.port already"),
+    ],
+)
+def test_fault_is_told_by_its_dotted_path(data: dict[str, Any], message: str) -> None:
+    assert fault(data).startswith(message)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    lines = fault({"hots": "x", "router": {"port": -1}}).splitlines()
+    assert sorted(line.split(":")[0] for line in lines) == ["hots", "router.port"]
+
+
+def test_ports_that_are_any_or_off_may_repeat() -> None:
+    spec = build_spec({"router": {"port": 0, "http_port": 0, "metrics_port": None}, "controller": {"port": 0}})
+    assert (spec.router.grpc_port, spec.router.http_port, spec.router.metrics_port) == (0, 0, None)
+
+
+def test_every_engine_and_router_setting_can_be_written() -> None:
+    """A setting added to the engine or the router must be reachable from YAML, or be named here."""
+    engine_only = {"model", "hash_key", "parallel"}
+    engine = {field.name for field in dataclasses.fields(EngineConfig)} - engine_only
+    assert engine <= set(ModelSection.model_fields)
+    router_only = {"router_id", "control", "models", "host", "grpc_port"}
+    router = {field.name for field in dataclasses.fields(RouterConfig)} - router_only
+    assert router <= set(RouterSection.model_fields)
+
+
+def test_section_defaults_are_those_of_the_router() -> None:
+    assert build_spec({}).router == RouterConfig(control="127.0.0.1:50050")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- 1\n", "a list; allowed: a mapping"), ("a: [1\n", "not YAML"), ("\xff", "a str; allowed: a mapping")],
+)
+def test_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterConfigError, match=message):
+        load_cluster_file(path)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterConfigError, match=r"none\.yaml: No such file"):
+        load_cluster_file(tmp_path / "none.yaml")
+
+
+def test_file_is_read_and_an_empty_one_means_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("")
+    assert load_cluster_file(path) == {}
+    path.write_text("models:\n  - path: weft-tiny\n    replicas: 2\n")
+    assert build_spec(load_cluster_file(path)).models[0].replicas == 2

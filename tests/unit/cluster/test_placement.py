@@ -1,0 +1,64 @@
+import pytest
+
+from cluster.placement import NodeResources, Placement, threads_per_rank, why_not
+from workers.config import ParallelConfig
+
+
+def placement(tp: int = 1, pp: int = 1, *, gpus: int = 1, cpus: float = 0.1) -> Placement:
+    parallel = ParallelConfig(tensor_parallel=tp, pipeline_parallel=pp)
+    return Placement(parallel=parallel, gpus_per_rank=gpus, cpus_per_rank=cpus)
+
+
+def node(gpus: float = 0, free: float | None = None, *, cpus: float = 8) -> NodeResources:
+    free_gpus = gpus if free is None else free
+    return NodeResources(node_id="n", cpus=cpus, gpus=gpus, free_cpus=cpus, free_gpus=free_gpus)
+
+
+def test_tensor_parallel_ranks_share_one_bundle() -> None:
+    wanted = placement(4, 1)
+    assert wanted.bundles == [{"CPU": pytest.approx(0.4), "GPU": 4.0}]
+    assert wanted.strategy == "STRICT_PACK"
+
+
+def test_each_stage_is_a_bundle_and_may_lie_elsewhere() -> None:
+    wanted = placement(2, 3)
+    assert len(wanted.bundles) == 3
+    assert wanted.strategy == "PACK"
+    assert [wanted.stage_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_cpu_group_asks_for_no_gpu() -> None:
+    assert "GPU" not in placement(2, gpus=0).bundle
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "reason"),
+    [
+        (placement(2), [], "the cluster has no node"),
+        (placement(2), [node(1), node(1)], "needs 2 GPUs on one node; the largest node has 1"),
+        (placement(2), [node(4, 1), node(4, 0)], "needs 2 GPUs on one node; the largest free node has 1"),
+        (placement(2, 2), [node(2), node(2, 1)], "needs 2 stages of 2 GPUs and 0.2 CPUs; free nodes have room for 1"),
+        (placement(2, gpus=0, cpus=8), [node()], "needs 16 CPUs on one node; the largest node has 8"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_words(wanted: Placement, nodes: list[NodeResources], reason: str) -> None:
+    assert why_not(wanted, nodes) == reason
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes"),
+    [
+        (placement(2, 2), [node(2), node(2)]),
+        (placement(2, 2), [node(4)]),
+        (placement(2, gpus=0), [node()]),
+        (placement(2, gpus=0, cpus=0), [node()]),
+    ],
+)
+def test_what_fits_has_no_reason(wanted: Placement, nodes: list[NodeResources]) -> None:
+    assert why_not(wanted, nodes) is None
+
+
+def test_cores_are_shared_and_nobody_gets_none() -> None:
+    assert threads_per_rank(16, 4) == 4
+    assert threads_per_rank(2, 4) == 1
+    assert threads_per_rank(2, 0) == 2
