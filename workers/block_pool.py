@@ -1,15 +1,119 @@
-"""Physical KV blocks: who owns them, which hold known content, and which is evicted next."""
+"""Physical KV blocks: who owns them, which hold known content, and which is evicted next.
+
+Knows block ids and hashes; sequences are kv_cache_manager.py's. Every operation is O(1) for each block it touches.
+
+    owned    at least one reference; maybe in the hash index
+    free     no reference; maybe still in the index, so that a later sequence can share its content before it is evicted
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 
 
 class BlockPool:
-    """Blocks with reference counts and a hash index. Block 0 is a block like any other."""
+    """Blocks with reference counts, a hash index and a free list in eviction order. Block 0 is a block like any other.
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool) -> None: ...
+    Eviction takes blocks without known content first, then the least recently freed. Whoever frees the tail of a chain
+    before its head, as `free` asks, thereby has leaves evicted before the blocks that lead to them.
+    """
+
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}; allowed: at least 1")
+        self.num_blocks = num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self._num_references = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._index: dict[bytes, int] = {}
+        # Next to be evicted first. Not a plain dict: finding its first key is slow after many deletions in front.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._stored: dict[bytes, None] = {}  # dicts serve as sets in order of insertion
+        self._evicted: dict[bytes, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could give."""
+        return len(self._free)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take blocks with one reference each, evicting what they held. Not more than `num_free`."""
+        assert num_blocks <= len(self._free), f"{num_blocks} blocks asked, {len(self._free)} free"
+        blocks = []
+        for _ in range(num_blocks):
+            block, _ = self._free.popitem(last=False)
+            self._evict(block)
+            self._num_references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """Return the block that holds this content; the next `allocate` may evict it unless it is shared before."""
+        return self._index.get(block_hash)
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """Return how many of these blocks would leave the free list if they were shared."""
+        return sum(not self._num_references[block] for block in blocks)
+
+    def share(self, blocks: list[int]) -> None:
+        """Add one reference to each of these indexed blocks."""
+        for block in blocks:
+            if not self._num_references[block]:
+                del self._free[block]
+            self._num_references[block] += 1
+
+    def commit(self, block: int, block_hash: bytes) -> None:
+        """Index an owned block's content. Where another block holds the same, that one stays in the index."""
+        if not self.enable_prefix_caching or block_hash in self._index:
+            return
+        assert self._num_references[block], f"block {block} is free"
+        assert self._hash_of[block] is None, f"block {block} holds other content"
+        self._index[block_hash] = block
+        self._hash_of[block] = block_hash
+        if block_hash in self._evicted:
+            del self._evicted[block_hash]  # back within one period: nothing to report
+        else:
+            self._stored[block_hash] = None
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Give back one reference to each block, in eviction order: the tail of a chain before its head."""
+        for block in blocks:
+            self._num_references[block] -= 1
+            assert self._num_references[block] >= 0, f"block {block} was freed twice"
+            if not self._num_references[block]:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes stored and evicted since the last call."""
-        raise NotImplementedError
+        """Return the hashes (stored, evicted) since the last call: a net difference, no hash is in both."""
+        events = list(self._stored), list(self._evicted)
+        self._stored.clear()
+        self._evicted.clear()
+        return events
 
     def resident_hashes(self) -> list[bytes]:
-        """Return every hash in the index, for a snapshot."""
-        raise NotImplementedError
+        """Return every hash in the index, for a snapshot; events not yet taken are contained in it."""
+        return list(self._index)
+
+    def check_integrity(self, owners: Mapping[int, int]) -> None:
+        """Raise AssertionError unless block b has exactly `owners[b]` references, and free list and index agree."""
+        for block, num_references in enumerate(self._num_references):
+            assert num_references == owners.get(block, 0), (
+                f"block {block} has {num_references} references and {owners.get(block, 0)} owners"
+            )
+            assert (block in self._free) == (num_references == 0), f"block {block} is both free and owned, or neither"
+        indexed = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
+        assert {block_hash: block for block, block_hash in indexed.items()} == self._index, "index and blocks disagree"
+        assert len(indexed) == len(self._index), "two blocks are indexed under one hash"
+        assert not self._stored.keys() & self._evicted.keys(), "a hash is both stored and evicted"
+
+    def _evict(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is None:
+            return
+        del self._index[block_hash]
+        self._hash_of[block] = None
+        if block_hash in self._stored:
+            del self._stored[block_hash]
+        else:
+            self._evicted[block_hash] = None

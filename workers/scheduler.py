@@ -1,22 +1,32 @@
-"""Decides what each step computes: which sequences, how many tokens of each, in which blocks. Pure; the clock is an argument.
+"""Decides what each step computes: which sequences, how many tokens of each, in which blocks. Pure: no I/O, no clock.
 
 There is no prefill phase and no decode phase. A sequence has `num_computed_tokens` and catches up with `num_tokens`
 inside the token budget of a step; chunked prefill, prefix hits and preemption by recompute are this one loop.
 Tensors are built in inputs.py from the plans made here.
 """
 
+import logging
+from bisect import insort
+from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 
+from workers.batch import Batch, Flight
 from workers.config import SchedulerConfig
+from workers.errors import InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache_manager import KVCacheManager
-from workers.plan import ModelOutput, StepPlan
+from workers.limits import LengthLimits
+from workers.plan import ModelOutput, SampledToken, StepPlan
+from workers.queueing import WaitingQueue, serving_order
 from workers.request import Finish, FinishReason, Request, RequestId, TokenLogprobs
-from workers.sequence import Sequence
+from workers.sequence import NO_SLOT, Sequence, SequenceStatus, make_finish
+
+logger = logging.getLogger(__name__)
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What a step gave one sequence: a token (already in `sequence.token_ids`), or an error that ended it."""
 
     sequence: Sequence
@@ -43,17 +53,21 @@ class SchedulerCounters:
 
 
 class Scheduler:
-    """The step loop's decisions for one replica. One thread; every method is synchronous and fast.
+    """The decisions of one replica's step loop. One thread; every method is synchronous and fast.
 
     A step of the engine is
 
-        for sequence in scheduler.expire(now): tell its client (sequence.finish is set)
-        plan = scheduler.schedule(now)                    # may be called until it returns None: plans in flight
-        outputs = scheduler.update(plan, model output, now)         # oldest plan first
+        for sequence in scheduler.expire(now): tell its client      # sequence.finish is set
+        plan = scheduler.schedule(now)                              # until it returns None: several plans in flight
+        outputs = scheduler.update(plan, model_output, now)         # the oldest plan first
 
-    A sequence ends exactly once: with a TokenOutput that has `finish` or `error`, or in abort(), finish() or expire(),
-    which return at once also while its step is in flight. No output follows; its blocks and its slot are given back when the
-    step returns, or at once if it is in none.
+    A sequence ends exactly once: with a TokenOutput that has `finish` or `error`, or in abort(), expire() or finish(),
+    at once even while its step is in flight. No output follows; blocks and slot are given back when that step returns.
+
+    Memory: a sequence is admitted when all its tokens fit and every running sequence keeps room for what it has and one
+    block more. When blocks run out all the same, the running sequence that is last in order gives up its own for one
+    before it, and waits; nothing is ever taken for one that is later. So the first in order always goes on, alone if
+    it must be, and alone it fits: add() refuses what does not.
     """
 
     def __init__(
@@ -64,74 +78,325 @@ class Scheduler:
         max_context: int,
         eos_token_ids: frozenset[int],
         max_in_flight: int,
-    ) -> None: ...
+    ) -> None:
+        self.counters = SchedulerCounters()
+        self._config = config
+        self._cache = cache
+        self._limits = LengthLimits(max_context=max_context, block_size=cache.block_size, num_blocks=cache.num_blocks)
+        self._eos_token_ids = eos_token_ids
+        self._max_in_flight = max_in_flight
+        self._sequences: dict[RequestId, Sequence] = {}  # not ended
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # in order
+        self._flights: deque[Flight] = deque()
+        self._free_slots = list(reversed(range(config.max_num_seqs)))
+        self._removed_slots: list[int] = []  # given back since the last plan
+        self._num_arrivals = 0
+        self._num_plans = 0
+        self._next_deadline_s: float | None = None  # never later than the first deadline
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is a reason to step: a sequence that has not ended or a plan in flight."""
+        return bool(self._sequences or self._flights)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot and have not ended."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose output has not come back."""
+        return len(self._flights)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that wait to be computed; the one token that each decoding sequence always has is not counted."""
+        return self._waiting.num_tokens + sum(
+            num_left for sequence in self._running if (num_left := _num_left(sequence)) > 1
+        )
 
     def add(self, request: Request, now_s: float) -> Sequence:
         """Queue a request.
 
         Raises:
             InvalidRequestError: no token to start from, no room for one more within max_context or max_tokens, an id in
-                use, or a request that cannot fit into the pool even alone.
+                use, or more tokens than the whole pool could hold.
             QueueFullError: max_waiting requests wait already.
         """
-        raise NotImplementedError
+        if request.request_id in self._sequences:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use; allowed: a new one")
+        self._limits.check(request)
+        if len(self._waiting) >= self._config.max_waiting:
+            raise QueueFullError(f"{len(self._waiting)} requests wait; allowed: {self._config.max_waiting}")
+        sampling = request.sampling
+        sequence = Sequence(
+            request=request,
+            order=serving_order(self._config.policy, request, self._num_arrivals),
+            stop_token_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._eos_token_ids),
+            max_num_tokens=self._limits.max_num_tokens(request),
+            arrival_s=now_s,
+        )
+        self._num_arrivals += 1
+        self._sequences[request.request_id] = sequence
+        self._waiting.push(sequence)
+        self._watch_deadline(sequence)
+        return sequence
 
     def abort(self, request_id: RequestId, now_s: float) -> Sequence | None:
-        """End a sequence on its client's wish and return it, `finish` set to ABORT; None when the id is not known (any more)."""
-        raise NotImplementedError
+        """End a sequence for its client and return it, `finish` set to ABORT; None when no such sequence goes on."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self.finish(sequence, FinishReason.ABORT, now_s)
+        return sequence
 
     def expire(self, now_s: float) -> list[Sequence]:
-        """End the sequences whose deadline has passed, with ABORT, and return them."""
-        raise NotImplementedError
+        """End the sequences whose deadline has passed, `finish` set to ABORT, and return them."""
+        if self._next_deadline_s is None or now_s < self._next_deadline_s:
+            return []
+        self._next_deadline_s = None
+        expired = []
+        for sequence in list(self._sequences.values()):
+            deadline_s = sequence.request.deadline_s
+            if deadline_s is not None and deadline_s <= now_s:
+                self.finish(sequence, FinishReason.ABORT, now_s)
+                expired.append(sequence)
+            else:
+                self._watch_deadline(sequence)
+        return expired
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, now_s: float, *, stop_string: str | None = None
     ) -> Finish:
-        """End an unfinished sequence for a reason that the engine found (a stop string); returns its new `finish`."""
-        raise NotImplementedError
+        """End a sequence for a reason that the caller found (a stop string, say); it must not have ended before."""
+        sequence.finish = make_finish(sequence, reason, now_s, stop_string=stop_string)
+        self._end(sequence)
+        return sequence.finish
 
     def schedule(self, now_s: float) -> StepPlan | None:
-        """Return the next step; None when there is nothing to do or everything that could be done is in flight."""
-        raise NotImplementedError
+        """Return the next step; None when there is nothing to do, or nothing that is not in flight.
+
+        Decodes (one token left to compute) are served first, then running prefills, then the queue, each in order.
+        """
+        if len(self._flights) >= self._max_in_flight:
+            return None
+        batch = Batch(budget=self._config.max_num_batched_tokens)
+        decodes, prefills = self._split_ready()
+        for sequence in decodes:
+            self._share(batch, sequence, 1)
+        for sequence in prefills:
+            if not batch.budget:
+                break
+            self._share(batch, sequence, self._chunk(sequence, batch.budget))
+        if batch.budget and self._free_slots and len(self._waiting):
+            self._admit(batch, now_s)
+        return self._launch(batch) if batch.shares else None
 
     def update(self, plan: StepPlan, output: ModelOutput, now_s: float) -> list[TokenOutput]:
-        """Take the output of the oldest plan in flight: append tokens, commit full blocks, finish or go on.
+        """Take the output of the oldest plan in flight: append tokens, make full blocks known, finish or go on.
 
         Raises:
             GroupFailedError: the output is not that plan's.
         """
-        raise NotImplementedError
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether there is a reason to step: an unfinished sequence or a plan in flight."""
-        raise NotImplementedError
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold a slot and have not ended."""
-        raise NotImplementedError
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences in the queue, preempted ones included."""
-        raise NotImplementedError
-
-    @property
-    def num_in_flight(self) -> int:
-        """Plans whose output has not come back."""
-        raise NotImplementedError
-
-    @property
-    def num_pending_tokens(self) -> int:
-        """Tokens known but not computed, over waiting and running sequences, less the one that each decode always has."""
-        raise NotImplementedError
-
-    @property
-    def counters(self) -> SchedulerCounters:
-        """Totals since the start."""
-        raise NotImplementedError
+        flight = self._flights[0]
+        assert flight.plan is plan, f"plan {plan.number} is not the oldest in flight, {flight.plan.number} is"
+        flight.check_answers(output)
+        self._flights.popleft()
+        sampled = iter(output.sampled)
+        outputs = []
+        for sequence, share in zip(flight.sequences, plan.scheduled, strict=True):
+            token = next(sampled) if share.samples else None
+            token_output = self._land(sequence, share.num_tokens, token, now_s)
+            if token_output is not None:
+                outputs.append(token_output)
+        return outputs
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when blocks, slots, queues or plans contradict each other. Slow; for tests and idle moments."""
-        raise NotImplementedError
+        """Raise AssertionError when blocks, slots, queue and plans contradict each other. Slow: for tests."""
+        in_flight = [sequence for flight in self._flights for sequence in flight.sequences]
+        assert len(set(in_flight)) == len(in_flight), "a sequence is in two plans"
+        ended = [sequence for sequence in in_flight if sequence.status is SequenceStatus.FINISHED]
+        holders = [*self._running, *ended]
+        self._cache.check_integrity(holders)
+        slots = [*self._free_slots, *(sequence.slot for sequence in holders)]
+        assert sorted(slots) == list(range(self._config.max_num_seqs)), f"slots are lost or used twice: {slots}"
+        assert len(in_flight) == sum(sequence.in_flight for sequence in holders), "in_flight contradicts the plans"
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running)
+        assert all(sequence.status is SequenceStatus.WAITING and not sequence.block_table for sequence in self._waiting)
+        assert set(self._sequences.values()) == {*self._running, *self._waiting}, "a sequence is lost"
+        assert len(self._sequences) == len(self._running) + len(self._waiting)
+        assert self._running == sorted(self._running, key=_order), "running sequences are not in order"
+        assert self._waiting.num_tokens == sum(sequence.num_tokens for sequence in self._waiting)
+        assert len(self._flights) <= self._max_in_flight
+
+    # Putting a step together
+
+    def _split_ready(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the running sequences that are not in flight: those to decode now, and those with more to compute.
+
+        With several plans in flight each takes an equal part of the decodes, or the first would take all and the other
+        stages of the pipeline would idle. None waits longer than max_in_flight plans.
+        """
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self._running:
+            if not sequence.in_flight:
+                (decodes if _num_left(sequence) == 1 else prefills).append(sequence)
+        if self._max_in_flight > 1:
+            del decodes[-(-len(self._running) // self._max_in_flight) :]
+        return decodes, prefills
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        return min(_num_left(sequence), self._config.prefill_chunk_tokens or budget, budget)
+
+    def _share(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
+        """Give a running sequence its share of the step, preempting later ones for its blocks.
+
+        Without success it keeps what it has and is not in this step: later ones are in flight, or there are none and
+        earlier ones will take its blocks or finish.
+        """
+        if sequence.status is not SequenceStatus.RUNNING:
+            return  # preempted a moment ago, for this step
+        while not self._cache.allocate(sequence, num_tokens):
+            victim = self._choose_victim(sequence)
+            if victim is None:
+                return
+            batch.drop(victim)
+            self._preempt(victim)
+        batch.add(sequence, num_tokens)
+
+    def _choose_victim(self, sequence: Sequence) -> Sequence | None:
+        """Return the last running sequence after this one whose blocks no plan in flight uses."""
+        for candidate in reversed(self._running):
+            if candidate is sequence:
+                break
+            if not candidate.in_flight:
+                return candidate
+        return None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take blocks and slot from a running sequence; it keeps its tokens and is computed again."""
+        logger.warning(
+            "request %s preempted with %d of %d tokens computed",
+            sequence.request_id,
+            sequence.num_computed_tokens,
+            sequence.num_tokens,
+        )
+        self.counters.num_preemptions += 1
+        sequence.num_preemptions += 1
+        sequence.num_lost_tokens = sequence.num_computed_tokens
+        self._running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.status = SequenceStatus.WAITING
+        self._waiting.push(sequence)
+
+    def _admit(self, batch: Batch, now_s: float) -> None:
+        """Start waiting sequences while there are slots, budget and memory. None overtakes one that has to wait."""
+        reserve = sum(self._cache.num_missing_blocks(sequence) + 1 for sequence in self._running)
+        while batch.budget and self._free_slots:
+            sequence = self._waiting.peek()
+            if sequence is None:
+                return
+            prefix = self._cache.match_prefix(sequence)
+            if not self._cache.fits(sequence, prefix, reserve=reserve):
+                return
+            self._waiting.pop()
+            self._cache.share(sequence, prefix)
+            self._start(sequence, now_s)
+            batch.new.append(sequence)
+            self._share(batch, sequence, self._chunk(sequence, batch.budget))
+            reserve += self._cache.num_missing_blocks(sequence) + 1
+
+    def _start(self, sequence: Sequence, now_s: float) -> None:
+        """Make a waiting sequence, which has its prefix blocks, a running one."""
+        num_cached = len(sequence.block_table) * self._cache.block_size
+        sequence.num_computed_tokens = num_cached
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now_s
+            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+            self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+            self.counters.num_cached_tokens += sequence.num_cached_tokens
+        else:
+            self.counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_cached)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.slot = self._free_slots.pop()
+        insort(self._running, sequence, key=_order)
+
+    def _launch(self, batch: Batch) -> StepPlan:
+        flight = batch.launch(self._num_plans, self._removed_slots)
+        self._num_plans += 1
+        self._removed_slots = []
+        self._flights.append(flight)
+        return flight.plan
+
+    # Taking a step's output
+
+    def _land(
+        self, sequence: Sequence, num_tokens: int, token: SampledToken | None, now_s: float
+    ) -> TokenOutput | None:
+        """Account for a sequence's share that came back."""
+        sequence.in_flight = False
+        if token is None or token.error is None:  # what led to an error must not be shared
+            sequence.num_computed_tokens += num_tokens
+            self._cache.commit(sequence)
+        if sequence.status is SequenceStatus.FINISHED:
+            self._release(sequence)
+            return None
+        if token is None:
+            return None
+        if token.error is not None:
+            self._end(sequence)
+            return TokenOutput(sequence=sequence, token_id=None, error=RequestFailedError(token.error))
+        return self._append(sequence, token, now_s)
+
+    def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> TokenOutput:
+        token_id = token.token_id
+        sequence.token_ids.append(token_id)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
+        if token_id in sequence.stop_token_ids and sequence.num_output_tokens >= sequence.request.sampling.min_tokens:
+            sequence.finish = make_finish(sequence, FinishReason.STOP, now_s, stop_token_id=token_id)
+            self._end(sequence)
+        elif len(sequence.token_ids) >= sequence.max_num_tokens:
+            self.finish(sequence, FinishReason.LENGTH, now_s)
+        return TokenOutput(sequence=sequence, token_id=token_id, logprobs=token.logprobs, finish=sequence.finish)
+
+    # The end of a sequence
+
+    def _watch_deadline(self, sequence: Sequence) -> None:
+        deadline_s = sequence.request.deadline_s
+        if deadline_s is not None and (self._next_deadline_s is None or deadline_s < self._next_deadline_s):
+            self._next_deadline_s = deadline_s
+
+    def _end(self, sequence: Sequence) -> None:
+        """Take an ended sequence off the books. What it holds is given back now, or when its step in flight returns."""
+        del self._sequences[sequence.request_id]
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._running.remove(sequence)
+            if not sequence.in_flight:
+                self._release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def _release(self, sequence: Sequence) -> None:
+        self._cache.free(sequence)
+        self._free_slots.append(sequence.slot)
+        self._removed_slots.append(sequence.slot)
+        sequence.slot = NO_SLOT
+        sequence.num_planned_tokens = 0
+        sequence.num_planned_blocks = 0
+
+
+_order = attrgetter("order")
+
+
+def _num_left(sequence: Sequence) -> int:
+    return len(sequence.token_ids) - sequence.num_computed_tokens

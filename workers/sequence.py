@@ -32,7 +32,7 @@ class Sequence:
     stop_token_ids: frozenset[int]
     """Ids that end the sequence: the model's end-of-sequence ids unless ignored, and the request's own."""
     max_num_tokens: int
-    """The sequence ends when it has this many tokens: the prompt plus max_tokens, or the context's length if that is less."""
+    """The sequence ends when it has this many tokens: prompt plus max_tokens, or the context if that is less."""
     arrival_s: float
 
     status: SequenceStatus = SequenceStatus.WAITING
@@ -90,7 +90,7 @@ class Sequence:
         return self.num_preemptions > 0 or bool(self.request.generated_token_ids)
 
     def usage(self, now_s: float) -> Usage:
-        """Return the cost up to now. The three times add up to the time since arrival; preempted time counts where it falls."""
+        """Return the cost up to now. The times add up to that since arrival; preempted time counts where it falls."""
         first_scheduled_s = now_s if self.first_scheduled_s is None else self.first_scheduled_s
         first_token_s = now_s if self.first_token_s is None else self.first_token_s
         return Usage(
@@ -112,6 +112,4 @@ def make_finish(
     stop_token_id: int | None = None,
 ) -> Finish:
     """Return how the sequence ended, with its usage up to now."""
-    return Finish(
-        reason=reason, usage=sequence.usage(now_s), stop_string=stop_string, stop_token_id=stop_token_id
-    )
+    return Finish(reason=reason, usage=sequence.usage(now_s), stop_string=stop_string, stop_token_id=stop_token_id)

@@ -1,0 +1,97 @@
+"""A model without tensors: follows plans as a rank does, with tokens in place of keys and values, and samples by a hash.
+
+Each cache cell holds the position and token that was computed into it. The fake reads every sequence back through its
+block table: a block that was shared wrongly, reused too early or never computed raises an AssertionError.
+"""
+
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from workers.plan import ModelOutput, NewSequence, SampledToken, ScheduledSequence, StepPlan
+from workers.request import Request
+
+VOCAB_SIZE = 97
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """Return the token that follows: a pure function of all tokens so far."""
+    return zlib.crc32(array("I", token_ids).tobytes()) % VOCAB_SIZE
+
+
+def run_alone(
+    request: Request, *, eos_token_ids: frozenset[int] = frozenset(), max_context: int = 1 << 30
+) -> list[int]:
+    """Return the generated tokens of a request, those submitted with it included, without any scheduler."""
+    sampling = request.sampling
+    stop_token_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    prompt, generated = list(request.prompt_token_ids), list(request.generated_token_ids)
+    while len(generated) < sampling.max_tokens and len(prompt) + len(generated) < max_context:
+        generated.append(next_token(prompt + generated))
+        if generated[-1] in stop_token_ids and len(generated) >= sampling.min_tokens:
+            break
+    return generated
+
+
+@dataclass
+class _Slot:
+    token_ids: list[int]
+    is_failing: bool
+    block_table: list[int] = field(default_factory=list)
+
+
+@dataclass
+class FakeModel:
+    """One rank's view of the plans. `failing_prompts`: prompts for which sampling fails with an error."""
+
+    block_size: int
+    failing_prompts: set[tuple[int, ...]] = field(default_factory=set)
+    num_computed_tokens: int = 0
+    """Tokens computed since the start."""
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _cells: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _next_number: int = 0
+
+    def run(self, plan: StepPlan) -> ModelOutput:
+        """Follow a plan and return what it samples."""
+        assert plan.number == self._next_number, f"plan {plan.number} came; expected: {self._next_number}"
+        self._next_number += 1
+        for slot in plan.removed:
+            del self._slots[slot]
+        for new in plan.new:
+            self._introduce(new)
+        lengths = [share.num_tokens for share in plan.scheduled]
+        num_ones = lengths.count(1)
+        assert lengths[:num_ones] == [1] * num_ones, "the one-token shares are not first"
+        assert len({share.slot for share in plan.scheduled}) == len(plan.scheduled), "a slot is twice in a plan"
+        sampled = [token for share in plan.scheduled if (token := self._compute(share)) is not None]
+        return ModelOutput(plan.number, sampled)
+
+    def _introduce(self, new: NewSequence) -> None:
+        assert new.slot not in self._slots, f"slot {new.slot} is taken"
+        prompt = tuple(new.token_ids[: new.num_prompt_tokens])
+        self._slots[new.slot] = _Slot(token_ids=list(new.token_ids), is_failing=prompt in self.failing_prompts)
+
+    def _compute(self, share: ScheduledSequence) -> SampledToken | None:
+        slot = self._slots[share.slot]
+        slot.token_ids.extend(share.new_token_ids)
+        slot.block_table.extend(share.new_blocks)
+        end = share.start + share.num_tokens
+        assert share.num_tokens > 0
+        assert end <= len(slot.token_ids)
+        assert share.samples == (end == len(slot.token_ids))
+        assert len(slot.block_table) == -(-end // self.block_size), "more blocks than tokens need, or too few"
+        for position in range(share.start, end):
+            self._cells[self._cell(slot, position)] = (position, slot.token_ids[position])
+        self.num_computed_tokens += share.num_tokens
+        seen = [self._cells.get(self._cell(slot, position)) for position in range(end)]
+        assert seen == list(enumerate(slot.token_ids[:end])), "the cache holds something else than the sequence"
+        if not share.samples:
+            return None
+        if slot.is_failing:
+            return SampledToken(share.slot, -1, error="logits are not finite")
+        return SampledToken(share.slot, next_token(slot.token_ids))
+
+    def _cell(self, slot: _Slot, position: int) -> int:
+        return slot.block_table[position // self.block_size] * self.block_size + position % self.block_size

@@ -1,0 +1,82 @@
+"""A step that the scheduler puts together, until it is a plan in flight."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from workers.errors import GroupFailedError
+from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
+from workers.sequence import Sequence
+
+
+class Flight(NamedTuple):
+    """A plan whose output has not come back, with the sequences of its shares in their order."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+
+    def check_answers(self, output: ModelOutput) -> None:
+        """Raise GroupFailedError unless the output is for this plan and for exactly its sampling slots."""
+        if output.number != self.plan.number:
+            raise GroupFailedError(f"output of step {output.number} came; expected: step {self.plan.number}")
+        expected = [share.slot for share in self.plan.scheduled if share.samples]
+        seen = [token.slot for token in output.sampled]
+        if seen != expected:
+            raise GroupFailedError(f"step {self.plan.number} answered for slots {seen}; expected: {expected}")
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """The shares of one step. A sequence in it has its blocks already."""
+
+    budget: int
+    """Tokens left."""
+    shares: dict[Sequence, int] = field(default_factory=dict)
+    """Tokens to compute of each sequence."""
+    new: list[Sequence] = field(default_factory=list)
+    """Those that take their slot in this step."""
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence its share."""
+        self.shares[sequence] = num_tokens
+        self.budget -= num_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take back the share of a sequence, if it has one."""
+        self.budget += self.shares.pop(sequence, 0)
+
+    def launch(self, number: int, removed_slots: list[int]) -> Flight:
+        """Turn the step into a plan; note on its sequences that they are in flight and what the ranks know of them."""
+        new = [_introduce(sequence) for sequence in self.new]
+        ones = [sequence for sequence, num_tokens in self.shares.items() if num_tokens == 1]
+        more = [sequence for sequence, num_tokens in self.shares.items() if num_tokens > 1]
+        sequences = ones + more
+        scheduled = [_plan_share(sequence, self.shares[sequence]) for sequence in sequences]
+        return Flight(StepPlan(number, removed_slots, new, scheduled), sequences)
+
+
+def _introduce(sequence: Sequence) -> NewSequence:
+    sequence.num_planned_tokens = sequence.num_tokens
+    return NewSequence(
+        sequence.slot,
+        sequence.token_ids.copy(),
+        sequence.num_prompt_tokens,
+        sequence.request.sampling,
+        sorted(sequence.stop_token_ids),
+    )
+
+
+def _plan_share(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    start = sequence.num_computed_tokens
+    token_ids, block_table = sequence.token_ids, sequence.block_table
+    share = ScheduledSequence(
+        sequence.slot,
+        start,
+        num_tokens,
+        token_ids[sequence.num_planned_tokens :],
+        block_table[sequence.num_planned_blocks :],
+        start + num_tokens == len(token_ids),
+    )
+    sequence.num_planned_tokens = len(token_ids)
+    sequence.num_planned_blocks = len(block_table)
+    sequence.in_flight = True
+    return share

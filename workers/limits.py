@@ -1,0 +1,42 @@
+"""How long a request may become here, and the refusal of one that cannot be served whatever else runs."""
+
+from dataclasses import dataclass
+
+from workers.errors import InvalidRequestError
+from workers.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthLimits:
+    """What the model and the whole block pool can hold of one sequence."""
+
+    max_context: int
+    """Tokens of prompt and output together."""
+    block_size: int
+    num_blocks: int
+
+    def max_num_tokens(self, request: Request) -> int:
+        """Return the tokens of prompt and output at which the request ends at the latest."""
+        return min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.max_context)
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequestError for a request with nothing to start from, nothing to generate or no room for it."""
+        num_prompt, num_generated = len(request.prompt_token_ids), len(request.generated_token_ids)
+        max_tokens = request.sampling.max_tokens
+        if not num_prompt:
+            raise InvalidRequestError("the prompt has 0 tokens; allowed: at least 1")
+        if num_prompt + num_generated >= self.max_context:
+            raise InvalidRequestError(
+                f"prompt and output have {num_prompt + num_generated} tokens; allowed: at most "
+                f"{self.max_context - 1}, so that one more fits into the context of {self.max_context}"
+            )
+        if num_generated >= max_tokens:
+            raise InvalidRequestError(
+                f"{num_generated} tokens are generated already; allowed: fewer than max_tokens ({max_tokens})"
+            )
+        num_computed, capacity = self.max_num_tokens(request) - 1, self.num_blocks * self.block_size
+        if num_computed > capacity:  # the last token is never computed
+            raise InvalidRequestError(
+                f"a prompt of {num_prompt} tokens with max_tokens {max_tokens} puts {num_computed} tokens into the "
+                f"KV cache; allowed: {capacity}, all of it"
+            )
