@@ -1,0 +1,245 @@
+"""Tokens follow the distribution that the parameters ask for, and a row never depends on its batch."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from workers.plan import NewSequence, SampledToken
+from workers.request import SamplingParams
+from workers.sampler import Sampler, uniforms
+from workers.truncation import device_bounds, host_bounds, lower_bounds
+
+CPU = torch.device("cpu")
+
+
+def new_sequence(
+    slot: int = 0, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **params: Any
+) -> NewSequence:
+    return NewSequence(
+        slot=slot,
+        token_ids=[*prompt, *output],
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(**{"max_tokens": 100, **params}),
+        stop_token_ids=list(params.get("stop_token_ids", ())),
+    )
+
+
+def sample_all(logits: torch.Tensor, news: list[NewSequence], positions: list[int]) -> list[SampledToken]:
+    sampler = Sampler(device=CPU, num_slots=len(news))
+    for new in news:
+        sampler.add(new)
+    return sampler.sample(logits, np.array([new.slot for new in news]), np.array(positions))
+
+
+def sample_one(logits: list[float] | torch.Tensor, position: int = 1, **params: Any) -> SampledToken:
+    (token,) = sample_all(torch.as_tensor(logits)[None], [new_sequence(**params)], [position])
+    return token
+
+
+def draws(logits: torch.Tensor, num: int, **params: Any) -> torch.Tensor:
+    """Token counts over `num` positions of one seed."""
+    sampler = Sampler(device=CPU, num_slots=num)
+    for slot in range(num):
+        sampler.add(new_sequence(slot, **params))
+    tokens = sampler.sample(logits.expand(num, -1), np.arange(num), np.arange(num))
+    return torch.bincount(torch.tensor([token.token_id for token in tokens]), minlength=len(logits))
+
+
+def test_noise_is_uniform_and_independent_over_positions_and_seeds() -> None:
+    for seeds, positions in (
+        (np.full(200_000, 7, np.uint64), np.arange(200_000, dtype=np.uint64)),
+        (np.arange(200_000, dtype=np.uint64), np.full(200_000, 3, np.uint64)),
+        (np.arange(200_000, dtype=np.uint64), np.arange(200_000, dtype=np.uint64)[::-1].copy()),
+    ):
+        noise = uniforms(seeds, positions)
+        counts = np.bincount((noise * 1000).astype(int), minlength=1000)
+        chi_square = ((counts - 200.0) ** 2 / 200).sum()
+        assert abs(chi_square - 999) < 5 * math.sqrt(2 * 999)
+        pairs = np.bincount((noise[:-1] * 32).astype(int) * 32 + (noise[1:] * 32).astype(int), minlength=1024)
+        expected = (len(noise) - 1) / 1024
+        assert abs(((pairs - expected) ** 2 / expected).sum() - 1023) < 5 * math.sqrt(2 * 1023)
+        for lag in (1, 2, 16):
+            assert abs(np.corrcoef(noise[:-lag], noise[lag:])[0, 1]) < 5 / math.sqrt(len(noise))
+        assert noise.min() >= 0
+        assert noise.max() < 1
+
+
+def test_noise_is_part_of_the_protocol_between_replicas() -> None:
+    """These values must never change: a failover would go on with other noise."""
+    noise = uniforms(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 5], np.uint64))
+    assert noise.tolist() == [0.03121713052699171, 0.04306818991670114, 0.8936612006015545]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.5, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 0.9, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+    ],
+)
+def test_sampled_tokens_follow_the_distribution(params: dict[str, Any]) -> None:
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 2
+    num = 20_000
+    counts = draws(logits, num, seed=11, **params)
+    probs = oracle(logits, **params)
+    assert counts[probs == 0].sum() == 0
+    expected = probs * num
+    common = expected >= 5
+    chi_square = float(((counts - expected)[common] ** 2 / expected[common]).sum())
+    rare = (counts[~common].sum() - expected[~common].sum()) ** 2 / max(float(expected[~common].sum()), 5.0)
+    degrees = int(common.sum())
+    assert chi_square + float(rare) < degrees + 4 * math.sqrt(2 * degrees) + 5
+
+
+def oracle(
+    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """The distribution as the definitions say, by sorting."""
+    probs = (logits.double() / temperature).softmax(-1)
+    if top_k:
+        probs = torch.where(probs >= probs.sort(descending=True).values[top_k - 1], probs, 0.0)
+        probs /= probs.sum()
+    if top_p < 1:
+        values, order = probs.sort(descending=True)
+        dropped = order[values.cumsum(-1) - values >= top_p]
+        probs[dropped] = 0.0
+    probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
+    return probs / probs.sum()
+
+
+def test_truncation_equals_the_oracle_and_host_equals_device() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for case in range(200):
+        logits = torch.randn(97, generator=generator) * (1 + case % 5)
+        top_k = [0, 1, 7, 96, 97, 200][case % 6]
+        top_p = [1.0, 0.05, 0.5, 0.99][case % 4]
+        min_p = [0.0, 0.0, 0.1][case % 3]
+        scaled = (logits - logits.max())[None]
+        kept = scaled >= lower_bounds(
+            scaled, np.array([0]), np.array([float(top_k)]), np.array([top_p]), np.array([min_p])
+        )
+        assert torch.equal(kept[0], oracle(logits, top_k=top_k, top_p=top_p, min_p=min_p) > 0)
+        arguments = scaled, np.array([float(top_k or 97)]).clip(max=97), np.array([top_p])
+        if top_p < 1:
+            assert torch.equal(host_bounds(*arguments), device_bounds(*arguments))
+
+
+def test_ties_with_the_last_token_stay() -> None:
+    assert (draws(torch.tensor([1.0, 1.0, 1.0, 0.0]), 300, top_k=2) > 0).tolist() == [True, True, True, False]
+
+
+def test_greedy_takes_the_first_largest() -> None:
+    assert sample_one([0.0, 3.0, 3.0], temperature=0.0).token_id == 1
+    assert sample_one([0.0, 3.0, 2.9], temperature=1e-9).token_id == 1
+
+
+def test_extreme_logits_and_temperatures_stay_in_range() -> None:
+    assert sample_one([-3e38, 3e38, 0.0], temperature=2.0).token_id == 1
+    assert sample_one([1.0, 2.0, 3.0], temperature=2e-5).token_id == 2
+    assert sample_one([-torch.inf, 0.0, -torch.inf], temperature=100.0).token_id == 1
+
+
+def test_nan_fails_its_own_row_only() -> None:
+    logits = torch.tensor([[0.0, 1.0], [math.nan, 1.0], [0.0, math.inf], [2.0, 1.0]])
+    for params in (
+        {"temperature": 0.0},
+        {"temperature": 0.01},
+        {"temperature": 0.01, "top_p": 0.9},
+        {"temperature": 0.01, "top_k": 1},
+    ):
+        tokens = sample_all(logits, [new_sequence(slot, **params) for slot in range(4)], [1] * 4)
+        assert [token.token_id for token in tokens] == [1, -1, -1, 0]
+        assert [token.error is not None for token in tokens] == [False, True, True, False]
+
+
+def test_a_row_never_depends_on_its_batch() -> None:
+    """Rows of every kind together, in two orders, equal the same rows alone."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 20},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "min_p": 0.05},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"temperature": 1.0, "top_k": 2000, "top_p": 0.99, "logprobs": 3},
+        {"temperature": 0.0, "presence_penalty": 2.0, "logprobs": 0},
+    ]
+    generator = torch.Generator().manual_seed(5)
+    news = [new_sequence(slot, (1, 2, 3), (4, 4, slot), seed=slot, **kinds[slot % len(kinds)]) for slot in range(40)]
+    logits = torch.randn(40, 5000, generator=generator) * 3
+    positions = [6] * 40
+    together = sample_all(logits, news, positions)
+    order = list(reversed(range(40)))
+    backwards = sample_all(logits[order], [news[i] for i in order], positions)
+    assert [backwards[i] for i in order] == together
+    for i in range(40):
+        sampler = Sampler(device=CPU, num_slots=40)
+        sampler.add(news[i])
+        (alone,) = sampler.sample(logits[i : i + 1], np.array([i]), np.array([6]))
+        assert alone == together[i]
+
+
+def test_penalties_follow_their_definitions() -> None:
+    logits = torch.tensor([2.0, -2.0, 1.0, 0.5, 0.0])
+    new = new_sequence(
+        prompt=(0, 1),
+        output=(2, 2),
+        temperature=0.0,
+        repetition_penalty=2.0,
+        presence_penalty=0.25,
+        frequency_penalty=0.5,
+    )
+    sampler = Sampler(device=CPU, num_slots=1)
+    sampler.add(new)
+    sampler.append(0, [3])
+    edited = sampler._edit(logits[None], np.array([0]), np.array([5]), np.array([4]))
+    assert edited[0].tolist() == [1.0, -4.0, 0.5 - 0.25 - 1.0, 0.25 - 0.25 - 0.5, 0.0]
+    assert logits.tolist() == [2.0, -2.0, 1.0, 0.5, 0.0]
+
+
+def test_penalties_of_a_resumed_sequence_equal_those_kept_step_by_step() -> None:
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
+    output = tuple(int(t) for t in torch.randint(0, 500, (300,), generator=torch.Generator().manual_seed(2)))
+    params: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.7, "frequency_penalty": 1.0}
+    stepwise = Sampler(device=CPU, num_slots=1)
+    stepwise.add(new_sequence(output=(), **params))
+    for token_id in output:
+        stepwise.append(0, [token_id])
+    resumed = Sampler(device=CPU, num_slots=1)
+    resumed.add(new_sequence(output=output, **params))
+    arguments = logits, np.array([0]), np.array([301]), np.array([4])
+    assert torch.equal(stepwise._edit(*arguments), resumed._edit(*arguments))
+
+
+def test_min_tokens_forbids_stop_ids_until_it_is_reached() -> None:
+    params: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (1, 99)}
+    assert sample_one([0.0, 9.0, 1.0], position=1, **params).token_id == 2
+    assert sample_one([0.0, 9.0, 1.0], position=2, **params).token_id == 2
+    assert sample_one([0.0, 9.0, 1.0], position=3, **params).token_id == 1
+
+
+def test_logprobs_are_of_the_model_and_not_of_what_is_sampled_from() -> None:
+    logits = torch.tensor([1.0, 2.0, 3.0, 0.0])
+    expected = logits.log_softmax(-1).tolist()
+    token = sample_one(logits, temperature=0.0, min_tokens=1, stop_token_ids=(2,), logprobs=2)
+    assert token.token_id == 1
+    assert token.logprobs is not None
+    assert token.logprobs.logprob == pytest.approx(expected[1], abs=1e-6)
+    assert [token_id for token_id, _ in token.logprobs.top] == [2, 1]
+    assert [value for _, value in token.logprobs.top] == pytest.approx([expected[2], expected[1]], abs=1e-6)
+
+
+def test_a_slot_taken_again_forgets_its_last_sequence() -> None:
+    sampler = Sampler(device=CPU, num_slots=1)
+    sampler.add(new_sequence(temperature=2.0, top_p=0.5, logprobs=1, repetition_penalty=2.0))
+    sampler.remove(0)
+    sampler.add(new_sequence(temperature=0.0))
+    (token,) = sampler.sample(torch.tensor([[5.0, 6.0]]), np.array([0]), np.array([1]))
+    assert token == SampledToken(0, 1)

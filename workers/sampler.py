@@ -1,0 +1,257 @@
+"""Logits to tokens: penalties, temperature, truncation, one counter-based draw. A row never depends on its batch.
+
+The steps of a row, in this order; V is the vocabulary:
+
+    log-probabilities   of the model's own distribution, if asked for
+    penalties           repetition over prompt and output, then frequency and presence over the output
+    min_tokens          stop ids get -inf while the output is shorter
+    temperature         below 1e-5: the largest logit, and none of what follows
+    top-k               the k largest stay
+    top-p               the smallest set of the largest that has probability p of what top-k left
+    min-p               those with at least min_p times the largest probability
+    draw                inverse of the cumulative distribution, in vocabulary order, at u(seed, position)
+
+Truncation is in truncation.py.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from workers.plan import NewSequence, SampledToken
+from workers.request import SamplingParams, TokenLogprobs
+from workers.truncation import lower_bounds
+
+UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below it the division would overflow, and only the largest logit has a chance anyway."""
+
+_RANDOM, _TRUNCATED, _EDITED, _LOGPROBS = 1, 2, 4, 8
+_CHUNK = 256
+"""Entries of the vocabulary that the draw sums at once."""
+
+
+class Sampler:
+    """Samples for the sequences in their slots. Lives on the first tensor rank of the last stage; one thread."""
+
+    def __init__(self, *, device: torch.device, num_slots: int) -> None:
+        self._device = device
+        self._rows: dict[int, _Row] = {}
+        self._flags = np.zeros(num_slots, np.int64)
+        self._columns = np.zeros((4, num_slots), np.float64)
+        """temperature, top_k, top_p, min_p of each slot."""
+        self._seeds = np.zeros(num_slots, np.uint64)
+
+    def add(self, new: NewSequence) -> None:
+        """Put a sequence into its slot, in place of whatever was there."""
+        params = new.sampling
+        row = self._rows[new.slot] = _Row(new)
+        is_random = params.temperature >= GREEDY_TEMPERATURE
+        is_truncated = is_random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self._flags[new.slot] = (
+            _RANDOM * is_random
+            + _TRUNCATED * is_truncated
+            + _EDITED * (row.penalties is not None or row.forbids_stop)
+            + _LOGPROBS * (params.logprobs is not None)
+        )
+        self._columns[:, new.slot] = params.temperature, params.top_k, params.top_p, params.min_p
+        self._seeds[new.slot] = params.seed
+
+    def append(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Tell the slot which tokens were accepted."""
+        penalties = self._rows[slot].penalties
+        if penalties is not None:
+            penalties.add_output(token_ids)
+
+    def remove(self, slot: int) -> None:
+        """Give the slot back."""
+        self._rows.pop(slot, None)
+
+    def sample(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array) -> list[SampledToken]:
+        """Choose one token for each row.
+
+        Args:
+            logits_SV: [S, V] float32, unchanged on return.
+            slots: [S], the slot of each row.
+            positions: [S], the absolute position of the token to be chosen.
+        """
+        flags = self._flags[slots]
+        any_flag = int(np.bitwise_or.reduce(flags))
+        logits = self._edit(logits_SV, slots, positions, flags) if any_flag & _EDITED else logits_SV
+        token_ids = self._choose(logits, slots, positions, flags) if any_flag & _RANDOM else _largest(logits)
+        chosen = token_ids.tolist()
+        reported = self._logprobs(logits_SV, token_ids, slots, flags) if any_flag & _LOGPROBS else {}
+        return [
+            SampledToken(slot, token_id, reported.get(row)) if token_id >= 0 else _not_finite(slot)
+            for row, (slot, token_id) in enumerate(zip(slots.tolist(), chosen, strict=True))
+        ]
+
+    def _edit(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Tensor:
+        """Return a copy with penalties and forbidden stop ids applied."""
+        logits = logits_SV.clone()
+        flat = logits.view(-1)
+        vocab_size = logits.shape[1]
+        for row in np.flatnonzero(flags & _EDITED).tolist():
+            state = self._rows[int(slots[row])]
+            if state.penalties is not None:
+                state.penalties.apply(logits[row])
+            if state.forbids_stop and int(positions[row]) - state.num_prompt_tokens < state.params.min_tokens:
+                stop_ids = [row * vocab_size + token_id for token_id in state.stop_token_ids if token_id < vocab_size]
+                flat[torch.tensor(stop_ids, dtype=torch.int64, device=self._device)] = -torch.inf
+        return logits
+
+    def _choose(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Tensor:
+        """Draw for the random rows, take the largest for the others."""
+        rows = np.flatnonzero(flags & _RANDOM)
+        slots, flags = slots[rows], flags[rows]
+        noise = uniforms(self._seeds[slots], positions[rows].astype(np.uint64))
+        if len(rows) == len(logits_SV):
+            return self._draw(logits_SV, slots, flags, noise)
+        token_ids = _largest(logits_SV)
+        index = self._tensor(rows)
+        token_ids[index] = self._draw(logits_SV[index], slots, flags, noise)
+        return token_ids
+
+    def _draw(self, logits_RV: Tensor, slots: Int64Array, flags: Int64Array, noise: npt.NDArray[np.float64]) -> Tensor:
+        largest_R1 = logits_RV.amax(-1, keepdim=True)
+        temperature_R1 = self._tensor(self._columns[0, slots].astype(np.float32))[:, None]
+        scaled_RV = (logits_RV - largest_R1).div_(temperature_R1)
+        truncated = np.flatnonzero(flags & _TRUNCATED)
+        if len(truncated):
+            bounds = lower_bounds(scaled_RV, truncated, *self._columns[1:, slots[truncated]])
+            scaled_RV.masked_fill_(scaled_RV < bounds[:, None], -torch.inf)
+        token_ids = _invert_cumulative(scaled_RV.exp_(), self._tensor(noise))
+        return token_ids.where(largest_R1[:, 0].isfinite(), -1)
+
+    def _logprobs(
+        self, logits_SV: Tensor, token_ids: Tensor, slots: Int64Array, flags: Int64Array
+    ) -> dict[int, TokenLogprobs]:
+        """Log-probabilities by row, for the rows that asked; the logits are the model's own."""
+        rows = np.flatnonzero(flags & _LOGPROBS).tolist()
+        nums = [self._rows[int(slots[row])].params.logprobs or 0 for row in rows]
+        index = torch.tensor(rows, device=self._device)
+        logits = logits_SV[index]
+        total = logits.logsumexp(-1, keepdim=True)
+        chosen = token_ids[index]
+        values = (logits.gather(-1, chosen.clamp(min=0)[:, None]) - total)[:, 0].tolist()
+        top_values, top_ids = logits.topk(min(max(nums), logits.shape[1]), dim=-1)
+        top = zip(top_ids.tolist(), (top_values - total).tolist(), strict=True)
+        return {
+            row: TokenLogprobs(token_id=token_id, logprob=value, top=tuple(zip(ids[:num], lps[:num], strict=True)))
+            for row, num, token_id, value, (ids, lps) in zip(rows, nums, chosen.tolist(), values, top, strict=True)
+        }
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def uniforms(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) for each (seed, position): the same everywhere, independent over both.
+
+    A counter-based generator in the sense of Salmon et al. (SC 2011), with the 64-bit mixer of SplitMix64 (Steele, Lea
+    and Flood, OOPSLA 2014) as its block function.
+    """
+    bits = _mix(_mix(seeds + _GAMMA) ^ _mix(positions * _GAMMA + _OFFSET))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_OFFSET = np.uint64(0xD1B54A32D192ED03)
+
+
+def _mix(x: UInt64Array) -> UInt64Array:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class _Row:
+    """What the sampler knows of one slot beyond the columns."""
+
+    def __init__(self, new: NewSequence) -> None:
+        self.params = new.sampling
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.stop_token_ids = new.stop_token_ids
+        self.forbids_stop = bool(new.stop_token_ids) and new.sampling.min_tokens > 0
+        self.penalties: _Penalties | None = None
+        params = new.sampling
+        if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
+            self.penalties = _Penalties(params, new.token_ids, new.num_prompt_tokens)
+
+
+class _Penalties:
+    """The ids that one sequence has seen and how often each is in its output, kept as tokens come."""
+
+    def __init__(self, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        self._params = params
+        self._places: dict[int, int] = {}
+        self._ids = np.empty(64, np.int64)
+        self._counts = np.zeros(64, np.float32)
+        if params.repetition_penalty != 1:
+            for token_id in token_ids[:num_prompt_tokens]:
+                self._place(token_id)
+        self.add_output(token_ids[num_prompt_tokens:])
+
+    def add_output(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            place = self._place(token_id)  # before the array is read: it may grow
+            self._counts[place] += 1
+
+    def apply(self, logits_V: Tensor) -> None:
+        num = len(self._places)
+        ids = torch.from_numpy(self._ids[:num]).to(logits_V.device)
+        counts = torch.from_numpy(self._counts[:num]).to(logits_V.device)
+        seen = logits_V[ids]
+        repetition = self._params.repetition_penalty
+        seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+        seen -= self._params.frequency_penalty * counts
+        seen -= self._params.presence_penalty * (counts > 0)
+        logits_V[ids] = seen
+
+    def _place(self, token_id: int) -> int:
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token_id
+        return place
+
+
+def _largest(logits_SV: Tensor) -> Tensor:
+    """The first largest of each row; -1 where it is not finite. NaN counts as larger than any number."""
+    if logits_SV.device.type == "cpu":
+        token_ids = torch.from_numpy(logits_SV.numpy().argmax(-1))  # vectorized, unlike torch's on a CPU
+    else:
+        token_ids = logits_SV.argmax(-1)
+    return token_ids.where(logits_SV.gather(-1, token_ids[:, None])[:, 0].isfinite(), -1)
+
+
+def _not_finite(slot: int) -> SampledToken:
+    return SampledToken(slot, -1, error="the model's logits are not finite (NaN, infinite, or no token is allowed)")
+
+
+def _invert_cumulative(weights_RV: Tensor, noise_R: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds noise * total: by chunks, then within one. Never weight 0."""
+    num_rows, vocab_size = weights_RV.shape
+    chunks_RCV = pad(weights_RV, (0, -vocab_size % _CHUNK)).view(num_rows, -1, _CHUNK)
+    chunk_ends_RC = chunks_RCV.sum(-1).double().cumsum_(-1)
+    target_R1 = _below(noise_R[:, None] * chunk_ends_RC[:, -1:], chunk_ends_RC)
+    chunk_R1 = torch.searchsorted(chunk_ends_RC, target_R1, right=True).clamp_(max=chunk_ends_RC.shape[1] - 1)
+    chunk_starts_RC = pad(chunk_ends_RC, (1, 0))
+    rows_R = torch.arange(num_rows, device=weights_RV.device)
+    ends_RV = chunks_RCV[rows_R, chunk_R1[:, 0]].double().cumsum_(-1)
+    rest_R1 = _below(target_R1 - chunk_starts_RC.gather(1, chunk_R1), ends_RV)
+    offset_R1 = torch.searchsorted(ends_RV, rest_R1, right=True).clamp_(max=_CHUNK - 1)
+    return (chunk_R1 * _CHUNK + offset_R1)[:, 0]
+
+
+def _below(target_R1: Tensor, ends_RN: Tensor) -> Tensor:
+    """The target where rounding may have brought it out of [0, last end)."""
+    last_R1 = ends_RN[:, -1:]
+    return torch.minimum(target_R1, torch.nextafter(last_R1, torch.zeros_like(last_R1))).clamp_(min=0)
