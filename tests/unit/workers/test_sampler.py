@@ -103,7 +103,7 @@ def oracle(
 ) -> torch.Tensor:
     """The distribution as the definitions say, by sorting."""
     probs = (logits.double() / temperature).softmax(-1)
-    if top_k:
+    if 0 < top_k < len(logits):
         probs = torch.where(probs >= probs.sort(descending=True).values[top_k - 1], probs, 0.0)
         probs /= probs.sum()
     if top_p < 1:
@@ -148,12 +148,13 @@ def test_extreme_logits_and_temperatures_stay_in_range() -> None:
 
 def test_nan_fails_its_own_row_only() -> None:
     logits = torch.tensor([[0.0, 1.0], [math.nan, 1.0], [0.0, math.inf], [2.0, 1.0]])
-    for params in (
+    kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.01},
         {"temperature": 0.01, "top_p": 0.9},
         {"temperature": 0.01, "top_k": 1},
-    ):
+    ]
+    for params in kinds:
         tokens = sample_all(logits, [new_sequence(slot, **params) for slot in range(4)], [1] * 4)
         assert [token.token_id for token in tokens] == [1, -1, -1, 0]
         assert [token.error is not None for token in tokens] == [False, True, True, False]
