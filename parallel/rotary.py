@@ -95,8 +95,10 @@ def _dynamic(description: RotaryDescription, scaling: DynamicScaling, max_contex
     original, factor = scaling.original_context, scaling.factor
     num_plain = min(original, max_context)
     lengths_P = torch.arange(num_plain + 1, max_context + 1)
-    growth_P = (factor * lengths_P / original - (factor - 1)) ** (description.dim / (description.dim - 2))
-    bases_P = description.theta * growth_P
+    stretch_P = factor * lengths_P / original - (factor - 1)
+    # raised in float64: torch rounds a single number, which the models saw, and a vector of them differently
+    growth_P = stretch_P.double() ** (description.dim / (description.dim - 2))
+    bases_P = description.theta * growth_P.float()
     stretched_PR = 1.0 / (bases_P[:, None] ** _exponents(description))
     return torch.cat([_plain(description).expand(num_plain, -1), stretched_PR])
 

@@ -1,0 +1,188 @@
+"""The rotary table equals that of transformers for every scaling kind, and depends on positions alone."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from parallel.description import DecoderDescription, LongRopeScaling
+from parallel.errors import ConfigError, UnsupportedModelError
+from parallel.families.registry import describe_config
+from parallel.rotary import RotaryTable
+
+POSITIONS = (0, 1, 2047, 2048, 8191, 32767, 32768)
+NUM_POSITIONS = 33000
+CPU = torch.device("cpu")
+
+
+def _config(max_positions: int = 65536, head_dim: int = 64, **rope: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": 32,
+        "hidden_size": 4 * head_dim,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": max_positions,
+        "rope_parameters": rope,
+    }
+
+
+def _describe(config: dict[str, Any]) -> DecoderDescription:
+    return describe_config(config, source="test")
+
+
+def _original(config: dict[str, Any], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    embedding = LlamaRotaryEmbedding(transformers.LlamaConfig(**config))
+    cos, sin = embedding(torch.zeros(1), torch.tensor([positions]))
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half], sin[0, :, :half]
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.02 * i for i in range(32)],
+    "long_factor": [1.0 + 0.5 * i for i in range(32)],
+    "original_max_position_embeddings": 4096,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 4096,
+}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "default": _config(rope_type="default", rope_theta=10000.0),
+    "default-theta": _config(rope_type="default", rope_theta=1e6, head_dim=128),
+    "linear": _config(rope_type="linear", factor=4.0, rope_theta=10000.0),
+    "dynamic-inside": _config(rope_type="dynamic", factor=2.0, rope_theta=10000.0),
+    "yarn": _config(**YARN),
+    "yarn-qwen": _config(
+        **{**YARN, "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}, head_dim=128
+    ),
+    "yarn-attention-factor": _config(**YARN, attention_factor=1.5),
+    "yarn-mscale": _config(**YARN, mscale=0.7, mscale_all_dim=1.3, beta_fast=20.0, beta_slow=2.0, truncate=False),
+    "llama3": _config(**LLAMA3, head_dim=128),
+    "longrope-long": _config(**LONGROPE),
+    "longrope-attention-factor": _config(**LONGROPE, attention_factor=1.25),
+    "longrope-short": _config(**{**LONGROPE, "original_max_position_embeddings": 65536}, factor=2.0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_table_equals_transformers_at_far_positions(kind: str) -> None:
+    config = KINDS[kind]
+
+    cos, sin = RotaryTable(_describe(config).rotary, 65536, device=CPU)(torch.tensor(POSITIONS))
+
+    expected_cos, expected_sin = _original(config, list(POSITIONS))
+    torch.testing.assert_close(cos, expected_cos, atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin, expected_sin, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("position", [0, 100, 2047, 2048, 8191, 32767, 32768])
+def test_dynamic_equals_transformers_generating_token_by_token(position: int) -> None:
+    config = _config(max_positions=2048, rope_type="dynamic", factor=20.0, rope_theta=10000.0)
+    description = _describe(config)
+
+    table = RotaryTable(description.rotary, description.max_context, device=CPU)
+    cos, sin = table(torch.tensor([position]))
+
+    # one new token, so transformers rescales for the length that ends with it
+    expected_cos, expected_sin = _original(config, [position])
+    torch.testing.assert_close(cos, expected_cos, atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin, expected_sin, atol=1e-5, rtol=0)
+
+
+def test_longrope_takes_the_short_factors_when_the_served_context_is_the_original_one() -> None:
+    config = KINDS["longrope-long"]
+    scaling = _describe(config).rotary.scaling
+    assert isinstance(scaling, LongRopeScaling)
+
+    table = RotaryTable(_describe(config).rotary, scaling.original_context, device=CPU)
+    cos, _ = table(torch.tensor([0, 2047, 4095]))
+
+    expected_cos, _ = _original(config, [0, 2047, 4095])
+    torch.testing.assert_close(cos, expected_cos, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_angles_depend_on_the_position_alone(kind: str) -> None:
+    table = RotaryTable(_describe(KINDS[kind]).rotary, NUM_POSITIONS, device=CPU)
+
+    together, _ = table(torch.tensor([5, 32768, 2048]))
+    alone, _ = table(torch.tensor([2048]))
+
+    assert torch.equal(together[2], alone[0])
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default"}, 4096),
+        ({"rope_type": "linear", "factor": 2.0}, 8192),
+        ({"rope_type": "dynamic", "factor": 4.0}, 16384),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}, 4096),
+    ],
+)
+def test_context_is_the_scaled_one(rope: dict[str, Any], context: int) -> None:
+    assert _describe(_config(max_positions=4096, **rope)).max_context == context
+
+
+def test_older_layout_means_the_same_as_that_of_transformers_5() -> None:
+    newer = _config(rope_type="linear", factor=4.0, rope_theta=1e5)
+    older = {key: value for key, value in newer.items() if key != "rope_parameters"}
+    for key in ("type", "rope_type"):
+        values = {**older, "rope_theta": 1e5, "rope_scaling": {key: "linear", "factor": 4.0}}
+        assert _describe(values) == _describe(newer)
+
+
+def test_yarn_without_factor_takes_the_ratio_of_contexts() -> None:
+    config = _config(max_positions=16384, rope_type="yarn", original_max_position_embeddings=4096)
+    scaled = _describe(config).rotary.scaling
+    assert scaled is not None
+    assert scaled.factor == 4.0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["mrope", "su", "proportional", ""])
+def test_unknown_kind_is_refused_with_the_known_ones(kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"rope_type is '{kind}'; supported: default, linear, dynamic"):
+        _describe(_config(rope_type=kind, factor=2.0))
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "linear"}, "rope_parameters.factor is missing"),
+        ({"rope_type": "linear", "factor": -1}, "rope_parameters.factor is -1"),
+        ({"rope_type": "linear", "factor": float("nan")}, "rope_parameters.factor is nan"),
+        ({"rope_type": "linear", "factor": "4"}, "rope_parameters.factor is '4'"),
+        ({"rope_type": "linear", "factor": 0.5}, "rotary factor is 0.5"),
+        ({"rope_theta": 0}, "rope_parameters.rope_theta is 0"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "short_factors has 1 entries"),
+        ({"rope_type": "longrope", "short_factor": [1, "x"], "long_factor": [1]}, r"short_factor\[1\] is 'x'"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}, "low_freq_factor is 4"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast is 1"),
+    ],
+)
+def test_contradictory_parameters_are_refused(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _describe(_config(**rope))
+
+
+def test_partial_rotation_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor is 0\.5"):
+        _describe({**_config(rope_type="default"), "partial_rotary_factor": 0.5})
