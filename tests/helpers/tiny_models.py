@@ -1,0 +1,120 @@
+"""Tiny random checkpoints that `transformers` itself makes: the originals that Weft's models are compared with.
+
+`transformers` is imported when it is first needed: it takes seconds, and the workers of the gloo pool do without.
+"""
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 319, "num_key_value_heads": 2},
+    "llama-multi-query": {"model_type": "llama", "num_key_value_heads": 1},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 24, "num_key_value_heads": 2},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 2},
+    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2},
+    "qwen3-bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
+    "llama-linear": {"model_type": "llama", **_rope("linear", factor=4.0)},
+    "llama-dynamic": {"model_type": "llama", **_rope("dynamic", factor=2.0), "max_position_embeddings": 64},
+    "llama-yarn": {
+        "model_type": "llama",
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0),
+    },
+    "llama-longrope": {
+        "model_type": "llama",
+        **_rope(
+            "longrope",
+            factor=4.0,
+            original_max_position_embeddings=256,
+            short_factor=[1.0, 1.1, 1.2, 1.5],
+            long_factor=[1.0, 2.0, 3.0, 4.0],
+        ),
+        "max_position_embeddings": 256,
+    },
+    "llama-llama3": {
+        "model_type": "llama",
+        **_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    },
+}
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""One plain model of each family."""
+
+NAMES = tuple(_CONFIGS)
+"""All of them: families, their options, and rotary scalings."""
+
+
+@functools.cache
+def tiny_model(name: str) -> Path:
+    """The folder of a tiny float32 model; made at the first call, removed when the process ends."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    values = {**_SIZES, **_CONFIGS[name]}
+    config = transformers.AutoConfig.for_model(**values)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _randomize(model)
+    folder = _root() / name
+    model.save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def load_original(folder: Path) -> Any:
+    """The model in a folder as `transformers` runs it: float32, on the CPU, eager attention."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval()
+
+
+@functools.cache
+def _root() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="weft-tiny-models-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@torch.no_grad()
+def _randomize(model: torch.nn.Module) -> None:
+    """Draw weights so that logits differ by far more than rounding, no norm or bias is neutral, and the layers outweigh
+    the embedding (else a model with tied embeddings only repeats its last token)."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+            continue
+        if "embed_tokens" in name or "lm_head" in name:
+            gain = 2.0
+        else:
+            gain = 6.0 if "o_proj" in name or "down_proj" in name else 1.5
+        parameter.normal_(0.0, gain / parameter.shape[1] ** 0.5)
