@@ -1,4 +1,4 @@
-"""A model without tensors: follows plans as a rank does, with tokens in place of keys and values, and samples by a hash.
+"""A model without tensors: follows plans as a rank does, tokens in place of keys and values, and samples by a hash.
 
 Each cache cell holds the position and token that was computed into it. The fake reads every sequence back through its
 block table: a block that was shared wrongly, reused too early or never computed raises an AssertionError.
