@@ -1,0 +1,126 @@
+"""A plan becomes the tensors that its words say, whatever the mix of chunks and decodes."""
+
+import random
+
+import torch
+
+from workers.inputs import InputBuilder
+from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers.request import SamplingParams
+
+BLOCK = 4
+
+
+def builder(num_slots: int = 8, max_context: int = 64) -> InputBuilder:
+    return InputBuilder(num_slots=num_slots, max_context=max_context, block_size=BLOCK, device=torch.device("cpu"))
+
+
+def new(slot: int, token_ids: list[int]) -> NewSequence:
+    return NewSequence(slot, token_ids, len(token_ids), SamplingParams(), [])
+
+
+def test_chunks_and_decodes_are_packed_one_after_the_other() -> None:
+    inputs = builder()
+    inputs.build(
+        StepPlan(0, [], [new(2, [10, 11, 12]), new(5, [20, 21, 22, 23, 24, 25, 26])], [
+            ScheduledSequence(2, 0, 3, [], [7], True),
+            ScheduledSequence(5, 0, 2, [], [3], False),
+        ])
+    )  # fmt: skip
+    step = inputs.build(
+        StepPlan(1, [], [], [
+            ScheduledSequence(2, 3, 1, [99], [], True),
+            ScheduledSequence(5, 2, 4, [], [9], False),
+        ])
+    )  # fmt: skip
+    assert step.token_ids.tolist() == [99, 22, 23, 24, 25]
+    assert step.positions.tolist() == [3, 2, 3, 4, 5]
+    assert step.meta.query_starts.tolist() == step.meta.query_starts_host == [0, 1, 5]
+    assert step.meta.context_lens.tolist() == step.meta.context_lens_host == [4, 6]
+    assert step.meta.block_tables.tolist() == [[7, 0], [3, 9]]
+    assert step.meta.slot_mapping.tolist() == [7 * 4 + 3, 3 * 4 + 2, 3 * 4 + 3, 9 * 4, 9 * 4 + 1]
+    assert (step.meta.num_decodes, step.meta.max_query_len, step.meta.max_context_len) == (1, 4, 6)
+    assert step.sample_rows is not None
+    assert step.sample_rows.tolist() == [0]
+    assert step.sample_slots.tolist() == [2]
+    assert step.sample_positions.tolist() == [4]
+    assert step.token_ids.dtype == step.positions.dtype == step.meta.slot_mapping.dtype == torch.int64
+    assert step.meta.query_starts.dtype == step.meta.context_lens.dtype == step.meta.block_tables.dtype == torch.int32
+
+
+def test_a_batch_of_decodes_needs_no_row_index() -> None:
+    inputs = builder()
+    step = inputs.build(
+        StepPlan(0, [], [new(0, [1]), new(1, [2])], [
+            ScheduledSequence(0, 0, 1, [], [5], True), ScheduledSequence(1, 0, 1, [], [6], True)
+        ])
+    )  # fmt: skip
+    assert step.sample_rows is None
+    assert step.meta.num_decodes == 2
+
+
+def test_a_one_token_chunk_that_does_not_sample_keeps_the_row_index() -> None:
+    step = builder().build(StepPlan(0, [], [new(0, [1, 2])], [ScheduledSequence(0, 0, 1, [], [5], False)]))
+    assert step.sample_rows is not None
+    assert step.sample_rows.tolist() == []
+
+
+def test_a_slot_taken_again_forgets_tokens_and_blocks() -> None:
+    inputs = builder()
+    inputs.build(StepPlan(0, [], [new(0, list(range(12)))], [ScheduledSequence(0, 0, 12, [], [1, 2, 3], True)]))
+    step = inputs.build(
+        StepPlan(1, [0], [new(0, [50, 51]), new(1, list(range(9)))], [
+            ScheduledSequence(0, 0, 2, [], [8], True), ScheduledSequence(1, 0, 9, [], [4, 5, 6], True)
+        ])
+    )  # fmt: skip
+    assert step.token_ids.tolist()[:2] == [50, 51]
+    assert step.meta.block_tables.tolist() == [[8, 0, 0], [4, 5, 6]]
+
+
+def test_random_plans_equal_a_plain_reading_of_them() -> None:
+    """Follow random sequences through many steps, computing every number token by token."""
+    rng = random.Random(0)
+    inputs = builder(num_slots=8, max_context=64)
+    known: dict[int, list[int]] = {}
+    tables: dict[int, list[int]] = {}
+    computed: dict[int, int] = {}
+    next_block = 1
+    for number in range(300):
+        news, removed = [], []
+        for slot in range(8):
+            if slot in known and (len(known[slot]) > 55 or rng.random() < 0.05):
+                removed.append(slot)
+                del known[slot]
+            if slot not in known and rng.random() < 0.4:
+                known[slot] = [rng.randrange(1000) for _ in range(rng.randrange(1, 30))]
+                news.append(new(slot, list(known[slot])))
+                tables[slot], computed[slot] = [], 0
+        shares = []
+        for slot in sorted(known, key=lambda slot: len(known[slot]) - computed[slot] > 1):
+            added: list[int] = []
+            if computed[slot] == len(known[slot]):
+                added = [rng.randrange(1000)]
+                known[slot] += added
+            left = len(known[slot]) - computed[slot]
+            num = 1 if left == 1 else rng.randrange(2, left + 1)
+            end = computed[slot] + num
+            blocks = list(range(next_block, next_block + -(-end // BLOCK) - len(tables[slot])))
+            next_block += len(blocks)
+            tables[slot] += blocks
+            shares.append(ScheduledSequence(slot, computed[slot], num, added, blocks, end == len(known[slot])))
+            computed[slot] = end
+        if not shares:
+            continue
+        step = inputs.build(StepPlan(number, removed, news, shares))
+        places = [(share.slot, share.start + i) for share in shares for i in range(share.num_tokens)]
+        assert step.token_ids.tolist() == [known[slot][position] for slot, position in places]
+        assert step.positions.tolist() == [position for _, position in places]
+        assert step.meta.slot_mapping.tolist() == [
+            tables[slot][position // BLOCK] * BLOCK + position % BLOCK for slot, position in places
+        ]
+        for share, row in zip(shares, step.meta.block_tables.tolist(), strict=True):
+            table = tables[share.slot]
+            assert row == (table + [0] * len(row))[: len(row)]
+        assert step.meta.num_decodes == sum(share.num_tokens == 1 for share in shares)
+        rows = range(len(places)) if step.sample_rows is None else step.sample_rows.tolist()
+        assert [places[row] for row in rows] == [(s.slot, s.start + s.num_tokens - 1) for s in shares if s.samples]

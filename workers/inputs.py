@@ -1,0 +1,150 @@
+"""From a plan to tensors: ids, positions and attention meta, out of what this rank remembers of each slot.
+
+Host state is numpy, so that a step costs a few vectorized operations however many sequences it has. Array letters as
+in parallel/kernels/base.py: T packed tokens, S sequences of the step, M blocks in the longest table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from parallel.kernels.base import AttentionMeta
+from workers.plan import NewSequence, ScheduledSequence, StepPlan
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One step's tensors. Good until the next step is built."""
+
+    token_ids: Tensor
+    """[T] int64, on the device."""
+    positions: Tensor
+    """[T] int64, on the device."""
+    meta: AttentionMeta
+    sample_rows: Tensor | None
+    """int64, on the device: the packed tokens after which sequences sample; None: all of them, in order."""
+    sample_slots: Int64Array
+    """The slots that sample, in the plan's order."""
+    sample_positions: Int64Array
+    """The absolute position of each token to be sampled."""
+
+
+class InputBuilder:
+    """The tokens and block tables of every slot, kept by applying plans in order. One per rank."""
+
+    def __init__(self, *, num_slots: int, max_context: int, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._max_blocks = -(-max_context // block_size)
+        self._max_context = max_context
+        # Untouched pages of zeros cost no memory.
+        self._tokens = np.zeros((num_slots, max_context), np.int32)
+        self._tables = np.zeros((num_slots, self._max_blocks), np.int32)
+        self._num_tokens = [0] * num_slots
+        self._num_blocks = [0] * num_slots
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        """Apply the plan to the slots and return its tensors."""
+        for new in plan.new:
+            self._take_slot(new)
+        shares = plan.scheduled
+        self._append(shares)
+        slots = np.array([share.slot for share in shares], np.int64)
+        starts = np.array([share.start for share in shares], np.int64)
+        nums = np.array([share.num_tokens for share in shares], np.int64)
+        samples = np.array([share.samples for share in shares], np.bool_)
+        ends = starts + nums
+        query_ends = np.cumsum(nums)
+        return self._to_tensors(slots, starts, nums, samples, ends, query_ends)
+
+    def _take_slot(self, new: NewSequence) -> None:
+        num_tokens = len(new.token_ids)
+        self._tokens[new.slot, :num_tokens] = new.token_ids
+        self._num_tokens[new.slot] = num_tokens
+        self._tables[new.slot, : self._num_blocks[new.slot]] = 0
+        self._num_blocks[new.slot] = 0
+
+    def _append(self, shares: Sequence[ScheduledSequence]) -> None:
+        """Add the new tokens and blocks of all shares, each with one indexed write."""
+        token_places: list[int] = []
+        token_ids: list[int] = []
+        block_places: list[int] = []
+        blocks: list[int] = []
+        for share in shares:
+            slot = share.slot
+            if share.new_token_ids:
+                first = slot * self._max_context + self._num_tokens[slot]
+                token_places += range(first, first + len(share.new_token_ids))
+                token_ids += share.new_token_ids
+                self._num_tokens[slot] += len(share.new_token_ids)
+            if share.new_blocks:
+                first = slot * self._max_blocks + self._num_blocks[slot]
+                block_places += range(first, first + len(share.new_blocks))
+                blocks += share.new_blocks
+                self._num_blocks[slot] += len(share.new_blocks)
+        if token_places:
+            self._tokens.reshape(-1)[token_places] = token_ids
+        if block_places:
+            self._tables.reshape(-1)[block_places] = blocks
+
+    def _to_tensors(
+        self,
+        slots: Int64Array,
+        starts: Int64Array,
+        nums: Int64Array,
+        samples: npt.NDArray[np.bool_],
+        ends: Int64Array,
+        query_ends: Int64Array,
+    ) -> StepInputs:
+        num_seqs, num_tokens = len(slots), int(query_ends[-1])
+        num_decodes = num_seqs if num_tokens == num_seqs else int(np.argmax(nums > 1))
+        if num_decodes == num_seqs:
+            positions, token_slots = starts, slots
+        else:
+            positions = np.arange(num_tokens) + np.repeat(starts - query_ends + nums, nums)
+            token_slots = np.repeat(slots, nums)
+        block_index = positions // self._block_size
+        slot_mapping = self._tables[token_slots, block_index] * np.int64(self._block_size)
+        slot_mapping += positions - block_index * self._block_size
+        max_context_len = int(ends.max())
+        tables_SM = self._tables[slots, : -(-max_context_len // self._block_size)]
+        query_starts = np.zeros(num_seqs + 1, np.int64)
+        query_starts[1:] = query_ends
+        all_sample = num_decodes == num_seqs and bool(samples.all())
+        sample_rows = np.empty(0, np.int64) if all_sample else query_ends[samples] - 1
+
+        wide = self._to_device([self._tokens[token_slots, positions], positions, slot_mapping, sample_rows], np.int64)
+        narrow = self._to_device([query_starts, ends, tables_SM.reshape(-1)], np.int32)
+        meta = AttentionMeta(
+            query_starts=narrow[0],
+            context_lens=narrow[1],
+            block_tables=narrow[2].view(num_seqs, -1),
+            slot_mapping=wide[2],
+            num_decodes=num_decodes,
+            max_query_len=int(nums.max()),
+            max_context_len=max_context_len,
+            query_starts_host=query_starts.tolist(),
+            context_lens_host=ends.tolist(),
+        )
+        return StepInputs(
+            token_ids=wide[0],
+            positions=wide[1],
+            meta=meta,
+            sample_rows=None if all_sample else wide[3],
+            sample_slots=slots[samples],
+            sample_positions=ends[samples],
+        )
+
+    def _to_device(self, arrays: list[npt.NDArray[np.integer]], dtype: type[np.integer]) -> list[Tensor]:
+        """Copy the arrays in one piece: a copy to a device costs the same for few bytes as for many."""
+        packed = torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        return list(torch.split(packed, [array.size for array in arrays]))
