@@ -1,11 +1,12 @@
 """What the split model refuses.
 
-    ModelError                    a model folder or its split cannot be used
-    ├── UnsupportedModelError     the family, or something its config asks for, is not known
-    ├── ConfigError               config.json is missing, unreadable or contradicts itself
-    ├── CheckpointError           a weight file is missing, corrupt, or a tensor is missing or has the wrong shape or dtype
-    └── ParallelismError          the model cannot be divided over this many ranks
-    CollectiveError               a peer rank went away or timed out during a collective
+ModelError                    a model folder or its split cannot be used
+├── UnsupportedModelError     the family, or something its config asks for, is not known
+├── ConfigError               config.json is missing, unreadable or contradicts itself
+├── CheckpointError           a weight file is missing or corrupt, or a tensor is missing or has a wrong shape or dtype
+└── ParallelismError          the model cannot be divided over this many ranks
+CollectiveError               a peer rank went away or timed out during a collective
+DeviceError                   the device, or the kernels for it, cannot be had on this machine
 """
 
 
@@ -31,3 +32,7 @@ class ParallelismError(ModelError):
 
 class CollectiveError(RuntimeError):
     """A peer rank went away or timed out during a collective."""
+
+
+class DeviceError(RuntimeError):
+    """The device that was asked for, or the kernels for it, cannot be had on this machine."""

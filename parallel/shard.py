@@ -3,7 +3,7 @@
 A layer owns its sharding rule. It names, for each of its parameters, the slices of the full tensors that fill it; the
 checkpoint loader reads exactly those and knows nothing of tensor parallelism:
 
-    for parameter in decoder.parameters():
+    for parameter in decoder.sharded_parameters():
         for piece in parameter.pieces:
             parameter.target(piece).copy_(read(piece))      # read: full[piece.source][start:stop along dim]
     decoder.finish_loading()
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from parallel.description import DecoderDescription
 from parallel.errors import ParallelismError
 
 
@@ -53,6 +54,14 @@ class ShardedParameter:
     def target(self, piece: Piece) -> Tensor:
         """The part of the parameter that `piece` fills, as a view."""
         return self.tensor.narrow(piece.dim, piece.offset, piece.stop - piece.start)
+
+
+def check_split(description: DecoderDescription, *, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """Raise ParallelismError when the model cannot be divided so; needs no weights and no other rank."""
+    even_range(description.num_heads, 0, tensor_parallel, what="num_heads")
+    kv_head_range(description.num_kv_heads, 0, tensor_parallel)
+    even_range(description.intermediate_size, 0, tensor_parallel, what="intermediate_size")
+    layer_range(description.num_layers, 0, pipeline_parallel)
 
 
 def replicated(source: str, tensor: Tensor) -> ShardedParameter:

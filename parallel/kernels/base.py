@@ -1,6 +1,8 @@
 """The border between the model and the machine: the operations that a decoder calls, and the data they share.
 
-Plain torch in reference.py defines the meaning; fast versions are held to it by tests. Shape letters, here and in model code:
+Plain torch in reference.py defines the meaning; fast versions are held to it by tests. Tensors that a decoder passes
+have a dense last dim; heads (q, k, v) may be views into one larger tensor, so their other strides are arbitrary. What
+operations return is contiguous unless they return an input. Shape letters, here and in model code:
 
     T  packed tokens of a step (all sequences one after the other)     S  sequences of a step
     N  query heads of this rank        K  key-value heads of this rank     H  head size
@@ -17,8 +19,8 @@ from torch import Tensor
 class LayerCache(NamedTuple):
     """The paged keys and values of one layer on this rank."""
 
-    k_BPKH: Tensor
-    v_BPKH: Tensor
+    k_BPKH: Tensor  # noqa: N815
+    v_BPKH: Tensor  # noqa: N815
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +68,25 @@ class Kernels(Protocol):
     """The operations that the decoder calls; `kernels/select.py` chooses one implementation per process."""
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
-        """Lay out a weight [out, in] for `linear`, once, after loading. The implementation may free the original."""
+        """Lay out a weight [out, in], once, after loading. The caller drops its own references to both tensors."""
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dim in float32, result in the dtype of x. arXiv:1910.07467."""
+        """RMSNorm over the last dim in float32, result in the dtype of x. arXiv:1910.07467.
+
+        x is left as it is; it is [T, N, H] when heads are normed, then often a view (see above).
+        """
 
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(x + residual), x + residual); may write both in place of its inputs."""
+        """Return (rms_norm(x + residual), x + residual); may write both in place of its inputs.
+
+        The sum is rounded to the dtype of x before it is normed, so that a stage may send it to the next one.
+        """
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate the first 2R of the H dims of each head, in half-split layout (x1 = dims :R, x2 = dims R:2R)."""
+        """Rotate the first 2R of the H dims of each head, in half-split layout (x1 = dims :R, x2 = dims R:2R).
+
+        cos and sin are float32, and so is the arithmetic; results have the dtype of q. May write in place of q and k.
+        """
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """[T, 2I] -> [T, I]: silu(first half) * second half."""

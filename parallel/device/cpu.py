@@ -1,0 +1,72 @@
+"""The CPU as a device: memory belongs to every process of the machine, or of the container that limits it."""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+_PROC_SELF = Path("/proc/self")
+_MEMORY_INFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class CpuDevice:
+    """Implements `Device`; see there. Where there is no /proc (macOS), peaks cannot be reset."""
+
+    torch_device = torch.device("cpu")
+    collective_backend = "gloo"
+
+    def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        """That of the checkpoint; float32 for float16, in which few CPUs compute."""
+        return torch.float32 if checkpoint_dtype is torch.float16 else checkpoint_dtype
+
+    def total_memory_bytes(self) -> int:
+        """The machine's memory, or less where a container is limited to less."""
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        limit = _read_number(_CGROUP / "memory.max")
+        return installed if limit is None else min(installed, limit)
+
+    def free_memory_bytes(self) -> int:
+        """What new allocations can have without swapping, in the machine and in the container."""
+        available = _read_field(_MEMORY_INFO, "MemAvailable")
+        free = self.total_memory_bytes() if available is None else available
+        limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
+        return free if limit is None or used is None else max(0, min(free, limit - used))
+
+    def peak_memory_bytes(self) -> int:
+        """The largest resident size of this process."""
+        peak = _read_field(_PROC_SELF / "status", "VmHWM")
+        if peak is not None:
+            return peak
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def reset_peak_memory(self) -> None:
+        """Start again from the present resident size."""
+        file = _PROC_SELF / "clear_refs"
+        if file.exists():
+            file.write_text("5")  # proc(5): resets VmHWM
+
+    def synchronize(self) -> None:
+        """Nothing is queued on a CPU."""
+
+
+def _read_number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def _read_field(file: Path, name: str) -> int | None:
+    """The bytes of a line `Name:   123 kB`."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None

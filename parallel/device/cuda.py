@@ -1,0 +1,44 @@
+"""One CUDA GPU as a device."""
+
+import torch
+
+from parallel.errors import DeviceError
+
+
+class CudaDevice:
+    """Implements `Device`; see there. Makes its GPU the current one of the process."""
+
+    collective_backend = "nccl"
+
+    def __init__(self, local_rank: int = 0) -> None:
+        num_devices = torch.cuda.device_count()
+        if not 0 <= local_rank < num_devices:
+            raise DeviceError(f"GPU {local_rank} asked for; this process sees {num_devices}")
+        self.torch_device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(self.torch_device)
+
+    def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        """That of the checkpoint; float16 for bfloat16 on GPUs before Ampere, which have none."""
+        is_old = torch.cuda.get_device_capability(self.torch_device) < (8, 0)
+        return torch.float16 if is_old and checkpoint_dtype is torch.bfloat16 else checkpoint_dtype
+
+    def total_memory_bytes(self) -> int:
+        """The GPU's memory."""
+        return torch.cuda.mem_get_info(self.torch_device)[1]
+
+    def free_memory_bytes(self) -> int:
+        """Free on the GPU; what torch keeps for itself but does not use counts as free."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def peak_memory_bytes(self) -> int:
+        """The most that torch's allocator had in use."""
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def reset_peak_memory(self) -> None:
+        """Start again from what is in use now."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize(self.torch_device)

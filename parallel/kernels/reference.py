@@ -1,0 +1,101 @@
+"""Every operation in plain torch, on any device: the definition that the fast kernels are tested against.
+
+Written for clearness; attention loops over sequences and works in float32. Shape letters as in base.py, and
+G query heads per key-value head, Q queries and C keys of one sequence.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+
+
+class ReferenceLinear:
+    """A weight as it was loaded."""
+
+    __slots__ = ("_bias_O", "_weight_OI")
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self._weight_OI = weight_OI
+        self._bias_O = bias_O
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """[T, in] -> [T, out], dtype of x, bias added."""
+        return F.linear(x_TI, self._weight_OI, self._bias_O)
+
+
+class ReferenceKernels:
+    """Implements `Kernels`; see there for what each operation means."""
+
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> ReferenceLinear:
+        """Keep the weight as it is."""
+        return ReferenceLinear(weight_OI, bias_O)
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight, in float32."""
+        x32 = x_TE.float()
+        scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return (scaled * weight_E.float()).to(x_TE.dtype)
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        total_TE = x_TE + residual_TE
+        return self.rms_norm(total_TE, weight_E, eps), total_TE
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the pairs (x[i], x[R + i]) of every head by the angle of i."""
+        return _rotate(q_TNH, cos_TR, sin_TR), _rotate(k_TKH, cos_TR, sin_TR)
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """silu(first half) * second half."""
+        gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+        return F.silu(gate_TI) * up_TI
+
+    def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
+        """Store each token's key and value at its slot."""
+        cache.k_BPKH.view(-1, *k_TKH.shape[1:]).index_copy_(0, slot_mapping_T, k_TKH)
+        cache.v_BPKH.view(-1, *v_TKH.shape[1:]).index_copy_(0, slot_mapping_T, v_TKH)
+
+    def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """Attend each query token to its own sequence's cached keys and values, causally."""
+        num_heads, num_kv_heads = q_TNH.shape[1], cache.k_BPKH.shape[2]
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} query heads over {num_kv_heads} key-value heads; allowed: a multiple")
+        block_size = cache.k_BPKH.shape[1]
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        for sequence, (start, stop) in enumerate(pairwise(meta.query_starts_host)):
+            context_len = meta.context_lens_host[sequence]
+            table = meta.block_tables[sequence, : -(-context_len // block_size)]
+            k_CKH = cache.k_BPKH[table].flatten(0, 1)[:context_len]
+            v_CKH = cache.v_BPKH[table].flatten(0, 1)[:context_len]
+            out_TNH[start:stop] = _attend(q_TNH[start:stop], k_CKH, v_CKH, params)
+        return out_TNH
+
+
+def _rotate(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    half = cos_TR.shape[-1]
+    x1, x2, rest = x_TXH.float().split_with_sizes([half, half, x_TXH.shape[-1] - 2 * half], dim=-1)
+    cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1).to(x_TXH.dtype)
+
+
+def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, params: AttentionParams) -> Tensor:
+    """One sequence, whose queries are its last tokens."""
+    num_queries, _, head_dim = q_QNH.shape
+    num_keys, num_kv_heads, _ = k_CKH.shape
+    q_KGQH = q_QNH.float().reshape(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    k_KGHC = k_CKH.float().permute(1, 2, 0).unsqueeze(1)
+    v_KGCH = v_CKH.float().transpose(0, 1).unsqueeze(1)
+    scores_KGQC = q_KGQH @ k_KGHC * params.scale
+    if params.soft_cap is not None:
+        scores_KGQC = params.soft_cap * torch.tanh(scores_KGQC / params.soft_cap)
+    keys = torch.arange(num_keys, device=q_QNH.device)
+    queries = keys[num_keys - num_queries :, None]
+    is_hidden = keys > queries
+    if params.sliding_window is not None:
+        is_hidden |= keys <= queries - params.sliding_window
+    weights_KGQC = scores_KGQC.masked_fill(is_hidden, float("-inf")).softmax(-1)
+    return (weights_KGQC @ v_KGCH).permute(2, 0, 1, 3).flatten(1, 2).to(q_QNH.dtype)
