@@ -1,0 +1,106 @@
+"""The operations of the model on a CPU, in plain torch without a compiler, with as few calls as torch allows.
+
+At batch 1 a layer of a small model takes some 500 µs, so each call of a few µs counts; at large batches the
+temporaries do. Meaning and fallback are reference.py's; attention and linear layers have files of their own.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, PackedLinear
+from parallel.kernels.cpu_attention import CpuPagedAttention
+from parallel.kernels.cpu_linear import pack_linear
+from parallel.kernels.reference import ReferenceKernels
+
+
+class CpuKernels:
+    """Fast `Kernels` for a CPU. Holds what the layers of a step share: one object per model, one thread."""
+
+    def __init__(self) -> None:
+        self._reference = ReferenceKernels()
+        self._attention = CpuPagedAttention()
+        self._eps: dict[float, Tensor] = {}
+        self._turn = _Turn()
+
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+        """See `Kernels.pack_linear`."""
+        return pack_linear(weight_OI, bias_O)
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        eps_1 = self._eps.get(eps)
+        if eps_1 is None:
+            eps_1 = self._eps[eps] = torch.tensor([eps], dtype=torch.float32)
+        norm_T1 = torch.linalg.vector_norm(x_TE, 2, -1, True, dtype=torch.float32)
+        scale_T1 = torch.addcmul(eps_1, norm_T1, norm_T1, value=1 / x_TE.shape[-1]).rsqrt_()
+        return torch.mul(x_TE * scale_T1, weight_E, out=torch.empty_like(x_TE))
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`; the residual is written in place."""
+        residual_TE.add_(x_TE)
+        return self.rms_norm(residual_TE, weight_E, eps), residual_TE
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.rotary`. All layers of a step pass the same two tensors, and a new step passes new ones."""
+        if 2 * cos_TR.shape[-1] != q_TNH.shape[-1]:
+            return self._reference.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
+        turn = self._turn
+        if turn.cos_TR is not cos_TR or turn.sin_TR is not sin_TR:
+            turn = self._turn = _Turn(cos_TR, sin_TR)
+        num_heads = q_TNH.shape[1]
+        both = _side_by_side(q_TNH, k_TKH)
+        if both is None:
+            return turn(q_TNH), turn(k_TKH)
+        turned = turn(both)
+        return turned[:, :num_heads], turned[:, num_heads:]
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """See `Kernels.silu_mul`."""
+        gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
+        return F.silu(gate_TI).mul_(up_TI)
+
+    def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
+        """See `Kernels.write_cache`."""
+        cache.k_BPKH.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKH)
+        cache.v_BPKH.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKH)
+
+    def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """See `Kernels.attention`."""
+        if params.soft_cap is not None:
+            return self._reference.attention(q_TNH, cache, meta, params)
+        return self._attention(q_TNH, cache, meta, params)
+
+
+class _Turn:
+    """The rotation of one step's positions: (x1, x2) * (cos, cos) + (x2, x1) * (-sin, sin), in float32."""
+
+    def __init__(self, cos_TR: Tensor | None = None, sin_TR: Tensor | None = None) -> None:
+        self.cos_TR = cos_TR
+        self.sin_TR = sin_TR
+        if cos_TR is not None and sin_TR is not None:
+            self._cos_T12R = cos_TR.float()[:, None, None]
+            self._sin_T12R = torch.stack((-sin_TR.float(), sin_TR.float()), 1)[:, None]
+
+    def __call__(self, x_TNH: Tensor) -> Tensor:
+        num_tokens, num_heads, head_dim = x_TNH.shape
+        halves_TN2R = x_TNH.view(num_tokens, num_heads, 2, head_dim // 2)
+        turned = halves_TN2R * self._cos_T12R
+        turned.addcmul_(halves_TN2R.flip(2), self._sin_T12R)
+        return turned.view(x_TNH.shape).to(x_TNH.dtype)
+
+
+def _side_by_side(q_TNH: Tensor, k_TKH: Tensor) -> Tensor | None:
+    """Queries and keys as one [T, N + K, H] view, where they are neighbours in the output of one fused product."""
+    num_tokens, num_heads, head_dim = q_TNH.shape
+    num_kv_heads = k_TKH.shape[1]
+    is_neighbour = (
+        k_TKH.storage_offset() == q_TNH.storage_offset() + num_heads * head_dim
+        and q_TNH.stride() == k_TKH.stride()
+        and q_TNH.stride()[1:] == (head_dim, 1)
+        and q_TNH.dtype == k_TKH.dtype
+        and q_TNH.untyped_storage().data_ptr() == k_TKH.untyped_storage().data_ptr()
+    )
+    if not is_neighbour:
+        return None
+    return q_TNH.as_strided((num_tokens, num_heads + num_kv_heads, head_dim), q_TNH.stride())

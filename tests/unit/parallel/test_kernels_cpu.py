@@ -1,0 +1,253 @@
+"""The fast CPU kernels mean what the reference means, over random paged layouts.
+
+Tolerances: float32 differs by the order of summation only; bf16 and fp16 results are rounded once more than the
+reference's at most, so a few units in the last place of the largest value (2**-8 and 2**-11 of it).
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.cpu_fast import CpuKernels
+from parallel.kernels.cpu_linear import OneDnnLinear, pack_linear
+from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
+
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+DTYPES = list(TOLERANCES)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    tolerance = TOLERANCES[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * max(1.0, float(expected.abs().max())))
+
+
+def paged_layout(
+    spans: list[tuple[int, int]],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, LayerCache, AttentionMeta]:
+    """Random queries and a cache for sequences of (query, context) lengths, decodes first, in shuffled blocks.
+
+    Slots that belong to no token hold NaN: reading one spoils the result.
+    """
+    torch.manual_seed(0)
+    spans = sorted(spans, key=lambda span: span[0] != 1)
+    blocks_needed = [-(-context // block_size) for _, context in spans]
+    num_blocks = sum(blocks_needed) + 2
+    free = torch.randperm(num_blocks - 1) + 1  # block 0 pads the tables and is nobody's
+    tables = torch.zeros(len(spans), max(blocks_needed), dtype=torch.int32)
+    k = torch.full((num_blocks, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    v = k.clone()
+    slot_mapping = []
+    taken = 0
+    for row, (query, context) in enumerate(spans):
+        tables[row, : blocks_needed[row]] = free[taken : taken + blocks_needed[row]]
+        taken += blocks_needed[row]
+        positions = torch.arange(context)
+        slots = tables[row].long()[positions // block_size] * block_size + positions % block_size
+        k.flatten(0, 1)[slots] = torch.randn(context, num_kv_heads, head_dim).to(dtype)
+        v.flatten(0, 1)[slots] = torch.randn(context, num_kv_heads, head_dim).to(dtype)
+        slot_mapping.append(slots[context - query :])
+    starts = [0]
+    for query, _ in spans:
+        starts.append(starts[-1] + query)
+    contexts = [context for _, context in spans]
+    meta = AttentionMeta(
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.cat(slot_mapping),
+        num_decodes=sum(query == 1 for query, _ in spans),
+        max_query_len=max(query for query, _ in spans),
+        max_context_len=max(contexts),
+        query_starts_host=starts,
+        context_lens_host=contexts,
+    )
+    q = torch.randn(starts[-1], num_heads, head_dim).to(dtype)
+    return q, LayerCache(k, v), meta
+
+
+spans_strategy = st.lists(
+    st.integers(1, 90)
+    .flatmap(lambda context: st.tuples(st.sampled_from([1, 1, 2, 7, context]), st.just(context)))
+    .map(lambda span: (min(span), span[1])),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spans=spans_strategy,
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    head_dim=st.sampled_from([8, 32]),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([None, 1, 5, 64]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_attention_equals_reference(
+    spans: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    q, cache, meta = paged_layout(
+        spans, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, block_size=block_size, dtype=dtype
+    )
+    params = AttentionParams(scale=head_dim**-0.5, sliding_window=window)
+    expected = ReferenceKernels().attention(q, cache, meta, params)
+    assert_close(CpuKernels().attention(q, cache, meta, params), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_chunk_after_a_cached_prefix_equals_reference(dtype: torch.dtype) -> None:
+    spans = [(1, 700), (1, 30), (1, 690), (600, 900), (300, 300)]
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype)
+    for window in (None, 128):
+        params = AttentionParams(scale=0.2, sliding_window=window)
+        expected = ReferenceKernels().attention(q, cache, meta, params)
+        assert_close(CpuKernels().attention(q, cache, meta, params), expected)
+
+
+def test_soft_cap_goes_to_the_reference() -> None:
+    spans = [(1, 20), (8, 20)]
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
+    params = AttentionParams(scale=1.0, soft_cap=3.0)
+    expected = ReferenceKernels().attention(q, cache, meta, params)
+    uncapped = ReferenceKernels().attention(q, cache, meta, AttentionParams(scale=1.0))
+    assert_close(CpuKernels().attention(q, cache, meta, params), expected)
+    assert not torch.allclose(expected, uncapped, atol=1e-2)
+
+
+def test_one_kernels_object_serves_layers_with_different_windows_and_steps() -> None:
+    kernels = CpuKernels()
+    for spans in ([(1, 40), (1, 8), (5, 5)], [(1, 41), (1, 9), (1, 6)]):
+        q, cache, meta = paged_layout(
+            spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32
+        )
+        for window in (None, 6, None):
+            params = AttentionParams(scale=0.25, sliding_window=window)
+            assert_close(
+                kernels.attention(q, cache, meta, params), ReferenceKernels().attention(q, cache, meta, params)
+            )
+
+
+def test_result_does_not_depend_on_the_other_sequences() -> None:
+    spans = [(1, 33), (1, 33), (1, 35), (1, 20)]
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
+    params = AttentionParams(scale=0.25)
+    together = CpuKernels().attention(q, cache, meta, params)
+    for row, (_, context) in enumerate(spans):
+        alone = AttentionMeta(
+            query_starts=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=meta.context_lens[row : row + 1],
+            block_tables=meta.block_tables[row : row + 1],
+            slot_mapping=meta.slot_mapping[row : row + 1],
+            num_decodes=1,
+            max_query_len=1,
+            max_context_len=context,
+            query_starts_host=[0, 1],
+            context_lens_host=[context],
+        )
+        assert_close(CpuKernels().attention(q[row : row + 1], cache, alone, params), together[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+def test_norms_equal_reference(dtype: torch.dtype, num_tokens: int) -> None:
+    torch.manual_seed(1)
+    x, residual, weight = (3 * torch.randn(*shape).to(dtype) for shape in ((num_tokens, 96), (num_tokens, 96), (96,)))
+    assert_close(CpuKernels().rms_norm(x, weight, 1e-5), ReferenceKernels().rms_norm(x, weight, 1e-5))
+    expected = ReferenceKernels().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    actual = CpuKernels().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert_close(actual[0], expected[0])
+    assert_close(actual[1], expected[1])
+
+
+def test_norm_of_zeros_is_zero_and_eps_counts() -> None:
+    kernels = CpuKernels()
+    assert kernels.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6).abs().max() == 0
+    tiny = torch.full((1, 8), 1e-3)
+    for eps in (1e-6, 1e-2):
+        assert_close(kernels.rms_norm(tiny, torch.ones(8), eps), ReferenceKernels().rms_norm(tiny, torch.ones(8), eps))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_normed_like_rows(dtype: torch.dtype) -> None:
+    """Qwen3 norms each head: the last dim of a [T, N, H] tensor."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(5, 4, 32).to(dtype), torch.randn(32).to(dtype)
+    assert_close(CpuKernels().rms_norm(x, weight, 1e-6), ReferenceKernels().rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_rotary_equals_reference(dtype: torch.dtype, is_fused: bool, rotated: int) -> None:
+    torch.manual_seed(3)
+    qkv = torch.randn(6, (4 + 2 + 2) * 32).to(dtype)
+    q, k = qkv[:, : 4 * 32].unflatten(1, (4, 32)), qkv[:, 4 * 32 : 6 * 32].unflatten(1, (2, 32))
+    if not is_fused:
+        q, k = q.contiguous(), k.contiguous()
+    kernels = CpuKernels()
+    for _ in range(2):  # a second step has other positions
+        angles = torch.rand(6, rotated) * 6
+        cos, sin = angles.cos(), angles.sin()
+        expected = ReferenceKernels().rotary(q.clone(), k.clone(), cos, sin)
+        for actual, wanted in zip(kernels.rotary(q.clone() if not is_fused else q, k, cos, sin), expected, strict=True):
+            assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul_equals_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    gate_up = torch.randn(7, 2 * 48).to(dtype)
+    assert_close(CpuKernels().silu_mul(gate_up.clone()), ReferenceKernels().silu_mul(gate_up.clone()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_cache_equals_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    qkv = torch.randn(5, 8 * 16).to(dtype)
+    k, v = qkv[:, 4 * 16 : 6 * 16].unflatten(1, (2, 16)), qkv[:, 6 * 16 :].unflatten(1, (2, 16))
+    slots = torch.tensor([3, 17, 4, 30, 0])
+    caches = [
+        LayerCache(torch.zeros(8, 4, 2, 16, dtype=dtype), torch.zeros(8, 4, 2, 16, dtype=dtype)) for _ in range(2)
+    ]
+    CpuKernels().write_cache(k, v, caches[0], slots)
+    ReferenceKernels().write_cache(k, v, caches[1], slots)
+    assert torch.equal(caches[0].k_BPKH, caches[1].k_BPKH)
+    assert torch.equal(caches[0].v_BPKH, caches[1].v_BPKH)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("num_out", "num_in"), [(24, 40), (1024, 768)])
+def test_packed_linear_equals_reference(dtype: torch.dtype, has_bias: bool, num_out: int, num_in: int) -> None:
+    torch.manual_seed(6)
+    weight = (torch.randn(num_out, num_in) * num_in**-0.5).to(dtype)
+    bias = torch.randn(num_out).to(dtype) if has_bias else None
+    packed, plain = CpuKernels().pack_linear(weight.clone(), bias), ReferenceKernels().pack_linear(weight.clone(), bias)
+    for num_tokens in (1, 3, 33):
+        x = torch.randn(num_tokens, num_in).to(dtype)
+        assert_close(packed(x), plain(x))
+        wide = torch.randn(num_tokens, 2 * num_in).to(dtype)
+        assert_close(packed(wide[:, num_in:]), plain(wide[:, num_in:]))  # a slice of a fused output
+
+
+def test_layout_follows_dtype_and_size() -> None:
+    assert isinstance(pack_linear(torch.zeros(16, 16), None), ReferenceLinear)
+    assert isinstance(pack_linear(torch.zeros(16, 16, dtype=torch.float64), None), ReferenceLinear)
+    if torch.backends.mkldnn.is_available():
+        assert isinstance(pack_linear(torch.zeros(1024, 1024), None), OneDnnLinear)
