@@ -7,7 +7,10 @@
     ├── NoReplicaError           UNAVAILABLE          503   no replica is ready for the model
     ├── DeadlineError            DEADLINE_EXCEEDED    504   the client's deadline passed
     ├── ReplicaFailedError       INTERNAL             500   replicas failed, and so did the retries elsewhere
-    └── RequestFailedError       INTERNAL             500   this request failed in the engine
+    ├── RequestFailedError       INTERNAL             500   this request failed in the engine
+    ├── ProtocolError            (stays inside)             a replica broke the rules of replica.proto
+    ├── ModelFilesError          INTERNAL             500   a model's folder lacks what the router reads, or it is broken
+    └── RouterConfigError        (at start)                 a setting is out of range, or a port is taken
 """
 
 from grpc import StatusCode
@@ -70,3 +73,15 @@ class ReplicaFailedError(RouterError):
 
 class RequestFailedError(RouterError):
     """This request failed in the engine; others go on."""
+
+
+class ProtocolError(RouterError):
+    """A replica broke the rules of replica.proto; its stream is closed and dialled anew."""
+
+
+class RouterConfigError(RouterError):
+    """A setting is out of range, or a listener's port is taken."""
+
+
+class ModelFilesError(RouterError):
+    """A model's folder lacks a file that the router reads, or one is broken; the message names it."""

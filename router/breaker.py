@@ -1,0 +1,68 @@
+"""Circuit breaker of one replica: decides whether it gets requests, from its successes and failures. Pure; time is an argument."""
+
+from enum import StrEnum
+
+from router.config import BreakerConfig
+
+
+class BreakerState(StrEnum):
+    """What a breaker lets through."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Opens after failures in a row; after a while lets one probe through, whose end closes it or opens it for longer."""
+
+    def __init__(self, config: BreakerConfig) -> None:
+        self._config = config
+        self._num_failures = 0
+        self._open_s = config.open_s
+        self._open_until_s: float | None = None
+        self._is_probing = False
+
+    def state(self, now_s: float) -> BreakerState:
+        """Return what the breaker lets through now."""
+        if self._open_until_s is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
+
+    def allows(self, now_s: float) -> bool:
+        """Say whether a request may go to the replica now."""
+        match self.state(now_s):
+            case BreakerState.CLOSED:
+                return True
+            case BreakerState.OPEN:
+                return False
+            case BreakerState.HALF_OPEN:
+                return not self._is_probing
+
+    def begin(self, now_s: float) -> None:
+        """Note that a request goes to the replica; in the half-open state it is the probe."""
+        if self.state(now_s) is BreakerState.HALF_OPEN:
+            self._is_probing = True
+
+    def succeed(self) -> None:
+        """Note that the replica answered a request: the breaker closes."""
+        self._num_failures = 0
+        self._open_s = self._config.open_s
+        self._open_until_s = None
+        self._is_probing = False
+
+    def fail(self, now_s: float) -> None:
+        """Note that the replica failed."""
+        self._num_failures += 1
+        if self.state(now_s) is BreakerState.OPEN:
+            return  # a straggler from before it opened
+        if self._open_until_s is not None:  # half open: the probe failed
+            self._open_s = min(self._open_s * 2, self._config.max_open_s)
+        elif self._num_failures < self._config.max_failures:
+            return
+        self._open_until_s = now_s + self._open_s
+        self._is_probing = False
+
+    def release(self) -> None:
+        """Note that a request ended and says nothing about the replica (cancelled, refused): another may be the probe."""
+        self._is_probing = False

@@ -1,0 +1,161 @@
+"""The router's settings, as frozen values; __main__.py builds them from flags, the cluster from its own configuration."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.errors import RouterConfigError
+
+
+class PolicyName(StrEnum):
+    """How a replica is chosen for a request; policy.py and prefix_policy.py say what each does."""
+
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+    POWER_OF_TWO = "power_of_two"
+    PREFIX_AFFINITY = "prefix_affinity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    """The bounded queue in front of the replicas."""
+
+    max_in_flight: int = 1024
+    """Requests that replicas work on at once, over all models."""
+    max_queued: int = 1024
+    """Requests that wait for a place; one more is refused."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_in_flight", self.max_in_flight, 1)
+        _at_least("max_queued", self.max_queued, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixPolicyConfig:
+    """What the prefix-affinity policy weighs; everything is counted in prompt tokens of work."""
+
+    request_cost_tokens: int = 128
+    """Work that each request on a replica stands for, besides its prompt tokens still to be computed."""
+    cold_credit_tokens: int = 512
+    """How much more work the home of a prefix that nobody holds may have and still get it."""
+    home_blocks: int = 4
+    """Leading blocks that decide the home of a cold prefix."""
+    load_factor: float = 1.5
+    """A replica with more requests than this times the mean, plus `load_slack`, gets no request for its cache's sake."""
+    load_slack: int = 8
+
+    def __post_init__(self) -> None:
+        _at_least("request_cost_tokens", self.request_cost_tokens, 0)
+        _at_least("cold_credit_tokens", self.cold_credit_tokens, 0)
+        _at_least("home_blocks", self.home_blocks, 1)
+        _at_least("load_factor", self.load_factor, 1)
+        _at_least("load_slack", self.load_slack, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerConfig:
+    """When a replica that fails is left alone."""
+
+    max_failures: int = 3
+    """Failures in a row that open the breaker."""
+    open_s: float = 1.0
+    """How long it stays open the first time; doubles each time the probe fails."""
+    max_open_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _at_least("max_failures", self.max_failures, 1)
+        _at_least("open_s", self.open_s, 0)
+        _at_least("max_open_s", self.max_open_s, self.open_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """The stream to a replica, and the one to the controller."""
+
+    connect_timeout_s: float = 10.0
+    """From dialling to the first message."""
+    stall_timeout_s: float = 120.0
+    """A replica that works on our requests and sends nothing for so long is taken for dead."""
+    backoff_s: float = 0.05
+    """Wait before the second dial; doubles with each failure, and half of it is random."""
+    max_backoff_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        _at_least("connect_timeout_s", self.connect_timeout_s, 0)
+        _at_least("stall_timeout_s", self.stall_timeout_s, 0)
+        _at_least("backoff_s", self.backoff_s, 0)
+        _at_least("max_backoff_s", self.max_backoff_s, self.backoff_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverConfig:
+    """How long a request looks for a replica."""
+
+    max_attempts: int = 4
+    """Replicas that may break under one request before it fails."""
+    new_request_wait_s: float = 10.0
+    """How long a request that has not begun waits for a ready replica."""
+    failover_wait_s: float = 120.0
+    """How long one that has begun waits; a group needs time to form again."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_attempts", self.max_attempts, 1)
+        _at_least("new_request_wait_s", self.new_request_wait_s, 0)
+        _at_least("failover_wait_s", self.failover_wait_s, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticModel:
+    """A model that is served without a controller."""
+
+    name: str
+    path: str
+    """Folder with the tokenizer and the configs."""
+    addresses: tuple[str, ...]
+    """host:port of each replica's weft.v1.Replica service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Everything one router is told. Either `control` or `models` says where the replicas are."""
+
+    router_id: str = "router-0"
+    control: str | None = None
+    """host:port of the controller, whose membership the router follows."""
+    models: tuple[StaticModel, ...] = ()
+    host: str = "127.0.0.1"
+    """Address that all listeners bind."""
+    grpc_port: int = 50051
+    """0: any free port, for this and the other ports."""
+    http_port: int | None = 8000
+    """OpenAI-compatible HTTP; None: off."""
+    metrics_port: int | None = 9464
+    """Prometheus; None: off."""
+    policy: PolicyName = PolicyName.PREFIX_AFFINITY
+    max_message_bytes: int = 4 << 20
+    """A larger message from a client is refused."""
+    tokenizer_threads: int = 2
+    grace_s: float = 30.0
+    """How long requests in flight may go on after the router was told to stop."""
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    prefix: PrefixPolicyConfig = field(default_factory=PrefixPolicyConfig)
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    link: LinkConfig = field(default_factory=LinkConfig)
+    failover: FailoverConfig = field(default_factory=FailoverConfig)
+
+    def __post_init__(self) -> None:
+        if (self.control is None) == (not self.models):
+            raise RouterConfigError(
+                f"control is {self.control!r} and models has {len(self.models)} entries; allowed: exactly one of the two"
+            )
+        for name in ("grpc_port", "http_port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise RouterConfigError(f"{name} is {port}; allowed: 0 to 65535")
+        _at_least("max_message_bytes", self.max_message_bytes, 1024)
+        _at_least("tokenizer_threads", self.tokenizer_threads, 1)
+        _at_least("grace_s", self.grace_s, 0)
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise RouterConfigError(f"{name} is {value}; allowed: at least {least}")

@@ -1,0 +1,198 @@
+"""Wire messages to the router's values and back, and the check of every value that a client may set.
+
+What depends on a model's tokens (prompt length, token ids in range) is checked here too, from numbers given as arguments.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from weft.v1 import inference_pb2 as pb
+
+from router.call import ChatMessage, GenerateCall, GenerateDelta
+from router.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_REQUEST_ID_CHARS = 128
+
+_DEFAULTS: Mapping[str, float | int] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+}
+
+
+def generate_call(request: pb.GenerateRequest, *, timeout_s: float | None) -> GenerateCall:
+    """Return what a wire request asks for. Raises InvalidRequestError when it holds no prompt."""
+    prompt = request.WhichOneof("prompt")
+    if prompt is None:
+        raise InvalidRequestError("the request has no prompt; allowed: text, chat or token_ids", field="prompt")
+    return GenerateCall(
+        model=request.model,
+        text=request.text if prompt == "text" else None,
+        token_ids=tuple(request.token_ids.ids) if prompt == "token_ids" else None,
+        messages=chat_messages(request.chat) if prompt == "chat" else None,
+        sampling=request.sampling,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        request_id=request.request_id,
+        timeout_s=timeout_s,
+    )
+
+
+def chat_messages(chat: pb.ChatPrompt) -> tuple[ChatMessage, ...]:
+    """Return the turns of a wire conversation."""
+    return tuple(ChatMessage(role=m.role, content=m.content, name=m.name) for m in chat.messages)
+
+
+def generate_response(delta: GenerateDelta) -> pb.GenerateResponse:
+    """Return the wire form of a delta."""
+    return pb.GenerateResponse(
+        request_id=delta.request_id,
+        model=delta.model,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=delta.logprobs,
+        finished=delta.finished,
+    )
+
+
+def check_call(call: GenerateCall) -> None:
+    """Check what can be checked before the prompt's tokens are known. Raises InvalidRequestError."""
+    num_prompts = sum(prompt is not None for prompt in (call.text, call.token_ids, call.messages))
+    if num_prompts != 1:
+        raise InvalidRequestError(
+            f"the request has {num_prompts} prompts; allowed: one of text, chat and token_ids", field="prompt"
+        )
+    if len(call.request_id) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(
+            f"request_id has {len(call.request_id)} characters; allowed: at most {MAX_REQUEST_ID_CHARS}",
+            field="request_id",
+        )
+    if call.messages is not None:
+        check_chat(call.messages)
+    elif not (call.text or call.token_ids):
+        raise InvalidRequestError("the prompt is empty; allowed: at least one token", field="prompt")
+    check_sampling(call.sampling)
+
+
+def check_chat(messages: Sequence[ChatMessage]) -> None:
+    """Check the form of a conversation; what roles it may hold in which order, the model's chat template says."""
+    if not messages:
+        raise InvalidRequestError("the chat has no messages; allowed: at least one", field="messages")
+    for i, message in enumerate(messages):
+        if not message.role:
+            raise InvalidRequestError(
+                f"message {i} of the chat has no role; allowed: a role that the model's chat template knows, "
+                "such as 'system', 'user' or 'assistant'",
+                field="messages",
+            )
+
+
+def check_sampling(sampling: pb.SamplingParams) -> None:
+    """Check every value that the client set. Raises InvalidRequestError."""
+    _check(sampling, "temperature", 0, math.inf, "a finite number, at least 0")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise _refused("top_p", sampling.top_p, "more than 0, at most 1")
+    _check(sampling, "top_k", -1, math.inf, "at least 1, or 0 or -1 for off")
+    _check(sampling, "min_p", 0, 1, "0 to 1")
+    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty <= 2:
+        raise _refused("repetition_penalty", sampling.repetition_penalty, "more than 0, at most 2")
+    _check(sampling, "presence_penalty", -2, 2, "-2 to 2")
+    _check(sampling, "frequency_penalty", -2, 2, "-2 to 2")
+    _check(sampling, "max_tokens", 1, math.inf, "at least 1")
+    _check(sampling, "min_tokens", 0, math.inf, "at least 0")
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        raise _refused("min_tokens", sampling.min_tokens, f"at most max_tokens ({sampling.max_tokens})")
+    _check(sampling, "logprobs", 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+    _check_stop(sampling)
+
+
+def _check_stop(sampling: pb.SamplingParams) -> None:
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop has {len(sampling.stop)} strings; allowed: at most {MAX_STOP_STRINGS}", field="stop"
+        )
+    for stop in sampling.stop:
+        if not 0 < len(stop) <= MAX_STOP_STRING_CHARS:
+            raise InvalidRequestError(
+                f"stop holds a string of {len(stop)} characters; allowed: 1 to {MAX_STOP_STRING_CHARS}", field="stop"
+            )
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Check that every id is one of the model's. Raises InvalidRequestError that names `name` and the first bad id."""
+    if token_ids and max(token_ids) >= vocab_size:
+        position, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
+        raise InvalidRequestError(
+            f"{name}[{position}] is {token_id}; allowed: 0 to {vocab_size - 1}, the model's vocabulary", field=name
+        )
+
+
+def check_length(num_tokens: int, sampling: pb.SamplingParams, max_context: int) -> None:
+    """Check that prompt and output fit into the model's context. Raises InvalidRequestError."""
+    if num_tokens == 0:
+        raise InvalidRequestError("the prompt is empty; allowed: at least one token", field="prompt")
+    if num_tokens >= max_context:
+        raise InvalidRequestError(
+            f"the prompt has {num_tokens} tokens; allowed: at most {max_context - 1}, so that one more fits into the "
+            f"model's context of {max_context}",
+            field="prompt",
+        )
+    if sampling.HasField("max_tokens") and num_tokens + sampling.max_tokens > max_context:
+        raise InvalidRequestError(
+            f"max_tokens is {sampling.max_tokens} after a prompt of {num_tokens} tokens; allowed: at most "
+            f"{max_context - num_tokens}, what is left of the model's context of {max_context}",
+            field="max_tokens",
+        )
+    if sampling.min_tokens > max_context - num_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {sampling.min_tokens} after a prompt of {num_tokens} tokens; allowed: at most "
+            f"{max_context - num_tokens}, what is left of the model's context of {max_context}",
+            field="min_tokens",
+        )
+
+
+def complete_sampling(
+    sampling: pb.SamplingParams, model_defaults: Mapping[str, float | int], *, max_tokens: int, seed: int
+) -> pb.SamplingParams:
+    """Return a copy with every field set that has a default.
+
+    Args:
+        sampling: checked before.
+        model_defaults: of the model's generation_config; they come before the protocol's.
+        max_tokens: what is left of the context.
+        seed: drawn for this request.
+    """
+    complete = pb.SamplingParams()
+    for defaults in (_DEFAULTS, model_defaults):
+        for name, value in defaults.items():
+            setattr(complete, name, value)
+    complete.max_tokens = max_tokens
+    complete.seed = seed
+    complete.MergeFrom(sampling)
+    complete.top_k = max(complete.top_k, 0)
+    return complete
+
+
+def _check(sampling: pb.SamplingParams, name: str, low: float, high: float, allowed: str) -> None:
+    if not sampling.HasField(name):  # type: ignore[arg-type]
+        return
+    value = getattr(sampling, name)
+    if not low <= value <= high or math.isinf(value):  # a NaN fails the comparison
+        raise _refused(name, value, allowed)
+
+
+def _refused(name: str, value: float, allowed: str) -> InvalidRequestError:
+    # A wire float of 0.7 reads back as 0.699999988; seven digits are what it holds.
+    seen = float(f"{value:.7g}") if isinstance(value, float) else value
+    return InvalidRequestError(f"{name} is {seen}; allowed: {allowed}", field=name)

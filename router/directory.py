@@ -1,0 +1,271 @@
+"""Which models are served and where: follows the controller's membership, or a fixed list, and keeps one link per replica.
+
+Knows models, links and the prefix index of each model; who gets a request is decided in flight.py with the model's policy.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+from weft.block_hash import block_hashes, root_hash
+from weft.v1 import control_pb2, replica_pb2
+from weft.v1.control_pb2_grpc import ControlStub
+
+from router.config import RouterConfig
+from router.errors import ModelNotFoundError, NoReplicaError
+from router.policy import Policy, ReplicaView
+from router.prefix_index import PrefixIndex, ReplicaId
+from router.prefix_policy import make_policy
+from router.replica import Endpoint, ReplicaLink
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as membership names it."""
+
+    name: str
+    path: str
+    max_context: int
+    """0: not known; that of the replicas is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """All models, and the replicas that take requests."""
+
+    models: tuple[ServedModel, ...]
+    replicas: tuple[Endpoint, ...]
+
+
+class ModelRoute:
+    """One served model: its links, what they hold, and how one of them is chosen."""
+
+    def __init__(self, served: ServedModel, policy: Policy) -> None:
+        self.name = served.name
+        self.path = served.path
+        self.policy = policy
+        self.index = PrefixIndex()
+        self.links: dict[ReplicaId, ReplicaLink] = {}
+        self.block_size: int | None = None
+        """Tokens in a block; None until a replica was connected."""
+        self.vocab_size: int | None = None
+        """Of the model; None until a replica was connected."""
+        self._hash_key = b""
+        self._max_context = served.max_context
+        self._max_replica_context = 0
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt plus output; 0 while nobody has said it."""
+        return self._max_replica_context or self._max_context
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that could take a request."""
+        return sum(link.is_ready for link in self.links.values())
+
+    def update(self, served: ServedModel) -> None:
+        """Take over what membership says now."""
+        self.path = served.path
+        self._max_context = served.max_context
+
+    def accept(self, snapshot: replica_pb2.Snapshot) -> bool:
+        """Learn from a replica's snapshot; False when its blocks are hashed otherwise than those of the replicas known."""
+        self.vocab_size = snapshot.vocab_size or self.vocab_size
+        self._max_replica_context = snapshot.max_context or self._max_replica_context
+        scheme = (snapshot.block_size, snapshot.hash_key)
+        if scheme == (self.block_size, self._hash_key):
+            return True
+        if len(self.index):
+            logger.warning(
+                "replica %s of model %s hashes its blocks otherwise than the others; it gets no request for its cache",
+                snapshot.replica_id,
+                self.name,
+            )
+            return False
+        self.block_size, self._hash_key = scheme
+        return True
+
+    def hash_blocks(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """Return the hashes of the full blocks of a prompt, as the replicas name them."""
+        if self.block_size is None:
+            return []
+        return block_hashes(root_hash(self._hash_key, cache_salt), token_ids, self.block_size)
+
+    def view(self, links: Sequence[ReplicaLink], hashes: Sequence[bytes]) -> list[ReplicaView]:
+        """Return links as a policy sees them."""
+        cached = self.index.match(hashes)
+        return [
+            ReplicaView(
+                replica_id=link.replica_id,
+                num_requests=link.load.num_requests,
+                num_pending_tokens=link.load.num_pending_tokens,
+                num_cached_blocks=cached.get(link.replica_id, 0),
+                block_size=self.block_size or 1,
+            )
+            for link in links
+        ]
+
+
+class Directory:
+    """The models served now. `run` follows membership and owns the links' tasks; all on one event loop."""
+
+    def __init__(self, config: RouterConfig, rng: random.Random, on_change: Callable[[], None] | None = None) -> None:
+        """Make an empty directory.
+
+        Args:
+            config: where to look, and the settings of links and policies.
+            rng: for backoff and policies.
+            on_change: called when a replica becomes ready or stops being ready, and when models come or go.
+        """
+        self._config = config
+        self._rng = rng
+        self._on_change = on_change
+        self._changed = asyncio.Event()
+        self._routes: dict[str, ModelRoute] = {}
+        self._is_known = False
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def routes(self) -> list[ModelRoute]:
+        """All models, by name."""
+        return [self._routes[name] for name in sorted(self._routes)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some replica could take a request."""
+        return any(route.num_ready for route in self._routes.values())
+
+    def resolve(self, model: str) -> ModelRoute:
+        """Return the model of this name; the empty name is the only model served.
+
+        Raises:
+            ModelNotFoundError: there is none; the message lists those served.
+            NoReplicaError: membership is not known yet.
+        """
+        if not self._is_known:
+            raise NoReplicaError("the router does not know yet which models are served; try again soon")
+        if not model and len(self._routes) == 1:
+            return next(iter(self._routes.values()))
+        route = self._routes.get(model)
+        if route is None:
+            served = ", ".join(repr(name) for name in sorted(self._routes)) or "none"
+            seen = f"model is {model!r}" if model else "no model is named"
+            raise ModelNotFoundError(f"{seen}; served: {served}")
+        return route
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Return when something changed, or after a while."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    async def run(self) -> None:
+        """Follow membership until cancelled; then close all links."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            if self._config.control is None:
+                self.apply(self._static_membership())
+            else:
+                await self._follow(self._config.control)
+
+    def apply(self, membership: Membership) -> None:
+        """Make links for new replicas and retire those that membership no longer names. Only while `run` runs."""
+        for served in membership.models:
+            if served.name in self._routes:
+                self._routes[served.name].update(served)
+            else:
+                policy = make_policy(self._config.policy, self._config.prefix, self._rng)
+                self._routes[served.name] = ModelRoute(served, policy)
+        wanted = {(endpoint.model, endpoint.replica_id): endpoint for endpoint in membership.replicas}
+        for route in self._routes.values():
+            for link in list(route.links.values()):
+                if wanted.get((route.name, link.replica_id)) != link.endpoint:
+                    del route.links[link.replica_id]
+                    link.retire()
+        for endpoint in wanted.values():
+            self._add(endpoint)
+        names = {served.name for served in membership.models}
+        self._routes = {name: route for name, route in self._routes.items() if name in names}
+        self._is_known = True
+        self._notify()
+
+    def _add(self, endpoint: Endpoint) -> None:
+        route = self._routes.get(endpoint.model)
+        if route is None:
+            logger.warning("replica %s serves model %s, which is not served", endpoint.replica_id, endpoint.model)
+            return
+        if endpoint.replica_id in route.links:
+            return
+        link = ReplicaLink(
+            endpoint,
+            router_id=self._config.router_id,
+            index=route.index,
+            config=self._config.link,
+            breaker=self._config.breaker,
+            accept=route.accept,
+            on_change=self._notify,
+            rng=self._rng,
+        )
+        route.links[endpoint.replica_id] = link
+        assert self._tasks is not None
+        self._tasks.create_task(link.run(), name=f"replica {endpoint.replica_id}")
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._on_change is not None:
+            self._on_change()
+
+    def _static_membership(self) -> Membership:
+        return Membership(
+            models=tuple(ServedModel(name=m.name, path=m.path, max_context=0) for m in self._config.models),
+            replicas=tuple(
+                Endpoint(replica_id=ReplicaId(address), model=model.name, address=address)
+                for model in self._config.models
+                for address in model.addresses
+            ),
+        )
+
+    async def _follow(self, address: str) -> None:
+        """Stream membership from the controller, for ever; while it is away, the last one stays."""
+        link = self._config.link
+        num_failures = 0
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(address, options=_CONTROL_OPTIONS) as channel:
+                    request = control_pb2.WatchReplicasRequest(router_id=self._config.router_id)
+                    async for response in ControlStub(channel).WatchReplicas(request):
+                        num_failures = 0
+                        self.apply(_membership(response))
+                reason = "the controller ended the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            if num_failures == 0:
+                logger.warning("controller at %s: %s; the last membership stays", address, reason)
+            num_failures += 1
+            delay_s = min(link.backoff_s * 2 ** min(num_failures, 16), link.max_backoff_s)
+            await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
+
+
+def _membership(response: control_pb2.WatchReplicasResponse) -> Membership:
+    return Membership(
+        models=tuple(ServedModel(name=m.name, path=m.path, max_context=m.max_context) for m in response.models),
+        replicas=tuple(
+            Endpoint(replica_id=ReplicaId(r.replica_id), model=r.model, address=r.address) for r in response.replicas
+        ),
+    )

@@ -1,0 +1,182 @@
+"""The one path that gRPC and HTTP share: resolve the model, tokenize, check, admit, and stream from the replicas.
+
+Text work runs in the tokenizer pool; replicas are the business of flight.py. Every call ends in exactly one outcome.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
+
+from weft.v1 import inference_pb2 as pb
+
+from router.admission import Admission
+from router.call import ChatMessage, GenerateCall, GenerateDelta, ModelCard
+from router.config import RouterConfig
+from router.convert import check_call, check_chat, check_length, check_token_ids, complete_sampling
+from router.directory import Directory, ModelRoute
+from router.errors import DeadlineError, NoReplicaError, RouterError
+from router.flight import Flight, PreparedRequest
+from router.metrics import RouterMetrics
+from router.tokenizer_pool import Tokenizer, TokenizerPool
+
+T = TypeVar("T")
+
+_OUTCOMES = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+_FINISHED = ("stop", "length")
+
+
+class Dispatcher:
+    """Serves calls over the models of a directory. Satisfies call.Dispatch; lives on one event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        directory: Directory,
+        admission: Admission,
+        pool: TokenizerPool,
+        metrics: RouterMetrics,
+        rng: random.Random,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._admission = admission
+        self._pool = pool
+        self._metrics = metrics
+        self._rng = rng
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta, None]:
+        """Serve one call. Closing the generator, or cancelling the task that reads it, aborts the call everywhere."""
+        meter = self._metrics.request()
+        outcome = ""
+        try:
+            deadline_s = _deadline(call.timeout_s)
+            route = self._directory.resolve(call.model)
+            meter.model = route.name
+            with self._admission.enter() as place:
+                request = await _until(deadline_s, self._prepare(call, route, deadline_s))
+                await place.start(deadline_s)
+                flight = self._flight(request, route)
+                try:
+                    while not outcome:
+                        delta = await flight.next()
+                        meter.receive(len(delta.token_ids))
+                        if delta.finished is not None:
+                            outcome = _OUTCOMES.get(delta.finished.reason, "stop")
+                        yield delta
+                finally:
+                    flight.close()
+        except RouterError as error:
+            outcome = error.code.name.lower()
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = outcome or "cancelled"
+            raise
+        finally:
+            meter.end(outcome or "internal", is_finished=outcome in _FINISHED)
+
+    async def tokenize(
+        self, model: str, prompt: str | tuple[ChatMessage, ...], *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Return the token ids that `generate` would use for this prompt."""
+        route = self._directory.resolve(model)
+        if not isinstance(prompt, str):
+            check_chat(prompt)
+        with self._admission.enter():
+            tokenizer = await self._pool.get(route.path)
+            return await self._encode(tokenizer, prompt, add_special_tokens)
+
+    async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        route = self._directory.resolve(model)
+        with self._admission.enter():
+            tokenizer = await self._pool.get(route.path)
+            check_token_ids("token_ids", token_ids, route.vocab_size or tokenizer.vocab_size)
+            return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens)
+
+    def list_models(self) -> list[ModelCard]:
+        """Return the models served now."""
+        return [
+            ModelCard(
+                name=route.name,
+                max_context=route.max_context,
+                vocab_size=route.vocab_size or 0,
+                ready_replicas=route.num_ready,
+            )
+            for route in self._directory.routes
+        ]
+
+    async def _prepare(self, call: GenerateCall, route: ModelRoute, deadline_s: float | None) -> PreparedRequest:
+        """Turn a call into tokens and complete parameters. Raises InvalidRequestError."""
+        check_call(call)
+        tokenizer = await self._pool.get(route.path)
+        prompt = call.messages if call.messages is not None else call.text
+        token_ids = call.token_ids or ()
+        if prompt is not None:
+            token_ids = await self._encode(tokenizer, prompt, add_special_tokens=True)
+        max_context = await self._max_context(route)
+        vocab_size = route.vocab_size or tokenizer.vocab_size
+        check_token_ids("token_ids", token_ids, vocab_size)
+        check_token_ids("stop_token_ids", call.sampling.stop_token_ids, vocab_size)
+        check_length(len(token_ids), call.sampling, max_context)
+        sampling = complete_sampling(
+            call.sampling,
+            tokenizer.generation_defaults,
+            max_tokens=max_context - len(token_ids),
+            seed=self._rng.getrandbits(64),
+        )
+        return PreparedRequest(
+            request_id=call.request_id or f"req-{self._rng.getrandbits(64):016x}",
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            deadline_s=deadline_s,
+        )
+
+    async def _encode(
+        self, tokenizer: Tokenizer, prompt: str | tuple[ChatMessage, ...], add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return await self._pool.run(tokenizer.encode, prompt, add_special_tokens)
+        return await self._pool.run(tokenizer.render_chat, prompt)
+
+    async def _max_context(self, route: ModelRoute) -> int:
+        """Return the model's context; when only replicas know it, wait for the first."""
+        loop = asyncio.get_running_loop()
+        limit_s = self._config.failover.new_request_wait_s
+        give_up_s = loop.time() + limit_s
+        while not route.max_context:
+            if loop.time() >= give_up_s:
+                raise NoReplicaError(f"no replica of model {route.name!r} was ready for {limit_s:g} s")
+            await self._directory.wait_for_change(give_up_s - loop.time())
+        return route.max_context
+
+    def _flight(self, request: PreparedRequest, route: ModelRoute) -> Flight:
+        return Flight(
+            request,
+            route,
+            directory=self._directory,
+            config=self._config.failover,
+            pool=self._pool,
+            metrics=self._metrics,
+            router_id=self._config.router_id,
+            retry_after_s=lambda: self._admission.retry_after_s,
+        )
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+
+async def _until(deadline_s: float | None, work: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout_at(deadline_s):
+            return await work
+    except TimeoutError:
+        raise DeadlineError("the deadline passed before the request reached a replica") from None

@@ -1,0 +1,332 @@
+"""One request in flight: placed on a replica, read from it, and placed again with its tokens so far when the replica breaks.
+
+A request is its tokens: the next replica gets the prompt and what was generated, and goes on with exactly the tokens and the
+text that the first would have given. Tokenizing, checking and admission came before (dispatch.py).
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import grpc
+from weft.v1 import inference_pb2, replica_pb2
+
+from router.call import GenerateDelta
+from router.config import FailoverConfig
+from router.directory import Directory, ModelRoute
+from router.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NoReplicaError,
+    OverloadedError,
+    ReplicaFailedError,
+    RequestFailedError,
+    RouterError,
+)
+from router.inbox import Inbox, Received, ReplicaLost
+from router.metrics import RouterMetrics
+from router.policy import RouteRequest
+from router.prefix_index import ReplicaId
+from router.replica import ReplicaLink
+from router.tokenizer_pool import TokenizerPool
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+"""How often a waiting request looks again without being woken: breakers half-open and full queues drain silently."""
+_INLINE_HASH_TOKENS = 8192
+"""Prompts up to this length are hashed on the event loop, in less than a millisecond."""
+
+_wire_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A checked request, ready for any replica."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: inference_pb2.SamplingParams
+    """Complete."""
+    priority: int
+    cache_salt: str
+    deadline_s: float | None
+    """On the event loop's clock."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """The request's stay on one replica."""
+
+    link: ReplicaLink
+    wire_id: str
+    inbox: Inbox
+    predicted_tokens: int
+    """Prompt tokens that the replica held when it was chosen."""
+    submitted_s: float
+    first_s: float | None = None
+    last_s: float = 0.0
+
+
+class Flight:
+    """Gives the deltas of one request, whatever happens to replicas. One task reads it; `close` it in any case."""
+
+    def __init__(
+        self,
+        request: PreparedRequest,
+        route: ModelRoute,
+        *,
+        directory: Directory,
+        config: FailoverConfig,
+        pool: TokenizerPool,
+        metrics: RouterMetrics,
+        router_id: str,
+        retry_after_s: Callable[[], float],
+    ) -> None:
+        self._request = request
+        self._route = route
+        self._directory = directory
+        self._config = config
+        self._pool = pool
+        self._metrics = metrics
+        self._router_id = router_id
+        self._retry_after_s = retry_after_s
+        self._generated: list[int] = []
+        self._part: _Part | None = None
+        self._served_by: list[ReplicaId] = []
+        self._breaks: list[str] = []
+        self._full: set[ReplicaId] = set()
+        self._leaving: set[ReplicaId] = set()
+        self._first_prediction: int | None = None
+        self._lost_prefill_s = 0.0
+        self._lost_decode_s = 0.0
+        self._hashes: list[bytes] | None = None
+
+    async def next(self) -> GenerateDelta:
+        """Return the next delta; after one with `finished` there is none.
+
+        Raises:
+            DeadlineError, InvalidRequestError, OverloadedError, NoReplicaError, ReplicaFailedError, RequestFailedError:
+                the request has failed for good.
+        """
+        try:
+            async with asyncio.timeout_at(self._request.deadline_s):
+                return await self._next()
+        except TimeoutError:
+            raise self._deadline_error() from None
+
+    def close(self) -> None:
+        """Abort the request wherever it is; nothing happens when it has ended."""
+        if self._part is not None:
+            self._part.link.abort(self._part.wire_id)
+            self._part = None
+
+    async def _next(self) -> GenerateDelta:
+        while True:
+            if self._part is None:
+                self._part = await self._place()
+            part = self._part
+            received = await part.inbox.take()
+            self._note(part, received)
+            finished = None
+            if received.ending is not None:
+                self._part = None
+            match received.ending:
+                case None:
+                    pass
+                case replica_pb2.RequestFinished():
+                    finished = self._finish(received.ending)
+                case replica_pb2.RequestFailed():
+                    self._after_failure(part, received.ending)
+                case ReplicaLost():
+                    self._after_break(part, received.ending.reason)
+                case _:
+                    assert_never(received.ending)
+            if finished is not None or received.token_ids or received.text:
+                return self._delta(received, finished)
+
+    # Placing
+
+    async def _place(self) -> _Part:
+        limit_s = self._config.failover_wait_s if self._has_begun else self._config.new_request_wait_s
+        give_up_s = time.monotonic() + limit_s
+        while True:
+            await self._hash()
+            now_s = time.monotonic()
+            avoided = self._full | self._leaving
+            links = [
+                link
+                for link in self._route.links.values()
+                if link.replica_id not in avoided and link.takes_requests(now_s)
+            ]
+            if links:
+                return self._submit(links)
+            if self._full and not self._has_begun:
+                raise OverloadedError(
+                    f"all replicas of model {self._route.name!r} are full", retry_after_s=self._retry_after_s()
+                )
+            if now_s >= give_up_s:
+                raise self._no_replica_error(limit_s)
+            self._full.clear()
+            self._leaving.clear()
+            await self._directory.wait_for_change(min(give_up_s - now_s, _POLL_S))
+
+    @property
+    def _has_begun(self) -> bool:
+        return bool(self._generated or self._breaks)
+
+    async def _hash(self) -> None:
+        """Hash the blocks of prompt and output once for each placing, off the event loop when they are many."""
+        if self._hashes is not None or self._route.block_size is None:
+            return
+        token_ids, salt = self._token_ids(), self._request.cache_salt
+        if len(token_ids) <= _INLINE_HASH_TOKENS:
+            self._hashes = self._route.hash_blocks(token_ids, salt)
+        else:
+            self._hashes = await self._pool.run(self._route.hash_blocks, token_ids, salt)
+
+    def _token_ids(self) -> tuple[int, ...]:
+        return (*self._request.prompt_token_ids, *self._generated)
+
+    def _submit(self, links: Sequence[ReplicaLink]) -> _Part:
+        request, hashes = self._request, self._hashes or []
+        num_tokens = len(request.prompt_token_ids) + len(self._generated)
+        views = self._route.view(links, hashes)
+        choice = self._route.policy.choose(RouteRequest(num_tokens=num_tokens, block_hashes=hashes), views)
+        link = self._route.links[choice.replica_id]
+        view = next(view for view in views if view.replica_id == choice.replica_id)
+        # A replica computes at least the last token anew.
+        predicted = min(view.num_cached_blocks * view.block_size, num_tokens - 1)
+        wire_id = f"{self._router_id}/{next(_wire_numbers)}/{request.request_id}"
+        inbox = link.submit(self._submission(wire_id), num_pending_tokens=num_tokens - predicted)
+        self._metrics.choices.labels(self._route.name, choice.reason).inc()
+        if self._first_prediction is None:
+            self._first_prediction = min(predicted, len(request.prompt_token_ids))
+            self._metrics.prompt_tokens.labels(self._route.name).inc(len(request.prompt_token_ids))
+            self._metrics.predicted_tokens.labels(self._route.name).inc(self._first_prediction)
+        logger.debug("request %s goes to %s (%s)", wire_id, link.replica_id, choice.reason)
+        return _Part(
+            link=link, wire_id=wire_id, inbox=inbox, predicted_tokens=predicted, submitted_s=time.monotonic()
+        )
+
+    def _submission(self, wire_id: str) -> replica_pb2.Submit:
+        request = self._request
+        timeout_s = 0.0
+        if request.deadline_s is not None:
+            timeout_s = max(request.deadline_s - asyncio.get_running_loop().time(), 0.001)
+        return replica_pb2.Submit(
+            request_id=wire_id,
+            prompt_token_ids=request.prompt_token_ids,
+            generated_token_ids=self._generated,
+            sampling=request.sampling,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            timeout_s=timeout_s,
+        )
+
+    # Reading
+
+    def _note(self, part: _Part, received: Received) -> None:
+        if not received.token_ids:
+            return
+        part.last_s = time.monotonic()
+        if part.first_s is None:
+            part.first_s = part.last_s
+            self._served_by.append(part.link.replica_id)
+        self._generated.extend(received.token_ids)
+
+    def _delta(self, received: Received, finished: inference_pb2.Finished | None) -> GenerateDelta:
+        return GenerateDelta(
+            request_id=self._request.request_id,
+            model=self._route.name,
+            text=received.text,
+            token_ids=received.token_ids,
+            logprobs=received.logprobs,
+            finished=finished,
+        )
+
+    def _finish(self, ending: replica_pb2.RequestFinished) -> inference_pb2.Finished:
+        if ending.reason == inference_pb2.FINISH_REASON_ABORT and self._is_past_deadline():
+            raise self._deadline_error()
+        finished = inference_pb2.Finished(
+            reason=ending.reason, usage=self._usage(ending.usage), replica_ids=self._served_by
+        )
+        match ending.WhichOneof("stopped_by"):
+            case "stop_string":
+                finished.stop_string = ending.stop_string
+            case "stop_token_id":
+                finished.stop_token_id = ending.stop_token_id
+        self._metrics.cached_tokens.labels(self._route.name).inc(finished.usage.cached_tokens)
+        return finished
+
+    def _usage(self, last: inference_pb2.Usage) -> inference_pb2.Usage:
+        """Return the usage over all parts. A part that broke told none; what the router saw stands in for it."""
+        cached_tokens = (self._first_prediction or 0) if len(self._served_by) > 1 else last.cached_tokens
+        return inference_pb2.Usage(
+            prompt_tokens=len(self._request.prompt_token_ids),
+            cached_tokens=cached_tokens,
+            completion_tokens=len(self._generated),
+            queue_s=last.queue_s,
+            prefill_s=last.prefill_s + self._lost_prefill_s,
+            decode_s=last.decode_s + self._lost_decode_s,
+        )
+
+    # When it goes wrong
+
+    def _after_break(self, part: _Part, reason: str) -> None:
+        """Count a broken part; the loop places the request anew, unless too many broke."""
+        self._hashes = None
+        if part.first_s is not None:
+            self._lost_prefill_s += part.first_s - part.submitted_s
+            self._lost_decode_s += part.last_s - part.first_s
+        self._metrics.failovers.labels(self._route.name).inc()
+        self._breaks.append(f"{part.link.replica_id} ({reason})")
+        logger.warning(
+            "request %s: replica %s broke after %d tokens: %s",
+            part.wire_id,
+            part.link.replica_id,
+            len(self._generated),
+            reason,
+        )
+        if len(self._breaks) >= self._config.max_attempts:
+            raise ReplicaFailedError(
+                f"{len(self._breaks)} replicas broke under the request; allowed: fewer than "
+                f"{self._config.max_attempts}: {', '.join(self._breaks)}"
+            )
+
+    def _after_failure(self, part: _Part, failed: replica_pb2.RequestFailed) -> None:
+        """Raise what the failure means to the client, or return when another replica may do better."""
+        match _STATUS.get(failed.code):
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self._metrics.retries.labels(self._route.name).inc()
+                self._full.add(part.link.replica_id)
+            case grpc.StatusCode.UNAVAILABLE:
+                self._leaving.add(part.link.replica_id)
+                self._after_break(part, failed.message)
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                raise InvalidRequestError(failed.message)
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self._deadline_error()
+            case _:
+                raise RequestFailedError(failed.message)
+
+    def _is_past_deadline(self) -> bool:
+        deadline_s = self._request.deadline_s
+        # The replica's clock may fire a little before this one.
+        return deadline_s is not None and asyncio.get_running_loop().time() > deadline_s - 0.1
+
+    def _deadline_error(self) -> DeadlineError:
+        return DeadlineError(f"the deadline passed after {len(self._generated)} tokens")
+
+    def _no_replica_error(self, waited_s: float) -> RouterError:
+        text = f"no replica of model {self._route.name!r} was ready for {waited_s:g} s"
+        if self._breaks:
+            return ReplicaFailedError(f"{text}, after the request's replicas broke: {', '.join(self._breaks)}")
+        return NoReplicaError(text)
+
+
+_STATUS: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}

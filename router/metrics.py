@@ -1,0 +1,151 @@
+"""What the router counts, in a registry of its own, and the HTTP listener that Prometheus reads.
+
+Names begin with weft_router_ and end in their unit. Gauges are read when somebody asks, so none is ever stale.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from router.admission import Admission
+from router.directory import Directory
+from router.errors import RouterConfigError
+
+_BUCKETS_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0),
+)
+"""1 ms to 100 s, each at most twice the one before."""
+
+
+class RouterMetrics:
+    """All metrics of one router. Counting happens on the event loop, reading in the listener's thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        self.clock = clock
+        self.requests = self._counter("requests", "Requests that ended, by how.", "outcome")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that reached a replica.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens that came from replicas.")
+        self.predicted_tokens = self._counter(
+            "predicted_cached_tokens", "Prompt tokens that the chosen replica held when the request was routed."
+        )
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that replicas found in their caches.")
+        self.choices = self._counter("choices", "Replicas chosen, by why.", "reason")
+        self.failovers = self._counter("failovers", "Times a replica broke under a request.")
+        self.retries = self._counter("retries", "Times a replica refused a request and another was tried.")
+        self.ttft = self._histogram("ttft_seconds", "From the request's arrival to its first token.")
+        self.tpot = self._histogram("tpot_seconds", "Time per output token after the first, mean of a request.")
+        self.itl = self._histogram("itl_seconds", "Gaps between a request's tokens; tokens that come together share one.")
+        self.e2e = self._histogram("e2e_seconds", "From a request's arrival to its end, finished requests only.")
+
+    def watch(self, admission: Admission, directory: Directory) -> None:
+        """Also report the state of these two."""
+        self.registry.register(_StateCollector(admission, directory))
+
+    def request(self) -> "RequestMeter":
+        """Return the meter of a request that arrives now."""
+        return RequestMeter(self)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"weft_router_{name}", text, ("model", *labels), registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"weft_router_{name}", text, ("model",), registry=self.registry, buckets=_BUCKETS_S)
+
+
+class RequestMeter:
+    """Counts one request from its arrival to its one outcome."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._arrived_s = metrics.clock()
+        self._first_s: float | None = None
+        self._last_s = self._arrived_s
+        self._num_tokens = 0
+        self._itl: Histogram | None = None
+        self.model = ""
+        """Empty until the model is known to be served, so that clients cannot make up label values."""
+
+    def receive(self, num_tokens: int) -> None:
+        """Note tokens that came together."""
+        if num_tokens == 0:
+            return
+        now_s = self._metrics.clock()
+        gaps = num_tokens
+        if self._itl is None:
+            self._itl = self._metrics.itl.labels(self.model)
+            self._metrics.ttft.labels(self.model).observe(now_s - self._arrived_s)
+            self._first_s = self._last_s = now_s
+            gaps -= 1  # before the first token there is no gap
+        for _ in range(gaps):
+            self._itl.observe((now_s - self._last_s) / gaps)
+        self._last_s = now_s
+        self._num_tokens += num_tokens
+
+    def end(self, outcome: str, *, is_finished: bool) -> None:
+        """Note the end; the times of requests that did not finish would say nothing."""
+        self._metrics.requests.labels(self.model, outcome).inc()
+        if self._num_tokens:
+            self._metrics.generation_tokens.labels(self.model).inc(self._num_tokens)
+        if not is_finished:
+            return
+        self._metrics.e2e.labels(self.model).observe(self._metrics.clock() - self._arrived_s)
+        if self._first_s is not None and self._num_tokens > 1:
+            self._metrics.tpot.labels(self.model).observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+
+
+class _StateCollector(Collector):
+    """Gauges read from the router's state, in the listener's thread: copies of dicts, single reads of numbers."""
+
+    def __init__(self, admission: Admission, directory: Directory) -> None:
+        self._admission = admission
+        self._directory = directory
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Return all gauges as they are now."""
+        in_flight = _gauge("requests_in_flight", "Requests that replicas work on.")
+        in_flight.add_metric((), self._admission.num_in_flight)
+        queued = _gauge("requests_queued", "Requests that wait for a place in flight.")
+        queued.add_metric((), self._admission.num_queued)
+        ready = _gauge("replica_ready", "1 while a replica takes requests.", "model", "replica")
+        requests = _gauge("replica_requests", "Requests on a replica, as the router sees it.", "model", "replica")
+        tokens = _gauge("replica_pending_tokens", "Prompt tokens a replica has yet to compute.", "model", "replica")
+        blocks = _gauge("replica_indexed_blocks", "KV blocks a replica is known to hold.", "model", "replica")
+        for route in self._directory.routes:
+            for link in list(route.links.values()):
+                labels = (route.name, link.replica_id)
+                ready.add_metric(labels, float(link.is_ready))
+                requests.add_metric(labels, link.load.num_requests)
+                tokens.add_metric(labels, link.load.num_pending_tokens)
+                blocks.add_metric(labels, route.index.num_blocks(link.replica_id))
+        return (in_flight, queued, ready, requests, tokens, blocks)
+
+
+class MetricsListener:
+    """Serves a registry over HTTP from a thread of its own."""
+
+    def __init__(self, metrics: RouterMetrics, host: str, port: int) -> None:
+        """Bind and start. Raises RouterConfigError when the port is taken."""
+        try:
+            server, thread = start_http_server(port, host, metrics.registry)
+        except OSError as error:
+            raise RouterConfigError(f"metrics cannot listen on {host}:{port}: {error.strerror}") from error
+        self._server: WSGIServer = server
+        self._thread: Thread = thread
+        self.address = f"{host}:{server.server_port}"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"weft_router_{name}", text, labels=labels)

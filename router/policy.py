@@ -1,0 +1,100 @@
+"""Choosing a replica: the contract of all policies, and those that look only at load.
+
+Policies are pure: what they know comes as arguments, the random generator from their maker. The one that looks at the
+caches is in prefix_policy.py; who is a candidate at all (ready, not draining, breaker closed) is dispatch.py's business.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.prefix_index import ReplicaId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """What a policy may look at in a request."""
+
+    num_tokens: int
+    """Prompt tokens, and those generated already when the request moves."""
+    block_hashes: Sequence[bytes] = ()
+    """Of the full blocks of those tokens, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaView:
+    """A candidate as a policy sees it."""
+
+    replica_id: ReplicaId
+    num_requests: int = 0
+    """Running and waiting there, with those this router has sent and not yet seen in a frame."""
+    num_pending_tokens: int = 0
+    """Prompt tokens still to be computed there, likewise."""
+    num_cached_blocks: int = 0
+    """Leading blocks of the request that the replica holds."""
+    block_size: int = 1
+    """Tokens in a block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Where a request goes."""
+
+    replica_id: ReplicaId
+    reason: str
+    """A short constant for logs and metrics."""
+
+
+class Policy(Protocol):
+    """Chooses among candidates. May keep a little state (a counter, a generator), never a reference to a replica."""
+
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
+        """Return one of `replicas`, which is not empty."""
+
+
+class RoundRobin:
+    """Each replica in its turn, in the order of their ids."""
+
+    def __init__(self) -> None:
+        self._last: ReplicaId | None = None
+
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
+        """Return the first id after the one chosen last, so that joining and leaving replicas disturb nothing."""
+        ids = sorted(replica.replica_id for replica in replicas)
+        last = self._last
+        chosen = next((i for i in ids if last is None or i > last), ids[0])
+        self._last = chosen
+        return Choice(replica_id=chosen, reason="turn")
+
+
+class LeastLoaded:
+    """The replica with the fewest requests, then the fewest pending prompt tokens; ties are drawn."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
+        """Look at every candidate."""
+        least = min(_load(replica) for replica in replicas)
+        chosen = self._rng.choice([replica for replica in replicas if _load(replica) == least])
+        return Choice(replica_id=chosen.replica_id, reason="load")
+
+
+class PowerOfTwo:
+    """The less loaded of two candidates drawn at random: near the best, and many routers do not herd.
+
+    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 12(10), 2001.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
+        """Look at two candidates, or at the only one."""
+        drawn = self._rng.sample(list(replicas), min(2, len(replicas)))
+        return Choice(replica_id=min(drawn, key=_load).replica_id, reason="load")
+
+
+def _load(replica: ReplicaView) -> tuple[int, int]:
+    return replica.num_requests, replica.num_pending_tokens

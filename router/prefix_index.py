@@ -1,0 +1,74 @@
+"""Which replicas hold which KV blocks: the leading blocks of a prompt that each replica could reuse.
+
+Knows hashes and replica ids; replica.py feeds it from frames, prefix_policy.py asks. Holds exactly what replicas said they
+hold, so its size is bounded by their caches. Owned by the event loop.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NewType
+
+ReplicaId = NewType("ReplicaId", str)
+
+_NOBODY: frozenset[ReplicaId] = frozenset()
+
+
+class PrefixIndex:
+    """The resident blocks of every replica of one model."""
+
+    def __init__(self) -> None:
+        self._holders: dict[bytes, set[ReplicaId]] = {}
+        self._blocks: dict[ReplicaId, set[bytes]] = {}
+
+    def __len__(self) -> int:
+        """Return how many distinct blocks are known."""
+        return len(self._holders)
+
+    def num_blocks(self, replica_id: ReplicaId) -> int:
+        """Return how many blocks a replica holds."""
+        return len(self._blocks.get(replica_id, ()))
+
+    def store(self, replica_id: ReplicaId, hashes: Iterable[bytes]) -> None:
+        """Note that a replica now holds these blocks; those it held already change nothing."""
+        blocks = self._blocks.setdefault(replica_id, set())
+        for block in hashes:
+            blocks.add(block)
+            holders = self._holders.get(block)
+            if holders is None:
+                self._holders[block] = {replica_id}
+            else:
+                holders.add(replica_id)
+
+    def evict(self, replica_id: ReplicaId, hashes: Iterable[bytes]) -> None:
+        """Note that a replica no longer holds these blocks; those it did not hold change nothing."""
+        blocks = self._blocks.get(replica_id, set())
+        for block in hashes:
+            if block in blocks:
+                blocks.remove(block)
+                self._remove_holder(block, replica_id)
+
+    def drop(self, replica_id: ReplicaId) -> None:
+        """Forget everything a replica holds."""
+        for block in self._blocks.pop(replica_id, set()):
+            self._remove_holder(block, replica_id)
+
+    def match(self, hashes: Sequence[bytes]) -> Mapping[ReplicaId, int]:
+        """Return, for each replica that holds the first block, how many leading blocks it holds without a gap."""
+        lengths: dict[ReplicaId, int] = {}
+        remaining = set(self._holders.get(hashes[0], ())) if hashes else set()
+        num_matched = 0
+        for block in hashes:
+            holders = self._holders.get(block, _NOBODY)
+            if not remaining <= holders:  # rarely: holders of a prefix mostly hold the same of it
+                lengths.update(dict.fromkeys(remaining - holders, num_matched))
+                remaining &= holders
+            if not remaining:
+                break
+            num_matched += 1
+        lengths.update(dict.fromkeys(remaining, num_matched))
+        return lengths
+
+    def _remove_holder(self, block: bytes, replica_id: ReplicaId) -> None:
+        holders = self._holders[block]
+        holders.remove(replica_id)
+        if not holders:
+            del self._holders[block]

@@ -1,0 +1,87 @@
+"""The prefix-affinity policy: send a request where most of its prompt is cached, unless another replica would begin sooner.
+
+The work that stands between a request and its first token on a replica, in prompt tokens:
+
+    its own prompt tokens that are not cached there
+  + prompt tokens of other requests still to be computed there
+  + request_cost_tokens for each request there, running or waiting
+
+The least work wins, so affinity gives way to load step by step and not at a threshold. Two more rules:
+
+- *Bounded load.* A replica with more than load_factor x mean + load_slack requests is no candidate, whatever it holds: a
+  system prompt that all requests share pulls them together only so far. Affinity still decides among the others. (Consistent
+  hashing with bounded loads, Mirrokni et al., arXiv:1608.01350.)
+- *A home for cold prefixes.* While nobody holds the first blocks, the replica that wins a rendezvous hash on them gets a
+  credit: equal prompts that arrive together meet there, and so do those that come through other routers, which find the same
+  home without talking.
+"""
+
+import random
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from router.config import PolicyName, PrefixPolicyConfig
+from router.policy import Choice, LeastLoaded, Policy, PowerOfTwo, ReplicaView, RoundRobin, RouteRequest
+from router.prefix_index import ReplicaId
+
+
+class PrefixAffinity:
+    """Least work, counting what the caches save."""
+
+    def __init__(self, config: PrefixPolicyConfig, rng: random.Random) -> None:
+        self._config = config
+        self._rng = rng
+
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
+        """Return the candidate with the least work; ties are drawn."""
+        home = self._home(request, replicas)
+        work = {r.replica_id: self._work(request, r, home) for r in self._within_bound(replicas)}
+        least = min(work.values())
+        chosen = self._rng.choice([replica_id for replica_id, tokens in work.items() if tokens == least])
+        return Choice(replica_id=chosen, reason=self._reason(chosen, replicas, home))
+
+    def _within_bound(self, replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
+        mean = sum(replica.num_requests for replica in replicas) / len(replicas)
+        bound = self._config.load_factor * mean + self._config.load_slack
+        return [replica for replica in replicas if replica.num_requests <= bound]
+
+    def _home(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> ReplicaId | None:
+        """Return where a prefix that nobody holds belongs; None when somebody holds it or there is no full block."""
+        first = request.block_hashes[: self._config.home_blocks]
+        if not first or any(replica.num_cached_blocks >= len(first) for replica in replicas):
+            return None
+        return rendezvous(first[-1], [replica.replica_id for replica in replicas])
+
+    def _work(self, request: RouteRequest, replica: ReplicaView, home: ReplicaId | None) -> int:
+        cached = min(replica.num_cached_blocks * replica.block_size, request.num_tokens)
+        credit = 0
+        if replica.replica_id == home:
+            credit = min(self._config.cold_credit_tokens, len(request.block_hashes) * replica.block_size)
+        load = replica.num_pending_tokens + self._config.request_cost_tokens * replica.num_requests
+        return request.num_tokens - cached + load - credit
+
+    @staticmethod
+    def _reason(chosen: ReplicaId, replicas: Sequence[ReplicaView], home: ReplicaId | None) -> str:
+        if chosen == home:
+            return "home"
+        longest = max(replica.num_cached_blocks for replica in replicas)
+        cached = next(replica.num_cached_blocks for replica in replicas if replica.replica_id == chosen)
+        return "prefix" if 0 < cached == longest else "load"
+
+
+def rendezvous(key: bytes, replica_ids: Sequence[ReplicaId]) -> ReplicaId:
+    """Return the replica with the highest hash of (key, id): all routers agree, and a leaving replica moves only its own keys."""
+    return max(replica_ids, key=lambda replica_id: blake2b(replica_id.encode(), key=key, digest_size=8).digest())
+
+
+def make_policy(name: PolicyName, config: PrefixPolicyConfig, rng: random.Random) -> Policy:
+    """Return a new policy of this name, for one model."""
+    match name:
+        case PolicyName.ROUND_ROBIN:
+            return RoundRobin()
+        case PolicyName.LEAST_LOADED:
+            return LeastLoaded(rng)
+        case PolicyName.POWER_OF_TWO:
+            return PowerOfTwo(rng)
+        case PolicyName.PREFIX_AFFINITY:
+            return PrefixAffinity(config, rng)

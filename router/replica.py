@@ -1,0 +1,367 @@
+"""One multiplexed stream to one replica: requests go down, frames come up and are handed to the requests they concern.
+
+A frame is handled once: cache events go to the prefix index, load to the estimate, each output to its request's inbox. The
+first frame is a snapshot. When the stream breaks, the index of this replica and its load are dropped, every request on it is
+handed back (its inbox says so; flight.py continues it elsewhere), and the link dials again while membership names it.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import grpc
+from weft.block_hash import split_hashes
+from weft.v1 import replica_pb2
+from weft.v1.replica_pb2_grpc import ReplicaStub
+
+from router.breaker import Breaker
+from router.config import BreakerConfig, LinkConfig
+from router.errors import ProtocolError
+from router.inbox import Inbox
+from router.load import LoadEstimate
+from router.prefix_index import PrefixIndex, ReplicaId
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+
+_Call = grpc.aio.StreamStreamCall[replica_pb2.ConnectRequest, replica_pb2.ConnectResponse]
+
+_REPLICA_FAULTS = frozenset(
+    code.value[0] for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
+)
+"""Codes of failed requests that speak against the replica."""
+
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 << 20),  # the snapshot of 4 million blocks
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the backoff of the last
+)
+"""Of the channel to a replica. Its server must allow a ping every 20 s on a quiet stream."""
+
+
+class LinkState(StrEnum):
+    """Whether a link takes requests."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a replica is, as membership says."""
+
+    replica_id: ReplicaId
+    """Its address where no controller names it."""
+    model: str
+    address: str
+
+
+class ReplicaLink:
+    """The router's end of one replica. `run` owns the connection; the other methods are called on the same event loop."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        router_id: str,
+        index: PrefixIndex,
+        config: LinkConfig,
+        breaker: BreakerConfig,
+        accept: Callable[[replica_pb2.Snapshot], bool],
+        on_change: Callable[[], None],
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make a link that is not connected.
+
+        Args:
+            accept: called with each snapshot; whether this replica's blocks belong into `index`. Raises ProtocolError.
+            on_change: called when the link becomes ready, stops being ready, or ends its last request while retired.
+        """
+        self.endpoint = endpoint
+        self.replica_id = endpoint.replica_id
+        self.load = LoadEstimate()
+        self.breaker = Breaker(breaker)
+        self.state = LinkState.CONNECTING
+        self.is_draining = False
+        self._router_id = router_id
+        self._index = index
+        self._config = config
+        self._accept = accept
+        self._on_change = on_change
+        self._rng = rng
+        self._clock = clock
+        self._inboxes: dict[str, Inbox] = {}
+        self._unanswered: set[str] = set()
+        self._outgoing: deque[replica_pb2.ConnectRequest] = deque()
+        self._has_outgoing = asyncio.Event()
+        self._is_indexed = False
+        self._is_retired = False
+        self._may_leave = asyncio.Event()
+        self._next_frame = 0
+        self._last_frame_s = 0.0
+
+    def takes_requests(self, now_s: float) -> bool:
+        """Say whether a new request may come here."""
+        return (
+            self.state is LinkState.READY
+            and not self.is_draining
+            and not self._is_retired
+            and self.breaker.allows(now_s)
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Connected, with a snapshot, and neither draining nor retired."""
+        return self.state is LinkState.READY and not self.is_draining and not self._is_retired
+
+    def submit(self, submit: replica_pb2.Submit, *, num_pending_tokens: int) -> Inbox:
+        """Send a request, and return where its outputs will arrive. Only while `takes_requests`; never blocks."""
+        assert self.state is LinkState.READY and submit.request_id not in self._inboxes
+        inbox = Inbox()
+        self._inboxes[submit.request_id] = inbox
+        self._unanswered.add(submit.request_id)
+        self.load.submit(submit.request_id, num_pending_tokens)
+        self.breaker.begin(self._clock())
+        self._send(replica_pb2.ConnectRequest(submit=submit))
+        return inbox
+
+    def abort(self, request_id: str) -> None:
+        """End a request here; one that has ended already is left alone. Never blocks."""
+        if request_id in self._inboxes:
+            if request_id in self._unanswered:
+                self.breaker.release()
+            self._forget(request_id)
+            self._send(replica_pb2.ConnectRequest(abort=replica_pb2.Abort(request_id=request_id)))
+
+    def retire(self) -> None:
+        """Take no more requests, do not dial again, and end `run` when the last request here has ended."""
+        self._is_retired = True
+        self._leave_index()  # a new link may join under the same id before this one ends
+        if not self._inboxes:
+            self._may_leave.set()
+
+    async def run(self) -> None:
+        """Connect, and connect again when the stream breaks, until retired or cancelled."""
+        num_failures = 0
+        try:
+            while not self._may_leave.is_set():
+                began_s = self._clock()
+                reason = await self._run_connection()
+                if self.state is LinkState.READY and not self._may_leave.is_set():
+                    logger.warning("replica %s: stream broke: %s", self.replica_id, reason)
+                    self.breaker.fail(self._clock())
+                elif not self._may_leave.is_set():
+                    logger.debug("replica %s: not connected: %s", self.replica_id, reason)
+                self._drop(reason)
+                if self._is_retired:
+                    return
+                is_stable = self._clock() - began_s > self._config.max_backoff_s
+                num_failures = 0 if is_stable else num_failures + 1
+                await self._back_off(num_failures)
+        finally:
+            self._drop("the router closed the stream")
+            self.state = LinkState.CLOSED
+
+    async def _back_off(self, num_failures: int) -> None:
+        delay_s = min(self._config.backoff_s * 2 ** min(num_failures, 16), self._config.max_backoff_s)
+        try:
+            async with asyncio.timeout(delay_s * self._rng.uniform(0.5, 1.0)):
+                await self._may_leave.wait()
+        except TimeoutError:
+            pass
+
+    async def _run_connection(self) -> str:
+        """Serve one connection to its end; return why it ended."""
+        try:
+            async with (
+                grpc.aio.insecure_channel(self.endpoint.address, options=CHANNEL_OPTIONS) as channel,
+                asyncio.TaskGroup() as tasks,
+            ):
+                call: _Call = ReplicaStub(channel).Connect()
+                tasks.create_task(self._leave_when_retired())
+                await self._greet(call)
+                tasks.create_task(self._write(call))
+                tasks.create_task(self._watch_for_stall())
+                await self._read(call)
+        except BaseExceptionGroup as group:
+            expected, unexpected = group.split(_CONNECTION_ERRORS)
+            if unexpected is not None:
+                raise
+            assert expected is not None
+            return _describe(expected)
+        raise AssertionError("a connection ends with an exception")
+
+    async def _greet(self, call: _Call) -> None:
+        hello = replica_pb2.Hello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION)
+        async with asyncio.timeout(self._config.connect_timeout_s):
+            await call.write(replica_pb2.ConnectRequest(hello=hello))
+            frame = await self._read_frame(call)
+        if not frame.HasField("snapshot"):
+            raise ProtocolError("the first frame holds no snapshot")
+        self._check_snapshot(frame.snapshot)
+        self._is_indexed = self._accept(frame.snapshot) and not self._is_retired
+        self._next_frame = 0
+        self._outgoing.clear()
+        if self._is_indexed:
+            self._index.store(self.replica_id, _split(frame.snapshot.block_hashes))
+        self._handle(frame)
+        self.state = LinkState.READY
+        logger.info("replica %s at %s: connected", self.replica_id, self.endpoint.address)
+        self._on_change()
+
+    def _check_snapshot(self, snapshot: replica_pb2.Snapshot) -> None:
+        if snapshot.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(f"protocol version {snapshot.protocol_version}; allowed: {PROTOCOL_VERSION}")
+        if self.replica_id not in (snapshot.replica_id, self.endpoint.address):
+            raise ProtocolError(f"{self.endpoint.address} is replica {snapshot.replica_id}; wanted: {self.replica_id}")
+        if snapshot.model != self.endpoint.model:
+            raise ProtocolError(f"the replica serves model {snapshot.model!r}; wanted: {self.endpoint.model!r}")
+        if snapshot.block_size < 1:
+            raise ProtocolError(f"block size {snapshot.block_size}; allowed: at least 1")
+
+    async def _read(self, call: _Call) -> None:
+        while True:
+            self._handle(await self._read_frame(call))
+
+    @staticmethod
+    async def _read_frame(call: _Call) -> replica_pb2.ConnectResponse:
+        frame = await call.read()
+        if isinstance(frame, replica_pb2.ConnectResponse):
+            return frame
+        raise ProtocolError(f"the replica ended the stream with {(await call.code()).name}: {await call.details()}")
+
+    def _handle(self, frame: replica_pb2.ConnectResponse) -> None:
+        if frame.frame != self._next_frame:
+            raise ProtocolError(f"frame {frame.frame} came; wanted: {self._next_frame}")
+        self._next_frame += 1
+        self._last_frame_s = self._clock()
+        if self._is_indexed:
+            if frame.stored_block_hashes:
+                self._index.store(self.replica_id, _split(frame.stored_block_hashes))
+            if frame.evicted_block_hashes:
+                self._index.evict(self.replica_id, _split(frame.evicted_block_hashes))
+        for output in frame.outputs:
+            self._deliver(output)
+        if frame.HasField("load"):
+            self._note_load(frame.load)
+
+    def _deliver(self, output: replica_pb2.RequestOutput) -> None:
+        request_id = output.request_id
+        inbox = self._inboxes.get(request_id)
+        if inbox is None:
+            return  # aborted in the meantime
+        if request_id in self._unanswered:
+            self._unanswered.remove(request_id)
+            self.load.answer(request_id)
+            if not output.HasField("failed"):
+                self.breaker.succeed()
+        if output.HasField("failed"):
+            self._note_failure(output.failed)
+        if inbox.add(output):
+            self._forget(request_id)
+
+    def _note_failure(self, failed: replica_pb2.RequestFailed) -> None:
+        if failed.code in _REPLICA_FAULTS:
+            self.breaker.fail(self._clock())
+        else:
+            self.breaker.release()  # the request's fault, or a full queue
+
+    def _note_load(self, load: replica_pb2.Load) -> None:
+        self.load.report(load.num_running + load.num_waiting, load.num_pending_tokens)
+        if load.draining != self.is_draining:
+            self.is_draining = load.draining
+            self._on_change()
+
+    def _forget(self, request_id: str) -> None:
+        del self._inboxes[request_id]
+        self._unanswered.discard(request_id)
+        self.load.end(request_id)
+        if self._is_retired and not self._inboxes:
+            self._may_leave.set()
+
+    def _drop(self, reason: str) -> None:
+        """Leave the ready state: forget what the replica held, and hand its requests back."""
+        was_ready = self.state is LinkState.READY
+        self.state = LinkState.CONNECTING
+        self.is_draining = False
+        self._leave_index()
+        self.load = LoadEstimate()
+        self._outgoing.clear()
+        self._unanswered.clear()
+        inboxes, self._inboxes = self._inboxes, {}
+        for inbox in inboxes.values():
+            inbox.lose(reason)
+        if was_ready:
+            self._on_change()
+
+    def _leave_index(self) -> None:
+        if self._is_indexed:
+            self._index.drop(self.replica_id)
+            self._is_indexed = False
+
+    def _send(self, message: replica_pb2.ConnectRequest) -> None:
+        self._outgoing.append(message)  # bounded by the requests that admission lets in
+        self._has_outgoing.set()
+
+    async def _write(self, call: _Call) -> None:
+        while True:
+            while self._outgoing:
+                await call.write(self._outgoing.popleft())
+            self._has_outgoing.clear()
+            await self._has_outgoing.wait()
+
+    async def _watch_for_stall(self) -> None:
+        limit_s = self._config.stall_timeout_s
+        self._last_frame_s = self._clock()
+        while True:
+            await asyncio.sleep(limit_s / 4)
+            if not self._inboxes:
+                self._last_frame_s = self._clock()  # a silence counts from when somebody waits
+            elif self._clock() - self._last_frame_s > limit_s:
+                raise ProtocolError(f"nothing came for {limit_s:g} s while {len(self._inboxes)} requests waited")
+
+    async def _leave_when_retired(self) -> None:
+        await self._may_leave.wait()
+        raise _RetiredError("membership no longer names the replica")
+
+
+class _RetiredError(Exception):
+    """Ends the connection of a link that was retired and has no more requests."""
+
+
+_CONNECTION_ERRORS = (
+    grpc.aio.AioRpcError,
+    grpc.aio.UsageError,
+    asyncio.InvalidStateError,  # a write to a call that has ended
+    ProtocolError,
+    TimeoutError,
+    _RetiredError,
+)
+
+
+def _describe(group: BaseExceptionGroup[BaseException]) -> str:
+    error = group.exceptions[0]
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
+
+
+def _split(packed: bytes) -> list[bytes]:
+    try:
+        return split_hashes(packed)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error

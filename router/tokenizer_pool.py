@@ -1,0 +1,61 @@
+"""The tokenizers of the served models, loaded once each, and the threads in which text work runs off the event loop."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, Protocol, TypeVar
+
+from router.call import ChatMessage
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Tokenizer(Protocol):
+    """What the dispatcher needs of a model's tokenizer; tokenizer.py has the real one. Safe to call from several threads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary."""
+
+    @property
+    def generation_defaults(self) -> Mapping[str, float | int]:
+        """Sampling values that the model's generation_config sets."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Return the token ids of a conversation, ready for the assistant's answer."""
+
+
+class TokenizerPool:
+    """Loads tokenizers by path and runs functions in its threads. Admission bounds what waits for a thread."""
+
+    def __init__(self, load: Callable[[str], Tokenizer], *, num_threads: int) -> None:
+        self._load = load
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
+
+    async def get(self, path: str) -> Tokenizer:
+        """Return the tokenizer of a model folder, loading it the first time. Raises what loading raises."""
+        loading = self._tokenizers.get(path)
+        if loading is None:
+            loading = asyncio.get_running_loop().run_in_executor(self._threads, self._load, path)
+            self._tokenizers[path] = loading
+        try:
+            return await asyncio.shield(loading)  # a caller that leaves does not stop the load for the others
+        except Exception:
+            self._tokenizers.pop(path, None)  # the folder may be there next time
+            raise
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function in one of the threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """Let the threads end; work that has not begun is dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
