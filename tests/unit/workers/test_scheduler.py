@@ -1,0 +1,705 @@
+"""What each step computes. The fake model checks that plans and blocks make sense; blocks of four tokens."""
+
+import pytest
+from helpers.fake_model import next_token, run_alone
+from helpers.scheduling import ScheduledModel, make_request
+
+from workers.errors import GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
+from workers.plan import ModelOutput, SampledToken, StepPlan
+from workers.request import FinishReason, RequestId
+from workers.sequence import SequenceStatus
+
+
+def prompt(num_tokens: int, first: int = 1) -> list[int]:
+    return list(range(first, first + num_tokens))
+
+
+def shares(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """(slot, start, tokens) of each share."""
+    assert plan is not None
+    return [(share.slot, share.start, share.num_tokens) for share in plan.scheduled]
+
+
+# One request
+
+
+def test_request_gets_the_tokens_of_the_model_alone() -> None:
+    served = ScheduledModel()
+    request = make_request("a", prompt(10), max_tokens=20)
+    served.add(request)
+
+    served.run()
+
+    assert served.tokens["a"] == run_alone(request)
+    assert served.ends["a"] is FinishReason.LENGTH
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+
+
+def test_plan_tells_only_what_changed() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(4), max_tokens=3)
+
+    first = served.launch()
+    (output,) = served.collect()
+    second = served.launch()
+    served.collect()
+    third = served.launch()
+
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert [new.token_ids for new in first.new] == [prompt(4)]
+    assert first.scheduled[0].new_token_ids == []
+    assert len(first.scheduled[0].new_blocks) == 1
+    assert second.new == []
+    assert second.scheduled[0].new_token_ids == [output.token_id]
+    assert len(second.scheduled[0].new_blocks) == 1  # the fifth token begins a block
+    assert third.scheduled[0].new_blocks == []
+    assert [plan.number for plan in (first, second, third)] == [0, 1, 2]
+
+
+def test_slot_of_a_finished_sequence_is_given_back_and_refilled_in_the_next_step() -> None:
+    served = ScheduledModel(max_num_seqs=1)
+    served.submit("a", prompt(4), max_tokens=1)
+    served.submit("b", prompt(5, first=50), max_tokens=1)
+
+    served.step()
+    plan = served.launch()
+
+    assert plan is not None
+    assert plan.removed == [0]
+    assert [new.slot for new in plan.new] == [0]
+
+
+def test_plan_does_not_alias_the_sequence() -> None:
+    served = ScheduledModel()
+    sequence = served.submit("a", prompt(4), max_tokens=4)
+    plan = served.launch()
+    served.collect()
+
+    assert plan is not None
+    assert plan.new[0].token_ids == prompt(4)
+    assert sequence.num_tokens == 5
+
+
+def test_nothing_to_do_gives_no_plan() -> None:
+    served = ScheduledModel()
+
+    assert served.launch() is None
+    assert not served.scheduler.has_unfinished
+
+
+# How a request ends
+
+
+def test_end_of_sequence_stops_and_names_the_token() -> None:
+    served = ScheduledModel(eos_token_ids=frozenset([next_token(prompt(6))]))
+    sequence = served.submit("a", prompt(6), max_tokens=9)
+
+    (output,) = served.step()
+
+    assert output.finish is not None
+    assert output.finish is sequence.finish
+    assert output.finish.reason is FinishReason.STOP
+    assert output.finish.stop_token_id == output.token_id == next_token(prompt(6))
+    assert served.tokens["a"] == [output.token_id]
+
+
+def test_ignored_end_of_sequence_goes_on() -> None:
+    served = ScheduledModel(eos_token_ids=frozenset([next_token(prompt(6))]))
+    served.submit("a", prompt(6), max_tokens=3, ignore_eos=True)
+
+    served.run()
+
+    assert served.ends["a"] is FinishReason.LENGTH
+    assert len(served.tokens["a"]) == 3
+
+
+def test_own_stop_token_ends_even_when_end_of_sequence_is_ignored() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(6), max_tokens=3, ignore_eos=True, stop_token_ids=(next_token(prompt(6)),))
+
+    served.run()
+
+    assert served.ends["a"] is FinishReason.STOP
+
+
+def test_stop_token_before_min_tokens_goes_on() -> None:
+    first = next_token(prompt(6))
+    second = next_token([*prompt(6), first])
+    served = ScheduledModel(eos_token_ids=frozenset([first, second]))
+    served.submit("a", prompt(6), max_tokens=5, min_tokens=2)
+
+    served.run()
+
+    assert served.tokens["a"] == [first, second]
+    assert served.ends["a"] is FinishReason.STOP
+
+
+def test_ranks_are_told_which_tokens_stop() -> None:
+    served = ScheduledModel(eos_token_ids=frozenset([90, 91]))
+    served.submit("a", prompt(3), stop_token_ids=(5,))
+    served.submit("b", prompt(3), stop_token_ids=(5,), ignore_eos=True)
+
+    plan = served.launch()
+
+    assert plan is not None
+    assert [new.stop_token_ids for new in plan.new] == [[5, 90, 91], [5]]
+
+
+def test_context_end_is_length() -> None:
+    served = ScheduledModel(max_context=12)
+    served.submit("a", prompt(10), max_tokens=50)
+
+    served.run()
+
+    assert len(served.tokens["a"]) == 2
+    assert served.ends["a"] is FinishReason.LENGTH
+
+
+def test_sampling_error_fails_one_request_alone_and_is_not_cached() -> None:
+    served = ScheduledModel()
+    served.model.failing_prompts.add(tuple(prompt(9)))
+    bad = served.submit("bad", prompt(9), max_tokens=4)
+    served.submit("good", prompt(9, first=40), max_tokens=4)
+
+    outputs = served.step()
+    served.run()
+
+    assert isinstance(outputs[0].error, RequestFailedError)
+    assert outputs[0].token_id is None
+    assert bad.finish is None
+    assert bad.status is SequenceStatus.FINISHED
+    assert served.ends == {"bad": "logits are not finite", "good": FinishReason.LENGTH}
+    assert served.cache.match_prefix(served.submit("again", prompt(9))) == []
+
+
+def test_engine_can_finish_a_sequence_at_a_stop_string() -> None:
+    served = ScheduledModel()
+    sequence = served.submit("a", prompt(6), max_tokens=9)
+    served.step()
+
+    finish = served.scheduler.finish(sequence, FinishReason.STOP, 2.5, stop_string="###")
+
+    assert finish is sequence.finish
+    assert (finish.reason, finish.stop_string) == (FinishReason.STOP, "###")
+    assert finish.usage.completion_tokens == 1
+    assert not served.scheduler.has_unfinished
+    served.scheduler.check_integrity()
+
+
+def test_requests_that_cannot_be_served_are_refused() -> None:
+    served = ScheduledModel(num_blocks=4, max_context=40)
+    served.submit("twice", prompt(3), max_tokens=4)
+
+    for request, message in [
+        (make_request("a", []), "the prompt has 0 tokens; allowed: at least 1"),
+        (make_request("a", prompt(40)), "have 40 tokens; allowed: at most 39"),
+        (
+            make_request("a", prompt(3), generated=(1, 2), max_tokens=2),
+            "2 tokens are generated already; allowed: fewer",
+        ),
+        (make_request("a", prompt(10), max_tokens=8), "puts 17 tokens into the KV cache; allowed: 16"),
+        (make_request("twice", prompt(3)), "'twice' is in use"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=message):
+            served.scheduler.add(request, 0.0)
+    assert served.scheduler.num_waiting == 1
+
+
+def test_request_that_fills_the_pool_to_the_last_token_is_served() -> None:
+    served = ScheduledModel(num_blocks=4)
+    request = make_request("a", prompt(10), max_tokens=7)  # 17 tokens; the last is not computed
+    served.add(request)
+
+    served.run()
+
+    assert served.tokens["a"] == run_alone(request)
+
+
+def test_queue_has_a_bound() -> None:
+    served = ScheduledModel(max_waiting=2)
+    for name in "ab":
+        served.submit(name, prompt(3))
+
+    with pytest.raises(QueueFullError, match="2 requests wait; allowed: 2"):
+        served.submit("c", prompt(3))
+    served.step()
+    served.submit("c", prompt(3))
+
+
+def test_request_continues_with_tokens_from_elsewhere() -> None:
+    whole = make_request("a", prompt(10), max_tokens=12)
+    expected = run_alone(whole)
+    served = ScheduledModel()
+    rest = make_request("a", prompt(10), generated=tuple(expected[:5]), max_tokens=12)
+    sequence = served.add(rest)
+
+    served.run()
+
+    assert served.tokens["a"] == expected
+    assert sequence.finish is not None
+    assert sequence.finish.usage.completion_tokens == 12
+
+
+def test_continued_request_goes_before_new_ones() -> None:
+    served = ScheduledModel(max_num_seqs=1)
+    served.submit("new", prompt(4))
+    moved = served.submit("moved", prompt(4, first=50), generated=(3,))
+
+    served.step()
+
+    assert moved.status is SequenceStatus.RUNNING
+    assert served.scheduler.num_waiting == 1
+
+
+# Chunks and budget
+
+
+def test_long_prompt_is_computed_in_chunks_within_the_budget() -> None:
+    served = ScheduledModel(max_num_batched_tokens=16)
+    served.submit("a", prompt(40), max_tokens=2)
+
+    plans = []
+    for _ in range(4):
+        plans.append(shares(served.launch()))
+        served.collect()
+
+    assert plans == [[(0, 0, 16)], [(0, 16, 16)], [(0, 32, 8)], [(0, 40, 1)]]
+
+
+def test_chunk_limit_leaves_budget_to_others() -> None:
+    served = ScheduledModel(max_num_batched_tokens=20, prefill_chunk_tokens=8)
+    served.submit("a", prompt(30))
+    served.submit("b", prompt(6, first=50))
+    served.submit("c", prompt(30, first=60))
+
+    assert [num_tokens for _, _, num_tokens in shares(served.launch())] == [8, 6, 6]
+
+
+def test_decodes_are_served_before_prefills_and_never_wait_for_them() -> None:
+    served = ScheduledModel(max_num_batched_tokens=8)
+    served.submit("short", prompt(4), max_tokens=30)
+    served.step()
+    served.submit("long", prompt(60, first=100), max_tokens=2)
+
+    for _ in range(8):
+        plan = served.launch()
+        assert [num_tokens for _, _, num_tokens in shares(plan)] == [1, 7]
+        served.collect()
+
+    assert len(served.tokens["short"]) == 9
+
+
+def test_one_token_shares_come_first_in_the_plan() -> None:
+    served = ScheduledModel(max_num_batched_tokens=9)
+    served.submit("a", prompt(5))
+    served.submit("b", prompt(3, first=30))
+    served.submit("c", prompt(9, first=60))
+
+    assert [(slot, num_tokens) for slot, _, num_tokens in shares(served.launch())] == [(2, 1), (0, 5), (1, 3)]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 7, None])
+def test_chunk_size_does_not_change_tokens(chunk: int | None) -> None:
+    requests = [make_request(str(i), prompt(5 + 9 * i, first=10 * i), max_tokens=10) for i in range(4)]
+    served = ScheduledModel(prefill_chunk_tokens=chunk)
+    for request in requests:
+        served.add(request)
+
+    served.run()
+
+    assert served.tokens == {request.request_id: run_alone(request) for request in requests}
+
+
+def test_no_more_sequences_run_than_there_are_slots() -> None:
+    served = ScheduledModel(max_num_seqs=2)
+    for i in range(5):
+        served.submit(str(i), prompt(4, first=10 * i), max_tokens=3)
+
+    served.step()
+
+    assert (served.scheduler.num_running, served.scheduler.num_waiting) == (2, 3)
+    served.run()
+    assert len(served.ends) == 5
+
+
+# Prefix cache
+
+
+def test_second_request_computes_only_what_is_not_cached() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(18), max_tokens=1)
+    served.run()
+    before = served.model.num_computed_tokens
+
+    sequence = served.submit("b", prompt(18), max_tokens=1)
+    served.run()
+
+    assert served.model.num_computed_tokens - before == 18 % 4
+    assert sequence.num_cached_tokens == 16
+    assert sequence.finish is not None
+    assert sequence.finish.usage.cached_tokens == 16
+    assert served.tokens["a"] == served.tokens["b"]
+    assert served.scheduler.counters.num_prompt_tokens == 36
+    assert served.scheduler.counters.num_cached_tokens == 16
+
+
+def test_running_sequences_share_their_prefix() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(18), max_tokens=30)
+    served.step()
+    served.submit("b", [*prompt(18), 90, 91], max_tokens=30)
+    served.step()
+
+    assert served.cache.num_blocks - served.cache.num_free_blocks == 5 + 1
+    served.run()
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+
+
+def test_salts_are_not_shared() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(18), max_tokens=1, cache_salt="one")
+    served.run()
+
+    sequence = served.submit("b", prompt(18), max_tokens=1, cache_salt="two")
+    served.run()
+
+    assert sequence.num_cached_tokens == 0
+
+
+def test_without_prefix_caching_everything_is_computed() -> None:
+    served = ScheduledModel(enable_prefix_caching=False)
+    for name in "ab":
+        served.submit(name, prompt(18), max_tokens=1)
+        served.run()
+
+    assert served.model.num_computed_tokens == 36
+    assert served.pool.resident_hashes() == []
+
+
+def test_aborted_sequence_leaves_its_prefix_to_others() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(18), max_tokens=30)
+    served.step()
+    served.abort("a")
+
+    sequence = served.submit("b", prompt(18), max_tokens=1)
+    served.run()
+
+    assert sequence.num_cached_tokens == 16
+
+
+# Memory
+
+
+def test_sequence_is_not_admitted_without_memory_for_it_and_for_the_growth_of_others() -> None:
+    served = ScheduledModel(num_blocks=6)
+    served.submit("a", prompt(8), max_tokens=8)
+    served.submit("b", prompt(12, first=50), max_tokens=4)
+
+    served.step()  # a holds 2 blocks, keeps one for growth: 3 are left, as many as b needs
+    assert served.scheduler.num_running == 2
+
+    served = ScheduledModel(num_blocks=5)
+    served.submit("a", prompt(8), max_tokens=8)
+    served.submit("b", prompt(12, first=50), max_tokens=4)
+    served.step()
+    assert served.scheduler.num_running == 1
+    served.run()
+
+
+def test_none_overtakes_the_first_that_waits_for_memory() -> None:
+    served = ScheduledModel(num_blocks=8, enable_prefix_caching=False)
+    served.submit("a", prompt(16), max_tokens=8)
+    served.submit("big", prompt(16, first=100), max_tokens=4)
+    small = served.submit("small", prompt(2, first=200), max_tokens=4)
+
+    served.step()
+
+    assert small.status is SequenceStatus.WAITING
+    served.run()
+    assert len(served.ends) == 3
+
+
+def test_latest_is_preempted_and_resumes_with_the_same_tokens() -> None:
+    served = ScheduledModel(num_blocks=6, enable_prefix_caching=False)
+    first = make_request("first", prompt(4), max_tokens=16)
+    second = make_request("second", prompt(4, first=50), max_tokens=16)
+    sequences = [served.add(first), served.add(second)]
+
+    served.run()
+
+    assert [sequence.num_preemptions for sequence in sequences] == [0, 1]
+    assert served.tokens == {"first": run_alone(first), "second": run_alone(second)}
+    assert served.scheduler.counters.num_preemptions == 1
+    assert served.scheduler.counters.num_recomputed_tokens == sequences[1].num_lost_tokens > 0
+
+
+def test_lowest_priority_is_preempted_under_priority() -> None:
+    served = ScheduledModel(num_blocks=6, policy="priority", enable_prefix_caching=False)
+    low = served.submit("low", prompt(4), max_tokens=16, priority=1)
+    high = served.submit("high", prompt(4, first=50), max_tokens=16, priority=0)
+
+    served.run()
+
+    assert (low.num_preemptions, high.num_preemptions) == (1, 0)
+
+
+def test_preempted_sequence_resumes_before_new_ones() -> None:
+    served = ScheduledModel(num_blocks=6, enable_prefix_caching=False)
+    served.submit("first", prompt(4), max_tokens=16)
+    second = served.submit("second", prompt(4, first=50), max_tokens=16)
+    while not second.num_preemptions:
+        served.step()
+    new = served.submit("new", prompt(2, first=80), max_tokens=2)
+
+    while second.status is SequenceStatus.WAITING:
+        assert new.status is SequenceStatus.WAITING
+        served.step()
+    served.run()
+
+
+def test_preempted_sequence_finds_its_blocks_where_nobody_took_them() -> None:
+    served = ScheduledModel(num_blocks=6)
+    served.submit("first", prompt(8), max_tokens=8)
+    second = served.submit("second", prompt(8, first=50), max_tokens=10)
+
+    served.run()
+
+    assert second.num_preemptions == 1
+    assert served.scheduler.counters.num_recomputed_tokens < second.num_lost_tokens
+
+
+def test_earlier_prefill_takes_the_blocks_of_a_decode_planned_in_the_same_step() -> None:
+    served = ScheduledModel(num_blocks=7, prefill_chunk_tokens=1, enable_prefix_caching=False)
+    slow = served.submit("slow", prompt(20), max_tokens=2)  # a token a step: the later one grows past it meanwhile
+    late = served.submit("late", prompt(3, first=50), max_tokens=20)
+    plan = served.launch()
+    while not late.num_preemptions:
+        served.collect()
+        plan = served.launch()
+
+    assert len(shares(plan)) == 1
+    assert slow.in_flight
+    served.run()
+    assert slow.num_preemptions == 0
+    assert len(served.tokens["late"]) == 20
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_small_pool_finishes_everything_without_a_storm(max_in_flight: int) -> None:
+    requests = [make_request(str(i), prompt(10 + i, first=20 * i), max_tokens=20 + i) for i in range(12)]
+    demand = sum(-(-(len(request.prompt_token_ids) + request.sampling.max_tokens) // 4) for request in requests)
+    served = ScheduledModel(num_blocks=demand * 3 // 10, max_in_flight=max_in_flight, max_num_seqs=12)
+    sequences = [served.add(request) for request in requests]
+
+    served.run()
+
+    assert served.tokens == {request.request_id: run_alone(request) for request in requests}
+    assert max(sequence.num_preemptions for sequence in sequences) <= 4
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+
+
+# Abort and deadline
+
+
+def test_abort_frees_everything_at_once() -> None:
+    served = ScheduledModel()
+    sequence = served.submit("a", prompt(10), max_tokens=20)
+    served.step()
+
+    assert served.abort("a") is sequence
+    assert sequence.finish is not None
+    assert sequence.finish.reason is FinishReason.ABORT
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+    assert not served.scheduler.has_unfinished
+    assert served.scheduler.abort(RequestId("a"), 0.0) is None
+
+
+def test_abort_of_a_waiting_request_takes_it_from_the_queue() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(10))
+    served.submit("b", prompt(10))
+
+    served.abort("a")
+    served.run()
+
+    assert served.ends == {"a": FinishReason.ABORT, "b": FinishReason.LENGTH}
+    assert served.tokens["a"] == []
+
+
+def test_abort_in_flight_keeps_blocks_until_the_step_returns() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(10), max_tokens=20)
+    served.launch()
+
+    served.abort("a")
+
+    assert served.cache.num_free_blocks == served.cache.num_blocks - 3
+    assert served.scheduler.has_unfinished
+    served.scheduler.check_integrity()
+    assert served.collect() == []
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+    assert not served.scheduler.has_unfinished
+
+
+def test_id_of_an_ended_request_can_be_used_again_while_its_step_is_in_flight() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(10), max_tokens=20)
+    served.launch()
+    served.scheduler.abort(RequestId("a"), 0.0)
+
+    served.submit("a", prompt(6, first=50), max_tokens=3)
+    served.run()
+
+    assert len(served.tokens["a"]) == 3
+
+
+def test_request_is_aborted_when_its_deadline_has_passed() -> None:
+    served = ScheduledModel(max_num_seqs=1)
+    served.submit("running", prompt(4), max_tokens=50, deadline_s=5.0)
+    served.submit("waiting", prompt(4), max_tokens=50, deadline_s=3.0)
+    served.submit("patient", prompt(4), max_tokens=2)
+    served.step()
+
+    served.now_s = 2.9
+    served.step()
+    assert served.ends == {}
+    served.now_s = 3.0
+    served.step()
+    assert served.ends == {"waiting": FinishReason.ABORT}
+    served.now_s = 100.0
+    served.run()
+
+    assert served.ends["running"] is FinishReason.ABORT
+    assert served.ends["patient"] is FinishReason.LENGTH
+
+
+def test_deadline_in_flight_ends_the_request_now_and_frees_later() -> None:
+    served = ScheduledModel()
+    sequence = served.submit("a", prompt(10), max_tokens=20, deadline_s=1.0)
+    served.launch()
+
+    assert served.scheduler.expire(1.0) == [sequence]
+    assert sequence.finish is not None
+    assert served.cache.num_free_blocks < served.cache.num_blocks
+    assert served.scheduler.expire(2.0) == []
+    served.collect()
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+
+
+# Several plans in flight
+
+
+def test_sequence_is_in_one_plan_at_most() -> None:
+    served = ScheduledModel(max_in_flight=3)
+    served.submit("a", prompt(10))
+
+    assert served.launch() is not None
+    assert served.launch() is None
+    assert served.scheduler.num_in_flight == 1
+
+
+def test_decodes_are_divided_over_the_plans_in_flight() -> None:
+    served = ScheduledModel(max_in_flight=2, max_num_seqs=8)
+    for i in range(7):
+        served.submit(str(i), prompt(4, first=10 * i), max_tokens=20)
+    served.step()
+
+    sizes = []
+    for _ in range(6):
+        while (plan := served.launch()) is not None:
+            sizes.append(len(plan.scheduled))
+        assert served.scheduler.num_in_flight == 2
+        served.collect()
+
+    assert sizes == [4, 3] * 3 + [4]
+
+
+def test_no_more_plans_than_allowed_are_in_flight() -> None:
+    served = ScheduledModel(max_in_flight=2, max_num_batched_tokens=8)
+    for i in range(4):
+        served.submit(str(i), prompt(8, first=10 * i), max_tokens=4)
+
+    assert [served.launch() is not None for _ in range(3)] == [True, True, False]
+    served.run()
+
+
+def test_sequence_in_flight_is_not_preempted() -> None:
+    served = ScheduledModel(num_blocks=6, max_in_flight=2, enable_prefix_caching=False)
+    served.submit("first", prompt(4), max_tokens=16)
+    second = served.submit("second", prompt(4, first=50), max_tokens=16)
+    while served.scheduler.has_unfinished:
+        while served.launch() is not None:
+            served.scheduler.check_integrity()  # a preempted sequence in flight would be found here
+        served.collect()
+
+    assert second.num_preemptions >= 1
+    assert len(served.tokens["second"]) == 16
+
+
+def test_output_of_another_step_is_refused() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(4))
+    plan = served.scheduler.schedule(0.0)
+    assert plan is not None
+
+    with pytest.raises(GroupFailedError, match="output of step 7 came; expected: step 0"):
+        served.scheduler.update(plan, ModelOutput(7, [SampledToken(0, 1)]), 0.0)
+
+
+@pytest.mark.parametrize("sampled", [[], [SampledToken(1, 5)], [SampledToken(0, 5), SampledToken(1, 5)]])
+def test_output_for_other_slots_is_refused(sampled: list[SampledToken]) -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(4))
+    plan = served.scheduler.schedule(0.0)
+    assert plan is not None
+
+    with pytest.raises(GroupFailedError, match=r"step 0 answered for slots .*; expected: \[0\]"):
+        served.scheduler.update(plan, ModelOutput(0, sampled), 0.0)
+
+
+# Times and load
+
+
+def test_usage_divides_the_time_since_arrival() -> None:
+    served = ScheduledModel(max_num_batched_tokens=8)
+    served.now_s = 10.0
+    sequence = served.submit("a", prompt(12), max_tokens=2)
+    for now_s in (11.0, 13.0):  # two chunks, the second samples
+        served.now_s = now_s
+        served.launch()
+        served.now_s = now_s + 0.5
+        served.collect()
+    served.now_s = 20.0
+    served.step()
+
+    assert sequence.finish is not None
+    usage = sequence.finish.usage
+    assert (usage.queue_s, usage.prefill_s, usage.decode_s) == (1.0, 2.5, 6.5)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (12, 2)
+
+
+def test_usage_of_a_request_that_never_ran_is_queue_time() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(12))
+
+    sequence = served.scheduler.abort(RequestId("a"), 4.0)
+
+    assert sequence is not None
+    assert sequence.finish is not None
+    usage = sequence.finish.usage
+    assert (usage.queue_s, usage.prefill_s, usage.decode_s) == (4.0, 0.0, 0.0)
+
+
+def test_pending_tokens_count_what_waits_to_be_computed() -> None:
+    served = ScheduledModel(max_num_batched_tokens=8, max_num_seqs=1)
+    served.submit("a", prompt(12), max_tokens=3)
+    served.submit("b", prompt(5, first=50))
+    pending = [served.scheduler.num_pending_tokens]
+    for _ in range(2):
+        served.step()
+        pending.append(served.scheduler.num_pending_tokens)
+
+    assert pending == [17, 4 + 5, 5]
