@@ -1,0 +1,202 @@
+"""Every parallel layer, split over 2 and 4 ranks, equals its `torch.nn` original."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.gloo_pool import GlooPool
+from helpers.weights import fill, full_tensor
+from torch import Tensor
+
+from parallel.collectives import all_gather
+from parallel.description import DecoderDescription, RotaryDescription
+from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from parallel.kernels.reference import ReferenceKernels
+from parallel.layer import LayerContext
+from parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from parallel.mesh import Mesh
+from parallel.mlp import GatedMLP
+
+SIZES = (1, 2, 4)
+HIDDEN = 16
+TOLERANCE = {"rtol": 0, "atol": 2e-6}  # float32, partial sums in another order
+
+
+def _context(mesh: Mesh) -> LayerContext:
+    return LayerContext(axis=mesh.tp, kernels=ReferenceKernels(), device=torch.device("cpu"), dtype=torch.float32)
+
+
+def _load(layer: Any, *prefix: str) -> None:
+    fill(layer.sharded_parameters(*prefix))
+    layer.finish_loading()
+
+
+def _inputs(num_tokens: int = 5, size: int = HIDDEN) -> Tensor:
+    return torch.randn(num_tokens, size, generator=torch.Generator().manual_seed(3))
+
+
+def _linear(source: str, num_outputs: int, num_inputs: int, *, has_bias: bool) -> torch.nn.Linear:
+    """The original of a parallel layer of that name."""
+    original = torch.nn.Linear(num_inputs, num_outputs, bias=has_bias).requires_grad_(False)
+    original.weight.data = full_tensor(f"{source}.weight", num_outputs, num_inputs)
+    if has_bias:
+        original.bias.data = full_tensor(f"{source}.bias", num_outputs)
+    return original
+
+
+def _run_column(mesh: Mesh, has_bias: bool) -> tuple[Tensor, dict[str, int]]:
+    layer = ColumnParallelLinear.even(HIDDEN, 24, has_bias=has_bias, context=_context(mesh))
+    _load(layer, "column")
+    result = layer(_inputs())
+    return result, dict(mesh.tp.counts)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("tp", SIZES)
+def test_column_parallel_outputs_joined_equal_linear(gloo_pool: GlooPool, tp: int, has_bias: bool) -> None:
+    results = gloo_pool.run(_run_column, has_bias, tp=tp)
+    expected = _linear("column", 24, HIDDEN, has_bias=has_bias)(_inputs())
+    torch.testing.assert_close(torch.cat([part for part, _ in results], dim=1), expected, **TOLERANCE)
+    assert all(counts == {} for _, counts in results)
+
+
+def _run_row(mesh: Mesh, has_bias: bool) -> tuple[Tensor, int]:
+    layer = RowParallelLinear(HIDDEN, 24, has_bias=has_bias, context=_context(mesh))
+    _load(layer, "row")
+    part = _inputs().chunk(mesh.tp.size, dim=1)[mesh.tp.rank].contiguous()
+    return layer(part), mesh.tp.counts["all_reduce"]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("tp", SIZES)
+def test_row_parallel_equals_linear_with_one_all_reduce(gloo_pool: GlooPool, tp: int, has_bias: bool) -> None:
+    expected = _linear("row", 24, HIDDEN, has_bias=has_bias)(_inputs())
+    for result, num_all_reduces in gloo_pool.run(_run_row, has_bias, tp=tp):
+        torch.testing.assert_close(result, expected, **TOLERANCE)
+        assert num_all_reduces == (tp > 1)
+
+
+def _run_qkv(mesh: Mesh, num_kv_heads: int) -> tuple[Tensor, int, int]:
+    layer = QKVParallelLinear(
+        HIDDEN, num_heads=8, num_kv_heads=num_kv_heads, head_dim=4, has_bias=True, context=_context(mesh)
+    )
+    _load(layer, "attention")
+    return layer(_inputs()), layer.num_local_heads, layer.num_local_kv_heads
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("tp", SIZES)
+def test_qkv_gives_each_query_head_its_own_key_value_head(gloo_pool: GlooPool, tp: int, num_kv_heads: int) -> None:
+    q, k, v = (
+        _linear(f"attention.{name}", heads * 4, HIDDEN, has_bias=True)(_inputs()).view(5, heads, 4)
+        for name, heads in (("q", 8), ("k", num_kv_heads), ("v", num_kv_heads))
+    )
+    heads_seen = 0
+    for fused, num_heads, num_local_kv_heads in gloo_pool.run(_run_qkv, num_kv_heads, tp=tp):
+        local_q, local_k, local_v = fused.view(5, -1, 4).split([num_heads, num_local_kv_heads, num_local_kv_heads], 1)
+        for head in range(num_heads):
+            original = heads_seen + head
+            original_kv = original // (8 // num_kv_heads)
+            local_kv = head // (num_heads // num_local_kv_heads)
+            torch.testing.assert_close(local_q[:, head], q[:, original], **TOLERANCE)
+            torch.testing.assert_close(local_k[:, local_kv], k[:, original_kv], **TOLERANCE)
+            torch.testing.assert_close(local_v[:, local_kv], v[:, original_kv], **TOLERANCE)
+        heads_seen += num_heads
+    assert heads_seen == 8
+
+
+def _description(**options: Any) -> DecoderDescription:
+    return DecoderDescription(
+        family="llama",
+        vocab_size=37,
+        hidden_size=HIDDEN,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=4,
+        intermediate_size=24,
+        max_context=64,
+        norm_eps=1e-5,
+        rotary=RotaryDescription(dim=4, theta=10000.0),
+        sliding_windows=(None,),
+        **options,
+    )
+
+
+def _run_mlp(mesh: Mesh, mlp_bias: bool) -> tuple[Tensor, int]:
+    layer = GatedMLP(_description(mlp_bias=mlp_bias), context=_context(mesh))
+    _load(layer, "mlp")
+    return layer(_inputs()), mesh.tp.counts["all_reduce"]
+
+
+@pytest.mark.parametrize("mlp_bias", [False, True])
+@pytest.mark.parametrize("tp", SIZES)
+def test_mlp_equals_its_original_with_one_all_reduce(gloo_pool: GlooPool, tp: int, mlp_bias: bool) -> None:
+    x = _inputs()
+    gate, up = (_linear(f"mlp.{name}", 24, HIDDEN, has_bias=mlp_bias) for name in ("gate", "up"))
+    expected = _linear("mlp.down", HIDDEN, 24, has_bias=mlp_bias)(F.silu(gate(x)) * up(x))
+    for result, num_all_reduces in gloo_pool.run(_run_mlp, mlp_bias, tp=tp):
+        torch.testing.assert_close(result, expected, **TOLERANCE)
+        assert num_all_reduces == (tp > 1)
+
+
+def _run_embedding(mesh: Mesh, vocab_size: int, token_ids: Tensor) -> tuple[Tensor, int]:
+    layer = VocabParallelEmbedding(vocab_size, HIDDEN, context=_context(mesh))
+    _load(layer, "embedding")
+    return layer(token_ids), mesh.tp.counts["all_reduce"]
+
+
+@pytest.mark.parametrize(
+    "vocab_size", [40, 37, 5, 3]
+)  # divides; does not; the last of 4 ranks is nearly, or quite, empty
+@pytest.mark.parametrize("tp", SIZES)
+def test_embedding_equals_its_original(gloo_pool: GlooPool, tp: int, vocab_size: int) -> None:
+    original = torch.nn.Embedding(vocab_size, HIDDEN).requires_grad_(False)
+    original.weight.data = full_tensor("embedding.weight", vocab_size, HIDDEN)
+    token_ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0)).repeat(2)
+    for result, num_all_reduces in gloo_pool.run(_run_embedding, vocab_size, token_ids, tp=tp):
+        assert torch.equal(result, original(token_ids))  # sums with zeros only
+        assert num_all_reduces == (tp > 1)
+
+
+def _run_head(mesh: Mesh, vocab_size: int, is_tied: bool) -> Tensor | None:
+    context = _context(mesh)
+    embedding = VocabParallelEmbedding(vocab_size, HIDDEN, context=context)
+    _load(embedding, "embedding")
+    head = VocabParallelHead(
+        vocab_size, HIDDEN, tied=embedding if is_tied else None, source="head.weight", context=context
+    )
+    _load(head)
+    return head(_inputs())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("vocab_size", [40, 37, 5])
+@pytest.mark.parametrize("tp", SIZES)
+def test_head_gives_the_first_rank_the_logits_of_its_original(
+    gloo_pool: GlooPool, tp: int, vocab_size: int, is_tied: bool
+) -> None:
+    source = "embedding" if is_tied else "head"
+    expected = _linear(source, vocab_size, HIDDEN, has_bias=False)(_inputs())
+    logits, *others = gloo_pool.run(_run_head, vocab_size, is_tied, tp=tp)
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert others == [None] * (tp - 1)
+
+
+def _run_column_in_bfloat16(mesh: Mesh) -> Tensor:
+    context = LayerContext(axis=mesh.tp, kernels=ReferenceKernels(), device=torch.device("cpu"), dtype=torch.bfloat16)
+    layer = RowParallelLinear(HIDDEN, 24, has_bias=True, context=context)
+    _load(layer, "row")
+    part = _inputs().bfloat16().chunk(mesh.tp.size, dim=1)[mesh.tp.rank].contiguous()
+    return all_gather(layer(part), mesh.tp)
+
+
+def test_half_precision_travels_over_gloo(gloo_pool: GlooPool) -> None:
+    results = gloo_pool.run(_run_column_in_bfloat16, tp=4)
+    expected = _linear("row", 24, HIDDEN, has_bias=True)(_inputs())
+    # inputs, weights and each partial sum are rounded to 8 bits; values of a few units
+    for result in results:
+        for part in result.chunk(4):
+            torch.testing.assert_close(part.float(), expected, rtol=0, atol=0.08)
+            assert torch.equal(part, result[:5])

@@ -1,0 +1,82 @@
+"""Which device and which kernels a process gets, and what a CPU says of its memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.device.cpu import CpuDevice
+from parallel.device.select import select_device
+from parallel.errors import DeviceError
+from parallel.kernels.cpu_fast import CpuKernels
+from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.select import select_kernels
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def test_cpu_knows_its_memory() -> None:
+    device = CpuDevice()
+    assert 0 < device.free_memory_bytes() <= device.total_memory_bytes()
+    assert device.peak_memory_bytes() < device.total_memory_bytes()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system cannot reset peaks")
+def test_peak_memory_sees_what_was_freed_until_reset() -> None:
+    device = CpuDevice()
+    device.reset_peak_memory()
+    before = device.peak_memory_bytes()
+    torch.ones(64 * MIB, dtype=torch.uint8).sum()
+    after = device.peak_memory_bytes()
+    device.reset_peak_memory()
+    assert after - before > 48 * MIB
+    assert device.peak_memory_bytes() < after - 48 * MIB
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_cpu_computes_in_the_dtype_of_the_checkpoint_except_float16(stored: torch.dtype, computed: torch.dtype) -> None:
+    assert CpuDevice().default_dtype(stored) is computed
+
+
+def test_cpu_is_selected_by_name_with_gloo() -> None:
+    device = select_device("cpu")
+    assert (device.torch_device, device.collective_backend) == (CPU, "gloo")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_missing_gpu_is_refused_by_name_and_passed_over_by_auto() -> None:
+    assert select_device("auto").torch_device == CPU
+    with pytest.raises(DeviceError, match="this process sees no GPU"):
+        select_device("cuda")
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(DeviceError, match=r"'tpu'; allowed: auto, cpu, cuda"):
+        select_device("tpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "kind"),
+    [
+        ("cpu", "auto", CpuKernels),
+        ("cpu", "cpu", CpuKernels),
+        ("cpu", "reference", ReferenceKernels),
+        ("cuda", "auto", ReferenceKernels),
+    ],
+)
+def test_kernels_are_selected_by_device_and_name(device: str, name: str, kind: type) -> None:
+    assert type(select_kernels(torch.device(device), torch.float32, name)) is kind
+
+
+@pytest.mark.parametrize(("device", "name"), [("cpu", "fast"), ("cuda", "cpu")])
+def test_kernels_that_do_not_exist_there_are_refused(device: str, name: str) -> None:
+    with pytest.raises(DeviceError, match="allowed"):
+        select_kernels(torch.device(device), torch.float32, name)

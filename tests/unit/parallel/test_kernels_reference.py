@@ -1,0 +1,159 @@
+"""The reference kernels mean what torch's own functions mean."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.paged_layout import make_layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parallel.kernels.base import AttentionParams, LayerCache
+from parallel.kernels.reference import ReferenceKernels
+
+KERNELS = ReferenceKernels()
+SPANS = [(1, 1), (1, 23), (1, 16), (5, 5), (9, 30), (33, 33), (4, 64)]
+TOLERANCE = 2e-6  # float32, sums in another order
+
+
+def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _visible(query: int, context: int, window: int | None) -> Tensor:
+    positions = torch.arange(context)
+    own = positions[context - query :, None]
+    visible = positions <= own
+    return visible if window is None else visible & (positions > own - window)
+
+
+def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    """One sequence: [Q, N, H] over [C, K, H]."""
+    return F.scaled_dot_product_attention(
+        q.transpose(0, 1),
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        attn_mask=_visible(len(q), len(k), params.sliding_window),
+        scale=params.scale,
+        enable_gqa=True,
+    ).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_attention_equals_torch(window: int | None, num_heads: int, num_kv_heads: int, block_size: int) -> None:
+    layout = make_layout(SPANS, num_kv_heads=num_kv_heads, head_dim=8, block_size=block_size)
+    starts = layout.meta.query_starts_host
+    q = _randn(starts[-1], num_heads, 8)
+    params = AttentionParams(scale=0.3, sliding_window=window)
+
+    result = KERNELS.attention(q, layout.cache, layout.meta, params)
+
+    for i, (k, v) in enumerate(zip(layout.keys, layout.values, strict=True)):
+        own = slice(starts[i], starts[i + 1])
+        torch.testing.assert_close(result[own], _attend_by_torch(q[own], k, v, params), rtol=0, atol=TOLERANCE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    spans=st.lists(
+        st.integers(1, 40).flatmap(lambda context: st.tuples(st.integers(1, context), st.just(context))),
+        min_size=1,
+        max_size=6,
+    ),
+    window=st.none() | st.integers(1, 20),
+    block_size=st.integers(1, 9),
+    seed=st.integers(0, 100),
+)
+def test_attention_equals_torch_on_any_layout(
+    spans: list[tuple[int, int]], window: int | None, block_size: int, seed: int
+) -> None:
+    layout = make_layout(spans, num_kv_heads=2, head_dim=4, block_size=block_size, seed=seed)
+    starts = layout.meta.query_starts_host
+    q = _randn(starts[-1], 4, 4, seed=seed)
+    params = AttentionParams(scale=0.5, sliding_window=window)
+    result = KERNELS.attention(q, layout.cache, layout.meta, params)
+    expected = [
+        _attend_by_torch(q[starts[i] : starts[i + 1]], layout.keys[i], layout.values[i], params)
+        for i in range(len(spans))
+    ]
+    torch.testing.assert_close(result, torch.cat(expected), rtol=0, atol=TOLERANCE)
+
+
+def test_soft_cap_bends_the_scores() -> None:
+    layout = make_layout([(3, 12)], num_kv_heads=1, head_dim=4, block_size=4)
+    q = _randn(3, 1, 4) * 5
+    result = KERNELS.attention(q, layout.cache, layout.meta, AttentionParams(scale=1.0, soft_cap=2.0))
+    scores = 2.0 * torch.tanh(q[:, 0] @ layout.keys[0][:, 0].T / 2.0)
+    weights = scores.masked_fill(~_visible(3, 12, None), float("-inf")).softmax(-1)
+    torch.testing.assert_close(result[:, 0], weights @ layout.values[0][:, 0], rtol=0, atol=TOLERANCE)
+
+
+def test_attention_in_bfloat16_is_rounded_once() -> None:
+    layout = make_layout(SPANS, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.bfloat16)
+    q = _randn(layout.meta.query_starts_host[-1], 4, 8, dtype=torch.bfloat16)
+    result = KERNELS.attention(q, layout.cache, layout.meta, AttentionParams(scale=0.3))
+    in_float32 = KERNELS.attention(
+        q.float(), LayerCache(*(x.float() for x in layout.cache)), layout.meta, AttentionParams(scale=0.3)
+    )
+    assert torch.equal(result, in_float32.bfloat16())
+
+
+def test_attention_refuses_heads_that_do_not_group() -> None:
+    layout = make_layout([(1, 1)], num_kv_heads=2, head_dim=4, block_size=4)
+    with pytest.raises(ValueError, match="3 query heads over 2"):
+        KERNELS.attention(_randn(1, 3, 4), layout.cache, layout.meta, AttentionParams(scale=1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_equals_torch(dtype: torch.dtype) -> None:
+    x, weight = _randn(5, 3, 8, dtype=dtype), _randn(8, seed=1, dtype=dtype)
+    before = x.clone()
+    original = torch.nn.RMSNorm(8, eps=1e-5)
+    original.weight.data = weight.float()
+    expected = original(x.float()).to(dtype)
+    tolerance = TOLERANCE if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(KERNELS.rms_norm(x, weight, 1e-5), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(x, before)
+
+
+def test_add_rms_norm_norms_the_rounded_sum() -> None:
+    x, residual, weight = (_randn(4, 8, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+    weight = weight[0]
+    total = x + residual
+    expected = KERNELS.rms_norm(total, weight, 1e-5)
+    normed, carried = KERNELS.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(carried, total)
+    assert torch.equal(normed, expected)
+
+
+def test_rotary_turns_pairs_and_leaves_the_rest() -> None:
+    q, k = _randn(3, 2, 6), _randn(3, 1, 6, seed=1)
+    angles = _randn(3, 2, seed=2)
+    turned_q, turned_k = KERNELS.rotary(q.clone(), k.clone(), angles.cos(), angles.sin())
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    for x, turned in ((q, turned_q), (k, turned_k)):
+        pairs = torch.complex(x[..., :2], x[..., 2:4]) * turn
+        expected = torch.cat([pairs.real, pairs.imag, x[..., 4:]], dim=-1)
+        torch.testing.assert_close(turned, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_silu_mul_gates_the_second_half() -> None:
+    x = _randn(3, 8)
+    torch.testing.assert_close(KERNELS.silu_mul(x), F.silu(x[:, :4]) * x[:, 4:])
+
+
+def test_write_cache_fills_exactly_the_slots() -> None:
+    cache = LayerCache(torch.zeros(3, 4, 2, 5), torch.zeros(3, 4, 2, 5))
+    k, v = _randn(3, 2, 5), _randn(3, 2, 5, seed=1)
+    KERNELS.write_cache(k, v, cache, torch.tensor([11, 0, 6]))
+    assert torch.equal(cache.k_BPKH.flatten(0, 1)[[11, 0, 6]], k)
+    assert torch.equal(cache.v_BPKH.flatten(0, 1)[[11, 0, 6]], v)
+    assert int((cache.k_BPKH.flatten(0, 1).abs().sum((1, 2)) > 0).sum()) == 3
+
+
+def test_packed_linear_equals_torch() -> None:
+    weight, bias, x = _randn(4, 3), _randn(4, seed=1), _randn(2, 3, seed=2)
+    assert torch.equal(KERNELS.pack_linear(weight, bias)(x), F.linear(x, weight, bias))
+    assert torch.equal(KERNELS.pack_linear(weight, None)(x), F.linear(x, weight))
