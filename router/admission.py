@@ -1,7 +1,7 @@
 """The bounded queue in front of the replicas: a place for each request, first come first served, or an early refusal.
 
-A request enters before its prompt is tokenized and starts before a replica is chosen, so everything the router holds for
-clients is bounded by max_in_flight + max_queued. Owned by the event loop.
+A request enters before its prompt is tokenized and starts before a replica is chosen, so everything the router holds
+for clients is bounded by max_in_flight + max_queued. Owned by the event loop.
 """
 
 import asyncio
@@ -111,5 +111,9 @@ class Place:
         self.has_started = False
 
     async def start(self, deadline_s: float | None) -> None:
-        """Wait until the request may go to a replica. Raises DeadlineError when the event loop's time passes `deadline_s`."""
+        """Wait until the request may go to a replica.
+
+        Raises:
+            DeadlineError: the event loop's time passed `deadline_s`.
+        """
         await self._admission._start(self, deadline_s)

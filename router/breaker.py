@@ -1,4 +1,4 @@
-"""Circuit breaker of one replica: decides whether it gets requests, from its successes and failures. Pure; time is an argument."""
+"""Circuit breaker of one replica: whether it gets requests, from how earlier ones ended. Pure; time is an argument."""
 
 from enum import StrEnum
 
@@ -14,7 +14,7 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """Opens after failures in a row; after a while lets one probe through, whose end closes it or opens it for longer."""
+    """Opens after failures in a row; later lets one probe through, whose end closes it or opens it for longer."""
 
     def __init__(self, config: BreakerConfig) -> None:
         self._config = config
@@ -64,5 +64,5 @@ class Breaker:
         self._is_probing = False
 
     def release(self) -> None:
-        """Note that a request ended and says nothing about the replica (cancelled, refused): another may be the probe."""
+        """Note an end that says nothing about the replica (cancelled, refused); the next request may be the probe."""
         self._is_probing = False

@@ -1,6 +1,6 @@
-"""One generation as the router's front ends ask for it and as its deltas come back: plain values that gRPC and HTTP share."""
+"""One generation as the front ends ask for it and as its deltas come back: plain values that gRPC and HTTP share."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,6 @@ class ChatMessage:
     role: str
     content: str
     name: str = ""
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +58,10 @@ class ModelCard:
 
 
 class Dispatch(Protocol):
-    """What the front ends need; dispatch.py is the real one, tests have a double. Errors are those of router/errors.py."""
+    """What the front ends need; dispatch.py is the real one, tests have a double. Errors: those of errors.py."""
 
-    def generate(self, call: GenerateCall) -> AsyncIterator[GenerateDelta]:
-        """Serve one call. Closing the iterator, or cancelling the task that reads it, aborts the call everywhere."""
+    def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta, None]:
+        """Serve one call. Closing the generator, or cancelling the task that reads it, aborts the call everywhere."""
 
     async def tokenize(
         self, model: str, prompt: str | tuple[ChatMessage, ...], *, add_special_tokens: bool = True

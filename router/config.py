@@ -1,4 +1,4 @@
-"""The router's settings, as frozen values; __main__.py builds them from flags, the cluster from its own configuration."""
+"""The router's settings, as frozen values; __main__.py builds them from flags, the cluster from its own YAML."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,7 +40,7 @@ class PrefixPolicyConfig:
     home_blocks: int = 4
     """Leading blocks that decide the home of a cold prefix."""
     load_factor: float = 1.5
-    """A replica with more requests than this times the mean, plus `load_slack`, gets no request for its cache's sake."""
+    """A replica with more requests than this times the mean, plus `load_slack`, is no candidate."""
     load_slack: int = 8
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if (self.control is None) == (not self.models):
             raise RouterConfigError(
-                f"control is {self.control!r} and models has {len(self.models)} entries; allowed: exactly one of the two"
+                f"control is {self.control!r} and models has {len(self.models)} entries; allowed: one of the two"
             )
         for name in ("grpc_port", "http_port", "metrics_port"):
             port = getattr(self, name)

@@ -1,6 +1,6 @@
 """Wire messages to the router's values and back, and the check of every value that a client may set.
 
-What depends on a model's tokens (prompt length, token ids in range) is checked here too, from numbers given as arguments.
+What depends on a model (prompt length, token ids in range) is checked here too, from numbers given as arguments.
 """
 
 import math

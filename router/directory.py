@@ -1,6 +1,6 @@
-"""Which models are served and where: follows the controller's membership, or a fixed list, and keeps one link per replica.
+"""Which models are served and where: follows the controller's membership, or a fixed list; one link per replica.
 
-Knows models, links and the prefix index of each model; who gets a request is decided in flight.py with the model's policy.
+Knows models, links and the prefix index of each model; flight.py asks the model's policy who gets a request.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class ModelRoute:
         self._max_context = served.max_context
 
     def accept(self, snapshot: replica_pb2.Snapshot) -> bool:
-        """Learn from a replica's snapshot; False when its blocks are hashed otherwise than those of the replicas known."""
+        """Learn from a replica's snapshot; False when its blocks are hashed otherwise than those of the others."""
         self.vocab_size = snapshot.vocab_size or self.vocab_size
         self._max_replica_context = snapshot.max_context or self._max_replica_context
         scheme = (snapshot.block_size, snapshot.hash_key)

@@ -9,7 +9,7 @@
     ├── ReplicaFailedError       INTERNAL             500   replicas failed, and so did the retries elsewhere
     ├── RequestFailedError       INTERNAL             500   this request failed in the engine
     ├── ProtocolError            (stays inside)             a replica broke the rules of replica.proto
-    ├── ModelFilesError          INTERNAL             500   a model's folder lacks what the router reads, or it is broken
+    ├── ModelFilesError          INTERNAL             500   a model's folder lacks a file, or one is broken
     └── RouterConfigError        (at start)                 a setting is out of range, or a port is taken
 """
 

@@ -1,7 +1,7 @@
-"""One request in flight: placed on a replica, read from it, and placed again with its tokens so far when the replica breaks.
+"""One request in flight: placed on a replica, read from it, and placed again with its tokens when the replica breaks.
 
-A request is its tokens: the next replica gets the prompt and what was generated, and goes on with exactly the tokens and the
-text that the first would have given. Tokenizing, checking and admission came before (dispatch.py).
+A request is its tokens: the next replica gets the prompt and what was generated, and goes on with exactly the tokens
+and the text that the first would have given. Tokenizing, checking and admission came before (dispatch.py).
 """
 
 import asyncio
@@ -65,8 +65,6 @@ class _Part:
     link: ReplicaLink
     wire_id: str
     inbox: Inbox
-    predicted_tokens: int
-    """Prompt tokens that the replica held when it was chosen."""
     submitted_s: float
     first_s: float | None = None
     last_s: float = 0.0
@@ -105,6 +103,8 @@ class Flight:
         self._lost_prefill_s = 0.0
         self._lost_decode_s = 0.0
         self._hashes: list[bytes] | None = None
+        self._seeking_since_s: float | None = None
+        """When it was last without a replica that gives tokens; refusals do not begin the wait anew."""
 
     async def next(self) -> GenerateDelta:
         """Return the next delta; after one with `finished` there is none.
@@ -152,8 +152,10 @@ class Flight:
     # Placing
 
     async def _place(self) -> _Part:
+        if self._seeking_since_s is None:
+            self._seeking_since_s = time.monotonic()
         limit_s = self._config.failover_wait_s if self._has_begun else self._config.new_request_wait_s
-        give_up_s = time.monotonic() + limit_s
+        give_up_s = self._seeking_since_s + limit_s
         while True:
             await self._hash()
             now_s = time.monotonic()
@@ -163,7 +165,7 @@ class Flight:
                 for link in self._route.links.values()
                 if link.replica_id not in avoided and link.takes_requests(now_s)
             ]
-            if links:
+            if links and now_s <= give_up_s:
                 return self._submit(links)
             if self._full and not self._has_begun:
                 raise OverloadedError(
@@ -209,9 +211,7 @@ class Flight:
             self._metrics.prompt_tokens.labels(self._route.name).inc(len(request.prompt_token_ids))
             self._metrics.predicted_tokens.labels(self._route.name).inc(self._first_prediction)
         logger.debug("request %s goes to %s (%s)", wire_id, link.replica_id, choice.reason)
-        return _Part(
-            link=link, wire_id=wire_id, inbox=inbox, predicted_tokens=predicted, submitted_s=time.monotonic()
-        )
+        return _Part(link=link, wire_id=wire_id, inbox=inbox, submitted_s=time.monotonic())
 
     def _submission(self, wire_id: str) -> replica_pb2.Submit:
         request = self._request
@@ -237,6 +237,7 @@ class Flight:
         if part.first_s is None:
             part.first_s = part.last_s
             self._served_by.append(part.link.replica_id)
+            self._seeking_since_s = None
         self._generated.extend(received.token_ids)
 
     def _delta(self, received: Received, finished: inference_pb2.Finished | None) -> GenerateDelta:
@@ -304,6 +305,9 @@ class Flight:
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 self._metrics.retries.labels(self._route.name).inc()
                 self._full.add(part.link.replica_id)
+            case grpc.StatusCode.UNAVAILABLE if part.first_s is None:
+                self._metrics.retries.labels(self._route.name).inc()
+                self._leaving.add(part.link.replica_id)
             case grpc.StatusCode.UNAVAILABLE:
                 self._leaving.add(part.link.replica_id)
                 self._after_break(part, failed.message)

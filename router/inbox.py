@@ -1,4 +1,4 @@
-"""What a replica sent for one request: filled by replica.py as frames come, emptied by flight.py when its client is ready."""
+"""What a replica sent for one request: replica.py fills it with frames, flight.py empties it at its client's pace."""
 
 import asyncio
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Received:
 
 
 class Inbox:
-    """What a replica sent for one request and its reader has not taken yet, merged: bounded by the request's max_tokens."""
+    """What was sent and not yet taken, merged; bounded by the request's max_tokens."""
 
     __slots__ = ("_ending", "_logprobs", "_texts", "_token_ids", "_waiter")
 

@@ -1,4 +1,4 @@
-"""How much work one replica has, as this router knows it: the load of the last frame, corrected by what it cannot contain yet.
+"""How much work one replica has, as this router knows it: the load of the last frame, corrected by what came after it.
 
 A request that was just sent is in no frame, so a burst would all go to the replica that looked idle; one that was just
 aborted is still in the last frame, and an idle replica sends no further one. Both are counted here at once. Pure.

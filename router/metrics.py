@@ -41,7 +41,7 @@ class RouterMetrics:
         self.retries = self._counter("retries", "Times a replica refused a request and another was tried.")
         self.ttft = self._histogram("ttft_seconds", "From the request's arrival to its first token.")
         self.tpot = self._histogram("tpot_seconds", "Time per output token after the first, mean of a request.")
-        self.itl = self._histogram("itl_seconds", "Gaps between a request's tokens; tokens that come together share one.")
+        self.itl = self._histogram("itl_seconds", "Gaps between a request's tokens; those that come together share it.")
         self.e2e = self._histogram("e2e_seconds", "From a request's arrival to its end, finished requests only.")
 
     def watch(self, admission: Admission, directory: Directory) -> None:

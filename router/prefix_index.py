@@ -1,6 +1,6 @@
 """Which replicas hold which KV blocks: the leading blocks of a prompt that each replica could reuse.
 
-Knows hashes and replica ids; replica.py feeds it from frames, prefix_policy.py asks. Holds exactly what replicas said they
+Knows hashes and replica ids; replica.py feeds it from frames, directory.py asks. Holds exactly what replicas said they
 hold, so its size is bounded by their caches. Owned by the event loop.
 """
 

@@ -1,4 +1,4 @@
-"""The prefix-affinity policy: send a request where most of its prompt is cached, unless another replica would begin sooner.
+"""The prefix-affinity policy: a request goes where most of its prompt is cached, unless another would begin sooner.
 
 The work that stands between a request and its first token on a replica, in prompt tokens:
 
@@ -8,12 +8,12 @@ The work that stands between a request and its first token on a replica, in prom
 
 The least work wins, so affinity gives way to load step by step and not at a threshold. Two more rules:
 
-- *Bounded load.* A replica with more than load_factor x mean + load_slack requests is no candidate, whatever it holds: a
-  system prompt that all requests share pulls them together only so far. Affinity still decides among the others. (Consistent
-  hashing with bounded loads, Mirrokni et al., arXiv:1608.01350.)
-- *A home for cold prefixes.* While nobody holds the first blocks, the replica that wins a rendezvous hash on them gets a
-  credit: equal prompts that arrive together meet there, and so do those that come through other routers, which find the same
-  home without talking.
+- *Bounded load.* A replica with more than load_factor x mean + load_slack requests is no candidate, whatever it holds:
+  a system prompt that all requests share pulls them together only so far. Affinity still decides among the others.
+  (Consistent hashing with bounded loads, Mirrokni et al., arXiv:1608.01350.)
+- *A home for cold prefixes.* While nobody holds the first blocks, the replica that wins a rendezvous hash on them gets
+  a credit: equal prompts that arrive together meet there, also when they come through other routers, which find the
+  same home without talking.
 """
 
 import random
@@ -70,7 +70,7 @@ class PrefixAffinity:
 
 
 def rendezvous(key: bytes, replica_ids: Sequence[ReplicaId]) -> ReplicaId:
-    """Return the replica with the highest hash of (key, id): all routers agree, and a leaving replica moves only its own keys."""
+    """Return the replica with the highest hash of (key, id): all agree, and one that leaves moves only its own keys."""
     return max(replica_ids, key=lambda replica_id: blake2b(replica_id.encode(), key=key, digest_size=8).digest())
 
 

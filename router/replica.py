@@ -1,8 +1,8 @@
 """One multiplexed stream to one replica: requests go down, frames come up and are handed to the requests they concern.
 
-A frame is handled once: cache events go to the prefix index, load to the estimate, each output to its request's inbox. The
-first frame is a snapshot. When the stream breaks, the index of this replica and its load are dropped, every request on it is
-handed back (its inbox says so; flight.py continues it elsewhere), and the link dials again while membership names it.
+A frame is handled once: cache events go to the prefix index, load to the estimate, each output to its request's inbox.
+The first frame is a snapshot. When the stream breaks, the index of this replica and its load are dropped, every request
+on it is handed back (its inbox says so; flight.py continues it), and the link dials again while membership names it.
 """
 
 import asyncio
@@ -32,9 +32,7 @@ PROTOCOL_VERSION = 1
 
 _Call = grpc.aio.StreamStreamCall[replica_pb2.ConnectRequest, replica_pb2.ConnectResponse]
 
-_REPLICA_FAULTS = frozenset(
-    code.value[0] for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
-)
+_REPLICA_FAULTS = frozenset(code.value[0] for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN))
 """Codes of failed requests that speak against the replica."""
 
 CHANNEL_OPTIONS = (
@@ -68,7 +66,7 @@ class Endpoint:
 
 
 class ReplicaLink:
-    """The router's end of one replica. `run` owns the connection; the other methods are called on the same event loop."""
+    """The router's end of one replica. `run` owns the connection; the other methods share its event loop."""
 
     def __init__(
         self,
@@ -128,7 +126,8 @@ class ReplicaLink:
 
     def submit(self, submit: replica_pb2.Submit, *, num_pending_tokens: int) -> Inbox:
         """Send a request, and return where its outputs will arrive. Only while `takes_requests`; never blocks."""
-        assert self.state is LinkState.READY and submit.request_id not in self._inboxes
+        assert self.state is LinkState.READY
+        assert submit.request_id not in self._inboxes
         inbox = Inbox()
         self._inboxes[submit.request_id] = inbox
         self._unanswered.add(submit.request_id)
@@ -276,7 +275,7 @@ class ReplicaLink:
         if failed.code in _REPLICA_FAULTS:
             self.breaker.fail(self._clock())
         else:
-            self.breaker.release()  # the request's fault, or a full queue
+            self.breaker.release()  # the request's fault, a full queue, or a drain
 
     def _note_load(self, load: replica_pb2.Load) -> None:
         self.load.report(load.num_running + load.num_waiting, load.num_pending_tokens)

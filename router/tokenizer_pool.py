@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Tokenizer(Protocol):
-    """What the dispatcher needs of a model's tokenizer; tokenizer.py has the real one. Safe to call from several threads."""
+    """What the dispatcher needs of a model's tokenizer; tokenizer.py has the real one. Safe to use from any thread."""
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,91 @@
+"""`python -m router`: one router as a process of its own, beside or outside the cluster."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+import uvloop
+
+from router.app import BoundAddresses, run_router
+from router.config import PolicyName, RouterConfig, StaticModel
+from router.errors import RouterConfigError, RouterError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a router until SIGINT or SIGTERM; return the exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        uvloop.run(_serve(_config(options)))
+    except RouterError as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: RouterConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await run_router(config, stop=stop, on_ready=_announce)
+
+
+def _announce(addresses: BoundAddresses) -> None:
+    http = f"http://{addresses.http}/v1" if addresses.http else "off"
+    metrics = f"http://{addresses.metrics}/metrics" if addresses.metrics else "off"
+    print(f"gRPC {addresses.grpc}   OpenAI {http}   metrics {metrics}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m router", description="Weft's router: the front door of a cluster.")
+    where = parser.add_argument_group("replicas (give one of the two)")
+    where.add_argument("--control", metavar="HOST:PORT", help="controller whose membership to follow")
+    where.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER,HOST:PORT[,HOST:PORT...]",
+        help="a model and its replicas, without a controller; may be repeated",
+    )
+    parser.add_argument("--router-id", default=f"router-{os.getpid()}", help="name in logs (default: by process id)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=50051, help="gRPC; 0: any (default: %(default)s)")
+    parser.add_argument("--http-port", type=int, default=8000, help="OpenAI HTTP; -1: off (default: %(default)s)")
+    parser.add_argument("--metrics-port", type=int, default=9464, help="Prometheus; -1: off (default: %(default)s)")
+    parser.add_argument(
+        "--policy", type=PolicyName, choices=list(PolicyName), default=PolicyName.PREFIX_AFFINITY, metavar="POLICY",
+        help=f"one of {', '.join(PolicyName)} (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="for requests in flight at the end")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> RouterConfig:
+    return RouterConfig(
+        router_id=options.router_id,
+        control=options.control,
+        models=tuple(_static_model(text) for text in options.model),
+        host=options.host,
+        grpc_port=options.port,
+        http_port=None if options.http_port == -1 else options.http_port,
+        metrics_port=None if options.metrics_port == -1 else options.metrics_port,
+        policy=options.policy,
+        grace_s=options.grace,
+    )
+
+
+def _static_model(text: str) -> StaticModel:
+    name, _, rest = text.partition("=")
+    path, *addresses = rest.split(",")
+    if not (name and path and addresses and all(addresses)):
+        raise RouterConfigError(f"--model is {text!r}; allowed: NAME=FOLDER,HOST:PORT[,HOST:PORT...]")
+    return StaticModel(name=name, path=path, addresses=tuple(addresses))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""One router: its parts, made from the configuration; gRPC, HTTP and metrics on one event loop, stopped in order."""
+
+import asyncio
+import logging
+import math
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.applications import Starlette
+
+from router.admission import Admission
+from router.config import RouterConfig
+from router.directory import Directory
+from router.dispatch import Dispatcher
+from router.errors import RouterConfigError
+from router.metrics import MetricsListener, RouterMetrics
+from router.openai import create_app
+from router.server import GrpcListener
+from router.tokenizer import ModelTokenizer
+from router.tokenizer_pool import Tokenizer, TokenizerPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundAddresses:
+    """Where a router listens, host:port each."""
+
+    grpc: str
+    http: str | None
+    metrics: str | None
+
+
+async def run_router(
+    config: RouterConfig,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[BoundAddresses], None],
+    load_tokenizer: Callable[[str], Tokenizer] = ModelTokenizer.from_folder,
+) -> None:
+    """Serve until `stop` is set; then refuse new requests, let those in flight end within the grace, and return.
+
+    Args:
+        config: what to serve and where to listen.
+        stop: set by the caller.
+        on_ready: called once, when all listeners are bound and serve. Whether a replica is ready, health says.
+        load_tokenizer: reads a model's tokenizer from its folder, in a thread.
+
+    Raises:
+        RouterConfigError: a port is taken.
+    """
+    metrics = RouterMetrics()
+    rng = random.Random()
+    changed = asyncio.Event()
+    directory = Directory(config, rng, changed.set)
+    admission = Admission(config.admission, time.monotonic)
+    metrics.watch(admission, directory)
+    with ExitStack() as stack:
+        pool = TokenizerPool(load_tokenizer, num_threads=config.tokenizer_threads)
+        stack.callback(pool.close)
+        dispatcher = Dispatcher(config, directory=directory, admission=admission, pool=pool, metrics=metrics, rng=rng)
+        metrics_address = None
+        if config.metrics_port is not None:
+            listener = MetricsListener(metrics, config.host, config.metrics_port)
+            stack.callback(listener.close)
+            metrics_address = listener.address
+        http = None
+        if config.http_port is not None:
+            app = create_app(
+                dispatcher,
+                max_body_bytes=config.max_message_bytes,
+                ready=lambda: directory.is_ready and not stop.is_set(),
+            )
+            http = _HttpListener(app, host=config.host, port=config.http_port, grace_s=config.grace_s)
+            stack.callback(http.close)
+        grpc = GrpcListener(
+            dispatcher, host=config.host, port=config.grpc_port, max_message_bytes=config.max_message_bytes
+        )
+        addresses = BoundAddresses(grpc=grpc.address, http=http.address if http else None, metrics=metrics_address)
+        async with _serving(grpc, http, directory, changed, grace_s=config.grace_s):
+            logger.info("router %s serves %s", config.router_id, addresses)
+            on_ready(addresses)
+            await stop.wait()
+            logger.info("router %s stops", config.router_id)
+
+
+@asynccontextmanager
+async def _serving(
+    grpc: GrpcListener, http: "_HttpListener | None", directory: Directory, changed: asyncio.Event, *, grace_s: float
+) -> AsyncIterator[None]:
+    """Follow the replicas and serve for the length of the block; then stop in the order in which nobody is cut off."""
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(directory.run(), name="directory")
+        showing = tasks.create_task(_show_readiness(directory, changed, grpc), name="readiness")
+        await grpc.start()
+        serving = tasks.create_task(http.serve(), name="http") if http else None
+        try:
+            if http is not None:
+                await http.has_started.wait()
+            yield
+        finally:  # also when a task failed
+            showing.cancel()
+            await grpc.set_ready(False)
+            if http is not None:
+                http.stop()
+            await grpc.stop(grace_s)
+            if serving is not None:
+                await asyncio.wait((serving,))
+            following.cancel()
+
+
+async def _show_readiness(directory: Directory, changed: asyncio.Event, grpc: GrpcListener) -> None:
+    while True:
+        changed.clear()
+        await grpc.set_ready(directory.is_ready)
+        await changed.wait()
+
+
+class _HttpListener:
+    """uvicorn in our event loop, on a socket that is bound before anything starts."""
+
+    def __init__(self, app: Starlette, *, host: str, port: int, grace_s: float) -> None:
+        """Bind. Raises RouterConfigError when the port is taken."""
+        self._socket = _bind(host, port)
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self.has_started = asyncio.Event()
+        settings = uvicorn.Config(
+            app,
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(grace_s),
+        )
+        self._server = _QuietServer(settings, self.has_started)
+
+    async def serve(self) -> None:
+        """Serve until `stop`, and then until the requests in flight have ended."""
+        await self._server.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Take no more requests."""
+        self._server.should_exit = True
+
+    def close(self) -> None:
+        """Release the port."""
+        self._socket.close()
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves signals to the process, and says when it serves."""
+
+    def __init__(self, config: uvicorn.Config, has_started: asyncio.Event) -> None:
+        super().__init__(config)
+        self._has_started = has_started
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Capture none."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then say so."""
+        await super().startup(sockets)
+        self._has_started.set()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise RouterConfigError(f"HTTP cannot listen on {host}:{port}: {error.strerror}") from error
+    return bound

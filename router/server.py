@@ -1,0 +1,172 @@
+"""The gRPC face: weft.v1.Inference over the dispatcher, with health and reflection.
+
+A thin transcoder: it turns wire messages into calls, deltas into wire messages, and errors into statuses.
+"""
+
+import logging
+from collections.abc import Awaitable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from weft.v1 import inference_pb2 as pb
+from weft.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+
+from router.call import ChatMessage, Dispatch
+from router.convert import chat_messages, generate_call, generate_response
+from router.errors import InvalidRequestError, OverloadedError, RouterConfigError, RouterError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+READINESS_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+"""The health service that says whether some replica takes requests; the empty name says that the router lives."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServer(InferenceServicer):
+    """Serves weft.v1.Inference."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+
+    async def Generate(  # type: ignore[override] # noqa: N802 - the stubs know no handler that writes to its context
+        self, request: pb.GenerateRequest, context: _Context
+    ) -> None:
+        """Stream the deltas of one call; a client that cancels, or its deadline, cancels this task and so the call."""
+        try:
+            call = generate_call(request, timeout_s=context.time_remaining())
+            async with aclosing(self._dispatch.generate(call)) as deltas:
+                async for delta in deltas:
+                    await context.write(generate_response(delta))
+        except RouterError as error:
+            await _abort(context, error)
+        except Exception as error:
+            await _abort_unexpected(context, error)
+
+    async def Tokenize(  # noqa: N802
+        self, request: pb.TokenizeRequest, context: _Context
+    ) -> pb.TokenizeResponse:
+        """Return the token ids of a prompt."""
+        return await _answer(context, self._tokenize(request))
+
+    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        prompt: str | tuple[ChatMessage, ...]
+        match request.WhichOneof("prompt"):
+            case "text":
+                prompt = request.text
+            case "chat":
+                prompt = chat_messages(request.chat)
+            case _:
+                raise InvalidRequestError("the request has no prompt; allowed: text or chat", field="prompt")
+        add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        token_ids = await self._dispatch.tokenize(request.model, prompt, add_special_tokens=add)
+        cards = self._dispatch.list_models()
+        max_context = next((c.max_context for c in cards if request.model in ("", c.name)), 0)
+        return pb.TokenizeResponse(token_ids=token_ids, max_context=max_context)
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: pb.DetokenizeRequest,
+        context: _Context,
+    ) -> pb.DetokenizeResponse:
+        """Return the text of token ids."""
+        return await _answer(context, self._detokenize(request))
+
+    async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = await self._dispatch.detokenize(request.model, tuple(request.token_ids), skip_special_tokens=skip)
+        return pb.DetokenizeResponse(text=text)
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: pb.ListModelsRequest,
+        context: _Context,
+    ) -> pb.ListModelsResponse:
+        """Return the models served now."""
+        return pb.ListModelsResponse(
+            models=[
+                pb.Model(
+                    name=card.name,
+                    max_context=card.max_context,
+                    vocab_size=card.vocab_size,
+                    ready_replicas=card.ready_replicas,
+                )
+                for card in self._dispatch.list_models()
+            ]
+        )
+
+
+class GrpcListener:
+    """A gRPC server with the Inference service, health and reflection."""
+
+    def __init__(self, dispatch: Dispatch, *, host: str, port: int, max_message_bytes: int) -> None:
+        """Bind. Raises RouterConfigError when the port is taken.
+
+        Args:
+            dispatch: serves the calls.
+            host: address to bind.
+            port: 0 for a free one.
+            max_message_bytes: a larger message is refused with RESOURCE_EXHAUSTED.
+        """
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.so_reuseport", 0),  # else a taken port would be shared without a word
+                ("grpc.keepalive_time_ms", 30_000),  # finds clients that went away without closing
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            )
+        )
+        add_InferenceServicer_to_server(InferenceServer(dispatch), self._server)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # type: ignore[no-untyped-call]
+        names = (READINESS_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise RouterConfigError(f"gRPC cannot listen on {host}:{port}: the port is taken or not ours") from error
+        self.address = f"{host}:{bound}"
+
+    async def start(self) -> None:
+        """Begin to serve; not ready yet."""
+        await self.set_ready(False)
+        await self._server.start()
+
+    async def set_ready(self, is_ready: bool) -> None:
+        """Set what the readiness service answers."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(READINESS_SERVICE, status.SERVING if is_ready else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give those in flight `grace_s` to end, then cancel them."""
+        await self._server.stop(grace_s)
+
+
+async def _answer(context: _Context, work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except RouterError as error:
+        await _abort(context, error)
+    except Exception as error:
+        await _abort_unexpected(context, error)
+
+
+async def _abort(context: _Context, error: RouterError) -> NoReturn:
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, OverloadedError):
+        metadata = (("retry-after-ms", str(round(error.retry_after_s * 1000))),)
+    await context.abort(error.code, str(error), metadata)
+
+
+async def _abort_unexpected(context: _Context, error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.BaseError):
+        raise error  # the call is over already
+    logger.error("a call failed unexpectedly", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the router's log says more")
