@@ -1,0 +1,295 @@
+"""The OpenAI-compatible HTTP front: a thin transcoder over the dispatcher that the gRPC front uses too.
+
+    POST /v1/completions          openai_types.py: what may be asked       GET /health    the process lives
+    POST /v1/chat/completions     openai_render.py: what is answered       GET /ready     a model has a ready replica
+    GET  /v1/models[/{id}]                                                 GET /version
+
+A request's errors keep their HTTP status in streams too: nothing is sent before the first delta. An error after it
+comes as an `error` event, and the stream then ends without `[DONE]`. When a client goes away, its calls are aborted at
+once, whether it streams or waits.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar, cast
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from router.call import Dispatch, GenerateDelta
+from router.errors import ModelNotFoundError, RouterError
+from router.openai_render import (
+    ChatRenderer,
+    CompletionRenderer,
+    Json,
+    Renderer,
+    TokenNames,
+    error_body,
+    error_headers,
+    render_error,
+    render_model,
+)
+from router.openai_types import ChatCompletionRequest, CompletionRequest, parse_request
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Deltas = AsyncGenerator[tuple[int, GenerateDelta], None]
+
+_CLIENT_CLOSED_REQUEST = 499
+_DRAIN_FACTOR = 16
+"""A body too long is read on to this many times the limit, and dropped: clients that are cut off while they still send
+see a broken connection, not the answer."""
+_DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def create_app(
+    dispatch: Dispatch, *, max_body_bytes: int = 4 << 20, ready: Callable[[], bool] | None = None
+) -> Starlette:
+    """Build the HTTP front.
+
+    Args:
+        dispatch: serves the calls.
+        max_body_bytes: a longer request body is refused.
+        ready: whether /ready says yes; None: when some model has a replica that takes requests.
+    """
+    front = _Front(dispatch, max_body_bytes=max_body_bytes, ready=ready)
+    return Starlette(
+        routes=[
+            Route("/v1/models", front.list_models),
+            Route("/v1/models/{model:path}", front.get_model),
+            Route("/v1/completions", front.complete, methods=["POST"]),
+            Route("/v1/chat/completions", front.chat, methods=["POST"]),
+            Route("/health", front.health),
+            Route("/ready", front.tell_ready),
+            Route("/version", front.tell_version),
+        ],
+        exception_handlers={
+            RouterError: _answer_router_error,
+            HTTPException: _answer_http_exception,
+            ClientDisconnect: _answer_nobody,
+            Exception: _answer_unexpected,
+        },
+    )
+
+
+class _Front:
+    """The endpoints."""
+
+    def __init__(self, dispatch: Dispatch, *, max_body_bytes: int, ready: Callable[[], bool] | None) -> None:
+        self._dispatch = dispatch
+        self._max_body_bytes = max_body_bytes
+        self._ready = ready if ready is not None else self._has_ready_replica
+        self._names = TokenNames(dispatch)
+        self._started_at = int(time.time())
+
+    async def complete(self, request: Request) -> "_Exchange":
+        body = await _read_body(request, self._max_body_bytes)
+        return self._exchange(parse_request(body, CompletionRequest), CompletionRenderer)
+
+    async def chat(self, request: Request) -> "_Exchange":
+        body = await _read_body(request, self._max_body_bytes)
+        return self._exchange(parse_request(body, ChatCompletionRequest), ChatRenderer)
+
+    async def list_models(self, request: Request) -> Response:
+        cards = [render_model(card, self._started_at) for card in self._dispatch.list_models()]
+        return _json({"object": "list", "data": cards})
+
+    async def get_model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        cards = {card.name: card for card in self._dispatch.list_models()}
+        if name not in cards:
+            raise ModelNotFoundError(f"model {name!r} does not exist; served: {', '.join(sorted(cards)) or 'none'}")
+        return _json(render_model(cards[name], self._started_at))
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def tell_ready(self, request: Request) -> Response:
+        is_ready = self._ready()
+        return _json({"ready": is_ready}, status=200 if is_ready else 503)
+
+    async def tell_version(self, request: Request) -> Response:
+        try:
+            return _json({"version": version("weft")})
+        except PackageNotFoundError:  # run from a source tree
+            return _json({"version": "unknown"})
+
+    def _exchange(self, asked: CompletionRequest | ChatCompletionRequest, kind: type[Renderer]) -> "_Exchange":
+        response_id = kind.id_prefix + uuid.uuid4().hex
+        calls = asked.calls(response_id)
+        renderer = kind(
+            calls,
+            response_id=response_id,
+            created=int(time.time()),
+            choices_per_prompt=asked.num_choices,
+            include_usage=asked.include_usage,
+            names=self._names,
+        )
+        sources = [self._dispatch.generate(call) for call in calls]
+        return _Exchange(sources, renderer, is_stream=bool(asked.stream))
+
+    def _has_ready_replica(self) -> bool:
+        return any(card.ready_replicas for card in self._dispatch.list_models())
+
+
+class _Exchange:
+    """The answer to one generation request, as an ASGI application: it serves its calls until the client has gone."""
+
+    def __init__(self, sources: Sequence[AsyncIterator[GenerateDelta]], renderer: Renderer, *, is_stream: bool) -> None:
+        self._sources = sources
+        self._renderer = renderer
+        self._is_stream = is_stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _until_disconnect(receive, self._serve(scope, receive, send))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(_merge(self._sources)) as deltas:
+            if self._is_stream:
+                await self._stream(deltas, send)
+                return
+            async for index, delta in deltas:
+                self._renderer.add(index, delta)
+        await _json(await self._renderer.whole())(scope, receive, send)
+
+    async def _stream(self, deltas: Deltas, send: Send) -> None:
+        first = await anext(deltas)  # an error until here has its own status
+        head = Response(headers=_STREAM_HEADERS, media_type="text/event-stream")
+        del head.headers["content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": head.raw_headers})
+        try:
+            await self._send_chunks(*first, send)
+            async for index, delta in deltas:
+                await self._send_chunks(index, delta, send)
+            usage = self._renderer.usage_chunk()
+            last = (b"" if usage is None else _event(usage)) + _DONE
+        except RouterError as error:
+            last = _event(render_error(error))
+        except Exception:
+            logger.exception("an answer broke off")
+            last = _event(error_body("internal error", 500))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_chunks(self, index: int, delta: GenerateDelta, send: Send) -> None:
+        events = [_event(chunk) for chunk in await self._renderer.chunks(index, delta)]
+        if events:
+            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+
+
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`; cancel it when the client goes away, and come back only when it has ended."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        else:
+            logger.debug("a client went away; its calls are aborted")
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _merge(sources: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield what the sources yield, as it comes, with the number of its source. Closing it closes them all.
+
+    The first error of a source is raised here, and closes the others.
+    """
+    if len(sources) == 1:  # the common case needs no task of its own
+        async with _closing(sources[0]) as source:
+            async for item in source:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=len(sources))
+    pumps = [asyncio.create_task(_pump(index, source, queue)) for index, source in enumerate(sources)]
+    try:
+        num_running = len(pumps)
+        while num_running:
+            match await queue.get():
+                case None:
+                    num_running -= 1
+                case Exception() as error:
+                    raise error
+                case pair:
+                    yield pair
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(index: int, source: AsyncIterator[T], queue: asyncio.Queue[tuple[int, T] | Exception | None]) -> None:
+    try:
+        async with _closing(source):
+            async for item in source:
+                await queue.put((index, item))
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)
+
+
+def _closing(source: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
+    """Close the iterator at the end: `Dispatch.generate` promises that closing aborts, so it is a generator."""
+    return aclosing(cast("AsyncGenerator[T, None]", source))
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the request's body, or refuse one that is too long."""
+    body = bytearray()
+    num_bytes = 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes <= max_bytes:
+            body += part
+        elif num_bytes > _DRAIN_FACTOR * max_bytes:
+            break
+    if num_bytes > max_bytes:
+        raise HTTPException(413, f"the body is larger than {max_bytes} bytes, which is the most that is allowed")
+    return bytes(body)
+
+
+def _json(value: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def _event(value: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def _answer_router_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)
+    return _json(render_error(error), status=error.http_status, headers=error_headers(error))
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = error.detail if error.status_code == 413 else f"{request.method} {request.url.path}: {error.detail}"
+    return _json(error_body(message, error.status_code), status=error.status_code, headers=dict(error.headers or {}))
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _answer_unexpected(request: Request, error: Exception) -> Response:
+    return _json(error_body("internal error", 500), status=500)  # starlette raises it once more, for the server's log

@@ -1,0 +1,310 @@
+"""The OpenAI-compatible answers: JSON shapes of completions, chat completions, their chunks, models and errors.
+
+Pure but for the names of tokens, which come from the dispatcher; openai.py sends what is built here.
+"""
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from weft.v1 import inference_pb2 as pb
+
+from router.call import Dispatch, GenerateCall, GenerateDelta, ModelCard
+from router.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, RouterError
+
+Json = dict[str, Any]
+
+_LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks."""
+_MAX_TOKEN_NAMES = 65_536
+
+_FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+
+_ERROR_TYPES = {
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+
+
+class TokenNames:
+    """What each token of a model reads as on its own, for log-probabilities; asks the dispatcher once for each."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+        self._names: dict[tuple[str, int], str] = {}
+
+    async def of(self, model: str, token_ids: Iterable[int]) -> dict[int, str]:
+        """Return the name of each token id. A token that is only a part of a character is named "�"."""
+        wanted = sorted(set(token_ids))
+        missing = [token_id for token_id in wanted if (model, token_id) not in self._names]
+        found = await asyncio.gather(*(self._ask(model, token_id) for token_id in missing))
+        if len(self._names) + len(missing) > _MAX_TOKEN_NAMES:
+            self._names.clear()
+        names = {token_id: self._names[model, token_id] for token_id in wanted if (model, token_id) in self._names}
+        for token_id, name in zip(missing, found, strict=True):
+            names[token_id] = self._names[model, token_id] = name
+        return names
+
+    async def _ask(self, model: str, token_id: int) -> str:
+        # A decoder may drop the space before the first word of a text, so the name is what the token adds to itself.
+        once = await self._dispatch.detokenize(model, (token_id,), skip_special_tokens=False)
+        twice = await self._dispatch.detokenize(model, (token_id, token_id), skip_special_tokens=False)
+        return twice[len(once) :]
+
+
+class Choice:
+    """One choice of an answer, as it grows."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.text: list[str] = []
+        self.logprobs: list[pb.TokenLogprobs] = []
+        self.text_offset = 0
+        """Characters of the tokens rendered so far."""
+        self.finished: pb.Finished | None = None
+
+
+class Renderer(ABC):
+    """Builds one answer, whole or in chunks."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def __init__(
+        self,
+        calls: Sequence[GenerateCall],
+        *,
+        response_id: str,
+        created: int,
+        choices_per_prompt: int,
+        include_usage: bool,
+        names: TokenNames,
+    ) -> None:
+        self._calls = calls
+        self._id = response_id
+        self._created = created
+        self._choices_per_prompt = choices_per_prompt
+        self._include_usage = include_usage
+        self._names = names
+        self._choices = [Choice(index) for index in range(len(calls))]
+        self._model = ""
+
+    @abstractmethod
+    async def chunks(self, index: int, delta: GenerateDelta) -> list[Json]:
+        """Return the chunks that tell of one delta of a choice; none where there is nothing to tell yet."""
+
+    @abstractmethod
+    async def _whole_choice(self, choice: Choice) -> Json: ...
+
+    def add(self, index: int, delta: GenerateDelta) -> None:
+        """Keep one delta of a choice for `whole`."""
+        choice = self._note(index, delta)
+        choice.text.append(delta.text)
+        choice.logprobs.extend(delta.logprobs)
+
+    async def whole(self) -> Json:
+        """Return the whole answer, from all deltas added."""
+        choices = [await self._whole_choice(choice) for choice in self._choices]
+        return self._envelope(self.object_name, choices) | {"usage": self._usage()}
+
+    def usage_chunk(self) -> Json | None:
+        """Return the chunk that ends a stream with its usage, where it was asked for."""
+        if not self._include_usage:
+            return None
+        return self._envelope(self.chunk_object_name, []) | {"usage": self._usage()}
+
+    def _note(self, index: int, delta: GenerateDelta) -> Choice:
+        self._model = delta.model
+        choice = self._choices[index]
+        choice.finished = delta.finished
+        return choice
+
+    def _chunk(self, choice: Json) -> Json:
+        chunk = self._envelope(self.chunk_object_name, [choice])
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _envelope(self, object_name: str, choices: list[Json]) -> Json:
+        return {
+            "id": self._id,
+            "object": object_name,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _usage(self) -> Json:
+        """Sum over all choices; each prompt counts once, however many choices it has."""
+        usages = []
+        for choice in self._choices:
+            assert choice.finished is not None, "a call's last delta has `finished`"
+            usages.append(choice.finished.usage)
+        of_prompts = usages[:: self._choices_per_prompt]
+        prompt_tokens = sum(usage.prompt_tokens for usage in of_prompts)
+        completion_tokens = sum(usage.completion_tokens for usage in usages)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in of_prompts)},
+        }
+
+    async def _token_names(self, logprobs: Sequence[pb.TokenLogprobs]) -> dict[int, str]:
+        token_ids = {each.token_id for position in logprobs for each in (position.chosen, *position.top)}
+        return await self._names.of(self._model, token_ids)
+
+    def _ending(self, choice: Choice) -> Json:
+        """Return why a choice ended: the OpenAI reason, and the stop string or the requested stop token that did it."""
+        finished = choice.finished
+        if finished is None:
+            return {"finish_reason": None, "stop_reason": None}
+        stop_reason: str | int | None = None
+        if finished.HasField("stop_string"):
+            stop_reason = finished.stop_string
+        elif finished.stop_token_id in self._calls[choice.index].sampling.stop_token_ids:
+            stop_reason = finished.stop_token_id
+        return {"finish_reason": _FINISH_REASONS[finished.reason], "stop_reason": stop_reason}
+
+
+class CompletionRenderer(Renderer):
+    """Answers of /v1/completions."""
+
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    async def chunks(self, index: int, delta: GenerateDelta) -> list[Json]:
+        """See Renderer."""
+        choice = self._note(index, delta)
+        if not (delta.text or delta.logprobs or delta.finished):
+            return []
+        return [self._chunk(await self._choice(choice, delta.text, delta.logprobs))]
+
+    async def _whole_choice(self, choice: Choice) -> Json:
+        return await self._choice(choice, "".join(choice.text), choice.logprobs)
+
+    async def _choice(self, choice: Choice, text: str, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
+        rendered = await self._logprobs(choice, logprobs) if logprobs else None
+        return {"index": choice.index, "text": text, "logprobs": rendered} | self._ending(choice)
+
+    async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
+        names = await self._token_names(logprobs)
+        tokens = [names[position.chosen.token_id] for position in logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(choice.text_offset)
+            choice.text_offset += len(token)
+        top: list[dict[str, float]] = [{} for _ in logprobs]
+        for alternatives, position in zip(top, logprobs, strict=True):
+            for each in (*position.top, position.chosen):  # two tokens may have one name: the more probable one counts
+                alternatives.setdefault(names[each.token_id], _json_logprob(each))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_json_logprob(position.chosen) for position in logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+
+class ChatRenderer(Renderer):
+    """Answers of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+    _has_begun = False
+
+    async def chunks(self, index: int, delta: GenerateDelta) -> list[Json]:
+        """See Renderer. A choice's first chunk holds its role, its last one the finish reason and no content."""
+        choice = self._note(index, delta)
+        chunks = []
+        if not self._has_begun:
+            self._has_begun = True
+            begin = {"role": "assistant", "content": ""}
+            chunks = [self._delta_chunk(each, begin, None, with_ending=False) for each in self._choices]
+        if delta.text or delta.logprobs:
+            logprobs = await self._logprobs(delta.logprobs) if delta.logprobs else None
+            chunks.append(self._delta_chunk(choice, {"content": delta.text}, logprobs, with_ending=False))
+        if delta.finished is not None:
+            chunks.append(self._delta_chunk(choice, {}, None, with_ending=True))
+        return chunks
+
+    async def _whole_choice(self, choice: Choice) -> Json:
+        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        logprobs = await self._logprobs(choice.logprobs) if choice.logprobs else None
+        return {"index": choice.index, "message": message, "logprobs": logprobs} | self._ending(choice)
+
+    def _delta_chunk(self, choice: Choice, content: Json, logprobs: Json | None, *, with_ending: bool) -> Json:
+        ending = self._ending(choice) if with_ending else {"finish_reason": None}
+        return self._chunk({"index": choice.index, "delta": content, "logprobs": logprobs} | ending)
+
+    async def _logprobs(self, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
+        names = await self._token_names(logprobs)
+
+        def entry(each: pb.Logprob) -> Json:
+            name = names[each.token_id]
+            return {"token": name, "logprob": _json_logprob(each), "bytes": _name_bytes(name)}
+
+        content = [
+            entry(position.chosen) | {"top_logprobs": [entry(each) for each in position.top]} for position in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+
+def render_model(card: ModelCard, created: int) -> Json:
+    """Return one model as /v1/models tells it."""
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "weft",
+        "max_model_len": card.max_context,
+        "ready_replicas": card.ready_replicas,
+    }
+
+
+def render_error(error: RouterError) -> Json:
+    """Return the body of an error answer, or of the event that ends a stream."""
+    field = error.field if isinstance(error, InvalidRequestError) else None
+    code = None
+    if isinstance(error, ModelNotFoundError):
+        field, code = "model", "model_not_found"
+    elif isinstance(error, OverloadedError):
+        code = "rate_limit_exceeded"
+    return error_body(str(error), error.http_status, param=field, code=code)
+
+
+def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> Json:
+    """Return the body of an error answer with this HTTP status."""
+    default = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    kind = _ERROR_TYPES.get(HTTPStatus(status), default)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_headers(error: RouterError) -> dict[str, str]:
+    """Return the headers of an error answer: when to try again, where that is known."""
+    if not isinstance(error, OverloadedError):
+        return {}
+    return {
+        "retry-after": str(max(1, math.ceil(error.retry_after_s))),
+        "retry-after-ms": str(max(1, math.ceil(error.retry_after_s * 1000))),
+    }
+
+
+def _json_logprob(each: pb.Logprob) -> float:
+    return max(each.logprob, _LOWEST_LOGPROB)
+
+
+def _name_bytes(name: str) -> list[int] | None:
+    """Return the UTF-8 bytes of a token's name; None for a part of a character, whose bytes are not known here."""
+    return None if "�" in name else list(name.encode())

@@ -1,0 +1,333 @@
+"""The OpenAI-compatible requests: what may be in them, and the calls they become. Values are checked by the dispatcher.
+
+What is accepted follows what clients of open model servers send: the OpenAI fields, and the sampling fields beyond them
+that `SamplingParams` has. A field that would change the output and that Weft does not serve yet is refused, never
+dropped; fields that only label a request, and fields that nobody knows, change nothing.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from weft.v1 import inference_pb2 as pb
+
+from router.call import ChatMessage, GenerateCall
+from router.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+"""Choices of one HTTP request: prompts times n."""
+
+_SEED_RANGE = 2**64
+
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+
+R = TypeVar("R", "CompletionRequest", "ChatCompletionRequest")
+
+
+class StreamOptions(Struct, kw_only=True):
+    """`stream_options` of a request."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ContentPart(Struct, kw_only=True):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
+
+
+class GenerationRequest(Struct, kw_only=True):
+    """What both endpoints take."""
+
+    model: str | None = None
+    n: NumChoices | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    # Beyond OpenAI's own
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int32 | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """`n`, with its default."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that holds the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _sampling(self) -> pb.SamplingParams:
+        sampling = pb.SamplingParams()
+        for name in _SAMPLING_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                setattr(sampling, name, value)
+        sampling.stop.extend([self.stop] if isinstance(self.stop, str) else self.stop or [])
+        sampling.stop_token_ids.extend(self.stop_token_ids or [])
+        return sampling
+
+    def _expand(
+        self, prompts: list[dict[str, Any]], sampling: pb.SamplingParams, response_id: str
+    ) -> Iterator[GenerateCall]:
+        """Yield `n` calls for each prompt; with a seed, choice i of a prompt has the seed + i."""
+        if len(prompts) * self.num_choices > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts with n={self.num_choices} make {len(prompts) * self.num_choices} choices; "
+                f"allowed: at most {MAX_CHOICES}",
+                field="n",
+            )
+        if self.seed is not None and not -_SEED_RANGE // 2 <= self.seed < _SEED_RANGE:
+            raise InvalidRequestError(f"seed is {self.seed}; allowed: an integer of 64 bits", field="seed")
+        for prompt_index, prompt in enumerate(prompts):
+            for choice in range(self.num_choices):
+                own = pb.SamplingParams()
+                own.CopyFrom(sampling)
+                if self.seed is not None:
+                    own.seed = (self.seed + choice) % _SEED_RANGE
+                yield GenerateCall(
+                    model=self.model or "",
+                    sampling=own,
+                    priority=self.priority or 0,
+                    cache_salt=self.cache_salt or "",
+                    request_id=f"{response_id}-{prompt_index * self.num_choices + choice}",
+                    **prompt,
+                )
+
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Int32 | None = 16
+    """An explicit null: what is left of the model's context."""
+    logprobs: Int32 | None = None
+
+    def calls(self, response_id: str) -> tuple[GenerateCall, ...]:
+        """Return a call for each choice, in the order of their indices; choices of one prompt lie side by side."""
+        sampling = self._sampling()
+        if self.max_tokens is not None:
+            sampling.max_tokens = self.max_tokens
+        if self.logprobs is not None:
+            sampling.logprobs = self.logprobs
+        return tuple(self._expand(list(_split_prompts(self.prompt)), sampling, response_id))
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_tokens: Int32 | None = None
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = False
+    top_logprobs: Int32 | None = None
+
+    def calls(self, response_id: str) -> tuple[GenerateCall, ...]:
+        """Return a call for each choice, in the order of their indices."""
+        sampling = self._sampling()
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if max_tokens is not None:
+            sampling.max_tokens = max_tokens
+        if self.logprobs:
+            sampling.logprobs = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise InvalidRequestError(
+                f"top_logprobs is {self.top_logprobs} and logprobs is not true; allowed: top_logprobs with logprobs",
+                field="top_logprobs",
+            )
+        messages = tuple(_to_chat_message(index, message) for index, message in enumerate(self.messages))
+        return tuple(self._expand([{"messages": messages}], sampling, response_id))
+
+
+def parse_request(body: bytes, kind: type[R]) -> R:
+    """Return the request in a JSON body.
+
+    Raises:
+        InvalidRequestError: the body is not JSON, a field has the wrong type, or asks for something not served.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        request = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        message, field = _explain(str(error))
+        raise InvalidRequestError(message, field=field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}; allowed: a JSON object") from error
+    _refuse_unserved(fields)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options is set and stream is not true; allowed: both", field="stream_options")
+    if request.stream_options is not None and request.stream_options.continuous_usage_stats:
+        raise InvalidRequestError(
+            "continuous_usage_stats is true; not supported yet: usage comes once, at the end", field="stream_options"
+        )
+    return request
+
+
+def _explain(message: str) -> tuple[str, str | None]:
+    """Turn "Expected `int`, got `str` - at `$.n`" into a sentence that begins with the field, and that field."""
+    problem, _, place = message.partition(" - at `")
+    path = place.rstrip("`").removeprefix("$").removeprefix(".")
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", problem)
+    if missing:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return f"{path} is missing; it is required", re.split(r"[.\[]", path)[0]
+    if not path:
+        return f"the body is not what is allowed: {problem}", None
+    return f"{path} has a value that is not allowed: {problem}", re.split(r"[.\[]", path)[0]
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value is not False and value not in ({}, [], "")
+
+
+_UNSERVED: Mapping[str, str] = {
+    "tools": "tool calls are not supported yet",
+    "functions": "function calls are not supported yet",
+    "logit_bias": "logit_bias is not supported yet",
+    "echo": "the prompt is not echoed; send it along with the answer yourself",
+    "suffix": "insertion is not supported",
+    "use_beam_search": "beam search is not supported",
+    "prompt_logprobs": "log-probabilities of the prompt are not supported yet",
+    "guided_json": "guided decoding is not supported yet",
+    "guided_regex": "guided decoding is not supported yet",
+    "guided_choice": "guided decoding is not supported yet",
+    "guided_grammar": "guided decoding is not supported yet",
+    "structured_outputs": "guided decoding is not supported yet",
+    "audio": "only text is generated",
+    "prediction": "predicted outputs are not supported",
+    "web_search_options": "there is no web search",
+    "prompt_embeds": "prompts are text or token ids",
+    "truncate_prompt_tokens": "prompts are not truncated; send what fits into the context",
+    "allowed_token_ids": "allowed_token_ids is not supported yet",
+    "bad_words": "bad_words is not supported yet",
+    "logits_processors": "logits processors are not supported",
+    "chat_template": "the model's own chat template is used",
+    "chat_template_kwargs": "arguments to the chat template are not supported yet",
+    "documents": "documents are not passed to the chat template",
+    "continue_final_message": "a conversation ends before the assistant's turn",
+    "return_token_ids": "token ids are returned over gRPC only",
+    "return_tokens_as_token_ids": "token ids are returned over gRPC only",
+}
+"""Fields that are refused when they ask for something, and why."""
+
+
+def _refuse_unserved(fields: Mapping[str, Any]) -> None:
+    for name, reason in _UNSERVED.items():
+        if _is_set(fields.get(name)):
+            raise InvalidRequestError(f"{name} is set: {reason}", field=name)
+    allowed_values: tuple[tuple[str, tuple[object, ...]], ...] = (
+        ("tool_choice", (None, "none", "auto")),
+        ("function_call", (None, "none", "auto")),
+        ("modalities", (None, [], ["text"])),
+        ("add_generation_prompt", (None, True)),
+        ("add_special_tokens", (None, "messages" not in fields)),
+        ("response_format", (None, {"type": "text"})),
+        ("best_of", (None, 1, fields.get("n"))),
+    )
+    for name, allowed in allowed_values:
+        value = fields.get(name)
+        if value not in allowed:
+            shown = ", ".join(repr(each) for each in allowed if each is not None)
+            raise InvalidRequestError(f"{name} is {value!r}, which is not supported yet; allowed: {shown}", field=name)
+
+
+def _split_prompts(prompt: str | list[str | int | list[int]]) -> Iterator[dict[str, Any]]:
+    """Yield the prompt fields of GenerateCall for each prompt."""
+    match prompt:
+        case str():
+            yield {"text": prompt}
+        case []:
+            raise InvalidRequestError(
+                "prompt is an empty list; allowed: a string, a list of strings, token ids, or a list of token id lists",
+                field="prompt",
+            )
+        case [int(), *_]:
+            yield {"token_ids": tuple(_same_kind(prompt, int))}
+        case [str(), *_]:
+            for text in _same_kind(prompt, str):
+                yield {"text": text}
+        case _:
+            for ids in _same_kind(prompt, list):
+                yield {"token_ids": tuple(ids)}
+
+
+def _same_kind(prompt: list[Any], kind: type) -> list[Any]:
+    for index, part in enumerate(prompt):
+        if not isinstance(part, kind):
+            raise InvalidRequestError(
+                f"prompt[{index}] is a {type(part).__name__} and prompt[0] a {kind.__name__}; allowed: one kind",
+                field="prompt",
+            )
+    return prompt
+
+
+def _to_chat_message(index: int, message: Message) -> ChatMessage:
+    if message.tool_calls or message.function_call:
+        raise InvalidRequestError(f"messages[{index}] holds tool calls, which are not supported yet", field="messages")
+    # OpenAI's newer name for the system's voice; chat templates know the older one
+    role = "system" if message.role == "developer" else message.role
+    return ChatMessage(role=role, content=_content_text(index, message.content), name=message.name or "")
+
+
+def _content_text(index: int, content: str | list[ContentPart] | None) -> str:
+    """Return a message's text; text parts are joined by line ends."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidRequestError(
+            f"messages[{index}].content is missing; allowed: a string or a list of text parts", field="messages"
+        )
+    for number, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequestError(
+                f"messages[{index}].content[{number}] is a part of type {part.type!r}; "
+                'allowed: {"type": "text", "text": ...}',
+                field="messages",
+            )
+    return "\n".join(part.text for part in content if part.text is not None)

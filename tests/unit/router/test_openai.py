@@ -1,0 +1,606 @@
+"""The OpenAI-compatible front over a fake dispatcher: in process with httpx, on a socket with the `openai` package."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+import uvicorn
+from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
+
+from router.call import ChatMessage
+from router.errors import (
+    DeadlineError,
+    NoReplicaError,
+    OverloadedError,
+    ReplicaFailedError,
+    RequestFailedError,
+    RouterError,
+)
+from router.openai import create_app
+from router.openai_types import MAX_CHOICES
+
+MODEL = "fake/model"
+MAX_BODY_BYTES = 100_000
+
+
+@pytest.fixture
+def dispatch() -> FakeDispatch:
+    return FakeDispatch()
+
+
+@pytest_asyncio.fixture
+async def http(dispatch: FakeDispatch) -> AsyncIterator[httpx.AsyncClient]:
+    """The front without a socket."""
+    app = create_app(dispatch, max_body_bytes=MAX_BODY_BYTES)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(dispatch: FakeDispatch) -> AsyncIterator[str]:
+    """Run the front on a free loopback port; yields its address."""
+    app = create_app(dispatch, max_body_bytes=MAX_BODY_BYTES)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    running = asyncio.create_task(server.serve())
+    async with asyncio.timeout(10):
+        while not server.started:  # noqa: ASYNC110 (uvicorn has no event to wait for)
+            await asyncio.sleep(0.005)
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        async with asyncio.timeout(10):
+            await running
+
+
+@pytest_asyncio.fixture
+async def url(dispatch: FakeDispatch) -> AsyncIterator[str]:
+    async with serving(dispatch) as address:
+        yield address
+
+
+@pytest_asyncio.fixture
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The `openai` package, talking to the front over a socket."""
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+async def complete(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    return await http.post("/v1/completions", json={"model": MODEL, "prompt": "Hi"} | fields)
+
+
+async def chat(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": "Hi"}]
+    return await http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages} | fields)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """Return the events of a stream, the last one "[DONE]" where it ended well."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    data = [line.removeprefix("data: ") for line in lines]
+    return [text if text == "[DONE]" else json.loads(text) for text in data]
+
+
+# The openai package over a socket
+
+
+async def test_openai_lists_models(client: openai.AsyncOpenAI) -> None:
+    models = [model async for model in client.models.list()]
+
+    assert [(model.id, model.object, model.owned_by) for model in models] == [(MODEL, "model", "weft")]
+    assert (await client.models.retrieve(MODEL)).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="served: fake/model"):
+        await client.models.retrieve("other/model")
+
+
+async def test_openai_completion(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+    answer = await client.completions.create(model=MODEL, prompt="Hi", temperature=0, user="u")
+
+    assert (answer.object, answer.model, answer.id[:5]) == ("text_completion", MODEL, "cmpl-")
+    assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [("Hello world", "stop")]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (2, 12, 14)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
+    assert dispatch.calls[0].text == "Hi"
+    assert dispatch.calls[0].sampling.max_tokens == 16
+    assert dispatch.aborted == []
+
+
+async def test_openai_completion_stream(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model=MODEL, prompt="Hi", max_tokens=5, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "Hello"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 5 + ["length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (2, 5)
+
+
+async def test_openai_chat(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+    answer = await client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}],
+                "name": "U",
+            },
+        ],
+        max_completion_tokens=5,
+    )
+
+    assert (answer.object, answer.id[:9]) == ("chat.completion", "chatcmpl-")
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == "Hello"
+    assert answer.choices[0].finish_reason == "length"
+    assert dispatch.calls[0].messages == (
+        ChatMessage(role="system", content="Be brief."),
+        ChatMessage(role="user", content="One\ntwo", name="U"),
+    )
+    assert dispatch.calls[0].sampling.max_tokens == 5
+
+
+async def test_openai_chat_stream(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+
+    *told, usage = chunks
+    assert told[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in told) == "Hello world"
+    assert [chunk.choices[0].finish_reason for chunk in told][-2:] == [None, "stop"]
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens == 12
+
+
+async def test_openai_chat_stream_helper_accumulates(client: openai.AsyncOpenAI) -> None:
+    async with client.chat.completions.stream(model=MODEL, messages=[{"role": "user", "content": "Hi"}]) as stream:
+        final = await stream.get_final_completion()
+
+    assert final.choices[0].message.content == "Hello world"
+    assert final.choices[0].finish_reason == "stop"
+
+
+async def test_openai_chat_logprobs(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+    dispatch.reply = "Aé"
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2
+    )
+
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert [(entry.token, entry.bytes) for entry in content] == [
+        ("A", [65]), ("�", None), ("�", None), ("<eos>", list(b"<eos>"))
+    ]  # fmt: skip
+    assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("A", -0.5), ("B", -1.5)]
+
+
+async def test_openai_completion_logprobs(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+    answer = await client.completions.create(model=MODEL, prompt="Hi", logprobs=1, max_tokens=3, n=2)
+
+    logprobs = answer.choices[1].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["H", "e", "l"]
+    assert logprobs.token_logprobs == [-0.5] * 3
+    assert logprobs.top_logprobs == [{"H": -0.5}, {"e": -0.5}, {"l": -0.5}]
+    assert logprobs.text_offset == [0, 1, 2]
+    assert dispatch.num_detokenized == 2 * 3, "each token is asked for once, whatever the choice"
+
+
+async def test_openai_streamed_logprobs_equal_whole_ones(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "logprobs": 2}
+    whole = (await client.completions.create(**asked)).choices[0].logprobs
+    parts = [chunk.choices[0].logprobs async for chunk in await client.completions.create(**asked, stream=True)]
+
+    for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        joined = [value for part in parts if part is not None for value in getattr(part, field)]
+        assert joined == getattr(whole, field)
+
+
+async def test_openai_choices_and_their_seeds(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+    answer = await client.completions.create(model=MODEL, prompt=["a", "a"], n=2, seed=2**63 - 1, stop=[" w", "o"])
+
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(index, "Hell") for index in range(4)]
+    seeds = {call.request_id[-1]: call.sampling.seed for call in dispatch.calls}
+    assert seeds == {"0": 2**63 - 1, "1": 2**63, "2": 2**63 - 1, "3": 2**63}
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 16)
+
+
+async def test_openai_streams_choices_side_by_side(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], n=3, stream=True
+    )
+    texts, reasons = ["", "", ""], {}
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        reasons[choice.index] = choice.finish_reason
+
+    assert texts == ["Hello world"] * 3
+    assert reasons == {0: "stop", 1: "stop", 2: "stop"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openai_errors_are_typed(client: openai.AsyncOpenAI, dispatch: FakeDispatch, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"temperature is -1\.0") as bad:
+        await client.completions.create(model=MODEL, prompt="Hi", temperature=-1, stream=stream)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError, match="served: 'fake/model'") as unknown:
+        await client.completions.create(model="other", prompt="Hi", stream=stream)
+    assert unknown.value.code == "model_not_found"
+    dispatch.error = OverloadedError("the queue is full", retry_after_s=1.2)
+    with pytest.raises(openai.RateLimitError, match="the queue is full") as full:
+        await client.completions.create(model=MODEL, prompt="Hi", stream=stream)
+    assert full.value.response.headers["retry-after"] == "2"
+    assert full.value.response.headers["retry-after-ms"] == "1200"
+
+
+async def test_openai_sees_an_error_in_mid_stream(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+    dispatch.error, dispatch.error_after = ReplicaFailedError("replicas failed"), 5
+    stream = await client.completions.create(model=MODEL, prompt="Hi", stream=True)
+
+    texts = [(await anext(stream)).choices[0].text for _ in range(5)]
+    with pytest.raises(openai.APIError, match="replicas failed"):
+        await anext(stream)
+
+    assert "".join(texts) == "Hello"
+
+
+async def test_openai_retries_when_overloaded(url: str, dispatch: FakeDispatch) -> None:
+    dispatch.error = OverloadedError("the queue is full", retry_after_s=0.001)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2) as client:
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model=MODEL, prompt="Hi")
+
+    assert len(dispatch.calls) == 3
+
+
+# A client that goes away
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stream": True}, {"stream": True, "n": 3}])
+async def test_leaving_while_nothing_has_come_aborts_the_calls(
+    url: str, dispatch: FakeDispatch, fields: dict[str, Any]
+) -> None:
+    dispatch.hold_after = 0
+    async with httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(complete(http, **fields))
+        await dispatch.wait_for_calls(fields.get("n", 1))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    await dispatch.wait_for_aborts(fields.get("n", 1))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_leaving_a_stream_in_the_middle_aborts_the_calls(url: str, dispatch: FakeDispatch, n: int) -> None:
+    dispatch.hold_after = 3
+    fields = {"model": MODEL, "prompt": "Hi", "stream": True, "n": n}
+    async with httpx.AsyncClient(base_url=url) as http, http.stream("POST", "/v1/completions", json=fields) as stream:
+        seen = 0
+        async for line in stream.aiter_lines():
+            seen += bool(line)
+            if seen == 3 * n:
+                break
+
+    await dispatch.wait_for_aborts(n)
+
+
+async def test_openai_closing_a_stream_aborts_the_call(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+    dispatch.hold_after = 3
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True
+    )
+    await anext(aiter(stream))
+    await stream.close()
+
+    await dispatch.wait_for_aborts(1)
+
+
+async def test_one_choice_that_fails_aborts_the_others(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    dispatch.error = NoReplicaError("no replica is ready")
+
+    response = await complete(http, n=3)
+
+    assert response.status_code == 503
+    assert len(dispatch.calls) == 3
+
+
+# Shapes, in process
+
+
+async def test_chat_stream_has_the_exact_chunks(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    dispatch.reply = "é"
+    response = await chat(http, stream=True, stop=["x"])
+
+    first, content, last, done = events(response)
+    shared = {key: first[key] for key in ("id", "created")} | {"object": "chat.completion.chunk", "model": MODEL}
+
+    def with_choice(**choice: Any) -> dict[str, Any]:
+        return shared | {"choices": [{"index": 0, "logprobs": None, "finish_reason": None} | choice]}
+
+    assert first == with_choice(delta={"role": "assistant", "content": ""})
+    assert content == with_choice(delta={"content": "é"})
+    assert last == with_choice(delta={}, finish_reason="stop", stop_reason=None)
+    assert done == "[DONE]"
+
+
+async def test_usage_is_null_until_the_last_chunk(http: httpx.AsyncClient) -> None:
+    response = await complete(http, stream=True, max_tokens=2, stream_options={"include_usage": True})
+
+    *chunks, usage, _ = events(response)
+    assert [chunk["usage"] for chunk in chunks] == [None] * 3
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"stop": "wor"}, "wor"), ({"stop_token_ids": [EOS]}, EOS), ({"stop_token_ids": [1]}, None), ({}, None)],
+)
+async def test_stop_reason_is_what_the_client_asked_to_stop_at(
+    http: httpx.AsyncClient, fields: dict[str, Any], reason: str | int | None
+) -> None:
+    (choice,) = (await complete(http, **fields)).json()["choices"]
+
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+
+
+async def test_error_in_mid_stream_ends_it_without_done(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    dispatch.error, dispatch.error_after = ZeroDivisionError("a secret"), 1
+    response = await complete(http, stream=True)
+
+    assert response.status_code == 200
+    assert events(response)[-1] == {
+        "error": {"message": "internal error", "type": "server_error", "param": None, "code": None}
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (NoReplicaError("x"), 503, "service_unavailable_error"),
+        (DeadlineError("x"), 504, "timeout_error"),
+        (RequestFailedError("x"), 500, "server_error"),
+    ],
+)
+async def test_errors_keep_their_status(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, error: RouterError, status: int, kind: str
+) -> None:
+    dispatch.error = error
+    response = await complete(http, stream=True)
+
+    assert response.status_code == status
+    assert response.json() == {"error": {"message": "x", "type": kind, "param": None, "code": None}}
+
+
+async def test_unexpected_error_tells_nothing_of_the_inside(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    dispatch.error = ZeroDivisionError("a secret")
+    response = await complete(http)
+
+    assert response.status_code == 500
+    assert "secret" not in response.text
+
+
+# What may be asked
+
+
+async def test_every_sampling_field_arrives(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    numbers: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.25, "top_k": -1, "min_p": 0.125, "repetition_penalty": 1.5, "min_tokens": 2,
+        "presence_penalty": -0.5, "frequency_penalty": 0.5, "max_tokens": 7, "seed": 9, "logprobs": 3,
+    }  # fmt: skip
+    flags = {"ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True}
+    lists = {"stop": ["q", "z"], "stop_token_ids": [4, 5]}
+    await complete(http, **numbers, **flags, **lists, priority=-2, cache_salt="pepper")
+
+    (call,) = dispatch.calls
+    arrived = {name: getattr(call.sampling, name) for name in numbers | flags}
+    assert arrived == numbers | flags
+    assert (list(call.sampling.stop), list(call.sampling.stop_token_ids)) == (["q", "z"], [4, 5])
+    assert (call.priority, call.cache_salt, call.model) == (-2, "pepper", MODEL)
+
+
+async def test_what_is_not_asked_stays_unset(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    await chat(http, temperature=None, model=None)
+
+    (call,) = dispatch.calls
+    assert call.sampling.ListFields() == []
+    assert (call.model, call.priority, call.cache_salt) == ("", 0, "")
+
+
+async def test_null_max_tokens_leaves_the_rest_of_the_context(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    await complete(http, max_tokens=None)
+
+    assert not dispatch.calls[0].sampling.HasField("max_tokens")
+
+
+async def test_negative_seed_is_taken_as_its_64_bits(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    await complete(http, seed=-1, n=2)
+
+    assert sorted(call.sampling.seed for call in dispatch.calls) == [0, 2**64 - 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("one", [("one", None)]),
+        (["one", "two"], [("one", None), ("two", None)]),
+        ([1, 2], [(None, (1, 2))]),
+        ([[1], [2, 3]], [(None, (1,)), (None, (2, 3))]),
+        ([[]], [(None, ())]),
+    ],
+)
+async def test_every_form_of_prompt(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, prompt: Any, expected: list[Any]
+) -> None:
+    response = await complete(http, prompt=prompt)
+
+    assert response.status_code == 200
+    assert [(call.text, call.token_ids) for call in dispatch.calls] == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"max_tokens": "many"}, "max_tokens", "max_tokens has a value that is not allowed: Expected `int"),
+        ({"max_tokens": 2**31}, "max_tokens", "<= 2147483647"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        ({"temperature": "hot"}, "temperature", "temperature has"),
+        ({"temperature": -1}, "temperature", "temperature is -1.0"),
+        ({"n": 0}, "n", "`int` >= 1"),
+        ({"n": MAX_CHOICES + 1}, "n", f"<= {MAX_CHOICES}"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n", "make 130 choices; allowed: at most 128"),
+        ({"prompt": []}, "prompt", "empty list"),
+        ({"prompt": 3}, "prompt", "prompt has"),
+        ({"prompt": [1, "a"]}, "prompt", "prompt[1] is a str and prompt[0] a int"),
+        ({"prompt": [-1]}, "prompt", "prompt[0] has"),
+        ({"prompt": [2**32]}, "prompt", "<= 4294967295"),
+        ({"stop": [1]}, "stop", "stop[0] has"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", ">= 0"),
+        ({"seed": 2**64}, "seed", "64 bits"),
+        ({"seed": 0.5}, "seed", "seed has"),
+        ({"stream": "yes"}, "stream", "stream has"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "not supported yet"),
+        ({"echo": True}, "echo", "not echoed"),
+        ({"suffix": "end"}, "suffix", "not supported"),
+        ({"best_of": 4}, "best_of", "best_of is 4"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "not supported yet"),
+        ({"add_special_tokens": False}, "add_special_tokens", "allowed: True"),
+    ],
+)
+async def test_completion_that_is_refused_names_the_field(
+    http: httpx.AsyncClient, fields: dict[str, Any], param: str, said: str
+) -> None:
+    response = await complete(http, **fields)
+
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"messages": "Hi"}, "messages", "messages has"),
+        ({"messages": [{"content": "Hi"}]}, "messages", "messages[0].role is missing"),
+        ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is missing"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages[0].content has"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages",
+            "messages[0].content[0] is a part of type 'image_url'",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "messages[0] holds tool calls"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+        ({"tool_choice": "required"}, "tool_choice", "'required'"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
+        ({"modalities": ["audio"]}, "modalities", "audio"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
+        ({"logprobs": 2}, "logprobs", "Expected `bool"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "the model's own"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "allowed: True"),
+        ({"max_completion_tokens": 0}, "max_tokens", "max_tokens is 0"),
+    ],
+)
+async def test_chat_that_is_refused_names_the_field(
+    http: httpx.AsyncClient, fields: dict[str, Any], param: str, said: str
+) -> None:
+    response = await chat(http, **fields)
+
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert said in error["message"]
+
+
+async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient) -> None:
+    labels = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s"}
+    nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}, "echo": False}
+    unknown = {"a_field_of_next_year": {"deep": [1, 2]}}
+
+    response = await chat(http, **labels, **nothing, **unknown, add_special_tokens=False, modalities=["text"])
+
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe", b'{"x": ' + b"[" * 50_000, b'"\\ud800"']
+)
+async def test_body_that_is_no_json_object_is_refused(http: httpx.AsyncClient, body: bytes) -> None:
+    response = await http.post("/v1/completions", content=body)
+
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_missing_prompt_is_named(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/completions", json={"model": MODEL})
+
+    assert response.json()["error"]["message"] == "prompt is missing; it is required"
+    assert response.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+async def test_body_that_is_too_large_is_refused(url: str, dispatch: FakeDispatch, has_length: bool) -> None:
+    body = json.dumps({"prompt": "x" * 1_500_000}).encode()
+
+    async def parts() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 65_536):
+            yield body[start : start + 65_536]
+
+    async with httpx.AsyncClient(base_url=url) as http:
+        response = await http.post("/v1/completions", content=body if has_length else parts())
+        assert response.status_code == 413
+        assert "larger than 100000 bytes" in response.json()["error"]["message"]
+        assert (await complete(http)).status_code == 200
+
+    assert len(dispatch.calls) == 1
+
+
+async def test_unknown_path_and_method_answer_in_the_same_form(http: httpx.AsyncClient) -> None:
+    for response, status in (
+        (await http.get("/v1/nothing"), 404),
+        (await http.get("/v1/completions"), 405),
+    ):
+        assert response.status_code == status
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_health_readiness_and_version(dispatch: FakeDispatch) -> None:
+    is_ready = False
+    transport = httpx.ASGITransport(create_app(dispatch, ready=lambda: is_ready))
+    async with httpx.AsyncClient(transport=transport, base_url="http://weft") as http:
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/ready")).status_code == 503
+        is_ready = True
+        assert (await http.get("/ready")).status_code == 200
+        assert "version" in (await http.get("/version")).json()
+
+
+async def test_ready_follows_the_models_by_default(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/ready")).json() == {"ready": True}
