@@ -13,10 +13,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -147,7 +147,9 @@ class _Front:
 class _Exchange:
     """The answer to one generation request, as an ASGI application: it serves its calls until the client has gone."""
 
-    def __init__(self, sources: Sequence[AsyncIterator[GenerateDelta]], renderer: Renderer, *, is_stream: bool) -> None:
+    def __init__(
+        self, sources: Sequence[AsyncGenerator[GenerateDelta, None]], renderer: Renderer, *, is_stream: bool
+    ) -> None:
         self._sources = sources
         self._renderer = renderer
         self._is_stream = is_stream
@@ -209,13 +211,13 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _merge(sources: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield what the sources yield, as it comes, with the number of its source. Closing it closes them all.
 
     The first error of a source is raised here, and closes the others.
     """
     if len(sources) == 1:  # the common case needs no task of its own
-        async with _closing(sources[0]) as source:
+        async with aclosing(sources[0]) as source:
             async for item in source:
                 yield 0, item
         return
@@ -237,20 +239,17 @@ async def _merge(sources: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[in
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(index: int, source: AsyncIterator[T], queue: asyncio.Queue[tuple[int, T] | Exception | None]) -> None:
+async def _pump(
+    index: int, source: AsyncGenerator[T, None], queue: asyncio.Queue[tuple[int, T] | Exception | None]
+) -> None:
     try:
-        async with _closing(source):
+        async with aclosing(source):
             async for item in source:
                 await queue.put((index, item))
     except Exception as error:
         await queue.put(error)
     else:
         await queue.put(None)
-
-
-def _closing(source: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
-    """Close the iterator at the end: `Dispatch.generate` promises that closing aborts, so it is a generator."""
-    return aclosing(cast("AsyncGenerator[T, None]", source))
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
