@@ -1,0 +1,198 @@
+"""Loads the weights of one rank from a Hugging Face folder of safetensors files, reading only the slices it holds.
+
+Which slices those are is said by the layers (shard.py), what their tensors are called by the family (families/).
+A file is mapped, not read whole; each is open only while its tensors are copied.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from parallel.decoder import Decoder
+from parallel.description import DecoderDescription
+from parallel.errors import CheckpointError, ConfigError
+from parallel.families.registry import describe_model, family_of
+from parallel.kernels.base import Kernels
+from parallel.mesh import Mesh
+from parallel.shard import Piece, ShardedParameter
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+STORED_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Dtypes that weights may be stored in, by their names in safetensors."""
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[float], None]
+
+
+def load_decoder(
+    folder: Path,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    max_context: int | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Build this rank's part of the model in a folder, with its weights.
+
+    Args:
+        folder: config.json and safetensors files in Hugging Face layout.
+        mesh: which part is this rank's.
+        device, dtype: where and as what the weights are held, whatever they are stored as.
+        kernels: the operations that the decoder will call.
+        max_context: serve contexts no longer than this; None: what the config says.
+        progress: called with the fraction of this rank's bytes read so far, from the calling thread; ends with 1.0.
+
+    Raises:
+        ModelError: one of its kinds; the message names the file and the field or tensor.
+    """
+    description = describe_model(folder)
+    if max_context is not None:
+        description = _limit_context(description, max_context)
+    decoder = Decoder(description, mesh=mesh, device=device, dtype=dtype, kernels=kernels)
+    bytes_read = load_weights(decoder, folder, progress=progress)
+    decoder.finish_loading()
+    logger.info("rank %d read %d bytes of weights from %s", mesh.rank, bytes_read, folder)
+    return decoder
+
+
+def load_weights(decoder: Decoder, folder: Path, *, progress: Progress | None = None) -> int:
+    """Fill the parameters of a decoder from a checkpoint; return the bytes read, a part of those in the files.
+
+    All tensors are checked before the first is copied.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, or a tensor is missing or has the wrong shape or dtype.
+    """
+    reads_by_file = _plan_reads(decoder, folder)
+    total = sum(_check_file(file, reads) for file, reads in reads_by_file.items())
+    done = 0
+    for file, reads in reads_by_file.items():
+        with open_tensors(file) as tensors:
+            for read in reads:
+                weights = _slice(tensors, read.name, read.piece)
+                read.parameter.target(read.piece).copy_(weights)
+                done += weights.numel() * weights.element_size()
+                if progress is not None:
+                    progress(done / total)
+    return done
+
+
+def locate_tensors(folder: Path) -> dict[str, Path]:
+    """The file that holds each tensor of a checkpoint. Raises CheckpointError."""
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.is_file():
+        with open_tensors(single) as tensors:
+            return dict.fromkeys(tensors.keys(), single)
+    if index.is_file():
+        return _read_index(index)
+    raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; allowed: weights in safetensors files")
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[Any]:
+    """A safetensors file, mapped until the end of the block. Raises CheckpointError when it is missing or corrupt."""
+    try:
+        tensors = safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
+    with tensors:
+        yield tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """One slice to copy: from the tensor called `name` in the checkpoint into a parameter."""
+
+    name: str
+    piece: Piece
+    parameter: ShardedParameter
+
+
+def _limit_context(description: DecoderDescription, max_context: int) -> DecoderDescription:
+    if not 1 <= max_context <= description.max_context:
+        raise ConfigError(f"max_context is {max_context}; allowed by the model: 1 to {description.max_context}")
+    return replace(description, max_context=max_context)
+
+
+def _plan_reads(decoder: Decoder, folder: Path) -> dict[Path, list[_Read]]:
+    family = family_of(decoder.description)
+    files = locate_tensors(folder)
+    reads_by_file: dict[Path, list[_Read]] = {}
+    for parameter in decoder.sharded_parameters():
+        for piece in parameter.pieces:
+            name = family.tensor_name(piece.source)
+            if name not in files and decoder.description.tie_embeddings and piece.source == "embedding.weight":
+                name = family.tensor_name("head.weight")  # of two names for one tensor, some writers keep this one
+            if name not in files:
+                raise CheckpointError(f"{folder} has no tensor {name}; expected with shape {list(piece.full_shape)}")
+            reads_by_file.setdefault(files[name], []).append(_Read(name=name, piece=piece, parameter=parameter))
+    return reads_by_file
+
+
+def _check_file(file: Path, reads: Sequence[_Read]) -> int:
+    """Compare the file's header with what is expected of it; return how many bytes will be read."""
+    num_bytes = 0
+    with open_tensors(file) as tensors:
+        present = set(tensors.keys())
+        for read in reads:
+            expected = list(read.piece.full_shape)
+            if read.name not in present:
+                raise CheckpointError(f"{file} has no tensor {read.name}; expected there with shape {expected}")
+            stored = tensors.get_slice(read.name)
+            if stored.get_shape() != expected:
+                raise CheckpointError(
+                    f"{file}: tensor {read.name} has shape {stored.get_shape()}; expected {expected}, from config.json"
+                )
+            dtype = STORED_DTYPES.get(stored.get_dtype())
+            if dtype is None:
+                raise CheckpointError(
+                    f"{file}: tensor {read.name} has dtype {stored.get_dtype()}; allowed: {', '.join(STORED_DTYPES)}"
+                )
+            num_bytes += _num_elements(read.piece) * dtype.itemsize
+    return num_bytes
+
+
+def _num_elements(piece: Piece) -> int:
+    num_elements = piece.stop - piece.start
+    for dim, size in enumerate(piece.full_shape):
+        num_elements *= 1 if dim == piece.dim else size
+    return num_elements
+
+
+def _slice(tensors: Any, name: str, piece: Piece) -> Tensor:
+    """A view into the mapped file; nothing is read until it is copied."""
+    index = (*[slice(None)] * piece.dim, slice(piece.start, piece.stop))
+    weights: Tensor = tensors.get_slice(name)[index]
+    return weights
+
+
+def _read_index(file: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): file.parent / part for name, part in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not an index of safetensors files: {error!r}") from error
+    for part in set(files.values()):
+        if part.parent != file.parent:
+            raise CheckpointError(f"{file} names {part}; allowed: files beside it")
+        if not part.is_file():
+            raise CheckpointError(f"{part} does not exist, but {file.name} names it")
+    return files

@@ -1,0 +1,343 @@
+"""Each rank reads its own slices and no more; what is wrong with a checkpoint is said by file and tensor."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from parallel.checkpoint import INDEX_FILE, SINGLE_FILE, load_decoder, load_weights
+from parallel.decoder import Decoder
+from parallel.description import DecoderDescription
+from parallel.dtypes import checkpoint_dtype, resolve_dtype
+from parallel.errors import CheckpointError, ConfigError
+from parallel.families.registry import describe_model, family_of
+from parallel.kernels.reference import ReferenceKernels
+from parallel.mesh import Axis, Mesh
+
+CPU = torch.device("cpu")
+
+
+def _mesh(tp_rank: int = 0, tp: int = 1, stage: int = 0, pp: int = 1) -> Mesh:
+    """A place in a mesh whose other ranks do not exist: enough to load, which takes no collective."""
+    return Mesh(tp=Axis(size=tp, rank=tp_rank), pp=Axis(size=pp, rank=stage))
+
+
+def _decoder(description: DecoderDescription, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(description, mesh=mesh, device=CPU, dtype=dtype, kernels=ReferenceKernels())
+
+
+def _load(folder: Path, mesh: Mesh | None = None) -> tuple[Decoder, int]:
+    decoder = _decoder(describe_model(folder), mesh or _mesh())
+    return decoder, load_weights(decoder, folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a tiny model, to be damaged."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+
+
+def _rewrite(folder: Path, **changes: Tensor | None) -> None:
+    """Replace tensors of the single file, or remove them."""
+    tensors = load_file(folder / SINGLE_FILE)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+
+
+def _shard(folder: Path, num_shards: int = 3) -> None:
+    """Turn the single file into several with an index."""
+    tensors = load_file(folder / SINGLE_FILE)
+    (folder / SINGLE_FILE).unlink()
+    weight_map = {}
+    for i in range(num_shards):
+        file = f"part-{i}.safetensors"
+        part = dict(list(tensors.items())[i::num_shards])
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-tied", "qwen2", "qwen3"])
+def test_every_parameter_gets_its_tensor(name: str) -> None:
+    folder = tiny_model(name)
+    tensors = load_file(folder / SINGLE_FILE)
+
+    decoder, num_bytes = _load(folder)
+
+    family = family_of(decoder.description)
+    for parameter in decoder.sharded_parameters():
+        for piece in parameter.pieces:
+            assert torch.equal(parameter.target(piece), tensors[family.tensor_name(piece.source)])
+    assert num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-bias"])
+def test_each_of_two_ranks_reads_about_half_the_bytes(name: str) -> None:
+    folder = tiny_model(name)
+    full = sum(tensor.nbytes for tensor in load_file(folder / SINGLE_FILE).values())
+
+    read = [_load(folder, _mesh(tp_rank=rank, tp=2))[1] for rank in range(2)]
+
+    # norms and the biases of row-parallel layers are read by both
+    assert all(full * 0.49 < num_bytes < full * 0.52 for num_bytes in read)
+    assert sum(read) >= full
+
+
+def test_ranks_hold_disjoint_halves_that_make_the_whole() -> None:
+    folder = tiny_model("llama")
+    tensors = load_file(folder / SINGLE_FILE)
+    family = family_of(describe_model(folder))
+    parts: dict[str, list[Tensor]] = {}
+
+    for rank in range(2):
+        decoder, _ = _load(folder, _mesh(tp_rank=rank, tp=2))
+        for parameter in decoder.sharded_parameters():
+            for piece in parameter.pieces:
+                parts.setdefault(piece.source, []).append(parameter.target(piece))
+
+    for dim, source in ((0, "layers.1.attention.k.weight"), (1, "layers.2.mlp.down.weight"), (0, "embedding.weight")):
+        assert torch.equal(torch.cat(parts[source], dim), tensors[family.tensor_name(source)])
+
+
+def test_stages_read_only_their_layers() -> None:
+    folder = tiny_model("llama")
+    full = sum(tensor.nbytes for tensor in load_file(folder / SINGLE_FILE).values())
+
+    first, first_bytes = _load(folder, _mesh(stage=0, pp=2))
+    last, last_bytes = _load(folder, _mesh(stage=1, pp=2))
+
+    def sources(decoder: Decoder) -> set[str]:
+        return {piece.source for parameter in decoder.sharded_parameters() for piece in parameter.pieces}
+
+    assert first_bytes + last_bytes == full
+    assert sources(first).isdisjoint(sources(last))
+    assert "embedding.weight" in sources(first)
+    assert "head.weight" in sources(last)
+
+
+def test_tied_head_on_another_stage_reads_the_embedding() -> None:
+    folder = tiny_model("llama-tied")
+    last, _ = _load(folder, _mesh(stage=1, pp=2))
+    embedding = load_file(folder / SINGLE_FILE)["model.embed_tokens.weight"]
+    head = next(p for p in last.sharded_parameters() if p.pieces[0].source == "embedding.weight")
+    assert torch.equal(head.target(head.pieces[0]), embedding)
+
+
+def test_tied_embedding_is_found_under_the_name_of_the_head(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model("llama-tied"), tmp_path / "model"))
+    embedding = load_file(folder / SINGLE_FILE)["model.embed_tokens.weight"]
+    _rewrite(folder, **{"model.embed_tokens.weight": None, "lm_head.weight": embedding})
+
+    decoder, _ = _load(folder)
+
+    parameter = next(iter(decoder.sharded_parameters()))
+    assert torch.equal(parameter.tensor, embedding)
+
+
+def test_sharded_checkpoint_loads_as_the_single_file_does(folder: Path) -> None:
+    single, single_bytes = _load(folder)
+    _shard(folder)
+
+    sharded, sharded_bytes = _load(folder)
+
+    assert sharded_bytes == single_bytes
+    for a, b in zip(single.sharded_parameters(), sharded.sharded_parameters(), strict=True):
+        assert torch.equal(a.tensor, b.tensor)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_are_converted_to_the_dtype_asked_for(folder: Path, stored: torch.dtype) -> None:
+    weight = load_file(folder / SINGLE_FILE)["model.norm.weight"].to(stored)
+    _rewrite(folder, **{"model.norm.weight": weight})
+
+    decoder = _decoder(describe_model(folder), _mesh(), torch.bfloat16)
+    load_weights(decoder, folder)
+
+    norm = next(p for p in decoder.sharded_parameters() if p.pieces[0].source == "final_norm.weight")
+    assert norm.tensor.dtype == torch.bfloat16
+    assert torch.equal(norm.tensor, weight.to(torch.bfloat16))
+
+
+def test_progress_grows_to_one(folder: Path) -> None:
+    seen: list[float] = []
+
+    load_decoder(
+        folder, mesh=_mesh(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels(), progress=seen.append
+    )
+
+    assert len(seen) > 10
+    assert seen == sorted(seen)
+    assert 0 < seen[0] < seen[-1] == 1.0
+
+
+@pytest.mark.parametrize("max_context", [0, 257])
+def test_context_beyond_that_of_the_model_is_refused(folder: Path, max_context: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_context is {max_context}; allowed by the model: 1 to 256"):
+        load_decoder(
+            folder, mesh=_mesh(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels(), max_context=max_context
+        )
+
+
+def test_shorter_context_is_served(folder: Path) -> None:
+    decoder = load_decoder(
+        folder, mesh=_mesh(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels(), max_context=100
+    )
+    assert decoder.description.max_context == 100
+
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def test_missing_tensor_is_named(folder: Path) -> None:
+    _rewrite(folder, **{Q_PROJ: None})
+    with pytest.raises(CheckpointError, match=rf"{folder} has no tensor {Q_PROJ}; expected with shape \[64, 64\]"):
+        _load(folder)
+
+
+def test_wrong_shape_is_named(folder: Path) -> None:
+    _rewrite(folder, **{Q_PROJ: torch.zeros(64, 32)})
+    with pytest.raises(
+        CheckpointError, match=rf"{SINGLE_FILE}: tensor {Q_PROJ} has shape \[64, 32\]; expected \[64, 64\]"
+    ):
+        _load(folder)
+
+
+def test_transposed_tensor_is_named(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    _rewrite(folder, **{name: torch.zeros(64, 96)})
+    with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \[64, 96\]; expected \[96, 64\]"):
+        _load(folder)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_dtype_that_is_no_weight_is_named(folder: Path, dtype: torch.dtype, name: str) -> None:
+    _rewrite(folder, **{Q_PROJ: torch.zeros(64, 64).to(dtype)})
+    with pytest.raises(CheckpointError, match=rf"tensor {Q_PROJ} has dtype {name}; allowed: F64, F32, F16, BF16"):
+        _load(folder)
+
+
+def test_damage_is_found_before_anything_is_copied(folder: Path) -> None:
+    _rewrite(folder, **{"lm_head.weight": torch.zeros(3)})
+    decoder = _decoder(describe_model(folder), _mesh())
+    for parameter in decoder.sharded_parameters():
+        parameter.tensor.fill_(7.0)
+
+    with pytest.raises(CheckpointError):
+        load_weights(decoder, folder)
+
+    assert all((parameter.tensor == 7.0).all() for parameter in decoder.sharded_parameters())
+
+
+def _truncate(data: bytes) -> bytes:
+    return data[:-100]
+
+
+def _cut_in_header(data: bytes) -> bytes:
+    return data[:50]
+
+
+def _empty(data: bytes) -> bytes:
+    return b""
+
+
+def _garbage(data: bytes) -> bytes:
+    return b"\xff" * len(data)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _cut_in_header, _empty, _garbage])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_corrupt_file_is_named(folder: Path, damage, is_sharded: bool) -> None:  # type: ignore[no-untyped-def]
+    if is_sharded:
+        _shard(folder)
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    file.write_bytes(damage(file.read_bytes()))
+
+    with pytest.raises(CheckpointError, match=f"{file} is not a complete safetensors file"):
+        _load(folder)
+
+
+def test_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"):
+        _load(folder)
+
+
+def test_missing_shard_is_named(folder: Path) -> None:
+    _shard(folder)
+    (folder / "part-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"part-1\.safetensors does not exist, but model\.safetensors\.index"):
+        _load(folder)
+
+
+def test_tensor_that_is_not_where_the_index_says_is_named(folder: Path) -> None:
+    _shard(folder)
+    index = json.loads((folder / INDEX_FILE).read_text())
+    index["weight_map"][Q_PROJ] = {"part-0.safetensors": "part-1.safetensors"}.get(
+        index["weight_map"][Q_PROJ], "part-0.safetensors"
+    )
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+
+    with pytest.raises(CheckpointError, match=rf"part-\d\.safetensors has no tensor {Q_PROJ}"):
+        _load(folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": null}']
+)
+def test_unreadable_index_is_named(folder: Path, content: str) -> None:
+    (folder / SINGLE_FILE).unlink()
+    (folder / INDEX_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=f"{INDEX_FILE} is not an index"):
+        _load(folder)
+
+
+def test_index_cannot_name_files_elsewhere(folder: Path) -> None:
+    _shard(folder)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {Q_PROJ: "../secret.safetensors"}}))
+    with pytest.raises(CheckpointError, match="allowed: files beside it"):
+        _load(folder)
+
+
+class _FakeDevice:
+    def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        return {torch.bfloat16: torch.float16}.get(checkpoint_dtype, checkpoint_dtype)
+
+
+def _set_config(folder: Path, **values: str | None) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype", None)
+    config |= values
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_auto_dtype_is_what_the_device_makes_of_the_config(folder: Path, key: str) -> None:
+    _set_config(folder, **{key: "bfloat16"})
+    assert checkpoint_dtype(folder) == torch.bfloat16
+    assert resolve_dtype("auto", folder, _FakeDevice()) == torch.float16  # type: ignore[arg-type]
+
+
+def test_auto_dtype_without_config_is_that_of_the_weights(folder: Path) -> None:
+    _set_config(folder)
+    assert checkpoint_dtype(folder) == torch.float32
+
+
+def test_named_dtype_wins(folder: Path) -> None:
+    assert resolve_dtype("bfloat16", folder, _FakeDevice()) == torch.bfloat16  # type: ignore[arg-type]
+
+
+def test_unknown_dtypes_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype is 'int8'; allowed: auto, float32, float16, bfloat16"):
+        resolve_dtype("int8", folder, _FakeDevice())  # type: ignore[arg-type]
+    _set_config(folder, torch_dtype="float8")
+    with pytest.raises(ConfigError, match=r"config\.json: torch_dtype is 'float8'; allowed: float32"):
+        checkpoint_dtype(folder)
