@@ -20,7 +20,7 @@ from parallel.mlp import GatedMLP
 
 SIZES = (1, 2, 4)
 HIDDEN = 16
-TOLERANCE = {"rtol": 0, "atol": 2e-6}  # float32, partial sums in another order
+TOLERANCE = 2e-6  # float32, partial sums in another order
 
 
 def _context(mesh: Mesh) -> LayerContext:
@@ -57,7 +57,7 @@ def _run_column(mesh: Mesh, has_bias: bool) -> tuple[Tensor, dict[str, int]]:
 def test_column_parallel_outputs_joined_equal_linear(gloo_pool: GlooPool, tp: int, has_bias: bool) -> None:
     results = gloo_pool.run(_run_column, has_bias, tp=tp)
     expected = _linear("column", 24, HIDDEN, has_bias=has_bias)(_inputs())
-    torch.testing.assert_close(torch.cat([part for part, _ in results], dim=1), expected, **TOLERANCE)
+    torch.testing.assert_close(torch.cat([part for part, _ in results], dim=1), expected, rtol=0, atol=TOLERANCE)
     assert all(counts == {} for _, counts in results)
 
 
@@ -73,7 +73,7 @@ def _run_row(mesh: Mesh, has_bias: bool) -> tuple[Tensor, int]:
 def test_row_parallel_equals_linear_with_one_all_reduce(gloo_pool: GlooPool, tp: int, has_bias: bool) -> None:
     expected = _linear("row", 24, HIDDEN, has_bias=has_bias)(_inputs())
     for result, num_all_reduces in gloo_pool.run(_run_row, has_bias, tp=tp):
-        torch.testing.assert_close(result, expected, **TOLERANCE)
+        torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE)
         assert num_all_reduces == (tp > 1)
 
 
@@ -99,9 +99,9 @@ def test_qkv_gives_each_query_head_its_own_key_value_head(gloo_pool: GlooPool, t
             original = heads_seen + head
             original_kv = original // (8 // num_kv_heads)
             local_kv = head // (num_heads // num_local_kv_heads)
-            torch.testing.assert_close(local_q[:, head], q[:, original], **TOLERANCE)
-            torch.testing.assert_close(local_k[:, local_kv], k[:, original_kv], **TOLERANCE)
-            torch.testing.assert_close(local_v[:, local_kv], v[:, original_kv], **TOLERANCE)
+            torch.testing.assert_close(local_q[:, head], q[:, original], rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(local_k[:, local_kv], k[:, original_kv], rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(local_v[:, local_kv], v[:, original_kv], rtol=0, atol=TOLERANCE)
         heads_seen += num_heads
     assert heads_seen == 8
 
@@ -137,7 +137,7 @@ def test_mlp_equals_its_original_with_one_all_reduce(gloo_pool: GlooPool, tp: in
     gate, up = (_linear(f"mlp.{name}", 24, HIDDEN, has_bias=mlp_bias) for name in ("gate", "up"))
     expected = _linear("mlp.down", HIDDEN, 24, has_bias=mlp_bias)(F.silu(gate(x)) * up(x))
     for result, num_all_reduces in gloo_pool.run(_run_mlp, mlp_bias, tp=tp):
-        torch.testing.assert_close(result, expected, **TOLERANCE)
+        torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE)
         assert num_all_reduces == (tp > 1)
 
 
@@ -180,7 +180,7 @@ def test_head_gives_the_first_rank_the_logits_of_its_original(
     source = "embedding" if is_tied else "head"
     expected = _linear(source, vocab_size, HIDDEN, has_bias=False)(_inputs())
     logits, *others = gloo_pool.run(_run_head, vocab_size, is_tied, tp=tp)
-    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
     assert others == [None] * (tp - 1)
 
 

@@ -21,6 +21,7 @@ Workers have one torch thread each, and exit with the pytest process.
 """
 
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import multiprocessing
@@ -156,7 +157,7 @@ class GlooPool:
 
     def _store_port(self) -> int:
         if self._store is None:
-            from torch.distributed import TCPStore
+            from torch._C._distributed_c10d import TCPStore
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
@@ -194,6 +195,7 @@ def _serve(connection: Connection, path: list[str]) -> None:
         except EOFError:
             return
         faulthandler.dump_traceback_later(max(task.timeout_s - 1, 0.1))
+        answer: tuple[bool, bytes | str]
         try:
             answer = False, pickle.dumps(_perform(rank, task))
         except BaseException:
@@ -208,18 +210,27 @@ def _perform(rank: int, task: _Task) -> Any:
     if task.world is None:
         return function(rank, *args)
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     from parallel.mesh import Mesh
 
     world = task.world
     timeout = timedelta(seconds=task.timeout_s)
-    store = dist.PrefixStore(world.name, dist.TCPStore("127.0.0.1", world.port, is_master=False, timeout=timeout))
+    store = PrefixStore(world.name, _connect(world.port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world.tp * world.pp, timeout=timeout)
     try:
         mesh = Mesh.from_world(tensor_parallel=world.tp, pipeline_parallel=world.pp, timeout_s=task.timeout_s)
         return function(mesh, *args)
     finally:
         dist.destroy_process_group()
+
+
+@functools.cache
+def _connect(port: int) -> Any:
+    """The pool's store. One connection per worker: with many, every 44th was answered only after 5 s."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=False)
 
 
 def _import_file(name: str, file: str) -> None:

@@ -14,7 +14,7 @@ def full_tensor(source: str, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(source.encode()))
     if len(shape) == 1:
         return torch.randn(shape, generator=generator) * 0.2 + (0 if source.endswith("bias") else 1)
-    return torch.randn(shape, generator=generator) / shape[1] ** 0.5
+    return torch.randn(shape, generator=generator).div(shape[1] ** 0.5)
 
 
 def fill(parameters: Iterable[ShardedParameter]) -> None:

@@ -1,5 +1,7 @@
 """What belongs to which rank."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from parallel.shard import (
 
 
 def _description(**changes: int) -> DecoderDescription:
-    sizes = {"num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 12} | changes
+    sizes: dict[str, Any] = {"num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 12} | changes
     return DecoderDescription(
         family="llama",
         vocab_size=10,
