@@ -1,0 +1,177 @@
+"""Plans arrive in order or not at all; each end notices when the other is gone."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from workers.errors import GroupFailedError
+from workers.plan import ModelOutput, NewSequence, SampledToken, ScheduledSequence, StepPlan
+from workers.request import SamplingParams, TokenLogprobs
+from workers.transport import LeaderLink, PlanChain, PlanMessage, RankLink
+
+HOST = "127.0.0.1"
+
+
+def plan(number: int, num_seqs: int = 2) -> StepPlan:
+    new = NewSequence(1, [5, 6, 7], 2, SamplingParams(seed=2**64 - 1, stop=("a",), temperature=0.1), [2])
+    return StepPlan(number, [3], [new], [ScheduledSequence(i, 9, 1, [4], [8], True) for i in range(num_seqs)])
+
+
+def in_thread(target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+def echo_rank(endpoint: str, rank: int) -> None:
+    """Answer each plan with a token that depends on it."""
+    with RankLink(endpoint, rank) as link:
+        assert link.report(10 * rank, 10.0) == 7
+        while (received := link.receive_plan()) is not None:
+            if received.number == 99:
+                raise ValueError("a bad plan")
+            token = SampledToken(1, received.number, TokenLogprobs(token_id=3, logprob=-0.5, top=((3, -0.5),)))
+            link.send_output(ModelOutput(received.number, [token]))
+
+
+def start(num_ranks: int) -> tuple[LeaderLink, list[threading.Thread]]:
+    leader = LeaderLink(HOST, range(1, num_ranks + 1))
+
+    def run(rank: int) -> None:
+        with contextlib.suppress(ValueError, GroupFailedError):  # what the leader sees of it is under test
+            echo_rank(leader.endpoints[rank], rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in leader.endpoints]
+    for thread in threads:
+        thread.start()
+    assert leader.gather(10.0) == {rank: 10 * rank for rank in leader.endpoints}
+    leader.proceed(7)
+    return leader, threads
+
+
+def test_plans_and_outputs_cross_unchanged() -> None:
+    leader, threads = start(2)
+    for number in range(1, 50):
+        leader.send_plan(plan(number))
+        for rank in (1, 2):
+            output = leader.receive_output(rank, 5.0)
+            assert output.number == output.sampled[0].token_id == number
+            assert output.sampled[0].logprobs == TokenLogprobs(token_id=3, logprob=-0.5, top=((3, -0.5),))
+    leader.close()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_plan_survives_the_wire() -> None:
+    sent = plan(3)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=StepPlan) == sent
+
+
+def test_a_gap_names_both_plans() -> None:
+    sender, receiver = PlanChain(), PlanChain()
+    receiver.verify(sender.seal(b"one"))
+    sender.seal(b"two")
+    with pytest.raises(GroupFailedError, match="plan 3 came; expected: plan 2"):
+        receiver.verify(sender.seal(b"three"))
+
+
+def test_another_history_names_both_digests() -> None:
+    sender, receiver = PlanChain(), PlanChain()
+    receiver.verify(PlanMessage(1, sender.seal(b"one").digest, b"one"))
+    good = sender.seal(b"two")
+    with pytest.raises(GroupFailedError, match=f"digest {good.digest.hex()}; expected: [0-9a-f]{{32}}"):
+        receiver.verify(PlanMessage(2, good.digest, b"TWO"))
+
+
+def test_a_rank_that_diverges_tells_the_leader() -> None:
+    leader = LeaderLink(HOST, [1])
+    failed = threading.Event()
+
+    def run() -> None:
+        with pytest.raises(GroupFailedError, match="rank 1 diverged: plan 2 came; expected: plan 1"):
+            echo_rank(leader.endpoints[1], 1)
+        failed.set()
+
+    in_thread(run)
+    leader.gather(10.0)
+    leader.proceed(7)
+    leader._chain.seal(b"a plan that never arrives")
+    leader.send_plan(plan(1))
+    with pytest.raises(GroupFailedError, match=r"rank 1 failed: GroupFailedError: rank 1 diverged: plan 2 came"):
+        leader.receive_output(1, 10.0)
+    assert failed.wait(5)
+    leader.close()
+
+
+def test_a_failing_rank_reports_its_error_before_it_ends() -> None:
+    leader, _ = start(9)
+    leader.send_plan(plan(1))
+    leader.receive_output(9, 5.0)
+    leader._peers[9].socket.send(msgspec.msgpack.encode(leader._chain.seal(msgspec.msgpack.encode(plan(99)))))
+    with pytest.raises(GroupFailedError, match="rank 9 failed: ValueError: a bad plan"):
+        leader.receive_output(1, 10.0) and leader.receive_output(1, 10.0)
+    leader.close("rank 9 failed")
+
+
+def test_a_slow_rank_is_an_error_that_names_it() -> None:
+    leader, _ = start(1)
+    with pytest.raises(GroupFailedError, match=r"rank 1 did not answer within 0\.2 s"):
+        leader.receive_output(1, 0.2)
+    leader.close()
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    leader = LeaderLink(HOST, [1, 2])
+    with pytest.raises(GroupFailedError, match=r"ranks \[1, 2\] did not start within 0 s"):
+        leader.gather(0.1)
+    leader.close()
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_stopped_rank_is_noticed_within_seconds(kill: signal.Signals) -> None:
+    leader = LeaderLink(HOST, [1])
+    process = multiprocessing.get_context("spawn").Process(target=echo_rank, args=(leader.endpoints[1], 1))
+    process.start()
+    assert process.pid is not None
+    try:
+        leader.gather(60.0)
+        leader.proceed(7)
+        leader.send_plan(plan(1))
+        leader.receive_output(1, 10.0)
+        os.kill(process.pid, kill)
+        start_s = time.monotonic()
+        with pytest.raises(GroupFailedError, match="rank 1 died, hangs or is cut off"):
+            leader.receive_output(1, 60.0)
+        assert time.monotonic() - start_s < 10
+    finally:
+        process.kill()
+        process.join(10)
+        leader.close()
+
+
+def test_a_rank_whose_leader_is_gone_ends() -> None:
+    leader, _ = start(1)
+    ended = threading.Event()
+    extra = LeaderLink(HOST, [5])
+
+    def run() -> None:
+        with pytest.raises(GroupFailedError, match="rank 5 lost its leader"):
+            echo_rank(extra.endpoints[5], 5)
+        ended.set()
+
+    in_thread(run)
+    extra.gather(10.0)
+    extra.proceed(7)
+    for peer in extra._peers.values():
+        peer.close()  # as if the process had died: no word of farewell
+    extra._context.term()
+    assert ended.wait(10)
+    leader.close()

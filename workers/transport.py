@@ -1,0 +1,334 @@
+"""Carries numbered plans from a group's leader to its other ranks, and outputs and failures back. msgpack over zmq.
+
+Every plan carries its number and the digest of all plans up to it, so that a rank that missed one, or got another one
+than its peers, stops at once and names both. One connection a rank, exclusive; zmq's own thread exchanges heartbeats
+on it, whatever Python is busy with, so that a rank that is dead, stopped or cut off is noticed by the other side.
+"""
+
+import logging
+import math
+import socket
+import time
+import traceback
+from collections.abc import Iterable
+from hashlib import blake2b
+from types import TracebackType
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from workers.errors import GroupFailedError
+from workers.plan import ModelOutput, StepPlan
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+HEARTBEAT_TIMEOUT_S = 4.0
+"""A peer that sends nothing for so long is gone."""
+
+_SLICE_MS = 50
+"""How often a wait for one rank looks at the others."""
+_EVIDENCE_S = 0.3
+"""How long to wait for other ranks' reports once one is known to have failed."""
+_LINGER_MS = 1000
+_NEVER_MS = 24 * 3600 * 1000
+"""To reconnect: not -1, with which zmq also drops what came before the end and was not read yet."""
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+"""Their values are file descriptors, which tell connections apart."""
+
+
+class PlanMessage(msgspec.Struct, frozen=True, tag="plan", array_like=True):
+    """A plan in its place in the chain."""
+
+    number: int
+    digest: bytes
+    """Of the previous digest, the number and the plan's bytes."""
+    plan: bytes
+
+
+class ProceedMessage(msgspec.Struct, frozen=True, tag="proceed", array_like=True):
+    """Every rank has reported: go on, with this value."""
+
+    value: int
+
+
+class StopMessage(msgspec.Struct, frozen=True, tag="stop", array_like=True):
+    """The group ends: well when there is no reason."""
+
+    reason: str | None
+
+
+class ReportMessage(msgspec.Struct, frozen=True, tag="report", array_like=True):
+    """A rank has come to the next point of the start."""
+
+    value: int
+
+
+class OutputMessage(msgspec.Struct, frozen=True, tag="output", array_like=True):
+    """What the last stage sampled."""
+
+    output: ModelOutput
+
+
+class FailureMessage(msgspec.Struct, frozen=True, tag="failure", array_like=True):
+    """A rank gives up."""
+
+    error: str
+    traceback: str
+
+
+_ToRank = PlanMessage | ProceedMessage | StopMessage
+_ToLeader = ReportMessage | OutputMessage | FailureMessage
+
+_encoder = msgspec.msgpack.Encoder()
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_to_rank_decoder: msgspec.msgpack.Decoder[_ToRank] = msgspec.msgpack.Decoder(_ToRank)
+_to_leader_decoder: msgspec.msgpack.Decoder[_ToLeader] = msgspec.msgpack.Decoder(_ToLeader)
+
+
+class PlanChain:
+    """The number and digest of the latest plan, on either side."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._digest = bytes(16)
+
+    def seal(self, plan: bytes) -> PlanMessage:
+        """Return the next message of the chain."""
+        self._number += 1
+        self._digest = self._next(plan)
+        return PlanMessage(self._number, self._digest, plan)
+
+    def verify(self, message: PlanMessage) -> None:
+        """Raise GroupFailedError unless the message is the next one of the same chain."""
+        expected = self._number + 1
+        if message.number != expected:
+            raise GroupFailedError(f"plan {message.number} came; expected: plan {expected}")
+        self._number = expected
+        self._digest = self._next(message.plan)
+        if message.digest != self._digest:
+            raise GroupFailedError(
+                f"plan {expected} came with digest {message.digest.hex()}; expected: {self._digest.hex()}"
+            )
+
+    def _next(self, plan: bytes) -> bytes:
+        return blake2b(self._digest + self._number.to_bytes(8, "little") + plan, digest_size=16).digest()
+
+
+class LeaderLink:
+    """The leader's end. One thread."""
+
+    def __init__(self, host: str, ranks: Iterable[int]) -> None:
+        """Listen on `host`, on one free port for each rank."""
+        self._context = zmq.Context()
+        self._peers = {rank: _Peer(self._context) for rank in ranks}
+        self.endpoints = {rank: peer.bind(host) for rank, peer in self._peers.items()}
+        """Where each rank connects."""
+        self._chain = PlanChain()
+        self._reports: dict[int, list[int]] = {rank: [] for rank in self._peers}
+        self._outputs: dict[int, list[ModelOutput]] = {rank: [] for rank in self._peers}
+        self._failures: dict[int, FailureMessage] = {}
+        self._gone: set[int] = set()
+
+    def send_plan(self, plan: StepPlan) -> None:
+        """Send the next plan to every rank. GroupFailedError when one cannot take it."""
+        self._send(self._chain.seal(_encoder.encode(plan)))
+
+    def proceed(self, value: int) -> None:
+        """Let every rank go on from the point that it reported."""
+        self._send(ProceedMessage(value))
+
+    def gather(self, timeout_s: float) -> dict[int, int]:
+        """Wait until every rank has come to its next point and return what each reported. GroupFailedError."""
+        deadline = time.monotonic() + timeout_s
+        while missing := [rank for rank, values in self._reports.items() if not values]:
+            if time.monotonic() > deadline:
+                raise GroupFailedError(f"ranks {missing} did not start within {timeout_s:.0f} s")
+            self._peers[missing[0]].socket.poll(_SLICE_MS)
+            self.check()
+        return {rank: values.pop(0) for rank, values in self._reports.items()}
+
+    def receive_output(self, rank: int, timeout_s: float) -> ModelOutput:
+        """Wait for the next output of a rank. GroupFailedError when any rank fails or it takes longer."""
+        outputs, peer = self._outputs[rank], self._peers[rank]
+        deadline = time.monotonic() + timeout_s
+        while not outputs:
+            if self._failures:
+                self.check()
+            if peer.socket.poll(_SLICE_MS):
+                self._read(rank)
+            else:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise GroupFailedError(f"rank {rank} did not answer within {timeout_s:.1f} s: it or a peer hangs")
+        return outputs.pop(0)
+
+    def check(self) -> None:
+        """Raise GroupFailedError when a rank has failed or is gone; says which, and why as far as they told."""
+        self._look()
+        if not self._failures and not self._gone:
+            return
+        deadline = time.monotonic() + _EVIDENCE_S
+        while time.monotonic() < deadline and len(self._failures.keys() | self._gone) < len(self._peers):
+            time.sleep(0.01)
+            self._look()
+        silent = sorted(self._gone - self._failures.keys())
+        reasons = [f"rank {rank} died, hangs or is cut off" for rank in silent]
+        for rank, failure in sorted(self._failures.items()):
+            logger.error("rank %d failed:\n%s", rank, failure.traceback)
+            reasons.append(f"rank {rank} failed: {failure.error}")
+        raise GroupFailedError("; ".join(reasons))
+
+    def close(self, reason: str | None = None) -> None:
+        """Tell every rank to end, because of `reason` if there is one, and close."""
+        for peer in self._peers.values():
+            peer.try_send(StopMessage(reason))
+            peer.close()
+        self._context.term()
+
+    def _send(self, message: _ToRank) -> None:
+        encoded = _encoder.encode(message)
+        for rank, peer in self._peers.items():
+            try:
+                peer.socket.send(encoded, zmq.DONTWAIT)
+            except zmq.Again:
+                self.check()
+                raise GroupFailedError(f"rank {rank} takes no more messages: it hangs") from None
+
+    def _look(self) -> None:
+        """Read whatever has come, without waiting. A rank's last words come before its end."""
+        for rank, peer in self._peers.items():
+            self._read(rank)
+            if peer.is_gone():
+                self._read(rank)
+                self._gone.add(rank)
+
+    def _read(self, rank: int) -> None:
+        peer = self._peers[rank]
+        while _is_readable(peer.socket):
+            match _to_leader_decoder.decode(peer.socket.recv()):
+                case ReportMessage(value):
+                    self._reports[rank].append(value)
+                case OutputMessage(output):
+                    self._outputs[rank].append(output)
+                case FailureMessage() as failure:
+                    self._failures[rank] = failure
+
+
+class RankLink:
+    """The end of a rank that is not the leader. One thread."""
+
+    def __init__(self, endpoint: str, rank: int) -> None:
+        self._rank = rank
+        self._context = zmq.Context()
+        self._peer = _Peer(self._context)
+        self._peer.socket.connect(endpoint)
+        self._chain = PlanChain()
+        self._poller = zmq.Poller()
+        self._poller.register(self._peer.socket, zmq.POLLIN)
+        self._poller.register(self._peer.monitor, zmq.POLLIN)
+
+    def __enter__(self) -> "RankLink":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Tell the leader why this rank gives up, if it does, and close."""
+        if error is not None:
+            last_words = FailureMessage(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+            self._peer.try_send(last_words)
+        self._peer.close()
+        self._context.term()
+
+    def report(self, value: int, timeout_s: float) -> int:
+        """Say that this rank has come to the next point; wait for the others and return what the leader decided."""
+        self._peer.socket.send(_encoder.encode(ReportMessage(value)))
+        match self._receive(timeout_s):
+            case ProceedMessage(decided):
+                return decided
+            case StopMessage(reason):
+                raise GroupFailedError(f"the leader ended the group: {reason}")
+            case message:
+                raise GroupFailedError(f"rank {self._rank} got a {type(message).__name__}; expected: ProceedMessage")
+
+    def receive_plan(self) -> StepPlan | None:
+        """Wait for the next plan; None when the group ends well.
+
+        Raises:
+            GroupFailedError: the leader is gone or says that the group failed, or the plan is not the chain's next.
+        """
+        match self._receive(None):
+            case PlanMessage() as message:
+                try:
+                    self._chain.verify(message)
+                except GroupFailedError as error:
+                    raise GroupFailedError(f"rank {self._rank} diverged: {error}") from None
+                return _plan_decoder.decode(message.plan)
+            case StopMessage(None):
+                return None
+            case StopMessage(reason):
+                raise GroupFailedError(f"the leader ended the group: {reason}")
+            case message:
+                raise GroupFailedError(f"rank {self._rank} got a {type(message).__name__}; expected: PlanMessage")
+
+    def send_output(self, output: ModelOutput) -> None:
+        """Send what this rank sampled to the leader."""
+        self._peer.socket.send(_encoder.encode(OutputMessage(output)))
+
+    def _receive(self, timeout_s: float | None) -> _ToRank:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not _is_readable(self._peer.socket):
+            if self._peer.is_gone() and not _is_readable(self._peer.socket):  # its last words come before its end
+                raise GroupFailedError(f"rank {self._rank} lost its leader: it died, hangs or is cut off")
+            left_ms = None if deadline is None else math.ceil((deadline - time.monotonic()) * 1000)
+            if left_ms is not None and left_ms <= 0:
+                raise GroupFailedError(f"rank {self._rank} heard nothing from its leader for {timeout_s:.0f} s")
+            self._poller.poll(left_ms)
+        return _to_rank_decoder.decode(self._peer.socket.recv())
+
+
+class _Peer:
+    """One exclusive connection and the events of its end."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.set(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
+        self.socket.set(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
+        self.socket.set(zmq.RECONNECT_IVL, _NEVER_MS)
+        self.socket.set(zmq.LINGER, _LINGER_MS)
+        self.socket.set(zmq.IPV6, 1)
+        self.monitor = self.socket.get_monitor_socket(_EVENTS)
+        self._is_gone = False
+        self._connection: int | None = None
+
+    def bind(self, host: str) -> str:
+        """Listen on a free port and return the address to connect to."""
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        self.socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
+        return self.socket.get_string(zmq.LAST_ENDPOINT)
+
+    def is_gone(self) -> bool:
+        """Whether the other side was there and is no more. Others who knock are turned away and do not count."""
+        while not self._is_gone and self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._is_gone = event["value"] == self._connection
+            elif self._connection is None:
+                self._connection = event["value"]
+        return self._is_gone
+
+    def try_send(self, message: _ToRank | _ToLeader) -> None:
+        """Send if the other side is there to take it."""
+        try:
+            self.socket.send(_encoder.encode(message), zmq.DONTWAIT)
+        except zmq.ZMQError:
+            logger.debug("nobody takes the last message %s", type(message).__name__)
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()
+
+
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
