@@ -1,0 +1,287 @@
+"""The Python SDK: Weft over gRPC, sync and async, with nothing but grpcio and the stubs.
+
+    from router.client import Client
+
+    with Client("127.0.0.1:50051") as client:
+        client.wait_ready(timeout_s=60)
+        for delta in client.generate("Once upon a time", max_tokens=64, temperature=0.8):
+            print(delta.text, end="", flush=True)
+        answer = client.complete(messages=[{"role": "user", "content": "Who are you?"}])
+        print(answer.text, answer.usage.completion_tokens, answer.ttft_s, answer.replica_ids)
+
+`AsyncClient` has the same methods for asyncio. What they return and raise is in client_values.py. Nothing is retried
+here: an OverloadedError says when to try again.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager, suppress
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+from weft.v1 import inference_pb2 as pb
+from weft.v1.inference_pb2_grpc import InferenceStub
+
+from router.client_values import (
+    BadRequestError,
+    CallCancelledError,
+    ClientError,
+    Collector,
+    Completion,
+    DeadlineError,
+    Delta,
+    Finish,
+    Messages,
+    ModelInfo,
+    NotFoundError,
+    Options,
+    OverloadedError,
+    Prompt,
+    ServerError,
+    TokenLogprobs,
+    UnavailableError,
+    Usage,
+    generate_request,
+    to_delta,
+    to_error,
+    to_models,
+    tokenize_request,
+)
+
+__all__ = [
+    "AsyncClient",
+    "BadRequestError",
+    "CallCancelledError",
+    "Client",
+    "ClientError",
+    "Completion",
+    "DeadlineError",
+    "Delta",
+    "Finish",
+    "ModelInfo",
+    "NotFoundError",
+    "Options",
+    "OverloadedError",
+    "ServerError",
+    "TokenLogprobs",
+    "UnavailableError",
+    "Usage",
+]
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+_MAX_RESPONSE_BYTES = 64 << 20
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # each client has a connection of its own
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a router that comes up late is found soon: the default grows to 2 min
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+_READY_POLL_S = 0.1
+
+
+class Client:
+    """A connection to a router. Safe to use from several threads at once."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = None) -> None:
+        """Connect lazily: an address where nobody listens shows at the first call.
+
+        Args:
+            target: host:port of the router's gRPC listener.
+            timeout_s: deadline of each call that names none; None: none.
+        """
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._stub = InferenceStub(self._channel)
+
+    def close(self) -> None:
+        """End the connection and every call on it."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        **options: Unpack[Options],
+    ) -> Generator[Delta, None, None]:
+        """Stream a generation. The call begins with the first step of the loop, and leaving the loop cancels it.
+
+        Args:
+            prompt: text or token ids; or give `messages`.
+            messages: a conversation, for the model's chat template.
+            options: model, timeout_s, priority, cache_salt, request_id, and the fields of weft.v1.SamplingParams.
+
+        Raises:
+            ClientError: one of its subclasses.
+        """
+        request = generate_request(prompt, messages, options)
+        call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s))
+        try:
+            with _typed_errors():
+                for response in call:
+                    yield to_delta(response)
+        finally:
+            call.cancel()
+
+    def complete(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """Return a whole generation, with its times as seen from here; arguments as for `generate`."""
+        collector = Collector()
+        deltas = self.generate(prompt, messages=messages, **options)
+        with closing(deltas):
+            for delta in deltas:
+                collector.add(delta)
+        return collector.completion()
+
+    def tokenize(self, prompt: str | Messages, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text or of a conversation, as `generate` would use them."""
+        request = tokenize_request(prompt, model, add_special_tokens)
+        with _typed_errors():
+            return tuple(self._stub.Tokenize(request, timeout=self._timeout_s).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        with _typed_errors():
+            return self._stub.Detokenize(request, timeout=self._timeout_s).text
+
+    def models(self) -> list[ModelInfo]:
+        """Return the models that the cluster serves."""
+        with _typed_errors():
+            return to_models(self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
+
+    def wait_ready(self, timeout_s: float, *, model: str = "", replicas: int = 1) -> None:
+        """Wait until so many replicas of the model take requests; of any model, where none is named.
+
+        Raises:
+            DeadlineError: that took longer than `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            # A router that is not there yet is waited for, and one that goes away again is too.
+            with suppress(UnavailableError, DeadlineError), _typed_errors():
+                response = self._stub.ListModels(pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True)
+                if _is_ready(to_models(response), model, replicas):
+                    return
+            time.sleep(min(_READY_POLL_S, max(deadline - time.monotonic(), 0)))
+        raise _not_ready(timeout_s, model, replicas)
+
+
+class AsyncClient:
+    """A connection to a router for asyncio; create and use it on one event loop."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = None) -> None:
+        """Connect lazily; see Client."""
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._stub = InferenceStub(self._channel)
+
+    async def close(self) -> None:
+        """End the connection and every call on it."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[Delta, None]:
+        """Stream a generation; see Client.generate. Leaving the loop, or cancelling its task, cancels the call."""
+        request = generate_request(prompt, messages, options)
+        call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s))
+        try:
+            with _typed_errors():
+                async for response in call:
+                    yield to_delta(response)
+        finally:
+            call.cancel()
+
+    async def complete(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """Return a whole generation; see Client.complete."""
+        collector = Collector()
+        deltas = self.generate(prompt, messages=messages, **options)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                collector.add(delta)
+        return collector.completion()
+
+    async def tokenize(
+        self, prompt: str | Messages, *, model: str = "", add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Return the token ids of a text or of a conversation, as `generate` would use them."""
+        request = tokenize_request(prompt, model, add_special_tokens)
+        with _typed_errors():
+            return tuple((await self._stub.Tokenize(request, timeout=self._timeout_s)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        with _typed_errors():
+            return (await self._stub.Detokenize(request, timeout=self._timeout_s)).text
+
+    async def models(self) -> list[ModelInfo]:
+        """Return the models that the cluster serves."""
+        with _typed_errors():
+            return to_models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
+
+    async def wait_ready(self, timeout_s: float, *, model: str = "", replicas: int = 1) -> None:
+        """Wait until so many replicas of the model take requests; see Client.wait_ready."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            # A router that is not there yet is waited for, and one that goes away again is too.
+            with suppress(UnavailableError, DeadlineError), _typed_errors():
+                response = await self._stub.ListModels(pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True)
+                if _is_ready(to_models(response), model, replicas):
+                    return
+            await asyncio.sleep(min(_READY_POLL_S, max(deadline - time.monotonic(), 0)))
+        raise _not_ready(timeout_s, model, replicas)
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise to_error(error) from error
+
+
+def _is_ready(models: list[ModelInfo], model: str, replicas: int) -> bool:
+    return any(each.ready_replicas >= replicas for each in models if model in ("", each.name))
+
+
+def _not_ready(timeout_s: float, model: str, replicas: int) -> DeadlineError:
+    return DeadlineError(
+        f"{model or 'no model'} had no {replicas} ready replicas within {timeout_s} s",
+        code=grpc.StatusCode.DEADLINE_EXCEEDED,
+    )

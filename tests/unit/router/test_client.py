@@ -1,0 +1,411 @@
+"""The Python SDK, sync and async, against the gRPC front over a fake dispatcher on a loopback port."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
+
+from router.call import ChatMessage
+from router.client import (
+    AsyncClient,
+    BadRequestError,
+    CallCancelledError,
+    Client,
+    ClientError,
+    DeadlineError,
+    Delta,
+    ModelInfo,
+    NotFoundError,
+    OverloadedError,
+    ServerError,
+    UnavailableError,
+)
+from router.client_values import Collector, Finish, Usage, generate_request
+from router.errors import DeadlineError as RouterDeadlineError
+from router.errors import NoReplicaError, ReplicaFailedError
+from router.errors import OverloadedError as RouterOverloadedError
+from router.server import GrpcListener
+
+MAX_MESSAGE_BYTES = 1 << 20
+USAGE = Usage(prompt_tokens=2, cached_tokens=0, completion_tokens=2, queue_s=0, prefill_s=0, decode_s=0)
+
+
+@pytest.fixture
+def dispatch() -> FakeDispatch:
+    return FakeDispatch()
+
+
+@pytest_asyncio.fixture
+async def target(dispatch: FakeDispatch) -> AsyncIterator[str]:
+    """Address of a running gRPC front."""
+    listener = GrpcListener(dispatch, host="127.0.0.1", port=0, max_message_bytes=MAX_MESSAGE_BYTES)
+    await listener.start()
+    try:
+        yield listener.address
+    finally:
+        await listener.stop(0)
+
+
+@pytest_asyncio.fixture
+async def client(target: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(target, timeout_s=20) as client:
+        yield client
+
+
+async def with_sync(target: str, work: Callable[[Client], Any]) -> Any:
+    """Run sync client code in a thread: the server lives on this loop."""
+
+    def run() -> Any:
+        with Client(target, timeout_s=20) as client:
+            return work(client)
+
+    return await asyncio.to_thread(run)
+
+
+def delta(*token_ids: int, text: str = "", finish: Finish | None = None) -> Delta:
+    return Delta(request_id="r", model="m", text=text, token_ids=token_ids, logprobs=(), finish=finish)
+
+
+async def test_complete_gives_text_tokens_usage_and_times(client: AsyncClient) -> None:
+    answer = await client.complete("Hi", model="fake/model", request_id="mine")
+
+    assert (answer.text, answer.token_ids) == ("Hello world", (*b"Hello world", EOS))
+    assert (answer.finish_reason, answer.stopped_by, answer.replica_ids) == ("stop", EOS, ("replica-0",))
+    assert (answer.usage.prompt_tokens, answer.usage.cached_tokens) == (2, CACHED_TOKENS)
+    assert answer.usage.completion_tokens == 12
+    assert (answer.request_id, answer.model) == ("mine", "fake/model")
+    assert answer.ttft_s is not None
+    assert answer.tpot_s is not None
+    assert 0 < answer.tpot_s < answer.ttft_s + 1
+
+
+async def test_sync_client_gives_the_same_as_the_async_one(client: AsyncClient, target: str) -> None:
+    mine = await with_sync(target, lambda sync: sync.complete("Hi", request_id="mine", logprobs=2))
+    theirs = await client.complete("Hi", request_id="mine", logprobs=2)
+
+    no_times = {"ttft_s": None, "tpot_s": None}
+    assert replace(mine, **no_times) == replace(theirs, **no_times)
+
+
+async def test_generate_streams_deltas_and_ends_with_finish(client: AsyncClient) -> None:
+    deltas = [delta async for delta in client.generate("Hi", max_tokens=3, logprobs=1)]
+
+    assert [delta.text for delta in deltas] == ["H", "e", "l", ""]
+    assert [delta.finish is not None for delta in deltas] == [False, False, False, True]
+    (position,) = deltas[0].logprobs
+    assert (position.token_id, position.logprob, position.top) == (72, -0.5, ((72, -0.5),))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ({"prompt": "Hi"}, {"text": "Hi"}),
+        ({"prompt": [1, 2]}, {"token_ids": (1, 2)}),
+        ({"prompt": ()}, {"token_ids": ()}),
+        (
+            {"messages": [{"role": "user", "content": "Hi", "name": "U"}, {"role": "assistant", "content": "x"}]},
+            {
+                "messages": (
+                    ChatMessage(role="user", content="Hi", name="U"),
+                    ChatMessage(role="assistant", content="x"),
+                )
+            },
+        ),
+    ],
+)
+async def test_every_form_of_prompt_arrives(
+    client: AsyncClient, dispatch: FakeDispatch, prompt: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    await client.complete(**prompt)
+
+    (call,) = dispatch.calls
+    given = {"text": call.text, "token_ids": call.token_ids, "messages": call.messages}
+    assert {name: value for name, value in given.items() if value is not None} == expected
+
+
+async def test_every_option_arrives(client: AsyncClient, dispatch: FakeDispatch) -> None:
+    numbers: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.25, "top_k": -1, "min_p": 0.125, "seed": 2**64 - 1, "repetition_penalty": 1.5,
+        "presence_penalty": -0.5, "frequency_penalty": 0.5, "max_tokens": 7, "min_tokens": 2, "logprobs": 3,
+        "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
+    }  # fmt: skip
+    await client.complete("Hi", **numbers, stop="q", stop_token_ids=[4], priority=-2, cache_salt="pepper")
+    await client.complete("Hi", stop=["a", "b"])
+
+    first, second = dispatch.calls
+    assert {name: getattr(first.sampling, name) for name in numbers} == numbers
+    assert (list(first.sampling.stop), list(first.sampling.stop_token_ids)) == (["q"], [4])
+    assert (first.priority, first.cache_salt) == (-2, "pepper")
+    assert list(second.sampling.stop) == ["a", "b"]
+    assert [field.name for field, _ in second.sampling.ListFields()] == ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "both missing"),
+        ({"prompt": "Hi", "messages": []}, "both given"),
+        ({"prompt": "Hi", "temprature": 1}, "unknown options ['temprature']"),
+        ({"prompt": "Hi", "max_tokens": 2**40}, "does not fit"),
+        ({"prompt": "Hi", "temperature": "hot"}, "does not fit"),
+        ({"prompt": [-1]}, "does not fit"),
+        ({"messages": [{"role": "user"}]}, "messages[0] has the keys ['role']"),
+        ({"messages": [{"role": "user", "content": "Hi", "tool": "x"}]}, "messages[0] has the keys"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_here(arguments: dict[str, Any], said: str) -> None:
+    prompt, messages = arguments.pop("prompt", None), arguments.pop("messages", None)
+
+    with pytest.raises(BadRequestError) as caught:
+        generate_request(prompt, messages, arguments)  # type: ignore[arg-type]
+
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "said"),
+    [
+        (RouterOverloadedError("full", retry_after_s=1.5), OverloadedError, "full"),
+        (NoReplicaError("none ready"), UnavailableError, "none ready"),
+        (RouterDeadlineError("too late"), DeadlineError, "too late"),
+        (ReplicaFailedError("broken"), ServerError, "broken"),
+        (ZeroDivisionError("a secret"), ServerError, "internal error"),
+    ],
+)
+async def test_statuses_become_typed_errors(
+    client: AsyncClient, target: str, dispatch: FakeDispatch, raised: Exception, expected: type[ClientError], said: str
+) -> None:
+    dispatch.error, dispatch.error_after = raised, 2
+
+    for work in (client.complete("Hi"), with_sync(target, lambda sync: sync.complete("Hi"))):
+        with pytest.raises(expected) as caught:
+            await work
+        assert said in str(caught.value)
+        assert caught.value.retry_after_s == (1.5 if expected is OverloadedError else None)
+
+
+async def test_bad_values_and_unknown_models_are_told_apart(client: AsyncClient, target: str) -> None:
+    with pytest.raises(BadRequestError, match=r"temperature is -1\.0; allowed"):
+        await client.complete("Hi", temperature=-1)
+    with pytest.raises(NotFoundError, match="served: 'fake/model'") as caught:
+        await client.tokenize("Hi", model="other")
+    assert caught.value.code is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(NotFoundError):
+        await with_sync(target, lambda sync: sync.detokenize([1], model="other"))
+
+
+async def test_message_that_is_too_large_is_the_callers_fault(client: AsyncClient) -> None:
+    with pytest.raises(BadRequestError, match="larger than max") as caught:
+        await client.complete("x" * (2 * MAX_MESSAGE_BYTES))
+
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_nobody_there_is_unavailable() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: refuses
+        async with AsyncClient(f"127.0.0.1:{taken.getsockname()[1]}") as client:
+            with pytest.raises(UnavailableError):
+                await client.models()
+
+
+async def test_timeout_is_a_deadline_that_the_router_sees(
+    client: AsyncClient, target: str, dispatch: FakeDispatch
+) -> None:
+    dispatch.hold_after = 1
+
+    for work in (
+        client.complete("Hi", timeout_s=0.2),
+        with_sync(target, lambda sync: sync.complete("Hi", timeout_s=0.2)),
+    ):
+        with pytest.raises(DeadlineError):
+            await work
+
+    await dispatch.wait_for_aborts(2)
+    for call in dispatch.calls:
+        assert call.timeout_s is not None
+        assert 0 < call.timeout_s <= 0.2
+
+
+async def test_timeout_of_the_client_holds_where_a_call_names_none(
+    client: AsyncClient, target: str, dispatch: FakeDispatch
+) -> None:
+    await client.complete("Hi")
+    await client.complete("Hi", timeout_s=5)
+    await client.complete("Hi", timeout_s=None)
+
+    default, own, none = (call.timeout_s for call in dispatch.calls)
+    assert default is not None
+    assert 10 < default <= 20
+    assert own is not None
+    assert own <= 5
+    assert none is None or none > 1e6
+
+
+async def test_leaving_the_loop_cancels_the_call(client: AsyncClient, target: str, dispatch: FakeDispatch) -> None:
+    dispatch.hold_after = 2
+
+    async for _ in client.generate("Hi"):
+        break
+    await dispatch.wait_for_aborts(1)
+
+    def leave(sync: Client) -> str:
+        for delta in sync.generate("Hi"):
+            return delta.text
+        return ""
+
+    assert await with_sync(target, leave) == "H"
+    await dispatch.wait_for_aborts(2)
+
+
+async def test_closing_the_generator_cancels_while_the_client_lives(target: str, dispatch: FakeDispatch) -> None:
+    dispatch.hold_after = 2
+    loop = asyncio.get_running_loop()
+
+    def leave(sync: Client) -> None:
+        deltas = sync.generate("Hi")
+        next(deltas)
+        deltas.close()
+        asyncio.run_coroutine_threadsafe(dispatch.wait_for_aborts(1), loop).result()
+
+    await with_sync(target, leave)
+
+
+async def test_cancelling_the_task_cancels_the_call(client: AsyncClient, dispatch: FakeDispatch) -> None:
+    dispatch.hold_after = 0
+    asking = asyncio.create_task(client.complete("Hi"))
+    await dispatch.wait_for_calls(1)
+
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+    await dispatch.wait_for_aborts(1)
+
+
+async def test_closing_the_client_ends_its_calls(target: str, dispatch: FakeDispatch) -> None:
+    dispatch.hold_after = 1
+    client = Client(target)
+    asking = asyncio.create_task(asyncio.to_thread(client.complete, "Hi"))
+    await dispatch.wait_for_calls(1)
+
+    client.close()
+
+    with pytest.raises(CallCancelledError):
+        await asking
+    await dispatch.wait_for_aborts(1)
+
+
+async def test_sync_client_serves_many_threads(target: str, dispatch: FakeDispatch) -> None:
+    def work(sync: Client) -> list[str]:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda index: sync.complete(f"prompt {index}", max_tokens=5).text, range(24)))
+
+    assert await with_sync(target, work) == ["Hello"] * 24
+    assert {call.text for call in dispatch.calls} == {f"prompt {index}" for index in range(24)}
+
+
+async def test_tokenize_and_detokenize(client: AsyncClient, target: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+
+    assert await client.tokenize("Hi") == (72, 105, EOS)
+    assert await client.tokenize("Hi", add_special_tokens=False) == (72, 105)
+    assert await client.tokenize(messages) == (72, 105, EOS)
+    assert await client.detokenize([72, 105, EOS]) == "Hi"
+    assert await client.detokenize([72, EOS], skip_special_tokens=False) == "H<eos>"
+    assert await with_sync(target, lambda sync: sync.tokenize("Hi")) == (72, 105, EOS)
+    assert await with_sync(target, lambda sync: sync.tokenize(messages)) == (72, 105, EOS)
+    assert await with_sync(target, lambda sync: sync.detokenize((72, 105))) == "Hi"
+
+
+async def test_models(client: AsyncClient, target: str) -> None:
+    expected = [ModelInfo(name="fake/model", max_context=64, vocab_size=257, ready_replicas=1)]
+
+    assert await client.models() == expected
+    assert await with_sync(target, lambda sync: sync.models()) == expected
+
+
+async def test_wait_ready_returns_when_the_replicas_are_there(
+    client: AsyncClient, target: str, dispatch: FakeDispatch
+) -> None:
+    ready = dispatch.model
+    dispatch.model = replace(ready, ready_replicas=0)
+    waiting = [
+        asyncio.create_task(client.wait_ready(20, model="fake/model", replicas=2)),
+        asyncio.create_task(with_sync(target, lambda sync: sync.wait_ready(20, replicas=2))),
+    ]
+    done, _ = await asyncio.wait(waiting, timeout=0.3)
+    assert not done
+
+    dispatch.model = replace(ready, ready_replicas=2)
+
+    await asyncio.gather(*waiting)
+
+
+async def test_wait_ready_waits_for_a_router_that_is_not_there_yet(dispatch: FakeDispatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        waiting = asyncio.create_task(client.wait_ready(20))
+        done, _ = await asyncio.wait((waiting,), timeout=0.2)
+        assert not done
+        listener = GrpcListener(dispatch, host="127.0.0.1", port=port, max_message_bytes=MAX_MESSAGE_BYTES)
+        await listener.start()
+        try:
+            await waiting
+        finally:
+            await listener.stop(0)
+
+
+async def test_wait_ready_gives_up_in_time(client: AsyncClient, target: str) -> None:
+    started = time.monotonic()
+
+    with pytest.raises(DeadlineError, match=r"nobody had no 1 ready replicas within 0\.2 s"):
+        await client.wait_ready(0.2, model="nobody")
+    with pytest.raises(DeadlineError, match="3 ready replicas"):
+        await with_sync(target, lambda sync: sync.wait_ready(0.2, replicas=3))
+    async with AsyncClient("127.0.0.1:1") as lost:
+        with pytest.raises(DeadlineError):
+            await lost.wait_ready(0.2)
+
+    assert time.monotonic() - started < 10
+
+
+def test_times_are_taken_where_tokens_come() -> None:
+    now = 100.0
+    collector = Collector(lambda: now)
+    finish = Finish(reason="length", stopped_by=None, usage=USAGE, replica_ids=("a", "b"))
+    for at, each in (
+        (101.0, delta()),
+        (102.0, delta(1, text="a")),
+        (104.0, delta(2, 3, 4, text="b")),
+        (109.0, delta(finish=finish)),
+    ):
+        now = at
+        collector.add(each)
+
+    completion = collector.completion()
+
+    assert (completion.ttft_s, completion.tpot_s) == (2.0, 2.0 / 3)
+    assert (completion.text, completion.token_ids) == ("ab", (1, 2, 3, 4))
+    assert completion.replica_ids == ("a", "b")
+
+
+def test_times_of_few_tokens_are_none() -> None:
+    finish = Finish(reason="stop", stopped_by="x", usage=USAGE, replica_ids=("a",))
+    nothing, one = Collector(), Collector()
+    nothing.add(delta(finish=finish))
+    one.add(delta(1, finish=finish))
+
+    assert (nothing.completion().ttft_s, nothing.completion().tpot_s) == (None, None)
+    assert one.completion().ttft_s is not None
+    assert one.completion().tpot_s is None
