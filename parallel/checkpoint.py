@@ -1,7 +1,8 @@
 """Loads the weights of one rank from a Hugging Face folder of safetensors files, reading only the slices it holds.
 
 Which slices those are is said by the layers (shard.py), what their tensors are called by the family (families/).
-A file is mapped, not read whole; each is open only while its tensors are copied.
+A file is mapped, never read whole, and mapped anew after a few slices: the pages that were touched would else count as
+memory of this process until the last of them.
 """
 
 import json
@@ -34,6 +35,8 @@ STORED_DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 """Dtypes that weights may be stored in, by their names in safetensors."""
+
+_BATCH_ELEMENTS = 1 << 25
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +87,9 @@ def load_weights(decoder: Decoder, folder: Path, *, progress: Progress | None = 
     reads_by_file = _plan_reads(decoder, folder)
     total = sum(_check_file(file, reads) for file, reads in reads_by_file.items())
     done = 0
-    for file, reads in reads_by_file.items():
+    for file, batch in _batches(reads_by_file):
         with open_tensors(file) as tensors:
-            for read in reads:
+            for read in batch:
                 weights = _slice(tensors, read.name, read.piece)
                 read.parameter.target(read.piece).copy_(weights)
                 done += weights.numel() * weights.element_size()
@@ -145,6 +148,30 @@ def _plan_reads(decoder: Decoder, folder: Path) -> dict[Path, list[_Read]]:
                 raise CheckpointError(f"{folder} has no tensor {name}; expected with shape {list(piece.full_shape)}")
             reads_by_file.setdefault(files[name], []).append(_Read(name=name, piece=piece, parameter=parameter))
     return reads_by_file
+
+
+def _batches(reads_by_file: Mapping[Path, Sequence[_Read]]) -> Iterator[tuple[Path, list[_Read]]]:
+    """Reads of one file that together are small, in order; a large slice is cut up."""
+    for file, reads in reads_by_file.items():
+        batch: list[_Read] = []
+        num_elements = 0
+        for read in reads:
+            for piece in _cut(read.piece):
+                if batch and num_elements + _num_elements(piece) > _BATCH_ELEMENTS:
+                    yield file, batch
+                    batch, num_elements = [], 0
+                batch.append(replace(read, piece=piece))
+                num_elements += _num_elements(piece)
+        yield file, batch
+
+
+def _cut(piece: Piece) -> Iterator[Piece]:
+    """The same slice as several of at most a batch each."""
+    num_pieces = -(-_num_elements(piece) // _BATCH_ELEMENTS) or 1
+    step = -(-(piece.stop - piece.start) // num_pieces) or 1
+    for start in range(piece.start, piece.stop, step):
+        stop = min(start + step, piece.stop)
+        yield replace(piece, start=start, stop=stop, offset=piece.offset + start - piece.start)
 
 
 def _check_file(file: Path, reads: Sequence[_Read]) -> int:

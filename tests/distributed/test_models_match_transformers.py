@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
 from parallel.kernels.base import AttentionMeta, LayerCache
-from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.select import select_kernels
 from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
 
@@ -49,12 +49,17 @@ class _Sequence:
 
 
 def generate(
-    mesh: Mesh, folder: Path, prompts: Sequence[Sequence[int]], chunk: int
+    mesh: Mesh, folder: Path, prompts: Sequence[Sequence[int]], chunk: int, kernels: str
 ) -> tuple[list[list[int]], list[Tensor]] | None:
     """Runs in every rank: generate greedily from all prompts at once; the last stage's first rank returns
     each sequence's tokens, and its logits at every position but the last."""
+    device = torch.device("cpu")
     decoder = load_decoder(
-        folder, mesh=mesh, device=torch.device("cpu"), dtype=torch.float32, kernels=ReferenceKernels()
+        folder,
+        mesh=mesh,
+        device=device,
+        dtype=torch.float32,
+        kernels=select_kernels(device, torch.float32, kernels),
     )
     sequences, caches = _allocate(decoder, prompts)
     link = StageLink(mesh, hidden_size=decoder.description.hidden_size, dtype=torch.float32, device=torch.device("cpu"))
@@ -172,9 +177,16 @@ def original_logits(folder: Path, tokens: tuple[int, ...], num_prompt_tokens: in
 
 
 def _assert_equals_original(
-    pool: GlooPool, folder: Path, prompts: Sequence[tuple[int, ...]], *, tp: int, pp: int, chunk: int
+    pool: GlooPool,
+    folder: Path,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    tp: int,
+    pp: int,
+    chunk: int,
+    kernels: str = "reference",
 ) -> None:
-    results = pool.run(generate, folder, prompts, chunk, tp=tp, pp=pp)
+    results = pool.run(generate, folder, prompts, chunk, kernels, tp=tp, pp=pp)
 
     all_tokens, all_logits = results[(pp - 1) * tp]
     for prompt, tokens, logits in zip(prompts, all_tokens, all_logits, strict=True):
@@ -208,4 +220,4 @@ def test_real_model_equals_transformers(gloo_pool: GlooPool, shared: Path, name:
     if name == "stories3M" and tp == 4:
         pytest.skip("6 heads do not divide over 4 ranks")
     prompts = ((1, *range(300, 306)), (1, *(11 * i % 500 for i in range(100))))
-    _assert_equals_original(gloo_pool, shared / "models" / name, prompts, tp=tp, pp=pp, chunk=40)
+    _assert_equals_original(gloo_pool, shared / "models" / name, prompts, tp=tp, pp=pp, chunk=40, kernels="auto")

@@ -154,6 +154,21 @@ def test_sharded_checkpoint_loads_as_the_single_file_does(folder: Path) -> None:
         assert torch.equal(a.tensor, b.tensor)
 
 
+@pytest.mark.parametrize("batch_elements", [1, 100, 5000])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slices_read_in_small_parts_are_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, batch_elements: int
+) -> None:
+    whole, whole_bytes = _load(folder, _mesh(tp_rank=rank, tp=2))
+    monkeypatch.setattr("parallel.checkpoint._BATCH_ELEMENTS", batch_elements)
+
+    parts, parts_bytes = _load(folder, _mesh(tp_rank=rank, tp=2))
+
+    assert parts_bytes == whole_bytes
+    for a, b in zip(whole.sharded_parameters(), parts.sharded_parameters(), strict=True):
+        assert torch.equal(a.tensor, b.tensor)
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_are_converted_to_the_dtype_asked_for(folder: Path, stored: torch.dtype) -> None:
     weight = load_file(folder / SINGLE_FILE)["model.norm.weight"].to(stored)
