@@ -21,7 +21,6 @@ class CpuKernels:
         self._reference = ReferenceKernels()
         self._attention = CpuPagedAttention()
         self._eps: dict[float, Tensor] = {}
-        self._turn = _Turn()
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
@@ -32,9 +31,12 @@ class CpuKernels:
         eps_1 = self._eps.get(eps)
         if eps_1 is None:
             eps_1 = self._eps[eps] = torch.tensor([eps], dtype=torch.float32)
-        norm_T1 = torch.linalg.vector_norm(x_TE, 2, -1, True, dtype=torch.float32)
+        x32_TE = x_TE.float()
+        norm_T1 = torch.linalg.vector_norm(x32_TE, 2, -1, True)
         scale_T1 = torch.addcmul(eps_1, norm_T1, norm_T1, value=1 / x_TE.shape[-1]).rsqrt_()
-        return torch.mul(x_TE * scale_T1, weight_E, out=torch.empty_like(x_TE))
+        if x32_TE is x_TE:
+            return (x_TE * scale_T1).mul_(weight_E)
+        return x32_TE.mul_(scale_T1).mul_(weight_E).to(x_TE.dtype)
 
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_rms_norm`; the residual is written in place."""
@@ -42,18 +44,15 @@ class CpuKernels:
         return self.rms_norm(residual_TE, weight_E, eps), residual_TE
 
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Kernels.rotary`. All layers of a step pass the same two tensors, and a new step passes new ones."""
+        """See `Kernels.rotary`."""
         if 2 * cos_TR.shape[-1] != q_TNH.shape[-1]:
             return self._reference.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
-        turn = self._turn
-        if turn.cos_TR is not cos_TR or turn.sin_TR is not sin_TR:
-            turn = self._turn = _Turn(cos_TR, sin_TR)
-        num_heads = q_TNH.shape[1]
         both = _side_by_side(q_TNH, k_TKH)
         if both is None:
-            return turn(q_TNH), turn(k_TKH)
-        turned = turn(both)
-        return turned[:, :num_heads], turned[:, num_heads:]
+            return _rotate(q_TNH, cos_TR, sin_TR), _rotate(k_TKH, cos_TR, sin_TR)
+        num_heads = q_TNH.shape[1]
+        rotated = _rotate(both, cos_TR, sin_TR)
+        return rotated[:, :num_heads], rotated[:, num_heads:]
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
@@ -72,22 +71,16 @@ class CpuKernels:
         return self._attention(q_TNH, cache, meta, params)
 
 
-class _Turn:
-    """The rotation of one step's positions: (x1, x2) * (cos, cos) + (x2, x1) * (-sin, sin), in float32."""
-
-    def __init__(self, cos_TR: Tensor | None = None, sin_TR: Tensor | None = None) -> None:
-        self.cos_TR = cos_TR
-        self.sin_TR = sin_TR
-        if cos_TR is not None and sin_TR is not None:
-            self._cos_T12R = cos_TR.float()[:, None, None]
-            self._sin_T12R = torch.stack((-sin_TR.float(), sin_TR.float()), 1)[:, None]
-
-    def __call__(self, x_TNH: Tensor) -> Tensor:
-        num_tokens, num_heads, head_dim = x_TNH.shape
-        halves_TN2R = x_TNH.view(num_tokens, num_heads, 2, head_dim // 2)
-        turned = halves_TN2R * self._cos_T12R
-        turned.addcmul_(halves_TN2R.flip(2), self._sin_T12R)
-        return turned.view(x_TNH.shape).to(x_TNH.dtype)
+def _rotate(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Every head by its token's angles, in float32."""
+    num_tokens, num_heads, head_dim = x_TNH.shape
+    x_TN2R = x_TNH.view(num_tokens, num_heads, 2, head_dim // 2).float()
+    x1_TNR, x2_TNR = x_TN2R.unbind(2)
+    rotated_TN2R = x_TN2R * cos_TR[:, None, None]
+    sin_T1R = sin_TR[:, None]
+    rotated_TN2R[:, :, 0].addcmul_(x2_TNR, sin_T1R, value=-1)
+    rotated_TN2R[:, :, 1].addcmul_(x1_TNR, sin_T1R)
+    return rotated_TN2R.view(num_tokens, num_heads, head_dim).to(x_TNH.dtype)
 
 
 def _side_by_side(q_TNH: Tensor, k_TKH: Tensor) -> Tensor | None:
