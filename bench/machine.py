@@ -1,0 +1,87 @@
+"""What a measurement ran on, and whether it had the machine to itself."""
+
+import os
+import platform
+import resource
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PROC_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """How long something took, and how busy other processes were meanwhile."""
+
+    wall_s: float
+    others_cores: float | None
+    """Cores that other processes kept busy on average; None where the system does not tell."""
+
+
+class Stopwatch:
+    """Measures from its creation to `stop`."""
+
+    def __init__(self) -> None:
+        self._busy_s = _busy_seconds()
+        self._own_s = _own_seconds()
+        self._start_s = time.perf_counter()
+
+    def stop(self) -> Span:
+        """The time since creation."""
+        wall_s = time.perf_counter() - self._start_s
+        busy_s = _busy_seconds()
+        if busy_s is None or self._busy_s is None:
+            return Span(wall_s=wall_s, others_cores=None)
+        others_s = (busy_s - self._busy_s) - (_own_seconds() - self._own_s)
+        return Span(wall_s=wall_s, others_cores=max(0.0, others_s / wall_s))
+
+
+def describe_machine() -> dict[str, Any]:
+    """Hardware, versions and commit, for the line of JSON that ends a benchmark."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+
+
+def _busy_seconds() -> float | None:
+    """Of all cores since boot, by everybody."""
+    try:
+        first = _PROC_STAT.read_text().split("\n", 1)[0]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in first.split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
