@@ -8,13 +8,13 @@ import dataclasses
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cluster.errors import ClusterConfigError
 from router.config import (
@@ -94,9 +94,16 @@ class ModelSection(_Section):
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A formation that is not READY after so long is torn down."""
     cpus_per_rank: Annotated[float, Field(ge=0.001)] = 0.01
-    """Ray CPUs that each rank reserves; raise it to spread CPU replicas over nodes."""
+    """Ray CPUs that each rank reserves, a fraction or a whole number; raise it to spread CPU replicas over nodes."""
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+
+    @field_validator("cpus_per_rank")
+    @classmethod
+    def _check_cpus(cls, value: float) -> float:
+        if value > 1 and value != int(value):
+            raise ValueError(f"{value} is not whole; allowed: a fraction up to 1, or a whole number")
+        return value
 
     def to_spec(self, hash_key: bytes) -> ModelSpec:
         """Return the frozen values. Raises EngineConfigError when they contradict each other."""
@@ -193,7 +200,7 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
         # Through JSON: strict mode there takes mappings for dataclasses and names for enums, and coerces nothing else.
         file = ClusterFile.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise ClusterConfigError("\n".join(_describe(fault) for fault in error.errors())) from error
+        raise ClusterConfigError("\n".join(_describe(fault) for fault in _innermost(error.errors()))) from error
     models = []
     for index, section in enumerate(file.models):
         try:
@@ -238,6 +245,16 @@ def _check_ports(file: ClusterFile) -> None:
             owner[port] = name
 
 
+def _innermost(faults: Sequence[Any]) -> list[Any]:
+    """Leave out what only follows from a fault further inside, such as a list left without valid entries."""
+    places = [fault["loc"] for fault in faults]
+    return [
+        fault
+        for fault, place in zip(faults, places, strict=True)
+        if not any(len(other) > len(place) and other[: len(place)] == place for other in places)
+    ]
+
+
 def _describe(fault: Any) -> str:
     path = _dotted(fault["loc"])
     match fault["type"]:
@@ -245,6 +262,8 @@ def _describe(fault: Any) -> str:
             return f"{path}: unknown key; allowed: {_keys(_section_at(fault['loc'][:-1]))}"
         case "missing":
             return f"{path}: missing"
+        case "too_short":
+            return f"{path}: {_shown(fault['input'])}; allowed: at least {fault['ctx']['min_length']} entries"
         case "value_error":
             return f"{path}: {fault['ctx']['error']}"
         case _:

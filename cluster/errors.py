@@ -31,3 +31,7 @@ class RayError(ClusterError):
 
 class ControllerError(ClusterError):
     """The controller cannot be reached, or answered with an error."""
+
+
+class RequestError(ClusterError):
+    """The router cannot be reached, or refused the request."""

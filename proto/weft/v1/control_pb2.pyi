@@ -314,12 +314,20 @@ class RouterStatus(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     grpc_address: _builtins.str
     http_address: _builtins.str
     metrics_address: _builtins.str
     pid: _builtins.int
     alive: _builtins.bool
+    detail: _builtins.str
+    """Why it is not alive."""
+    restarts: _builtins.int
+    failed: _builtins.bool
+    """It will not be started again."""
     def __init__(
         self,
         *,
@@ -329,10 +337,13 @@ class RouterStatus(_message.Message):
         metrics_address: _builtins.str = ...,
         pid: _builtins.int = ...,
         alive: _builtins.bool = ...,
+        detail: _builtins.str = ...,
+        restarts: _builtins.int = ...,
+        failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "grpc_address", b"grpc_address", "http_address", b"http_address", "metrics_address", b"metrics_address", "pid", b"pid", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "detail", b"detail", "failed", b"failed", "grpc_address", b"grpc_address", "http_address", b"http_address", "metrics_address", b"metrics_address", "pid", b"pid", "restarts", b"restarts", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

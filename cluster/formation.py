@@ -1,0 +1,238 @@
+"""One life of a replica group on Ray: its placement group, its rank processes and the replica that they are together.
+
+Performs; when to form, and what to do after an end, is decided in lifecycle.py by way of replica_group.py.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import ModelSpec
+from cluster.placement import NodeResources, Placement, threads_per_rank, why_not
+from cluster.rank_actor import Outcome, RankActor, RankPlace, RankSpec, ReplicaAddresses
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_RANK_ACTOR = ray.remote(RankActor)
+
+
+class FormationListener(Protocol):
+    """Who is told how a formation goes."""
+
+    def on_waiting(self, reason: str) -> None:
+        """There is no room for it yet."""
+
+    def on_placed(self) -> None:
+        """It has its place; processes are being started."""
+
+    def on_ranks(self, places: Sequence[RankPlace]) -> None:
+        """All processes run."""
+
+    def on_progress(self, fraction: float) -> None:
+        """So much of the weights is loaded."""
+
+    def on_ready(self, addresses: ReplicaAddresses) -> None:
+        """The replica serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormationSpec:
+    """What one formation of a group is."""
+
+    replica_id: str
+    model: ModelSpec
+    num_cluster_ranks: int
+    """Ranks wanted in the whole cluster, to share the cores of its nodes."""
+    log_level: str
+
+
+class Formation:
+    """One life of a group. `run` lasts as long as it does; cancelling `run` ends every process of it."""
+
+    def __init__(self, spec: FormationSpec, listener: FormationListener) -> None:
+        self._spec = spec
+        self._listener = listener
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+
+    async def run(self) -> Outcome:
+        """Form the group, serve, and return how it ended; nothing of it is left then."""
+        try:
+            group = await self._place()
+            self._listener.on_placed()
+            await self._create_actors(group)
+            return await self._serve()
+        except RayActorError as error:
+            return Outcome(message=_first_line(error))
+        except RayError as error:
+            return Outcome(message=f"Ray: {_first_line(error)}")
+        finally:
+            self._tear_down()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new and wait until the requests in flight have ended, at most `grace_s`."""
+        if not self._actors:
+            return
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._actors[0].drain.remote()
+        except (TimeoutError, RayError) as error:
+            logger.warning("%s: not drained: %s", self._spec.replica_id, _first_line(error))
+
+    async def _place(self) -> PlacementGroup:
+        placement = self._placement()
+        group: PlacementGroup = placement_group(
+            placement.bundles, strategy=placement.strategy, name=self._spec.replica_id
+        )
+        self._group = group
+        while not await asyncio.to_thread(group.wait, _POLL_S):
+            reason = why_not(placement, await asyncio.to_thread(cluster_nodes))
+            self._listener.on_waiting(reason or "waits for Ray to place it")
+        return group
+
+    def _placement(self) -> Placement:
+        engine = self._spec.model.engine
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        return Placement(
+            parallel=engine.parallel,
+            gpus_per_rank=int(engine.device == "cuda" or (engine.device == "auto" and has_gpus)),
+            cpus_per_rank=self._spec.model.cpus_per_rank,
+        )
+
+    async def _create_actors(self, group: PlacementGroup) -> None:
+        placement = self._placement()
+        num_threads = await asyncio.to_thread(self._threads_by_stage, group)
+        for rank in range(placement.parallel.world_size):
+            stage = placement.stage_of(rank)
+            spec = RankSpec(
+                replica_id=self._spec.replica_id,
+                model=self._spec.model.name,
+                rank=rank,
+                engine=self._spec.model.engine,
+                num_threads=self._spec.model.engine.num_threads or num_threads[stage],
+                log_level=self._spec.log_level,
+            )
+            actor = _RANK_ACTOR.options(
+                num_cpus=placement.cpus_per_rank,
+                num_gpus=placement.gpus_per_rank,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=stage
+                ),
+            )
+            self._actors.append(actor.remote(spec))
+
+    def _threads_by_stage(self, group: PlacementGroup) -> list[int]:
+        nodes = {node.node_id: node for node in cluster_nodes()}
+        node_ids = placement_group_table(group)["bundles_to_node_id"]
+        parallel = self._spec.model.engine.parallel
+        evenly = math.ceil(self._spec.num_cluster_ranks / max(1, len(nodes)))
+        threads = []
+        for stage in range(parallel.pipeline_parallel):
+            own = sum(node_ids[other] == node_ids[stage] for other in node_ids) * parallel.tensor_parallel
+            threads.append(threads_per_rank(nodes[node_ids[stage]].cpus, max(own, evenly)))
+        return threads
+
+    async def _serve(self) -> Outcome:
+        """Start every rank and wait for the first to end: a group lives and dies as one."""
+        places = asyncio.gather(*(actor.place.remote() for actor in self._actors))
+        host, port = "", 0
+        if len(self._actors) > 1:
+            host, port = await self._actors[0].open_rendezvous.remote()
+        refs = [actor.run.remote(host, port) for actor in self._actors]
+        runs = [asyncio.create_task(_watch(rank, ref)) for rank, ref in enumerate(refs)]
+        self._listener.on_ranks(await places)
+        start = asyncio.create_task(self._watch_start())
+        end = asyncio.create_task(_telling(runs))
+        try:
+            await asyncio.wait([start, end], return_when=asyncio.FIRST_COMPLETED)
+            late = start.result() if start.done() and start.exception() is None else None
+            return late or await end
+        finally:
+            for task in (*runs, start, end):
+                task.cancel()
+
+    async def _watch_start(self) -> Outcome | None:
+        """Report progress until the leader serves; an outcome when that takes too long."""
+        ready = asyncio.create_task(_await(self._actors[0].ready.remote()))
+        try:
+            async with asyncio.timeout(self._spec.model.start_timeout_s):
+                while not ready.done():
+                    fractions = await asyncio.gather(*(actor.progress.remote() for actor in self._actors))
+                    self._listener.on_progress(sum(fractions) / len(fractions))
+                    await asyncio.wait([ready], timeout=_POLL_S)
+                self._listener.on_ready(await ready)
+        except TimeoutError:
+            return Outcome(message=f"not ready within {self._spec.model.start_timeout_s:g} s")
+        finally:
+            ready.cancel()
+        return None
+
+    def _tear_down(self) -> None:
+        """End what is left of the processes and give the place back. Ray kills by itself, and nothing is awaited."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._actors.clear()
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def cluster_nodes() -> list[NodeResources]:
+    """Return the alive nodes of the Ray cluster and what of them is free. Blocks for a round trip."""
+    free = ray._private.state.available_resources_per_node()  # the public functions only tell totals
+    nodes = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            total, left = node["Resources"], free.get(node["NodeID"], {})
+            nodes.append(
+                NodeResources(
+                    node_id=node["NodeID"],
+                    cpus=total.get("CPU", 0.0),
+                    gpus=total.get("GPU", 0.0),
+                    free_cpus=left.get("CPU", 0.0),
+                    free_gpus=left.get("GPU", 0.0),
+                )
+            )
+    return nodes
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+async def _watch(rank: int, ref: Any) -> Outcome:
+    """Wait for the end of one rank, whichever way it comes."""
+    try:
+        outcome: Outcome = await ref
+    except RayTaskError as error:
+        return Outcome(message=f"rank {rank}: {_last_line(error)}")
+    except RayActorError as error:
+        return Outcome(message=f"rank {rank} died: {_first_line(error)}")
+    return outcome
+
+
+async def _telling(runs: Sequence[asyncio.Task[Outcome]]) -> Outcome:
+    """Return the outcome that says most of those that come together: a refusal, then the first one."""
+    done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+    if not any(task.result().is_refusal for task in done):
+        late, _ = await asyncio.wait(runs, timeout=_POLL_S)
+        done = {*done, *(task for task in late if task.result().is_refusal)}
+    return min((task.result() for task in done), key=lambda outcome: not outcome.is_refusal)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _last_line(error: BaseException) -> str:
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)

@@ -1,0 +1,71 @@
+"""`weft generate`: one prompt to a running service, its text as it comes."""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from cluster.errors import RequestError
+from router.client import Client, ClientError
+from router.client_values import Collector, Completion, Options
+
+
+def generate(
+    prompt: str,
+    *,
+    router: str,
+    model: str,
+    is_chat: bool,
+    system: str | None,
+    stream: bool,
+    as_json: bool,
+    timeout_s: float,
+    sampling: dict[str, Any],
+) -> None:
+    """Print what the service makes of the prompt: text as it comes, all at the end, or one JSON object.
+
+    Raises:
+        RequestError: the router cannot be reached or refused the request.
+    """
+    options: Options = {"model": model, "timeout_s": timeout_s, **sampling}  # type: ignore[typeddict-item]
+    messages = _conversation(prompt, system) if is_chat else None
+    collector = Collector()
+    try:
+        with Client(router) as client:
+            for delta in client.generate(None if is_chat else prompt, messages=messages, **options):
+                collector.add(delta)
+                if stream:
+                    print(delta.text, end="", flush=True)
+    except ClientError as error:
+        if stream:
+            print()
+        raise RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}") from error
+    completion = collector.completion()
+    if as_json:
+        print(json.dumps(dataclasses.asdict(completion)))
+        return
+    print("" if stream else completion.text)
+    print(summary(completion), file=sys.stderr)
+
+
+def summary(completion: Completion) -> str:
+    """Say in one line who served a request and how fast."""
+    usage = completion.usage
+    parts = [
+        f"{usage.prompt_tokens} + {usage.completion_tokens} tokens ({usage.cached_tokens} cached)",
+        f"TTFT {milliseconds(completion.ttft_s)}",
+        f"TPOT {milliseconds(completion.tpot_s)}",
+        f"ended by {completion.finish_reason}",
+        f"served by {', '.join(completion.replica_ids)}",
+    ]
+    return "; ".join(parts)
+
+
+def _conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Write a time as people read it."""
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"

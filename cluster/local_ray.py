@@ -1,0 +1,59 @@
+"""Ray as this process uses it: a small local one that ends with the service, or a running cluster that is joined.
+
+Only what was started here is ended. `ray stop` is never called, for it would end every Ray on the machine.
+"""
+
+import logging
+import os
+
+import ray
+
+from cluster.controller import NAMESPACE
+from cluster.errors import RayError
+
+_OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through Ray; the least it takes is about 75 MB
+
+_LOCAL_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # no idle workers: each is a process of some 50 MB
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "1",
+}
+
+
+def start_local_ray(*, log_to_driver: bool) -> None:
+    """Start a Ray of one node on loopback. Raises RayError."""
+    for name, value in _LOCAL_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    _quieten()
+    try:
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=log_to_driver,
+            logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+        )
+    except Exception as error:  # Ray has no common base for what its start may raise
+        raise RayError(f"a local Ray could not be started: {error}") from error
+
+
+def join_ray(address: str, *, log_to_driver: bool) -> None:
+    """Connect to a running Ray cluster. Raises RayError."""
+    _quieten()
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+    except Exception as error:  # as above
+        raise RayError(f"the Ray cluster at {address!r} cannot be joined: {error}") from error
+
+
+def leave_ray() -> None:
+    """Disconnect; a local Ray ends, a joined cluster goes on."""
+    ray.shutdown()
+
+
+def _quieten() -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)

@@ -1,0 +1,90 @@
+"""`weft make-model`: a folder with random weights, from a preset and single sizes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.config import DEFAULT_MODEL
+from cluster.errors import ClusterConfigError, ModelNotFoundError
+from cluster.models import resolve_model
+from parallel.dtypes import DTYPES
+from parallel.errors import ModelError
+from parallel.random_model import write_random_model
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 176,
+        "vocab_size": 4096,
+        "max_position_embeddings": 1024,
+    },
+    "110m": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "intermediate_size": 2048,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+"""Geometries by name, as in a Hugging Face config."""
+
+_BASE = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu"}
+
+
+def make_model(
+    folder: Path,
+    *,
+    preset: str | None,
+    sizes: Mapping[str, Any],
+    dtype: str,
+    seed: int,
+    tokenizer: Path | None,
+) -> None:
+    """Write the model and say what it is.
+
+    Args:
+        folder: new or empty.
+        preset: a name in PRESETS; None: "tiny".
+        sizes: config fields that change the preset; None: as it has them.
+        dtype, seed: of the weights.
+        tokenizer: folder to copy the tokenizer from; None: that of the packaged model.
+
+    Raises:
+        ClusterConfigError, ModelError: a flag is wrong, or the sizes contradict each other.
+    """
+    name = preset or "tiny"
+    if name not in PRESETS:
+        raise ClusterConfigError(f"--preset is {name!r}; allowed: {', '.join(PRESETS)}")
+    if dtype not in DTYPES:
+        raise ClusterConfigError(f"--dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+    config = {**_BASE, **PRESETS[name], **{field: value for field, value in sizes.items() if value is not None}}
+    try:
+        write_random_model(folder, config, seed, DTYPES[dtype], tokenizer or _packaged_tokenizer())
+    except ModelError as error:
+        raise ClusterConfigError(str(error)) from error
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    print(f"{folder}: {config['model_type']}, {size // DTYPES[dtype].itemsize / 1e6:.1f} M parameters in {dtype}")
+
+
+def _packaged_tokenizer() -> Path | None:
+    try:
+        return resolve_model(DEFAULT_MODEL)
+    except ModelNotFoundError:
+        return None

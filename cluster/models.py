@@ -1,0 +1,49 @@
+"""From what a user names - a folder, a packaged model, a hub id - to a folder on this machine."""
+
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from cluster.config import DEFAULT_MODEL
+from cluster.errors import ModelNotFoundError
+
+PACKAGED = {DEFAULT_MODEL: Path(__file__).parent / "default_model" / "weights"}
+"""Models that come with the program."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+def resolve_model(source: str) -> Path:
+    """Return the model's folder, fetching it from the hub where `source` is a hub id.
+
+    Raises:
+        ModelNotFoundError: no such folder or packaged model, or the hub does not give it.
+    """
+    if source in PACKAGED:
+        return _require_config(PACKAGED[source], source)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return _require_config(folder.resolve(), source)
+    if folder.exists():
+        raise ModelNotFoundError(f"model {source!r} is a file; allowed: {_ALLOWED}")
+    if _HUB_ID.fullmatch(source) is None:
+        raise ModelNotFoundError(f"model {source!r} is no folder here; allowed: {_ALLOWED}")
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(_WANTED_FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFoundError(
+            f"model {source!r} is no folder here, and the hub did not give it: {reason}"
+        ) from error
+
+
+def _require_config(folder: Path, source: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(f"model {source!r}: {folder} has no config.json; allowed: {_ALLOWED}")
+    return folder
+
+
+_ALLOWED = f"a folder in Hugging Face layout, {', '.join(repr(name) for name in PACKAGED)}, or a hub id 'owner/name'"

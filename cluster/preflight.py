@@ -1,0 +1,75 @@
+"""What can be refused before any process starts: the model's folder, its split over ranks, and taken ports."""
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.config import ClusterSpec, ModelSpec
+from cluster.errors import StartError
+from cluster.models import resolve_model
+from parallel.description import DecoderDescription
+from parallel.families.registry import describe_model
+from workers.config import ParallelConfig
+from workers.errors import EngineConfigError
+
+
+def check_spec(spec: ClusterSpec) -> ClusterSpec:
+    """Return the spec with folders made absolute.
+
+    Raises:
+        ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, read or split as wanted.
+        StartError: a port is taken.
+    """
+    models = tuple(_check_model(model) for model in spec.models)
+    if spec.ray_address is None:
+        _check_ports(spec)
+    return replace(spec, models=models)
+
+
+def _check_model(model: ModelSpec) -> ModelSpec:
+    folder = resolve_model(model.source)
+    description = describe_model(folder)
+    check_split(description, model.engine.parallel)
+    wanted = model.engine.max_context
+    if wanted is not None and wanted > description.max_context:
+        raise EngineConfigError(
+            f"max_context is {wanted}; allowed: at most that of the model, {description.max_context}"
+        )
+    if Path(model.source).expanduser().is_dir():
+        return replace(model, source=str(folder), engine=replace(model.engine, model=str(folder)))
+    return model
+
+
+def check_split(description: DecoderDescription, parallel: ParallelConfig) -> None:
+    """Raise ParallelismError when the model cannot be divided over these ranks."""
+    from parallel.shard import even_range, kv_head_range, layer_range  # torch: only serving needs it here
+
+    size = parallel.tensor_parallel
+    even_range(description.num_heads, 0, size, what="num_attention_heads")
+    kv_head_range(description.num_kv_heads, 0, size)
+    even_range(description.intermediate_size, 0, size, what="intermediate_size")
+    layer_range(description.num_layers, 0, parallel.pipeline_parallel)
+
+
+def _check_ports(spec: ClusterSpec) -> None:
+    router = spec.router
+    ports = {
+        "router.port": router.grpc_port,
+        "router.http_port": router.http_port,
+        "router.metrics_port": router.metrics_port,
+        "controller.port": spec.control_port,
+    }
+    for name, port in ports.items():
+        if port and not _is_free(spec.host, port):
+            raise StartError(f"{name}: {port} on {spec.host} is taken; allowed: a free port, or 0 for any")
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True

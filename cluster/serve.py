@@ -1,0 +1,189 @@
+"""`weft serve`: brings a service up, says where it is, and stays until it is stopped; or leaves it behind."""
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from weft.v1 import control_pb2
+
+from cluster.config import DEFAULT_CONTROL_PORT, ClusterSpec, build_spec
+from cluster.control_client import ControlClient
+from cluster.errors import ControllerError, StartError
+from cluster.preflight import check_spec
+from cluster.readiness import first_failure, is_ready
+from cluster.status_view import StartView
+
+STOP_GRACE_S = 10.0
+"""For requests in flight when the service is stopped with a signal."""
+
+_POLL_S = 0.1
+_LOG_LINES = 15
+
+
+def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = True) -> None:
+    """Run a service until it is stopped by a signal or by `weft stop`.
+
+    Args:
+        spec: what to serve.
+        console: where to show progress and addresses.
+        log_level: of every process.
+        stays: False: return when it is READY and leave it running, on a Ray cluster that was joined.
+
+    Raises:
+        ClusterError, ModelError, EngineConfigError: it did not come up, or it broke.
+    """
+    from cluster.service import Service  # Ray: only those who serve pay for its import
+
+    with _stop_signals() as rearm:
+        try:
+            with Service.start(spec, log_level=log_level) as service:
+                rearm()
+                _run(service, console, stays=stays)
+        except KeyboardInterrupt:
+            console.print("Stopped before it was ready.")
+
+
+def _run(service: Any, console: Console, *, stays: bool) -> None:
+    try:
+        with StartView(console) as view:
+            service.wait_ready(on_status=view.show)
+        print_addresses(console, service.status(), service.control_address)
+        while stays and not service.wait_stopped(timeout_s=0.5):
+            pass
+    except StartError:
+        service.shut_down(0.0)
+        raise
+    except KeyboardInterrupt:
+        console.print("Stopping ...")
+        service.shut_down(STOP_GRACE_S)
+    if stays:
+        console.print("Stopped.")
+
+
+def serve_in_background(
+    settings: Mapping[str, Any], console: Console, *, log_level: str, log_file: Path | None = None
+) -> None:
+    """Start `weft serve` in a session of its own and return when it is READY.
+
+    Raises:
+        ClusterError, ModelError, EngineConfigError: it did not come up; its log is at the end of the message.
+    """
+    settings = _with_control_port(settings)
+    spec = build_spec(settings)
+    check_spec(spec)
+    path = log_file or Path(tempfile.gettempdir()) / f"weft-serve-{spec.control_port}.log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.background", log_level],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(settings))
+        process.stdin.close()
+        status = _wait_ready(process, spec, console, path)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    print_addresses(console, status, _reachable(spec), log_file=path)
+
+
+def print_addresses(
+    console: Console, status: control_pb2.GetStatusResponse, control: str, *, log_file: Path | None = None
+) -> None:
+    """Say what is served and where."""
+    for model in status.models:
+        group = model.groups[0]
+        shape = (
+            f"{model.wanted_replicas} x (tensor parallel {group.tensor_parallel}, pipeline {group.pipeline_parallel})"
+        )
+        console.print(f"Serving {model.name}: {shape}", highlight=False)
+    for router in status.routers:
+        console.print(f"  gRPC        {router.grpc_address}", highlight=False)
+        if router.http_address:
+            console.print(f"  OpenAI HTTP http://{router.http_address}/v1", highlight=False)
+        if router.metrics_address:
+            console.print(f"  metrics     http://{router.metrics_address}/metrics", highlight=False)
+    console.print(f"  control     {control}", highlight=False)
+    if log_file is not None:
+        console.print(f"  log         {log_file}", highlight=False)
+    port = int(control.rpartition(":")[2])
+    stop = "weft stop" if port == DEFAULT_CONTROL_PORT else f"weft stop --control {control}"
+    console.print(f"Stop it with `{stop}`{'' if log_file else ' or Ctrl-C'}.", highlight=False)
+
+
+def _wait_ready(
+    process: "subprocess.Popen[bytes]", spec: ClusterSpec, console: Console, log_file: Path
+) -> control_pb2.GetStatusResponse:
+    with StartView(console) as view, ControlClient(_reachable(spec)) as client:
+        while True:
+            if process.poll() is not None:
+                raise StartError(_last_lines(log_file))
+            try:
+                status = client.status()
+            except ControllerError:
+                time.sleep(_POLL_S)
+                continue
+            view.show(status)
+            if is_ready(status):
+                return status
+            if first_failure(status) is None:
+                time.sleep(_POLL_S)
+
+
+def _reachable(spec: ClusterSpec) -> str:
+    host = "127.0.0.1" if spec.host == "0.0.0.0" else spec.host
+    return f"{host}:{spec.control_port}"
+
+
+def _with_control_port(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The background process cannot tell which port it took, so one is chosen here."""
+    controller = dict(settings.get("controller", {}))
+    if controller.get("port") == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            controller["port"] = probe.getsockname()[1]
+    return {**settings, "controller": controller}
+
+
+def _last_lines(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
+    return "\n".join(lines).removeprefix("Error: ") or f"it ended without a word; its log was {path}"
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], None]]:
+    """Turn SIGTERM and SIGINT into KeyboardInterrupt; yields what sets this up again after Ray has set its own."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def arm() -> None:
+        signal.signal(signal.SIGTERM, interrupt)
+        signal.signal(signal.SIGINT, interrupt)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    arm()
+    try:
+        yield arm
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])

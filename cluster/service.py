@@ -1,0 +1,135 @@
+"""A whole service started from this process: Ray, the controller, and through it groups and routers.
+
+Used by `weft serve`, the demo and the end-to-end tests. After `start` everything is asked over gRPC; Ray only tells
+whether the controller lives.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from weft.v1 import control_pb2
+
+from cluster.config import ClusterSpec
+from cluster.control_client import ControlClient
+from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
+from cluster.errors import ControllerError, StartError
+from cluster.local_ray import join_ray, leave_ray, start_local_ray
+from cluster.preflight import check_spec
+from cluster.readiness import first_failure, is_ready
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+
+OnStatus = Callable[[control_pb2.GetStatusResponse], None]
+
+
+class Service:
+    """A running service. Made by `start`; `close` always, which ends what was started on a local Ray."""
+
+    def __init__(self, *, control_address: str, controller: Any, is_local: bool) -> None:
+        self.control_address = control_address
+        self.client = ControlClient(control_address)
+        self._controller = controller
+        self._is_local = is_local
+        self._run = controller.run.remote()
+
+    @classmethod
+    def start(cls, spec: ClusterSpec, *, log_level: str = "warning") -> "Service":
+        """Start Ray if no cluster is named, and the controller. Returns before the groups are READY.
+
+        Raises:
+            ClusterError, ModelError, EngineConfigError: the message says what stopped it; nothing is left running.
+        """
+        spec = check_spec(spec)
+        is_local = spec.ray_address is None
+        log_to_driver = log_level in ("debug", "info")
+        if spec.ray_address is None:
+            start_local_ray(log_to_driver=log_to_driver)
+        else:
+            join_ray(spec.ray_address, log_to_driver=log_to_driver)
+        try:
+            controller = _create_controller(spec, is_local=is_local, log_level=log_level)
+            address = ray.get(controller.start.remote())
+        except RayTaskError as error:
+            leave_ray()
+            raise StartError(str(error.cause or error)) from error
+        except (RayError, ValueError) as error:  # Ray raises ValueError for a name that is taken
+            leave_ray()
+            raise StartError(f"the controller did not start: {error}") from error
+        return cls(control_address=address, controller=controller, is_local=is_local)
+
+    def status(self) -> control_pb2.GetStatusResponse:
+        """Return the present state. Raises ControllerError."""
+        return self.client.status()
+
+    def wait_ready(self, *, on_status: OnStatus | None = None, timeout_s: float | None = None) -> None:
+        """Wait until every group is READY and every router listens; tells `on_status` how far it is.
+
+        Raises:
+            StartError: a group or a router gave up, the controller died, or the time is over.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if not self.is_alive():
+                raise StartError("the controller died")
+            status = self.status()
+            if on_status is not None:
+                on_status(status)
+            if failure := first_failure(status):
+                raise StartError(failure)
+            if is_ready(status):
+                return
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise StartError(f"not ready within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    def is_alive(self) -> bool:
+        """Whether the controller has neither died nor been shut down."""
+        done, _ = ray.wait([self._run], timeout=0)
+        return not done
+
+    def wait_stopped(self, timeout_s: float) -> bool:
+        """Wait until the service was shut down by somebody, at most `timeout_s`; whether it was.
+
+        Raises:
+            ControllerError: the controller died instead.
+        """
+        done, _ = ray.wait([self._run], timeout=timeout_s)
+        if not done:
+            return False
+        try:
+            ray.get(self._run)
+        except (RayActorError, RayTaskError) as error:
+            raise ControllerError("the controller died") from error
+        return True
+
+    def shut_down(self, grace_s: float) -> None:
+        """Finish the requests in flight, at most `grace_s`, and stop routers, groups and the controller."""
+        self.client.shut_down(grace_s)
+
+    def close(self) -> None:
+        """Let go. A local Ray ends, and with it everything; a cluster goes on, and so does the service on it."""
+        self.client.close()
+        leave_ray()
+
+    def __enter__(self) -> "Service":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> Any:
+    actor = ray.remote(Controller).options(
+        name=CONTROLLER_NAME,
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_restarts=0,
+        lifetime=None if is_local else "detached",
+    )
+    return actor.remote(spec, log_level)

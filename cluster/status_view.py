@@ -1,0 +1,112 @@
+"""How the state of a cluster looks on a terminal and as JSON."""
+
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from weft.v1 import control_pb2
+
+_STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "draining": "cyan", "failed": "red"}
+
+
+def state_name(group: control_pb2.GroupStatus) -> str:
+    """Return "ready", "starting" and so on."""
+    return control_pb2.GroupState.Name(group.state).removeprefix("GROUP_STATE_").lower()
+
+
+def status_as_dict(status: control_pb2.GetStatusResponse) -> dict[str, Any]:
+    """Return the whole status for `--json`, with the field names of control.proto."""
+    return MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def print_status(console: Console, status: control_pb2.GetStatusResponse) -> None:
+    """Show models, groups and routers as two tables."""
+    groups = Table(title="Replica groups", title_justify="left")
+    for column in ("model", "group", "replica", "state", "for", "ranks (pid)", "restarts", "address", "detail"):
+        groups.add_column(column, overflow="fold")
+    for model in status.models:
+        for group in model.groups:
+            groups.add_row(*_group_row(model.name, group))
+    routers = Table(title="Routers", title_justify="left")
+    for column in ("router", "state", "pid", "restarts", "gRPC", "HTTP", "metrics", "detail"):
+        routers.add_column(column, overflow="fold")
+    for router in status.routers:
+        routers.add_row(
+            router.router_id,
+            "[green]alive" if router.alive else "[red]not alive",
+            str(router.pid or "-"),
+            str(router.restarts),
+            router.grpc_address or "-",
+            router.http_address or "-",
+            router.metrics_address or "-",
+            router.detail,
+        )
+    console.print(f"Weft {status.version}, up {_duration(status.uptime_s)}")
+    console.print(groups)
+    console.print(routers)
+
+
+def _group_row(model: str, group: control_pb2.GroupStatus) -> tuple[str, ...]:
+    state = state_name(group)
+    shape = f"tp {group.tensor_parallel} pp {group.pipeline_parallel}: "
+    return (
+        model,
+        group.group_id,
+        group.replica_id or "-",
+        f"[{_STYLES.get(state, 'white')}]{state}",
+        _duration(group.seconds_in_state),
+        shape + " ".join(str(rank.pid) for rank in group.ranks),
+        str(group.restarts),
+        group.address or "-",
+        group.detail,
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class StartView:
+    """A progress bar for each group while they start, inside a `with`; plain lines where the output is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._told: dict[str, str] = {}
+
+    def __enter__(self) -> "StartView":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bars.stop()
+
+    def show(self, status: control_pb2.GetStatusResponse) -> None:
+        """Bring the bars up to date."""
+        for model in status.models:
+            for group in model.groups:
+                self._show_group(group)
+
+    def _show_group(self, group: control_pb2.GroupStatus) -> None:
+        state = state_name(group)
+        text = f"{state}: {group.detail}" if group.detail else state
+        if group.group_id not in self._tasks:
+            self._tasks[group.group_id] = self._bars.add_task(group.group_id, total=1.0, state=text)
+        self._bars.update(self._tasks[group.group_id], completed=group.progress, state=text)
+        if not self._console.is_terminal and self._told.get(group.group_id) != text:
+            self._told[group.group_id] = text
+            self._console.print(f"{group.group_id}: {text}", highlight=False)

@@ -1,0 +1,100 @@
+"""Doubles for the cluster: a clock, a group's life and a router that tests end when they like."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from weft.v1 import control_pb2
+
+from cluster.config import ModelSpec, build_spec
+from cluster.formation import FormationListener
+from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses
+
+
+class FakeClock:
+    """Time that passes when a test says so."""
+
+    def __init__(self, now_s: float = 100.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class FakeLife:
+    """One life of a group, driven by a test."""
+
+    def __init__(self, replica_id: str, model: ModelSpec, listener: FormationListener) -> None:
+        self.replica_id = replica_id
+        self.model = model
+        self.listener = listener
+        self.begun = asyncio.Event()
+        self.was_cancelled = False
+        self.drained_s: float | None = None
+        self._end: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> Outcome:
+        self.begun.set()
+        try:
+            return await self._end
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+    async def drain(self, grace_s: float) -> None:
+        self.drained_s = grace_s
+
+    def become_ready(self) -> None:
+        self.listener.on_placed()
+        ranks = range(self.model.engine.parallel.world_size)
+        self.listener.on_ranks([RankPlace(node="127.0.0.1", pid=1000 + rank) for rank in ranks])
+        self.listener.on_progress(0.5)
+        self.listener.on_ready(ReplicaAddresses(address=f"127.0.0.1:{self.replica_id}", metrics_address="127.0.0.1:9"))
+
+    async def end(self, outcome: Outcome) -> None:
+        self._end.set_result(outcome)
+        await _turns()
+
+    async def break_down(self, error: Exception) -> None:
+        self._end.set_exception(error)
+        await _turns()
+
+
+async def _turns() -> None:
+    await asyncio.sleep(0)  # the task that runs it ends
+    await asyncio.sleep(0)  # and its callbacks run
+
+
+@dataclass
+class Formations:
+    """Makes fake lives and keeps them in order."""
+
+    lives: list[FakeLife] = field(default_factory=list)
+
+    def __call__(self, replica_id: str, model: ModelSpec, listener: FormationListener) -> FakeLife:
+        self.lives.append(FakeLife(replica_id, model, listener))
+        return self.lives[-1]
+
+
+class FakeRouter:
+    """A router that always lives."""
+
+    def __init__(self) -> None:
+        self.num_reconciled = 0
+        self.stopped_with_s: float | None = None
+
+    def reconcile(self) -> None:
+        self.num_reconciled += 1
+
+    async def stop(self, grace_s: float) -> None:
+        self.stopped_with_s = grace_s
+
+    def status(self) -> control_pb2.RouterStatus:
+        return control_pb2.RouterStatus(router_id="router-0", alive=True, grpc_address="127.0.0.1:1")
+
+
+def model_spec(path: str, **settings: object) -> ModelSpec:
+    """One model's spec, by the way that users take."""
+    return build_spec({"models": [{"path": path, **settings}]}).models[0]

@@ -1,0 +1,109 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from weft.v1 import control_pb2
+from weft.v1.control_pb2_grpc import ControlStub
+
+from cluster.control_client import ControlClient
+from cluster.control_server import ControlServer, bind_control_port
+from cluster.errors import ControllerError, StartError
+from cluster.readiness import first_failure, is_ready
+from cluster.status_view import status_as_dict
+
+READY = control_pb2.GROUP_STATE_READY
+
+
+class FakeState:
+    def __init__(self) -> None:
+        self.endpoints: list[control_pb2.ReplicaEndpoint] = []
+        self.grace_s: float | None = None
+
+    def models(self) -> list[control_pb2.ServedModel]:
+        return [control_pb2.ServedModel(name="m", path="/m", max_context=64)]
+
+    def replicas(self) -> list[control_pb2.ReplicaEndpoint]:
+        return list(self.endpoints)
+
+    def model_statuses(self) -> list[control_pb2.ModelStatus]:
+        return [control_pb2.ModelStatus(name="m", groups=[control_pb2.GroupStatus(group_id="m-0", state=READY)])]
+
+    def router_statuses(self) -> list[control_pb2.RouterStatus]:
+        return [control_pb2.RouterStatus(router_id="router-0", alive=True)]
+
+    async def shut_down(self, grace_s: float) -> None:
+        self.grace_s = grace_s
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[tuple[FakeState, ControlServer, str]]:
+    state = FakeState()
+    server = ControlServer(state)
+    listener, address = bind_control_port("127.0.0.1", 0)
+    await server.start(listener)
+    yield state, server, address
+    await server.stop()
+
+
+async def test_watcher_sees_membership_now_and_at_every_change(running: tuple[FakeState, ControlServer, str]) -> None:
+    state, server, address = running
+    await server.publish()
+    async with grpc.aio.insecure_channel(address) as channel:
+        watch = ControlStub(channel).WatchReplicas(control_pb2.WatchReplicasRequest(router_id="r"))
+        first = await asyncio.wait_for(watch.read(), 5)
+        assert [model.name for model in first.models] == ["m"]
+        assert not first.replicas
+        await server.publish()  # nothing changed: nothing is sent
+        state.endpoints = [control_pb2.ReplicaEndpoint(replica_id="m-0.1", model="m", address="a:1")]
+        await server.publish()
+        second = await asyncio.wait_for(watch.read(), 5)
+        assert [replica.replica_id for replica in second.replicas] == ["m-0.1"]
+        assert second.version == first.version + 1
+
+
+async def test_operator_sees_status_and_shuts_down(running: tuple[FakeState, ControlServer, str]) -> None:
+    state, _, address = running
+    with ControlClient(address) as client:
+        status = await asyncio.to_thread(client.status)
+        assert status.models[0].groups[0].group_id == "m-0"
+        assert status.version
+        await asyncio.to_thread(client.shut_down, 3.0)
+    assert state.grace_s == 3.0
+
+
+async def test_second_controller_on_a_port_is_refused(running: tuple[FakeState, ControlServer, str]) -> None:
+    port = int(running[2].rpartition(":")[2])
+    with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"):
+        bind_control_port("127.0.0.1", port)
+
+
+def test_nobody_there_is_told_in_one_line() -> None:
+    with ControlClient("127.0.0.1:1") as client, pytest.raises(ControllerError, match="no controller answers at"):
+        client.status()
+
+
+def status_with(state: control_pb2.GroupState.ValueType, *, router_alive: bool) -> control_pb2.GetStatusResponse:
+    group = control_pb2.GroupStatus(group_id="m-0", state=state, detail="why")
+    return control_pb2.GetStatusResponse(
+        models=[control_pb2.ModelStatus(name="m", groups=[group])],
+        routers=[control_pb2.RouterStatus(router_id="router-0", alive=router_alive)],
+    )
+
+
+def test_service_is_ready_when_groups_and_routers_are() -> None:
+    assert is_ready(status_with(READY, router_alive=True))
+    assert not is_ready(status_with(READY, router_alive=False))
+    assert not is_ready(status_with(control_pb2.GROUP_STATE_STARTING, router_alive=True))
+
+
+def test_first_failure_names_the_group_and_the_reason() -> None:
+    assert first_failure(status_with(control_pb2.GROUP_STATE_FAILED, router_alive=True)) == "m-0: why"
+    assert first_failure(status_with(READY, router_alive=False)) is None
+
+
+def test_status_for_programs_holds_every_field() -> None:
+    told = json.loads(json.dumps(status_as_dict(status_with(READY, router_alive=True))))
+    assert told["models"][0]["groups"][0]["state"] == "GROUP_STATE_READY"
+    assert told["models"][0]["groups"][0]["restarts"] == 0

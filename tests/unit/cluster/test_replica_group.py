@@ -1,0 +1,136 @@
+from collections.abc import Callable
+
+import pytest
+from helpers.cluster import FakeClock, Formations, model_spec
+
+from cluster.lifecycle import GroupState, RestartPolicy
+from cluster.rank_actor import Outcome
+from cluster.replica_group import ReplicaGroup
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def forms() -> Formations:
+    return Formations()
+
+
+@pytest.fixture
+def changes() -> list[None]:
+    return []
+
+
+@pytest.fixture
+def group(clock: FakeClock, forms: Formations, changes: list[None]) -> ReplicaGroup:
+    on_change: Callable[[], None] = lambda: changes.append(None)  # noqa: E731
+    return ReplicaGroup(
+        "m-0",
+        model_spec("/models/m", tensor_parallel=2),
+        form=forms,
+        policy=RestartPolicy(),
+        clock=clock,
+        on_change=on_change,
+    )
+
+
+async def test_reconcile_forms_a_group_once(group: ReplicaGroup, forms: Formations) -> None:
+    for _ in range(3):
+        group.reconcile()
+    assert [life.replica_id for life in forms.lives] == ["m-0.1"]
+    assert group.endpoint is None
+
+
+async def test_ready_group_is_in_membership_with_its_ranks(group: ReplicaGroup, forms: Formations) -> None:
+    group.reconcile()
+    forms.lives[0].become_ready()
+    assert group.endpoint is not None
+    assert (group.endpoint.replica_id, group.endpoint.model) == ("m-0.1", "m")
+    status = group.status()
+    assert [rank.pid for rank in status.ranks] == [1000, 1001]
+    assert all(rank.alive for rank in status.ranks)
+    assert (status.progress, status.tensor_parallel) == (1.0, 2)
+
+
+async def test_dead_rank_leaves_membership_and_the_group_forms_again_as_a_new_replica(
+    group: ReplicaGroup, forms: Formations, changes: list[None]
+) -> None:
+    group.reconcile()
+    forms.lives[0].become_ready()
+    num_changes = len(changes)
+    await forms.lives[0].end(Outcome(message="rank 1 died"))
+    assert len(changes) > num_changes  # wakes the controller
+    group.reconcile()
+    assert [life.replica_id for life in forms.lives] == ["m-0.1", "m-0.2"]
+    assert group.endpoint is None
+    assert not group.status().ranks
+    forms.lives[1].become_ready()
+    assert group.endpoint is not None
+    assert group.endpoint.replica_id == "m-0.2"
+    assert group.status().restarts == 1
+
+
+async def test_group_that_dies_again_waits_for_its_backoff(
+    group: ReplicaGroup, forms: Formations, clock: FakeClock
+) -> None:
+    for _ in range(2):
+        group.reconcile()
+        forms.lives[-1].become_ready()
+        await forms.lives[-1].end(Outcome(message="rank 0 died"))
+    group.reconcile()
+    assert len(forms.lives) == 2
+    assert group.status().detail == "starts again in 1 s: rank 0 died"
+    clock.advance(1.0)
+    group.reconcile()
+    assert len(forms.lives) == 3
+
+
+async def test_refused_group_fails_for_good(group: ReplicaGroup, forms: Formations, clock: FakeClock) -> None:
+    group.reconcile()
+    await forms.lives[0].end(Outcome(message="tensor lm_head.weight is missing", is_refusal=True))
+    group.reconcile()
+    clock.advance(1e6)
+    group.reconcile()
+    assert len(forms.lives) == 1
+    assert group.lifecycle.state is GroupState.FAILED
+    assert group.status().detail == "tensor lm_head.weight is missing"
+
+
+async def test_reason_for_waiting_is_shown(group: ReplicaGroup, forms: Formations) -> None:
+    group.reconcile()
+    forms.lives[0].listener.on_waiting("needs 2 GPUs on one node; the largest free node has 1")
+    assert group.lifecycle.state is GroupState.PENDING
+    assert group.status().detail.startswith("needs 2 GPUs")
+
+
+async def test_stop_drains_and_ends_every_process(group: ReplicaGroup, forms: Formations) -> None:
+    group.reconcile()
+    await forms.lives[0].begun.wait()
+    forms.lives[0].become_ready()
+    await group.stop(grace_s=3.0)
+    assert forms.lives[0].drained_s == 3.0
+    assert forms.lives[0].was_cancelled
+    assert group.lifecycle.state is GroupState.STOPPED
+    assert group.endpoint is None
+    group.reconcile()
+    assert len(forms.lives) == 1
+
+
+async def test_stop_while_starting_ends_it_without_a_drain(group: ReplicaGroup, forms: Formations) -> None:
+    group.reconcile()
+    await forms.lives[0].begun.wait()
+    forms.lives[0].listener.on_placed()
+    await group.stop(grace_s=3.0)
+    assert forms.lives[0].drained_s is None
+    assert forms.lives[0].was_cancelled
+    assert group.lifecycle.state is GroupState.STOPPED
+
+
+async def test_bug_in_a_formation_is_a_failure_of_the_group_only(group: ReplicaGroup, forms: Formations) -> None:
+    group.reconcile()
+    await forms.lives[0].break_down(RuntimeError("boom"))
+    group.reconcile()
+    assert "RuntimeError: boom" in group.status().detail
+    assert len(forms.lives) == 2
