@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
+from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage
 from router.errors import (
@@ -23,7 +26,9 @@ from router.errors import (
     RouterError,
 )
 from router.openai import create_app
+from router.openai_render import TokenNames
 from router.openai_types import MAX_CHOICES
+from router.tokenizer import ModelTokenizer
 
 MODEL = "fake/model"
 MAX_BODY_BYTES = 100_000
@@ -403,6 +408,34 @@ async def test_unexpected_error_tells_nothing_of_the_inside(http: httpx.AsyncCli
 
     assert response.status_code == 500
     assert "secret" not in response.text
+
+
+@pytest.mark.parametrize("path", ["models/stories3M", "tokenizers/llama2-32k", "tokenizers/gpt2", "tokenizers/qwen"])
+async def test_names_of_tokens_joined_are_the_text(dispatch: FakeDispatch, shared: Path, path: str) -> None:
+    tokenizer = ModelTokenizer.from_folder(shared / path)
+
+    async def detokenize(model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens)
+
+    dispatch.detokenize = detokenize  # type: ignore[method-assign]
+    text = "Once upon a time, there was  a dog.\nIt said: hello!"
+    token_ids = tokenizer.encode(text)
+
+    names = await TokenNames(dispatch).of("m", token_ids)
+
+    joined = "".join(names[token_id] for token_id in token_ids)
+    assert joined.removeprefix("<s>").removeprefix(" ") == text
+
+
+async def test_impossible_token_has_a_logprob_that_json_can_say(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = pb.TokenLogprobs(chosen=pb.Logprob(token_id=65, logprob=-math.inf))
+    monkeypatch.setattr("helpers.fake_dispatch._logprobs", lambda *_: never)
+
+    (choice,) = (await complete(http, logprobs=0, max_tokens=1)).json()["choices"]
+
+    assert choice["logprobs"]["token_logprobs"] == [-9999.0]
 
 
 # What may be asked
