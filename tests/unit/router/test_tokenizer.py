@@ -264,7 +264,9 @@ def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_generation_defaults_are_what_the_file_writes(
     written: str | None, expected: dict[str, float], tmp_path: Path
 ) -> None:
-    folder = make_folder(tmp_path, **({} if written is None else {"generation_config__json": written}))
+    folder = make_folder(tmp_path)
+    if written is not None:
+        (folder / "generation_config.json").write_text(written)
 
     assert dict(ModelTokenizer.from_folder(folder).generation_defaults) == expected
 
