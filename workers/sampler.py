@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workers.plan import NewSequence, SampledToken
+from workers.plan import NewSequence, SampledToken, StepPlan
 from workers.request import SamplingParams, TokenLogprobs
 from workers.truncation import lower_bounds
 
@@ -43,15 +43,36 @@ class Sampler:
     def __init__(self, *, device: torch.device, num_slots: int) -> None:
         self._device = device
         self._rows: dict[int, _Row] = {}
+        self._penalized: set[int] = set()
         self._flags = np.zeros(num_slots, np.int64)
         self._columns = np.zeros((4, num_slots), np.float64)
         """temperature, top_k, top_p, min_p of each slot."""
         self._seeds = np.zeros(num_slots, np.uint64)
 
+    def apply(self, plan: StepPlan) -> None:
+        """Follow a plan: slots given back and taken, tokens accepted. Comes before the plan's `sample`."""
+        for slot in plan.removed:
+            self.remove(slot)
+        for new in plan.new:
+            self.add(new)
+        if self._penalized:
+            for share in plan.scheduled:
+                if share.new_token_ids and share.slot in self._penalized:
+                    self.append(share.slot, share.new_token_ids)
+
+    def append(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Count accepted tokens of a slot with penalties."""
+        penalties = self._rows[slot].penalties
+        if penalties is not None:
+            penalties.add_output(token_ids)
+
     def add(self, new: NewSequence) -> None:
         """Put a sequence into its slot, in place of whatever was there."""
         params = new.sampling
+        self.remove(new.slot)
         row = self._rows[new.slot] = _Row(new)
+        if row.penalties is not None:
+            self._penalized.add(new.slot)
         is_random = params.temperature >= GREEDY_TEMPERATURE
         is_truncated = is_random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self._flags[new.slot] = (
@@ -63,15 +84,10 @@ class Sampler:
         self._columns[:, new.slot] = params.temperature, params.top_k, params.top_p, params.min_p
         self._seeds[new.slot] = params.seed
 
-    def append(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Tell the slot which tokens were accepted."""
-        penalties = self._rows[slot].penalties
-        if penalties is not None:
-            penalties.add_output(token_ids)
-
     def remove(self, slot: int) -> None:
         """Give the slot back."""
         self._rows.pop(slot, None)
+        self._penalized.discard(slot)
 
     def sample(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array) -> list[SampledToken]:
         """Choose one token for each row.

@@ -1,0 +1,199 @@
+"""Between asyncio and the engine's thread: commands go in through a queue, step results come back in order.
+
+event loop                                        engine thread
+submit, abort  ---- commands, condition ---->     add_request, abort, step, step, ...
+on_step, on_failure  <-- call_soon_threadsafe --  results
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from workers.engine import Engine, EngineLoad, StepResult
+from workers.errors import EngineError, GroupFailedError, RequestFailedError
+from workers.request import Request, RequestId, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+IDLE_CHECK_S = 0.5
+"""How often an idle engine looks whether its ranks are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What the results so far add up to."""
+
+    block_hashes: list[bytes]
+    """Resident in the prefix cache."""
+    load: EngineLoad
+
+
+class AsyncEngine:
+    """Owns the engine and its thread. Methods belong to the event loop, except where they say otherwise."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[StepResult], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """Both callbacks run on the event loop: one for each step, in order, and one at most when the group fails."""
+        self._engine = engine
+        self._on_step = on_step
+        self._on_failure = on_failure
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._commands: list[Request | RequestId] = []
+        self._is_stopping = False
+        self._wake = threading.Condition()
+        self._queues: dict[RequestId, asyncio.Queue[RequestOutput | BaseException]] = {}
+        self._failure: BaseException | None = None
+        # As of the last result given to on_step:
+        self._resident: dict[bytes, None] = {}
+        self._load = engine.load
+
+    def start(self) -> None:
+        """Start the thread; results come to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End every request with ABORT, give out the last results, end the ranks and the thread."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        await asyncio.sleep(0)  # let the results that are on their way arrive
+
+    def submit(self, request: Request) -> None:
+        """Hand a request to the engine, from any thread; a refusal comes back as its output with `error`."""
+        self._command(request)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request, from any thread. Nothing happens when it has ended."""
+        self._command(request_id)
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Submit a request and yield its outputs; closing the iterator aborts it.
+
+        Raises:
+            EngineError: the request was refused, it failed, or the group did.
+        """
+        if self._failure is not None:
+            raise GroupFailedError(f"the engine has failed: {self._failure}")
+        queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self._queues[request.request_id] = queue
+        self.submit(request)
+        has_ended = False
+        try:
+            while not has_ended:
+                output = await queue.get()
+                if isinstance(output, BaseException):
+                    has_ended = True
+                    raise GroupFailedError(f"the engine has failed: {output}") from output
+                has_ended = output.finish is not None or output.error is not None
+                if output.error is not None:
+                    raise output.error
+                yield output
+        finally:
+            del self._queues[request.request_id]
+            if not has_ended:
+                self.abort(request.request_id)
+
+    def snapshot(self) -> Snapshot:
+        """Return what the results given to `on_step` so far add up to; the next one continues from here."""
+        return Snapshot(block_hashes=list(self._resident), load=self._load)
+
+    def _command(self, command: Request | RequestId) -> None:
+        with self._wake:  # held by the engine's thread for moments only
+            self._commands.append(command)
+            self._wake.notify()
+
+    # On the event loop
+
+    def _receive(self, result: StepResult) -> None:
+        for block_hash in result.stored_block_hashes:
+            self._resident[block_hash] = None
+        for block_hash in result.evicted_block_hashes:
+            self._resident.pop(block_hash, None)
+        self._load = result.load
+        for output in result.outputs:
+            queue = self._queues.get(output.request_id)
+            if queue is not None:
+                queue.put_nowait(output)
+        if self._on_step is not None:
+            self._on_step(result)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        for queue in self._queues.values():
+            queue.put_nowait(error)
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    # In the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while (commands := self._wait()) is not None:
+                self._advance(commands)
+            self._engine.abort_all()
+            while self._engine.has_work:
+                self._publish(self._engine.step())
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self._call(self._fail, error)
+        finally:
+            self._engine.close()
+
+    def _wait(self) -> list[Request | RequestId] | None:
+        """Return the commands since the last call, at once while there is work; None to stop."""
+        with self._wake:
+            if not (self._commands or self._is_stopping or self._engine.has_work):
+                self._wake.wait(IDLE_CHECK_S)
+            if self._is_stopping:
+                return None
+            commands, self._commands = self._commands, []
+            return commands
+
+    def _advance(self, commands: list[Request | RequestId]) -> None:
+        refusals = []
+        for command in commands:
+            if isinstance(command, Request):
+                refusal = self._add(command)
+                if refusal is not None:
+                    refusals.append(refusal)
+            else:
+                self._engine.abort(command)
+        if self._engine.has_work or refusals:
+            result = self._engine.step()
+            result.outputs.extend(refusals)
+            self._publish(result)
+        else:
+            self._engine.check()
+
+    def _add(self, request: Request) -> RequestOutput | None:
+        """Give the engine a request; the output that refuses it, if it does."""
+        try:
+            self._engine.add_request(request)
+        except EngineError as error:
+            return RequestOutput(request_id=request.request_id, error=error)
+        except Exception as error:  # one request must not end the others
+            logger.exception("request %s cannot be added", request.request_id)
+            failed = RequestFailedError(f"the request cannot be added: {error!r}")
+            return RequestOutput(request_id=request.request_id, error=failed)
+        return None
+
+    def _publish(self, result: StepResult) -> None:
+        self._call(self._receive, result)
+
+    def _call(self, function: Callable[..., None], argument: object) -> None:
+        assert self._loop is not None, "started"
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:  # the loop is closed: nobody is there to hear
+            logger.warning("the event loop is closed; a result of the engine is lost")

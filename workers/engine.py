@@ -1,0 +1,356 @@
+"""The engine of one replica: requests in, steps, outputs out. Synchronous, one thread; async_engine.py drives it."""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallel.errors import ConfigError
+from parallel.families.registry import describe_model
+from workers.block_pool import BlockPool
+from workers.config import EngineConfig
+from workers.detokenizer import IncrementalDetokenizer
+from workers.errors import EngineError, InvalidRequestError, RequestFailedError
+from workers.executor import Executor
+from workers.kv_cache_manager import KVCacheManager
+from workers.plan import StepPlan
+from workers.rank import Progress, Rendezvous, lead_group
+from workers.request import Finish, FinishReason, Request, RequestId, RequestOutput, Usage
+from workers.scheduler import Scheduler, TokenOutput
+from workers.sequence import Sequence
+from workers.stats import EngineStats
+from workers.tokenizer import TokenTable, load_token_table
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is, after a step."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_pending_tokens: int
+    """Prompt tokens not yet computed, over waiting and running requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step gave: outputs, changes of the prefix cache and load, in one order with those of other steps."""
+
+    outputs: list[RequestOutput]
+    stored_block_hashes: list[bytes]
+    evicted_block_hashes: list[bytes]
+    load: EngineLoad
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stream:
+    """A request's way out."""
+
+    sequence: Sequence
+    detokenizer: IncrementalDetokenizer
+    last_token_s: float | None = None
+
+
+class _Flight(NamedTuple):
+    plan: StepPlan
+    submitted_s: float
+
+
+class Engine:
+    """Owns the scheduler and the executor. Every method but `stats` belongs to one thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        tokens: TokenTable,
+        eos_token_ids: frozenset[int],
+        max_context: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.max_context = max_context
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.num_blocks = executor.num_blocks
+        self.stats = EngineStats()
+        self._executor = executor
+        self._tokens = tokens
+        self._clock = clock
+        cache = config.cache
+        self._pool = BlockPool(executor.num_blocks, enable_prefix_caching=cache.enable_prefix_caching)
+        manager = KVCacheManager(self._pool, block_size=cache.block_size, hash_key=config.hash_key)
+        self._scheduler = Scheduler(
+            config.scheduler,
+            manager,
+            max_context=max_context,
+            eos_token_ids=eos_token_ids,
+            max_in_flight=executor.max_in_flight,
+        )
+        self._streams: dict[RequestId, _Stream] = {}
+        self._flights: deque[_Flight] = deque()
+        self._outputs: list[RequestOutput] = []  # for the next result
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._outputs) or self._scheduler.has_unfinished
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is now."""
+        return EngineLoad(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_free_blocks=self._pool.num_free,
+            num_blocks=self._pool.num_blocks,
+            num_pending_tokens=self._scheduler.num_pending_tokens,
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Accept a request; from now on it ends with exactly one output that has `finish` or `error`.
+
+        Raises:
+            InvalidRequestError: it cannot be served as it is.
+            QueueFullError: too many wait.
+        """
+        try:
+            self._accept(request)
+        except EngineError:
+            self.stats.num_refused += 1
+            raise
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request; its blocks are free within one step. Nothing happens when it has ended already."""
+        sequence = self._scheduler.abort(request_id, self._clock())
+        if sequence is not None:
+            self._outputs.append(self._end(sequence, ""))
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for request_id in list(self._streams):
+            self.abort(request_id)
+
+    def step(self) -> StepResult:
+        """Keep the ranks busy, wait for the oldest step in flight, and return what it gave.
+
+        Raises:
+            GroupFailedError: a rank died, hung or diverged; the engine is of no more use.
+        """
+        start_s = self._clock()
+        self._outputs += [self._end(sequence, "") for sequence in self._scheduler.expire(start_s)]
+        while len(self._flights) < self._executor.max_in_flight:
+            plan = self._scheduler.schedule(self._clock())
+            if plan is None:
+                break
+            self._flights.append(_Flight(plan, self._clock()))
+            self._executor.submit(plan)
+        if self._flights:
+            self._collect(start_s)
+        outputs, self._outputs = self._outputs, []
+        stored, evicted = self._pool.take_events()
+        return StepResult(outputs=outputs, stored_block_hashes=stored, evicted_block_hashes=evicted, load=self.load)
+
+    def check(self) -> None:
+        """Raise GroupFailedError when a rank is gone; for moments with nothing to do."""
+        self._executor.check()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books contradict each other. Slow: for tests."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._executor.close()
+
+    def _accept(self, request: Request) -> None:
+        self._check_ids("prompt_token_ids", request.prompt_token_ids)
+        self._check_ids("generated_token_ids", request.generated_token_ids)
+        now_s = self._clock()
+        sampling = request.sampling
+        detokenizer = IncrementalDetokenizer(
+            self._tokens,
+            skip_special_tokens=sampling.skip_special_tokens,
+            stop=sampling.stop,
+            include_stop_str=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+        )
+        finish = self._replay(request, detokenizer) if request.generated_token_ids else None
+        if finish is None:
+            sequence = self._scheduler.add(request, now_s)
+            self._streams[request.request_id] = _Stream(sequence=sequence, detokenizer=detokenizer)
+        else:
+            self._outputs.append(RequestOutput(request_id=request.request_id, text=detokenizer.flush(), finish=finish))
+            self.stats.num_finished[finish.reason] += 1
+        self.stats.num_prompt_tokens += len(request.prompt_token_ids)
+
+    def _check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+            raise InvalidRequestError(f"{name} contain {wrong}; allowed: 0 to {self.vocab_size - 1}")
+
+    def _replay(self, request: Request, detokenizer: IncrementalDetokenizer) -> Finish | None:
+        """Bring the text to where the tokens generated elsewhere had it; how they ended, if they had.
+
+        A replica may die after it sent the last token and before it said that it was the last.
+        """
+        token_ids, sampling = request.generated_token_ids, request.sampling
+        stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+        last = token_ids[-1]
+        is_stopped = last in stop_ids and len(token_ids) > sampling.min_tokens
+        for token_id in token_ids[:-1] if is_stopped else token_ids:
+            detokenizer.push(token_id)
+            if detokenizer.stop_string is not None:
+                break
+        usage = Usage(
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=0,
+            completion_tokens=len(token_ids),
+            queue_s=0.0,
+            prefill_s=0.0,
+            decode_s=0.0,
+        )
+        if detokenizer.stop_string is not None:
+            return Finish(reason=FinishReason.STOP, usage=usage, stop_string=detokenizer.stop_string)
+        if is_stopped:
+            return Finish(reason=FinishReason.STOP, usage=usage, stop_token_id=last)
+        is_full = len(request.prompt_token_ids) + len(token_ids) >= self.max_context
+        if len(token_ids) >= sampling.max_tokens or is_full:
+            return Finish(reason=FinishReason.LENGTH, usage=usage)
+        return None
+
+    def _collect(self, start_s: float) -> None:
+        flight = self._flights.popleft()
+        output = self._executor.collect()
+        now_s = self._clock()
+        for token in self._scheduler.update(flight.plan, output, now_s):
+            self._outputs.append(self._deliver(token, now_s))
+        stats, counters = self.stats, self._scheduler.counters
+        stats.num_steps += 1
+        stats.num_computed_tokens += sum(share.num_tokens for share in flight.plan.scheduled)
+        stats.num_preemptions = counters.num_preemptions
+        stats.num_recomputed_tokens = counters.num_recomputed_tokens
+        stats.num_cached_tokens = counters.num_cached_tokens
+        stats.step_s.add(now_s - flight.submitted_s)
+        stats.busy_s += now_s - start_s
+
+    def _deliver(self, token: TokenOutput, now_s: float) -> RequestOutput:
+        """Turn what a step gave a sequence into its output. Whatever goes wrong with its text ends it alone."""
+        request_id = token.sequence.request_id
+        if token.error is not None or token.token_id is None:
+            return self._fail(request_id, token.error or RequestFailedError("nothing was sampled"))
+        stream = self._streams[request_id]
+        self._note_token(stream, now_s)
+        try:
+            text = self._push(stream, token.token_id, now_s)
+        except Exception as error:
+            logger.exception("request %s: its text cannot be made", request_id)
+            if token.sequence.finish is None:
+                self._scheduler.finish(token.sequence, FinishReason.ABORT, now_s)
+            return self._fail(request_id, RequestFailedError(f"token {token.token_id} has no text: {error!r}"))
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        if token.sequence.finish is None:
+            return RequestOutput(request_id=request_id, token_ids=(token.token_id,), text=text, logprobs=logprobs)
+        return replace(self._end(token.sequence, text), token_ids=(token.token_id,), logprobs=logprobs)
+
+    def _push(self, stream: _Stream, token_id: int, now_s: float) -> str:
+        """Return the text that the token made certain; end the sequence when that completes a stop string."""
+        sequence, detokenizer = stream.sequence, stream.detokenizer
+        finish = sequence.finish
+        if finish is not None and finish.stop_token_id is not None:
+            return ""
+        text = detokenizer.push(token_id)
+        if detokenizer.stop_string is not None:
+            if finish is None:
+                self._scheduler.finish(sequence, FinishReason.STOP, now_s, stop_string=detokenizer.stop_string)
+            else:
+                sequence.finish = replace(finish, reason=FinishReason.STOP, stop_string=detokenizer.stop_string)
+        return text
+
+    def _note_token(self, stream: _Stream, now_s: float) -> None:
+        self.stats.num_generation_tokens += 1
+        if stream.last_token_s is None:
+            self.stats.ttft_s.add(now_s - stream.sequence.arrival_s)
+        else:
+            self.stats.itl_s.add(now_s - stream.last_token_s)
+        stream.last_token_s = now_s
+
+    def _end(self, sequence: Sequence, text: str) -> RequestOutput:
+        """The last output of a sequence that has its `finish`."""
+        stream = self._streams.pop(sequence.request_id)
+        finish = sequence.finish
+        assert finish is not None, "only a finished sequence ends"
+        usage = finish.usage
+        self.stats.num_finished[finish.reason] += 1
+        self.stats.queue_s.add(usage.queue_s)
+        self.stats.e2e_s.add(usage.queue_s + usage.prefill_s + usage.decode_s)
+        return RequestOutput(request_id=sequence.request_id, text=text + stream.detokenizer.flush(), finish=finish)
+
+    def _fail(self, request_id: RequestId, error: Exception) -> RequestOutput:
+        del self._streams[request_id]
+        self.stats.num_failed += 1
+        return RequestOutput(request_id=request_id, error=error)
+
+
+def build_engine(
+    config: EngineConfig, *, rendezvous: Rendezvous | None = None, progress: Progress | None = None
+) -> Engine:
+    """Load everything and return the engine of a group whose rank 0 is this process.
+
+    Args:
+        config: the same on all ranks.
+        rendezvous: where the group's other ranks come; None when there are none.
+        progress: called with the fraction of this rank's weights read so far.
+
+    Raises:
+        ModelError, EngineConfigError: the model folder or the settings cannot be used.
+        GroupFailedError: another rank could not start.
+    """
+    folder = Path(config.model)
+    description = describe_model(folder)
+    tokens = load_token_table(folder)
+    eos_token_ids = read_eos_token_ids(folder)
+    executor = lead_group(config, rendezvous=rendezvous, progress=progress)
+    return Engine(
+        config,
+        executor,
+        tokens=tokens,
+        eos_token_ids=eos_token_ids,
+        max_context=config.max_context or description.max_context,
+        vocab_size=description.vocab_size,
+    )
+
+
+def read_eos_token_ids(folder: Path) -> frozenset[int]:
+    """Return the ids that end a text: those of generation_config.json, else those of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        if isinstance(ids, int):
+            return frozenset([ids])
+        if isinstance(ids, list) and all(isinstance(token_id, int) for token_id in ids):
+            return frozenset(ids)
+        if ids is not None:
+            raise ConfigError(f"{folder / name}: eos_token_id is {ids!r}; allowed: an id or a list of ids")
+    return frozenset()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no JSON object")
+    return content

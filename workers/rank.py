@@ -1,0 +1,247 @@
+"""Forms a group: ranks meet at the leader's store, load their parts, agree on the cache, and follow plans to the end.
+
+    leader                                   every other rank
+    Rendezvous.open(): a store and its port
+    lead_group                               follow_group
+        plan endpoints into the store  --->      connect
+        gather  <------------------------------  report       every rank is there
+        torch.distributed, load                  torch.distributed, load
+        gather  <------------------------------  report       every rank has its weights
+        choose the number of blocks              choose the number of blocks
+        gather, the least, proceed  <--------->  report       all take the least
+        allocate                                 allocate
+        gather  <------------------------------  report       ready
+
+An error on any rank goes to the leader over its connection and ends the group.
+"""
+
+import logging
+import os
+import platform
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from parallel.checkpoint import load_decoder
+from parallel.device.base import Device
+from parallel.device.select import select_device
+from parallel.dtypes import resolve_dtype
+from parallel.kernels.select import select_kernels
+from parallel.mesh import Mesh
+from workers.config import EngineConfig
+from workers.errors import EngineConfigError, GroupFailedError
+from workers.executor import Executor, GroupExecutor, LocalExecutor, explain
+from workers.model_runner import ModelRunner
+from workers.transport import LeaderLink, RankLink
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[float], None]
+
+JOIN_TIMEOUT_S = 120.0
+"""For every rank to be there."""
+LOAD_TIMEOUT_S = 3600.0
+"""For every rank to read its weights; ranks that die meanwhile are noticed at once."""
+
+
+class Rendezvous:
+    """Where the ranks of one formation of a group meet: a store in the leader's process."""
+
+    def __init__(self, host: str, store: TCPStore) -> None:
+        self.host = host
+        """The leader's address, as other ranks reach it."""
+        self.store = store
+
+    @classmethod
+    def open(cls, host: str = "127.0.0.1") -> "Rendezvous":
+        """Listen on a free port of this address only."""
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind(address)
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        store = TCPStore(  # left to itself it would listen on every address
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return cls(host, store)
+
+    @property
+    def port(self) -> int:
+        """The store's port."""
+        return int(self.store.port)
+
+
+def lead_group(
+    config: EngineConfig, *, rendezvous: Rendezvous | None = None, progress: Progress | None = None
+) -> Executor:
+    """Load the model as rank 0, wait for the other ranks, and return what executes plans on all of them.
+
+    Args:
+        config: the same on all ranks.
+        rendezvous: where the others come; None when there are none.
+        progress: called with the fraction of this rank's weights read so far.
+
+    Raises:
+        ModelError, EngineConfigError: this rank cannot use the model or the settings.
+        GroupFailedError: another rank could not, died, or did not come.
+    """
+    if config.parallel.world_size == 1:
+        _set_num_threads(config, num_local_ranks=1)
+        runner = _load(config, Mesh.single(), progress)
+        num_blocks = runner.choose_num_blocks()
+        runner.allocate(num_blocks)
+        return LocalExecutor(runner, num_blocks=num_blocks)
+    if rendezvous is None:
+        raise EngineConfigError(f"a group of {config.parallel.world_size} ranks needs a rendezvous")
+    link = LeaderLink(rendezvous.host, range(1, config.parallel.world_size))
+    try:
+        return _lead(config, link, rendezvous, progress)
+    except Exception as error:
+        failure = _blame(link, error)
+        link.close(f"{type(failure).__name__}: {failure}")
+        _leave()
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def follow_group(config: EngineConfig, *, rank: int, host: str, port: int, progress: Progress | None = None) -> None:
+    """Be rank `rank` of the group whose leader's rendezvous is at (host, port), until the leader ends it.
+
+    Raises:
+        GroupFailedError: the leader is gone or ended the group because it failed, or a plan is not the next one.
+        CollectiveError: another rank is gone.
+        ModelError, EngineConfigError: this rank cannot use the model or the settings.
+    """
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+    endpoint = store.get(_endpoint_key(rank)).decode()
+    with RankLink(endpoint, rank) as link:
+        try:
+            link.report(0, JOIN_TIMEOUT_S)
+            mesh = _join(config, rank, host, store)
+            runner = _load(config, mesh, progress)
+            link.report(0, LOAD_TIMEOUT_S)
+            num_blocks = link.report(runner.choose_num_blocks(), LOAD_TIMEOUT_S)
+            runner.allocate(num_blocks)
+            link.report(0, LOAD_TIMEOUT_S)
+            while (plan := link.receive_plan()) is not None:
+                output = runner.run(plan)
+                if output is not None:
+                    link.send_output(output)
+        finally:
+            _leave()
+
+
+def _lead(config: EngineConfig, link: LeaderLink, rendezvous: Rendezvous, progress: Progress | None) -> Executor:
+    for rank, endpoint in link.endpoints.items():
+        rendezvous.store.set(_endpoint_key(rank), endpoint)
+    _meet(link, JOIN_TIMEOUT_S)
+    mesh = _join(config, 0, rendezvous.host, rendezvous.store)
+    runner = _load(config, mesh, progress)
+    _meet(link, LOAD_TIMEOUT_S)
+    num_blocks = runner.choose_num_blocks()
+    num_blocks = min(num_blocks, *link.gather(LOAD_TIMEOUT_S).values())
+    link.proceed(num_blocks)
+    runner.allocate(num_blocks)
+    _meet(link, LOAD_TIMEOUT_S)
+    logger.info("group of %d ranks is ready with %d blocks", mesh.world_size, num_blocks)
+    return GroupExecutor(
+        runner,
+        link,
+        num_blocks=num_blocks,
+        num_stages=mesh.pp.size,
+        last_rank=(mesh.pp.size - 1) * mesh.tp.size,
+        step_timeout_s=config.step_timeout_s,
+        leave=_leave,
+    )
+
+
+def _meet(link: LeaderLink, timeout_s: float) -> None:
+    link.gather(timeout_s)
+    link.proceed(0)
+
+
+def _blame(link: LeaderLink, error: Exception) -> Exception:
+    """The leader's own errors about the model and the settings stand; for others the ranks may know the reason."""
+    if isinstance(error, (ValueError, GroupFailedError)):
+        return error
+    return explain(link, error)
+
+
+def _join(config: EngineConfig, rank: int, host: str, store: TCPStore) -> Mesh:
+    """Enter torch.distributed with every other rank, and share this machine's cores with those on it."""
+    if _is_loopback(host):
+        _use_loopback()
+    world_size = config.parallel.world_size
+    device = select_device(config.device, _local_rank(rank))
+    store.set(_node_key(rank), platform.node())
+    dist.init_process_group(
+        device.collective_backend,
+        store=PrefixStore("torch", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=config.step_timeout_s),
+    )
+    nodes = [store.get(_node_key(other)) for other in range(world_size)]
+    _set_num_threads(config, num_local_ranks=nodes.count(nodes[rank]))
+    return Mesh.from_world(
+        tensor_parallel=config.parallel.tensor_parallel,
+        pipeline_parallel=config.parallel.pipeline_parallel,
+        timeout_s=config.step_timeout_s,
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None) -> ModelRunner:
+    folder = Path(config.model)
+    device: Device = select_device(config.device, _local_rank(mesh.rank))
+    dtype = resolve_dtype(config.dtype, folder, device)
+    decoder = load_decoder(
+        folder,
+        mesh=mesh,
+        device=device.torch_device,
+        dtype=dtype,
+        kernels=select_kernels(device.torch_device, dtype),
+        max_context=config.max_context,
+        progress=progress,
+    )
+    return ModelRunner(decoder, mesh=mesh, device=device, config=config)
+
+
+def _local_rank(rank: int) -> int:
+    """The GPU for a rank among those that its process sees: Ray shows each its own, elsewhere all see all."""
+    return rank % max(1, torch.cuda.device_count())
+
+
+def _set_num_threads(config: EngineConfig, *, num_local_ranks: int) -> None:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(config.num_threads or max(1, num_cores // num_local_ranks))
+
+
+def _is_loopback(host: str) -> bool:
+    return ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
+
+
+def _use_loopback() -> None:
+    """Tell gloo and NCCL, which know no other way, to listen on the loopback interface only, unless told otherwise."""
+    name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _endpoint_key(rank: int) -> str:
+    return f"plans/{rank}"
+
+
+def _node_key(rank: int) -> str:
+    return f"node/{rank}"

@@ -1,0 +1,67 @@
+"""What one replica's engine has done, in plain numbers; cluster/metrics.py exports them.
+
+The engine's thread writes, one other thread may read: counters are single numbers, observations are taken one by one.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from workers.request import FinishReason
+
+MAX_OBSERVATIONS = 1 << 16
+"""Kept of each kind until taken; older ones are dropped when nobody takes them."""
+
+
+class Observations:
+    """Values of one kind, in seconds, since they were last taken."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
+
+    def add(self, value_s: float) -> None:
+        """Note one more."""
+        self._values.append(value_s)
+
+    def take(self) -> Iterator[float]:
+        """Remove and return what there is; may run in another thread than `add`."""
+        while self._values:
+            yield self._values.popleft()
+
+
+class EngineStats:
+    """Totals since the start, and latencies.
+
+    Once nothing runs, `num_prompt_tokens` and `num_cached_tokens` are the sums of what the usage of all requests says,
+    and `num_generation_tokens` of their completion tokens less those submitted with them. A request that fails counts
+    too, though its client sees no usage.
+    """
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+        """Of accepted requests."""
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache when their request was first scheduled."""
+        self.num_generation_tokens = 0
+        """Sampled here and accepted."""
+        self.num_computed_tokens = 0
+        """Through the model, prompt and output, recomputed ones included."""
+        self.num_recomputed_tokens = 0
+        """Computed again after a preemption."""
+        self.num_preemptions = 0
+        self.num_finished: Counter[FinishReason] = Counter()
+        self.num_failed = 0
+        self.num_refused = 0
+        """Requests that were never accepted: invalid, or the queue was full."""
+        self.num_steps = 0
+        self.busy_s = 0.0
+        """Time with a step in flight."""
+        self.ttft_s = Observations()
+        """From a request's arrival here to its first token."""
+        self.itl_s = Observations()
+        """Between two tokens of a request."""
+        self.queue_s = Observations()
+        """From a request's arrival to its first step; noted when it ends."""
+        self.e2e_s = Observations()
+        """From a request's arrival to its end."""
+        self.step_s = Observations()
+        """From the submission of a step to its output."""
