@@ -228,7 +228,10 @@ class Scheduler:
         assert sorted(slots) == list(range(self._config.max_num_seqs)), f"slots are lost or used twice: {slots}"
         assert len(in_flight) == sum(sequence.in_flight for sequence in holders), "in_flight contradicts the plans"
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running)
-        assert all(sequence.status is SequenceStatus.WAITING and not sequence.block_table for sequence in self._waiting)
+        for sequence in self._waiting:
+            assert sequence.status is SequenceStatus.WAITING
+            assert not sequence.block_table
+            assert sequence.num_computed_tokens == 0
         assert set(self._sequences.values()) == {*self._running, *self._waiting}, "a sequence is lost"
         assert len(self._sequences) == len(self._running) + len(self._waiting)
         assert self._running == sorted(self._running, key=_order), "running sequences are not in order"

@@ -393,20 +393,37 @@ def test_aborted_sequence_leaves_its_prefix_to_others() -> None:
 # Memory
 
 
-def test_sequence_is_not_admitted_without_memory_for_it_and_for_the_growth_of_others() -> None:
-    served = ScheduledModel(num_blocks=6)
-    served.submit("a", prompt(8), max_tokens=8)
-    served.submit("b", prompt(12, first=50), max_tokens=4)
+@pytest.mark.parametrize(("num_blocks", "num_running"), [(6, 2), (5, 1)])
+@pytest.mark.parametrize("comes_later", [False, True])
+def test_admission_leaves_each_running_sequence_a_block_to_grow(
+    num_blocks: int, num_running: int, comes_later: bool
+) -> None:
+    served = ScheduledModel(num_blocks=num_blocks)
+    served.submit("a", prompt(7), max_tokens=8)  # two blocks
+    if comes_later:
+        served.step()
+    served.submit("b", prompt(11, first=50), max_tokens=4)  # three blocks
 
-    served.step()  # a holds 2 blocks, keeps one for growth: 3 are left, as many as b needs
-    assert served.scheduler.num_running == 2
-
-    served = ScheduledModel(num_blocks=5)
-    served.submit("a", prompt(8), max_tokens=8)
-    served.submit("b", prompt(12, first=50), max_tokens=4)
     served.step()
-    assert served.scheduler.num_running == 1
+
+    assert served.scheduler.num_running == num_running
     served.run()
+    assert len(served.ends) == 2
+
+
+def test_admission_counts_what_running_prefills_still_need() -> None:
+    served = ScheduledModel(num_blocks=8, prefill_chunk_tokens=4)
+    served.submit("long", prompt(20), max_tokens=4)  # five blocks, one in the first step
+    later = served.submit("later", prompt(8, first=50), max_tokens=4)
+
+    served.step()
+
+    assert later.status is SequenceStatus.RUNNING  # 2 of the 3 blocks that are not promised, 1 for growth
+    served = ScheduledModel(num_blocks=7, prefill_chunk_tokens=4)
+    served.submit("long", prompt(20), max_tokens=4)
+    later = served.submit("later", prompt(8, first=50), max_tokens=4)
+    served.step()
+    assert later.status is SequenceStatus.WAITING
 
 
 def test_none_overtakes_the_first_that_waits_for_memory() -> None:

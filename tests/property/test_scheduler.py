@@ -1,0 +1,211 @@
+"""Any mix of requests, aborts, deadlines and steps on a small pool: each request ends once, with its own tokens."""
+
+import logging
+from dataclasses import dataclass
+
+from helpers.fake_model import VOCAB_SIZE, run_alone
+from helpers.scheduling import ScheduledModel, make_request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from workers.errors import InvalidRequestError, QueueFullError
+from workers.plan import StepPlan
+from workers.request import FinishReason, Request
+from workers.sequence import Sequence
+
+logging.getLogger("workers.scheduler").setLevel(logging.ERROR)  # it warns of each preemption
+
+MAX_CONTEXT = 40
+EOS_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 24))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A request to be made."""
+
+    shared: int
+    own: list[int]
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    priority: int
+    patience_s: int | None
+    num_done: int
+    """Tokens that were generated elsewhere."""
+    is_failing: bool
+
+    def build(self, name: str, now_s: float) -> Request:
+        """Make the request, with the tokens that it has already unless they end it."""
+        prompt = [7] * self.shared + self.own
+        fields = {
+            "max_tokens": self.max_tokens,
+            "min_tokens": min(self.min_tokens, self.max_tokens),
+            "ignore_eos": self.ignore_eos,
+            "priority": self.priority,
+            "deadline_s": None if self.patience_s is None else now_s + self.patience_s,
+        }
+        request = make_request(name, prompt, **fields)
+        done = expected_tokens(request)[: self.num_done]
+        if len(done) == self.max_tokens or set(done) & EOS_TOKEN_IDS:
+            return request
+        return make_request(name, prompt, generated=tuple(done), **fields)
+
+
+drawn_requests = st.builds(
+    Drawn,
+    shared=st.integers(0, 8),
+    own=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    max_tokens=st.integers(1, 24),
+    min_tokens=st.integers(0, 4),
+    ignore_eos=st.booleans(),
+    priority=st.integers(0, 2),
+    patience_s=st.sampled_from([None, None, None, 3, 20]),
+    num_done=st.sampled_from([0, 0, 0, 1, 3]),
+    is_failing=st.sampled_from([False] * 9 + [True]),
+)
+
+
+def expected_tokens(request: Request) -> list[int]:
+    return run_alone(request, eos_token_ids=EOS_TOKEN_IDS, max_context=MAX_CONTEXT)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives a scheduler with the fake model, which checks every plan and every cache cell it reads."""
+
+    @initialize(
+        num_blocks=st.integers(6, 14),
+        block_size=st.integers(1, 4),
+        max_in_flight=st.integers(1, 3),
+        max_num_seqs=st.integers(2, 5),
+        extra_budget=st.integers(0, 12),
+        prefill_chunk_tokens=st.none() | st.integers(1, 6),
+        enable_prefix_caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+    )
+    def build(self, *, max_num_seqs: int, extra_budget: int, **settings: object) -> None:
+        self.served = ScheduledModel(
+            max_context=MAX_CONTEXT,
+            eos_token_ids=EOS_TOKEN_IDS,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_waiting=8,
+            **settings,
+        )
+        self.max_in_flight = settings["max_in_flight"]
+        self.requests: dict[str, Request] = {}
+        self.sequences: list[Sequence] = []
+        self.num_drawn = 0
+        self.resident: set[bytes] = set()
+
+    @rule(batch=st.lists(drawn_requests, min_size=1, max_size=4))
+    def add(self, batch: list[Drawn]) -> None:
+        for drawn in batch:
+            request = drawn.build(str(self.num_drawn), self.served.now_s)
+            self.num_drawn += 1
+            if self.is_accepted(request) and drawn.is_failing:
+                self.served.model.failing_prompts.add(request.prompt_token_ids)
+
+    def is_accepted(self, request: Request) -> bool:
+        served = self.served
+        try:
+            self.sequences.append(served.add(request))
+        except QueueFullError:
+            assert served.scheduler.num_waiting >= served.config.max_waiting
+            return False
+        except InvalidRequestError:
+            num_tokens = min(len(request.prompt_token_ids) + request.sampling.max_tokens, MAX_CONTEXT)
+            assert num_tokens - 1 > served.cache.num_blocks * served.cache.block_size
+            return False
+        self.requests[request.request_id] = request
+        return True
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        has_ended = name in self.served.ends
+        assert (self.served.abort(name) is None) == has_ended
+
+    @rule()
+    def launch(self) -> None:
+        served = self.served
+        for sequence in served.scheduler.expire(served.now_s):
+            served._end(sequence.request_id, FinishReason.ABORT)
+        ready = [sequence for sequence in self.sequences if sequence.slot >= 0 and not sequence.in_flight]
+        decodes = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
+        num_running = served.scheduler.num_running
+        num_preemptions = served.scheduler.counters.num_preemptions
+        plan = served.launch()
+        if plan is not None:
+            self.check_budget(plan)
+        if len(served.flights) < self.max_in_flight or plan is not None:
+            has_preempted = served.scheduler.counters.num_preemptions > num_preemptions
+            self.check_decodes(decodes, num_running, has_preempted=has_preempted)
+
+    def check_budget(self, plan: StepPlan) -> None:
+        config = self.served.config
+        lengths = [share.num_tokens for share in plan.scheduled]
+        assert 0 < sum(lengths) <= config.max_num_batched_tokens
+        assert max(lengths) <= (config.prefill_chunk_tokens or config.max_num_batched_tokens)
+
+    def check_decodes(self, decodes: list[Sequence], num_running: int, *, has_preempted: bool) -> None:
+        """A decode is left out only for want of blocks, or because it belongs to the next plan in flight."""
+        skipped = [sequence for sequence in decodes if sequence.slot >= 0 and not sequence.in_flight]
+        if has_preempted or not self.served.cache.num_free_blocks:
+            full = [s for s in skipped if s.num_computed_tokens == len(s.block_table) * self.served.cache.block_size]
+            assert len(full) == len(skipped) or self.max_in_flight > 1
+        else:
+            assert len(decodes) - len(skipped) >= min(len(decodes), -(-num_running // self.max_in_flight))
+
+    @precondition(lambda self: self.served.flights)
+    @rule()
+    def collect(self) -> None:
+        self.served.collect()
+
+    @rule(seconds=st.integers(1, 10))
+    def wait(self, seconds: int) -> None:
+        self.served.now_s += seconds
+
+    @rule(num_steps=st.integers(1, 12))
+    def run_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            for _ in range(self.max_in_flight):
+                self.launch()
+            if self.served.flights:
+                self.served.collect()
+
+    @invariant()
+    def nothing_contradicts(self) -> None:
+        self.served.scheduler.check_integrity()
+
+    @invariant()
+    def events_lead_to_what_is_resident(self) -> None:
+        stored, evicted = self.served.pool.take_events()
+        self.resident = (self.resident | set(stored)) - set(evicted)
+        assert self.resident == set(self.served.pool.resident_hashes())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "served"):
+            return
+        served = self.served
+        served.run(max_steps=3000)
+        assert served.ends.keys() == self.requests.keys(), "a request has no end"
+        for name, request in self.requests.items():
+            self.check_tokens(request, served.tokens[name], served.ends[name])
+        assert served.cache.num_free_blocks == served.cache.num_blocks
+        assert served.scheduler.num_in_flight == served.scheduler.num_pending_tokens == 0
+
+    def check_tokens(self, request: Request, tokens: list[int], end: FinishReason | str) -> None:
+        expected = expected_tokens(request)
+        if end is FinishReason.ABORT or request.prompt_token_ids in self.served.model.failing_prompts:
+            assert tokens == expected[: len(tokens)]
+        else:
+            assert tokens == expected
+            sampling = request.sampling
+            is_stop = tokens[-1] in EOS_TOKEN_IDS and not sampling.ignore_eos and len(tokens) >= sampling.min_tokens
+            assert end is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, derandomize=True, deadline=None)
