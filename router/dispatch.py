@@ -53,9 +53,9 @@ class Dispatcher:
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta, None]:
         """Serve one call. Closing the generator, or cancelling the task that reads it, aborts the call everywhere."""
         meter = self._metrics.request()
+        deadline_s = _deadline(call.timeout_s)
         outcome = ""
         try:
-            deadline_s = _deadline(call.timeout_s)
             route = self._directory.resolve(call.model)
             meter.model = route.name
             with self._admission.enter() as place:
@@ -75,7 +75,8 @@ class Dispatcher:
             outcome = error.code.name.lower()
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            outcome = outcome or "cancelled"
+            # gRPC cancels at the deadline too, a little before or after this clock says so.
+            outcome = outcome or ("deadline_exceeded" if _is_near(deadline_s) else "cancelled")
             raise
         finally:
             meter.end(outcome or "internal", is_finished=outcome in _FINISHED)
@@ -172,6 +173,10 @@ class Dispatcher:
 
 def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+
+def _is_near(deadline_s: float | None) -> bool:
+    return deadline_s is not None and asyncio.get_running_loop().time() > deadline_s - 0.05
 
 
 async def _until(deadline_s: float | None, work: Awaitable[T]) -> T:

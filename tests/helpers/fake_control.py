@@ -1,0 +1,56 @@
+"""A controller that says what a test tells it: a real gRPC server of weft.v1.Control with WatchReplicas only."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+from weft.v1 import control_pb2
+from weft.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
+
+
+class FakeControl(ControlServicer):
+    """Streams the membership that was set last, and each one set later."""
+
+    def __init__(self) -> None:
+        self.watchers: list[str] = []
+        self._membership: control_pb2.WatchReplicasResponse | None = None
+        self._version = 0
+        self._changed = asyncio.Event()
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    async def start(self, port: int = 0) -> str:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        add_ControlServicer_to_server(self, self._server)
+        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+        self.address = f"127.0.0.1:{bound}"
+        return self.address
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        await self._server.stop(None)
+
+    def set_replicas(self, replicas: dict[str, str], *, models: Sequence[str] = ("tiny",)) -> None:
+        """Say that these replicas (id -> address) take requests for the first of these models."""
+        self._version += 1
+        self._membership = control_pb2.WatchReplicasResponse(
+            version=self._version,
+            models=[control_pb2.ServedModel(name=name, path=f"/{name}", max_context=512) for name in models],
+            replicas=[
+                control_pb2.ReplicaEndpoint(replica_id=replica_id, model=models[0], address=address)
+                for replica_id, address in replicas.items()
+            ],
+        )
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def WatchReplicas(  # noqa: N802
+        self, request: control_pb2.WatchReplicasRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[control_pb2.WatchReplicasResponse]:
+        self.watchers.append(request.router_id)
+        while True:
+            changed = self._changed
+            if self._membership is not None:
+                yield self._membership
+            await changed.wait()

@@ -1,0 +1,240 @@
+"""Requests whose replica breaks go on elsewhere: the client sees exactly the tokens and the text of an undisturbed run."""
+
+import asyncio
+import random
+from contextlib import AsyncExitStack
+from functools import partial
+
+import grpc
+import pytest
+from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
+from helpers.router_harness import Answer, RunningRouter, prompt_ids, router_config, running_router, text_request
+from weft.v1 import inference_pb2 as pb
+
+from router.config import FailoverConfig, LinkConfig
+
+
+def check_whole(answer: Answer, text: str, *, max_tokens: int, seed: int = 1) -> None:
+    tokens = expected_tokens(prompt_ids(text), seed, max_tokens)
+    assert answer.token_ids == tokens
+    assert answer.text == certain_text(tokens, is_over=True)
+    assert answer.num_finished == 1
+
+
+def holder(*replicas: FakeReplica) -> FakeReplica:
+    return next(replica for replica in replicas if replica.num_requests)
+
+
+async def start(router: RunningRouter, request: pb.GenerateRequest, *replicas: FakeReplica) -> asyncio.Task[Answer]:
+    """Send a request and return when a replica has it."""
+    task = asyncio.create_task(router.generate(request))
+    async with asyncio.timeout(10):
+        while not any(replica.num_requests for replica in replicas):
+            await asyncio.sleep(0.002)
+    return task
+
+
+async def test_stream_continues_elsewhere_with_the_same_tokens_and_text() -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("b", paused=True) as b,
+        running_router(router_config(a.address, b.address)) as router,
+    ):
+        await router.wait_ready(2)
+        answering = await start(router, text_request("hello", max_tokens=11), a, b)
+        first = holder(a, b)
+        second = b if first is a else a
+        await first.step(4)
+        second.resume()
+        first.break_streams()
+        answer = await answering
+
+    check_whole(answer, "hello", max_tokens=11)
+    (moved,) = second.submits
+    num_seen = len(moved.generated_token_ids)
+    assert list(moved.generated_token_ids) == answer.token_ids[:num_seen]
+    assert moved.sampling == first.submits[0].sampling
+    assert answer.finished is not None
+    assert answer.finished.replica_ids[-1] == second.address
+
+
+async def test_usage_spans_all_replicas_of_a_request() -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("b", paused=True) as b,
+        running_router(router_config(a.address, b.address)) as router,
+    ):
+        await router.wait_ready(2)
+        call = aiter(router.stub.Generate(text_request("hello", max_tokens=6)))
+        answer = Answer()
+        async with asyncio.timeout(10):
+            while not (a.num_requests or b.num_requests):
+                await asyncio.sleep(0.002)
+        first = holder(a, b)
+        second = b if first is a else a
+        await first.step(2)
+        while len(answer.token_ids) < 2:
+            answer.add(await anext(call))
+        second.resume()
+        await first.die()
+        async for response in call:
+            answer.add(response)
+
+    check_whole(answer, "hello", max_tokens=6)
+    assert answer.finished is not None
+    usage = answer.finished.usage
+    assert list(answer.finished.replica_ids) == [first.address, second.address]
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (6, 6, 0)
+    assert usage.prefill_s > 0.5
+    assert usage.decode_s >= 1.0
+    assert list(second.submits[0].generated_token_ids) == answer.token_ids[:2]
+
+
+async def test_lone_replica_that_comes_back_gets_its_requests_again() -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        running_router(router_config(a.address)) as router,
+    ):
+        await router.wait_ready(1)
+        answering = await start(router, text_request("hello", max_tokens=9), a)
+        await a.step(5)
+        a.break_streams()
+        a.resume()
+        answer = await answering
+
+    check_whole(answer, "hello", max_tokens=9)
+    assert a.num_connections == 2
+
+
+async def test_gap_in_the_frame_numbers_breaks_the_stream() -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        running_router(router_config(a.address)) as router,
+    ):
+        await router.wait_ready(1)
+        answering = await start(router, text_request("hello", max_tokens=9), a)
+        await a.step(2)
+        a.skip_frame()
+        a.resume()
+        answer = await answering
+
+    check_whole(answer, "hello", max_tokens=9)
+    assert a.num_connections == 2
+
+
+async def test_silent_replica_is_taken_for_dead() -> None:
+    link = LinkConfig(backoff_s=0.01, max_backoff_s=0.05, stall_timeout_s=0.2)
+    async with (
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("b", paused=True) as b,
+        running_router(router_config(a.address, b.address, link=link)) as router,
+    ):
+        await router.wait_ready(2)
+        answering = await start(router, text_request("hello"), a, b)
+        (b if holder(a, b) is a else a).resume()
+        check_whole(await answering, "hello", max_tokens=10)
+
+
+async def test_request_that_breaks_every_replica_fails_after_bounded_attempts() -> None:
+    failover = FailoverConfig(max_attempts=3, new_request_wait_s=2, failover_wait_s=5)
+    async with (
+        FakeReplica("a", paused=True) as a,
+        running_router(router_config(a.address, failover=failover)) as router,
+    ):
+        await router.wait_ready(1)
+        a.before_step = a.break_streams
+        a.resume()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generate(text_request("poison"))
+
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    assert "3 replicas broke under the request" in (error.value.details() or "")
+    assert len(a.submits) == 3
+
+
+async def test_full_replica_is_left_for_another_one() -> None:
+    async with (
+        FakeReplica("a") as a,
+        FakeReplica("b") as b,
+        running_router(router_config(a.address, b.address, policy="round_robin")) as router,
+    ):
+        await router.wait_ready(2)
+        a.refusal = grpc.StatusCode.RESOURCE_EXHAUSTED
+        answers = [await router.generate(text_request(f"hello {i}")) for i in range(4)]
+
+    for i, answer in enumerate(answers):
+        check_whole(answer, f"hello {i}", max_tokens=10)
+    assert a.submits
+    assert all(list(answer.finished.replica_ids) == [b.address] for answer in answers if answer.finished)
+
+
+async def test_all_replicas_full_is_overload_with_a_hint() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        a.refusal = grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generate(text_request("hello"))
+
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    metadata = dict(error.value.trailing_metadata() or ())
+    assert int(metadata["retry-after-ms"]) >= 100
+
+
+async def test_draining_replica_keeps_its_requests_and_gets_no_new_ones() -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("b", paused=True) as b,
+        running_router(router_config(a.address, b.address)) as router,
+    ):
+        await router.wait_ready(2)
+        answering = await start(router, text_request("hello"), a, b)
+        first = holder(a, b)
+        second = b if first is a else a
+        first.drain()
+        await router.wait_ready(1)
+        second.resume()
+        check_whole(await router.generate(text_request("hello")), "hello", max_tokens=10)
+        first.resume()
+        check_whole(await answering, "hello", max_tokens=10)
+
+    assert len(first.submits) == len(second.submits) == 1
+
+
+@pytest.mark.parametrize("run", range(4))
+async def test_every_request_ends_once_and_whole_under_random_failures(run: int) -> None:
+    rng = random.Random(run)
+
+    def fail_sometimes(replica: FakeReplica) -> None:
+        if rng.random() < 0.05:
+            rng.choice((replica.break_streams, replica.skip_frame))()
+
+    async with AsyncExitStack() as stack:
+        replicas = [await stack.enter_async_context(FakeReplica(f"r{i}")) for i in range(3)]
+        for replica in replicas:
+            replica.before_step = partial(fail_sometimes, replica)
+        config = router_config(
+            *(replica.address for replica in replicas),
+            failover=FailoverConfig(max_attempts=50, new_request_wait_s=10, failover_wait_s=10),
+            metrics_port=0,
+        )
+        router = await stack.enter_async_context(running_router(config))
+        await router.wait_ready(3)
+
+        async def ask(i: int) -> None:
+            request = text_request(f"prompt {i % 5}", max_tokens=5 + i, seed=i)
+            if i % 6 == 5:  # a client that leaves
+                call = router.stub.Generate(request)
+                await call.read()
+                call.cancel()
+            else:
+                check_whole(await router.generate(request), f"prompt {i % 5}", max_tokens=5 + i, seed=i)
+
+        await asyncio.gather(*(ask(i) for i in range(30)))
+        for replica in replicas:
+            await replica.wait_until(lambda replica=replica: replica.num_requests == 0)
+        outcomes = await router.outcomes(30)
+
+    assert sum(outcomes.values()) == 30
+    assert outcomes["length"] >= 25
+    assert outcomes.keys() <= {"length", "cancelled"}
+    assert sum(replica.num_connections for replica in replicas) > 6, "the failures did happen"

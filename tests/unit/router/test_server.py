@@ -1,0 +1,235 @@
+"""The gRPC face: what a good call gives, and the status and the message of each bad one."""
+
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
+from helpers.router_harness import RunningRouter, poll, prompt_ids, router_config, running_router, text_request
+from weft.v1 import inference_pb2 as pb
+
+NAN = float("nan")
+
+
+def tiny(**fields: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**{"model": "tiny", "text": "hi", **fields})  # type: ignore[arg-type]
+
+
+def sampled(**values: object) -> pb.GenerateRequest:
+    return tiny(sampling=pb.SamplingParams(**values))  # type: ignore[arg-type]
+
+
+def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
+    turns = [pb.ChatMessage(role=role, content=content) for role, content in messages]
+    return pb.GenerateRequest(model="tiny", chat=pb.ChatPrompt(messages=turns))
+
+
+def ids(*token_ids: int, **values: object) -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(**values)  # type: ignore[arg-type]
+    return pb.GenerateRequest(model="tiny", token_ids=pb.TokenIds(ids=token_ids), sampling=sampling)
+
+
+BAD_INPUTS = {
+    "no prompt": (pb.GenerateRequest(model="tiny"), "the request has no prompt; allowed: text, chat or token_ids"),
+    "empty text": (tiny(text=""), "the prompt is empty; allowed: at least one token"),
+    "no token ids": (ids(), "the prompt is empty; allowed: at least one token"),
+    "no messages": (chat(), "the chat has no messages; allowed: at least one"),
+    "no role": (chat(("user", "hi"), ("", "hm")), "message 1 of the chat has no role; allowed: a role that the"),
+    "strange role": (chat(("wizard", "hi")), "role is 'wizard'; allowed: system, user, assistant"),
+    "too long": (ids(*[1] * 512), "the prompt has 512 tokens; allowed: at most 511, so that one more fits into"),
+    "max_tokens too many": (
+        ids(1, 2, 3, max_tokens=510),
+        "max_tokens is 510 after a prompt of 3 tokens; allowed: at most 509, what is left of the model's context of 512",
+    ),
+    "id out of range": (ids(1, 300, 5), "token_ids[1] is 300; allowed: 0 to 299, the model's vocabulary"),
+    "stop id out of range": (sampled(stop_token_ids=[900]), "stop_token_ids[0] is 900; allowed: 0 to 299"),
+    "temperature negative": (sampled(temperature=-1), "temperature is -1.0; allowed: a finite number, at least 0"),
+    "temperature nan": (sampled(temperature=NAN), "temperature is nan; allowed: a finite number, at least 0"),
+    "temperature inf": (sampled(temperature=float("inf")), "temperature is inf; allowed: a finite number"),
+    "top_p 0": (sampled(top_p=0), "top_p is 0.0; allowed: more than 0, at most 1"),
+    "top_p nan": (sampled(top_p=NAN), "top_p is nan; allowed: more than 0, at most 1"),
+    "top_k": (sampled(top_k=-2), "top_k is -2; allowed: at least 1, or 0 or -1 for off"),
+    "min_p": (sampled(min_p=1.1), "min_p is 1.1; allowed: 0 to 1"),
+    "repetition_penalty": (sampled(repetition_penalty=0), "repetition_penalty is 0.0; allowed: more than 0, at most 2"),
+    "presence_penalty": (sampled(presence_penalty=-2.5), "presence_penalty is -2.5; allowed: -2 to 2"),
+    "frequency_penalty": (sampled(frequency_penalty=NAN), "frequency_penalty is nan; allowed: -2 to 2"),
+    "max_tokens 0": (sampled(max_tokens=0), "max_tokens is 0; allowed: at least 1"),
+    "min_tokens": (sampled(min_tokens=-1), "min_tokens is -1; allowed: at least 0"),
+    "min over max": (sampled(min_tokens=5, max_tokens=4), "min_tokens is 5; allowed: at most max_tokens (4)"),
+    "min_tokens too many": (sampled(min_tokens=600), "min_tokens is 600 after a prompt of 3 tokens; allowed: at most 509"),
+    "logprobs": (sampled(logprobs=21), "logprobs is 21; allowed: 0 to 20"),
+    "many stops": (sampled(stop=["x"] * 17), "stop has 17 strings; allowed: at most 16"),
+    "empty stop": (sampled(stop=["x", ""]), "stop holds a string of 0 characters; allowed: 1 to 1024"),
+    "long id": (tiny(request_id="x" * 129), "request_id has 129 characters; allowed: at most 128"),
+}
+
+
+async def test_bad_input_is_refused_with_what_was_seen_and_what_is_allowed() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        for name, (request, message) in BAD_INPUTS.items():
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await router.generate(request)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+            assert (error.value.details() or "").startswith(message), name
+        answer = await router.generate(text_request("hi"))
+    assert answer.num_finished == 1, "bad requests disturb no good one"
+    assert len(a.submits) == 1, "no bad request reaches a replica"
+
+
+async def test_unknown_model_is_not_found_and_lists_those_served() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generate(tiny(model="gpt"))
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+    assert error.value.details() == "model is 'gpt'; served: 'tiny'"
+
+
+async def test_message_over_the_cap_is_refused() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generate(tiny(text="x" * (10 << 20)))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "4194304" in (error.value.details() or "")
+        assert (await router.generate(text_request("hi"))).num_finished == 1
+
+
+async def test_answer_streams_text_tokens_logprobs_and_usage() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        request = text_request("hello", max_tokens=7, request_id="mine", cache_salt="s", priority=3)
+        request.model = ""
+        request.sampling.logprobs = 0
+        responses = [response async for response in router.stub.Generate(request)]
+    tokens = expected_tokens(prompt_ids("hello"), 1, 7)
+    assert [t for r in responses for t in r.token_ids] == tokens
+    assert "".join(r.text for r in responses) == certain_text(tokens, is_over=True)
+    assert [p.chosen.token_id for r in responses for p in r.logprobs] == tokens
+    assert {(r.request_id, r.model) for r in responses} == {("mine", "tiny")}
+    finished = responses[-1].finished
+    assert finished.reason == pb.FINISH_REASON_LENGTH
+    assert list(finished.replica_ids) == [a.address]
+    assert finished.usage == pb.Usage(
+        prompt_tokens=6, cached_tokens=0, completion_tokens=7, queue_s=0.25, prefill_s=0.5, decode_s=1.0
+    )
+    (submit,) = a.submits
+    assert (submit.cache_salt, submit.priority, submit.timeout_s) == ("s", 3, 0)
+
+
+async def test_defaults_come_from_the_request_then_the_model_then_the_protocol() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        await router.generate(sampled(temperature=0.5, top_k=-1, max_tokens=1))
+        await router.generate(sampled(max_tokens=1))
+        await router.generate(tiny())
+    given, drawn, whole = (submit.sampling for submit in a.submits)
+    assert (given.temperature, given.top_k) == (0.5, 0)
+    assert (drawn.temperature, drawn.top_k, drawn.top_p, drawn.repetition_penalty) == (1, 40, 1, 1)
+    assert drawn.skip_special_tokens
+    assert drawn.HasField("ignore_eos")
+    assert not drawn.HasField("logprobs")
+    assert len({given.seed, drawn.seed, whole.seed}) == 3
+    assert whole.max_tokens == 512 - 3
+
+
+async def test_chat_goes_through_the_template() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        await router.generate(chat(("system", "be"), ("user", "hi")))
+    assert bytes(a.submits[0].prompt_token_ids) == b"<system>be<user>hi"
+
+
+async def test_tokenize_and_detokenize() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        plain = await router.stub.Tokenize(pb.TokenizeRequest(text="hi"))
+        bare = await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text="hi", add_special_tokens=False))
+        turns = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
+        rendered = await router.stub.Tokenize(pb.TokenizeRequest(chat=turns))
+        text = await router.stub.Detokenize(pb.DetokenizeRequest(token_ids=plain.token_ids))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.stub.Detokenize(pb.DetokenizeRequest(token_ids=[300]))
+    assert list(plain.token_ids) == prompt_ids("hi")
+    assert plain.max_context == 512
+    assert bytes(bare.token_ids) == b"hi"
+    assert bytes(rendered.token_ids) == b"<user>hi"
+    assert text.text == "hi"
+    assert error.value.details() == "token_ids[0] is 300; allowed: 0 to 299, the model's vocabulary"
+
+
+async def test_cancel_reaches_the_replica() -> None:
+    async with FakeReplica("a", paused=True) as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        call = router.stub.Generate(text_request("hello"))
+        reading = asyncio.ensure_future(call.read())
+        await a.wait_until(lambda: a.num_requests == 1)
+        await a.step()
+        await reading
+        call.cancel()
+        await a.wait_until(lambda: a.num_requests == 0)
+    assert a.aborts == [a.submits[0].request_id]
+
+
+async def test_deadline_aborts_on_the_replica_and_travels_with_the_request() -> None:
+    async with FakeReplica("a", paused=True) as a, running_router(router_config(a.address, metrics_port=0)) as router:
+        await router.wait_ready(1)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generate(text_request("hello"), timeout_s=0.3)
+        await a.wait_until(lambda: a.num_requests == 0)
+        outcomes = await router.outcomes(1)
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0 < a.submits[0].timeout_s <= 0.3
+    assert a.aborts == [a.submits[0].request_id]
+    assert outcomes == {"deadline_exceeded": 1}
+
+
+async def test_failed_request_says_why_and_others_go_on() -> None:
+    async with FakeReplica("a", paused=True) as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        answering = asyncio.create_task(router.generate(text_request("bad")))
+        await a.wait_until(lambda: a.num_requests == 1)
+        a.fail_requests(grpc.StatusCode.INTERNAL, "the sampler saw a NaN")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await answering
+        a.resume()
+        assert (await router.generate(text_request("good"))).num_finished == 1
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    assert error.value.details() == "the sampler saw a NaN"
+
+
+async def test_no_ready_replica_is_unavailable_after_a_bounded_wait() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        await a.die()
+        await router.wait_ready(0)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generate(text_request("hello"))
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert error.value.details() == "no replica of model 'tiny' was ready for 0.5 s"
+
+
+async def check_health(router: RunningRouter, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(router.channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def test_liveness_always_serves_and_readiness_follows_the_replicas() -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await poll(lambda: check_health(router, "weft.v1.Inference"), lambda status: status == serving)
+        await a.die()
+        await poll(lambda: check_health(router, "weft.v1.Inference"), lambda status: status == not_serving)
+        assert await check_health(router, "") == serving
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        stub = reflection_pb2_grpc.ServerReflectionStub(router.channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        response: Message = await anext(aiter(call))
+    names = {service.name for service in response.list_services_response.service}  # type: ignore[attr-defined]
+    assert {"weft.v1.Inference", "grpc.health.v1.Health"} <= names
