@@ -170,5 +170,7 @@ def _read_generation_defaults(file: Path) -> dict[str, float | int]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelFilesError(f"{name} in {file} is {value!r}; allowed: a number")
-        defaults[name] = value
+        if name == "top_k" and value != int(value):
+            raise ModelFilesError(f"{name} in {file} is {value!r}; allowed: a whole number")
+        defaults[name] = int(value) if name == "top_k" else value
     return defaults

@@ -226,6 +226,7 @@ def test_malformed_chat_is_refused(
         ({"generation_config__json": "[]"}, {}, "generation_config.json holds a list"),
         ({"generation_config__json": '{"top_p": "high"}'}, {}, "top_p"),
         ({"generation_config__json": '{"top_k": true}'}, {}, "top_k"),
+        ({"generation_config__json": '{"top_k": 2.5}'}, {}, "whole number"),
         ({"chat_template__jinja": "{% if %}"}, {}, "chat_template.jinja does not compile"),
         ({}, {"chat_template": 3}, "chat_template of"),
         ({}, {"chat_template": [{"name": "tool_use", "template": "x"}]}, "one of them must be 'default'"),
