@@ -11,11 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.errors import CollectiveError
+from parallel.local_exchange import MAX_BYTES
 from parallel.mesh import Axis
-
-# gloo's all-reduce costs two rounds and a hop through its worker threads; up to this size, sending the whole tensor to
-# every peer takes half the time (2 ranks, 4 KB: 55 us against 112 us; the two meet near 256 KB).
-_EXCHANGE_MAX_BYTES = 128 << 10
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -24,10 +21,10 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
         return x
     axis.counts["all_reduce"] += 1
     try:
-        if axis.is_gloo and x.nbytes <= _EXCHANGE_MAX_BYTES:
-            return _exchange_sum(x, axis)
+        if axis.local is not None and x.nbytes <= MAX_BYTES:
+            return axis.local.sum(x)
         dist.all_reduce(x, group=axis.group)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise _collective_error("all_reduce", axis, error) from error
     return x
 
@@ -51,7 +48,10 @@ def gather_to_first(x: Tensor, axis: Axis, dim: int = 0) -> Tensor | None:
     is_first = axis.rank == 0
     parts = x.new_empty((axis.size, *x.shape)) if is_first else None
     with _translated("gather", axis):
-        dist.gather(x.contiguous(), None if parts is None else list(parts.unbind(0)), group=axis.group, group_dst=0)
+        if axis.local is not None:
+            axis.local.gather(x.contiguous(), parts)
+        else:
+            dist.gather(x.contiguous(), None if parts is None else list(parts.unbind(0)), group=axis.group, group_dst=0)
     return None if parts is None else _join(parts, dim)
 
 
@@ -76,22 +76,6 @@ def all_reduce_min(value: int, axis: Axis, device: torch.device) -> int:
     return int(box.item())
 
 
-def _exchange_sum(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce in one round: send x to every peer, add what arrives in rank order, so that all get the same bits."""
-    group = axis.group
-    assert group is not None
-    rank = axis.rank
-    terms = [x if peer == rank else torch.empty_like(x) for peer in range(axis.size)]
-    pending = [group.recv([terms[peer]], peer, 0) for peer in range(axis.size) if peer != rank]
-    pending += [group.send([x], peer, 0) for peer in range(axis.size) if peer != rank]
-    for work in pending:
-        work.wait()
-    total = terms[0]
-    for term in terms[1:]:
-        total.add_(term)
-    return total
-
-
 def _join(parts: Tensor, dim: int) -> Tensor:
     """[size, ...] -> the parts one after the other along `dim` of the rest, in one copy."""
     moved = parts.movedim(0, dim)
@@ -102,9 +86,9 @@ def _join(parts: Tensor, dim: int) -> Tensor:
 def _translated(kind: str, axis: Axis) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise _collective_error(kind, axis, error) from error
 
 
-def _collective_error(kind: str, axis: Axis, error: RuntimeError) -> CollectiveError:
+def _collective_error(kind: str, axis: Axis, error: Exception) -> CollectiveError:
     return CollectiveError(f"{kind} failed on rank {axis.rank} of {axis.size}: a peer died or took too long ({error})")

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from parallel.errors import ParallelismError
+from parallel.local_exchange import LocalExchange
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,7 +24,8 @@ class Axis:
     """Of this process along the axis."""
     group: dist.ProcessGroup | None = None
     """None exactly when the size is 1."""
-    is_gloo: bool = False
+    local: LocalExchange | None = None
+    """A faster way for small tensors, where all ranks of the axis are on one machine's CPUs."""
     counts: Counter[str] = field(default_factory=Counter)
     """Collectives called on this rank, by kind; on an axis of size 1 there are none."""
 
@@ -84,10 +86,15 @@ def _axis(groups: list[list[int]], timeout: timedelta | None) -> Axis:
     """The axis whose groups are these; torch wants every rank to create all of them, in the same order."""
     if len(groups[0]) == 1:
         return Axis()
-    mine = Axis()
+    mine: tuple[list[int], dist.ProcessGroup] | None = None
     for ranks in groups:
         group = dist.new_group(ranks, timeout=timeout)
         if dist.get_rank() in ranks:
-            is_gloo = dist.get_backend(group) == dist.Backend.GLOO
-            mine = Axis(size=len(ranks), rank=ranks.index(dist.get_rank()), group=group, is_gloo=is_gloo)
-    return mine
+            mine = ranks, group
+    assert mine is not None, "every rank is in one group of each axis"
+    ranks, group = mine
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    axis = Axis(size=size, rank=rank, group=group)
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        axis.local = LocalExchange.connect(group, rank, size, None if timeout is None else timeout.total_seconds())
+    return axis

@@ -1,14 +1,17 @@
 """Collectives on gloo: sums, order, counts, and what a dead peer means."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.gloo_pool import GlooPool, RankFailedError
 
 from parallel.collectives import all_gather, all_reduce, all_reduce_min, broadcast, gather_to_first
 from parallel.errors import CollectiveError, ParallelismError
+from parallel.local_exchange import LocalExchange
 from parallel.mesh import Axis, Mesh
 
 SIZES = (2, 3, 4)
@@ -25,7 +28,7 @@ def _sum_on_every_rank(mesh: Mesh, numel: int, dtype: torch.dtype) -> torch.Tens
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [7, 100_000])  # by exchange, and by gloo's own all-reduce
+@pytest.mark.parametrize("numel", [7, 100_000])  # by local exchange, and by gloo
 def test_all_reduce_gives_every_rank_the_same_sum(
     gloo_pool: GlooPool, size: int, dtype: torch.dtype, numel: int
 ) -> None:
@@ -42,9 +45,15 @@ def _join_ranks(mesh: Mesh, dim: int) -> tuple[torch.Tensor, torch.Tensor | None
     return all_gather(x, mesh.tp, dim), gather_to_first(x, mesh.tp, dim)
 
 
+def _join_ranks_by_gloo(mesh: Mesh, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    mesh.tp.local = None
+    return _join_ranks(mesh, dim)
+
+
+@pytest.mark.parametrize("run", [_join_ranks, _join_ranks_by_gloo])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_gathers_join_in_rank_order(gloo_pool: GlooPool, dim: int) -> None:
-    results = gloo_pool.run(_join_ranks, dim, tp=3)
+def test_gathers_join_in_rank_order(gloo_pool: GlooPool, dim: int, run: Callable[..., Any]) -> None:
+    results = gloo_pool.run(run, dim, tp=3)
     expected = torch.cat([torch.full((2, 3), float(rank)) for rank in range(3)], dim)
     for rank, (everywhere, on_first) in enumerate(results):
         assert torch.equal(everywhere, expected)
@@ -114,6 +123,25 @@ def test_dead_peer_is_a_collective_error(gloo_pool: GlooPool, numel: int) -> Non
     message, dead = gloo_pool.run(_die_before_the_second_sum, numel, tp=2, may_die=True)
     assert dead is None
     assert message.startswith("all_reduce failed on rank 0 of 2")
+
+
+def _wait_for_a_late_peer(mesh: Mesh) -> str:
+    assert mesh.tp.group is not None
+    local = LocalExchange.connect(mesh.tp.group, mesh.tp.rank, 2, timeout_s=0.05)
+    assert local is not None
+    mesh.tp.local = local
+    message = "no error"
+    if mesh.tp.rank == 0:
+        try:
+            all_reduce(torch.ones(3), mesh.tp)
+        except CollectiveError as error:
+            message = str(error)
+    dist.barrier()
+    return message
+
+
+def test_late_peer_is_a_collective_error(gloo_pool: GlooPool) -> None:
+    assert "a peer died or took too long" in gloo_pool.run(_wait_for_a_late_peer, tp=2)[0]
 
 
 def _fail_on(rank: int, bad_rank: int) -> Any:
