@@ -1,0 +1,54 @@
+"""What the router believes about a replica's load between two frames."""
+
+from router.load import LoadEstimate
+
+
+def test_request_counts_from_the_moment_it_is_sent() -> None:
+    load = LoadEstimate()
+    load.report(5, 1000)
+    load.submit("x", 300)
+    assert (load.num_requests, load.num_pending_tokens) == (6, 1300)
+
+
+def test_frame_that_may_have_crossed_the_request_does_not_count_as_seeing_it() -> None:
+    load = LoadEstimate()
+    load.report(0, 0)
+    load.submit("x", 300)
+    load.report(0, 0)
+    assert (load.num_requests, load.num_pending_tokens) == (1, 300)
+    load.report(1, 300)
+    assert (load.num_requests, load.num_pending_tokens) == (1, 300), "seen now, and not counted twice"
+
+
+def test_answer_shows_that_the_replica_knows_the_request() -> None:
+    load = LoadEstimate()
+    load.submit("x", 300)
+    load.answer("x")
+    load.report(1, 0)
+    assert (load.num_requests, load.num_pending_tokens) == (1, 0)
+
+
+def test_aborted_requests_are_gone_at_once_though_no_frame_follows() -> None:
+    load = LoadEstimate()
+    for i in range(10):
+        load.submit(str(i), 100)
+    load.report(0, 0)
+    load.report(12, 1050)
+    for i in range(10):
+        load.end(str(i))
+    assert (load.num_requests, load.num_pending_tokens) == (2, 50)
+
+
+def test_unsent_and_aborted_leaves_no_trace() -> None:
+    load = LoadEstimate()
+    load.submit("x", 100)
+    load.end("x")
+    assert (load.num_requests, load.num_pending_tokens, load.num_own_requests) == (0, 0, 0)
+
+
+def test_own_requests_are_a_floor() -> None:
+    load = LoadEstimate()
+    load.submit("x", 100)
+    load.answer("x")
+    load.report(0, 0)
+    assert load.num_requests == 1
