@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from workers.engine import Engine, build_engine
 
 import cluster.default_model
 from bench.machine import Span, Stopwatch, describe_machine
 from parallel.random_model import write_random_model
 from workers.config import EngineConfig
+from workers.engine import Engine, build_engine
 from workers.request import Request, RequestId, SamplingParams
 
 GEOMETRY: dict[str, Any] = {
