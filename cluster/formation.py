@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -71,10 +71,8 @@ class Formation:
             self._listener.on_placed()
             await self._create_actors(group)
             return await self._serve()
-        except RayActorError as error:
-            return Outcome(message=_first_line(error))
         except RayError as error:
-            return Outcome(message=f"Ray: {_first_line(error)}")
+            return Outcome(message=_tell(error))
         finally:
             self._tear_down()
 
@@ -86,7 +84,7 @@ class Formation:
             async with asyncio.timeout(grace_s):
                 await self._actors[0].drain.remote()
         except (TimeoutError, RayError) as error:
-            logger.warning("%s: not drained: %s", self._spec.replica_id, _first_line(error))
+            logger.warning("%s: not drained: %s", self._spec.replica_id, _tell(error))
 
     async def _place(self) -> PlacementGroup:
         placement = self._placement()
@@ -214,10 +212,8 @@ async def _watch(rank: int, ref: Any) -> Outcome:
     """Wait for the end of one rank, whichever way it comes."""
     try:
         outcome: Outcome = await ref
-    except RayTaskError as error:
-        return Outcome(message=f"rank {rank}: {_last_line(error)}")
-    except RayActorError as error:
-        return Outcome(message=f"rank {rank} died: {_first_line(error)}")
+    except RayError as error:
+        return Outcome(message=f"rank {rank}: {_tell(error)}")
     return outcome
 
 
@@ -230,9 +226,7 @@ async def _telling(runs: Sequence[asyncio.Task[Outcome]]) -> Outcome:
     return min((task.result() for task in done), key=lambda outcome: not outcome.is_refusal)
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _last_line(error: BaseException) -> str:
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+def _tell(error: BaseException) -> str:
+    """Return the line of a Ray error that says most: the last of a traceback, else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1 if isinstance(error, RayTaskError) else 0] if lines else type(error).__name__

@@ -5,6 +5,7 @@ Only what was started here is ended. `ray stop` is never called, for it would en
 
 import logging
 import os
+import sys
 
 import ray
 
@@ -12,6 +13,9 @@ from cluster.controller import NAMESPACE
 from cluster.errors import RayError
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through Ray; the least it takes is about 75 MB
+
+_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+"""Ray replaces 127.0.0.1 by an outside address on Linux; the rest of 127.0.0.0/8 is loopback as well, and is kept."""
 
 _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -23,7 +27,7 @@ _LOCAL_SETTINGS = {
 
 
 def start_local_ray(*, log_to_driver: bool) -> None:
-    """Start a Ray of one node on loopback. Raises RayError."""
+    """Start a Ray of one node, whose address is a loopback one. Raises RayError."""
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
     _quieten()
@@ -35,7 +39,7 @@ def start_local_ray(*, log_to_driver: bool) -> None:
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=log_to_driver,
             logging_level=logging.ERROR,
-            _node_ip_address="127.0.0.1",
+            _node_ip_address=_LOOPBACK,
         )
     except Exception as error:  # Ray has no common base for what its start may raise
         raise RayError(f"a local Ray could not be started: {error}") from error

@@ -133,7 +133,7 @@ def _wait_ready(
     with StartView(console) as view, ControlClient(_reachable(spec)) as client:
         while True:
             if process.poll() is not None:
-                raise StartError(_last_lines(log_file))
+                raise StartError(_last_words(log_file))
             try:
                 status = client.status()
             except ControllerError:
@@ -161,9 +161,13 @@ def _with_control_port(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "controller": controller}
 
 
-def _last_lines(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
-    return "\n".join(lines).removeprefix("Error: ") or f"it ended without a word; its log was {path}"
+def _last_words(path: Path) -> str:
+    """Return the error that the background process ended with, or else the end of its log."""
+    lines = path.read_text(errors="replace").strip().splitlines()
+    error = next((line for line in reversed(lines) if line.startswith("Error: ")), None)
+    if error is not None:
+        return error.removeprefix("Error: ")
+    return "\n".join(lines[-_LOG_LINES:]) or f"it ended without a word; its log was {path}"
 
 
 @contextmanager

@@ -1,0 +1,108 @@
+"""Rank 0 of a group: the engine, its gRPC service and its metrics, started and ended as one. Imports torch."""
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.metrics import EngineCollector, MetricsListener
+from cluster.rank_actor import RankSpec, ReplicaAddresses
+from cluster.replica_server import ReplicaInfo, ReplicaServer
+from workers.async_engine import AsyncEngine
+from workers.config import EngineConfig
+from workers.engine import Engine, EngineLoad, StepResult, build_engine
+from workers.rank import Rendezvous
+
+_TAKE_OBSERVATIONS_S = 1.0  # the engine keeps a bounded number of them
+
+
+class Leader:
+    """The leading rank of one replica. `open_rendezvous`, if at all, then `start`, once each; `close` always."""
+
+    def __init__(self, spec: RankSpec, host: str) -> None:
+        self._spec = spec
+        self._host = host
+        self._rendezvous: Rendezvous | None = None
+        self._failed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._engine: AsyncEngine | None = None
+        self._server: ReplicaServer | None = None
+        self._load: EngineLoad | None = None
+        self._collector: EngineCollector | None = None
+        self._metrics: MetricsListener | None = None
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Open the store where the ranks meet, and return its host and port. May be called off the event loop."""
+        self._rendezvous = Rendezvous.open(self._host)
+        return self._rendezvous.host, self._rendezvous.port
+
+    async def start(self, config: EngineConfig, progress: Callable[[float], None]) -> ReplicaAddresses:
+        """Load the model together with the other ranks, and serve."""
+        engine = await asyncio.to_thread(build_engine, config, rendezvous=self._rendezvous, progress=progress)
+        self._load = engine.load
+        self._engine = AsyncEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
+        self._server = ReplicaServer(_info(self._spec, config, engine), self._engine)
+        self._engine.start()
+        port = await self._server.start(self._host)
+        self._metrics = self._listen_metrics(engine)
+        return ReplicaAddresses(address=f"{self._host}:{port}", metrics_address=self._metrics.address)
+
+    async def wait_failed(self) -> None:
+        """Wait for the engine to fail, and raise what it failed with."""
+        while not self._failed.is_set():
+            assert self._collector is not None
+            self._collector.take_observations()
+            try:
+                async with asyncio.timeout(_TAKE_OBSERVATIONS_S):
+                    await self._failed.wait()
+            except TimeoutError:
+                pass
+        assert self._failure is not None
+        raise self._failure
+
+    async def drain(self) -> None:
+        """Take no new requests, and wait until those in flight have ended."""
+        if self._server is not None:
+            await self._server.drain()
+
+    async def close(self) -> None:
+        """End the streams of routers at once, then the rest."""
+        if self._server is not None:
+            await self._server.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._engine is not None:
+            await self._engine.stop()
+
+    def _listen_metrics(self, engine: Engine) -> MetricsListener:
+        self._collector = EngineCollector(
+            engine.stats,
+            load=self._last_load,
+            block_size=engine.config.cache.block_size,
+            labels={"model": self._spec.model, "replica": self._spec.replica_id},
+        )
+        return MetricsListener(self._collector, self._host)
+
+    def _last_load(self) -> EngineLoad:
+        assert self._load is not None
+        return self._load
+
+    def _on_step(self, result: StepResult) -> None:
+        assert self._server is not None
+        self._load = result.load
+        self._server.on_step(result)
+
+    def _on_failure(self, error: BaseException) -> None:
+        self._failure = error
+        self._failed.set()
+
+
+def _info(spec: RankSpec, config: EngineConfig, engine: Engine) -> ReplicaInfo:
+    return ReplicaInfo(
+        replica_id=spec.replica_id,
+        model=spec.model,
+        block_size=config.cache.block_size,
+        hash_key=config.hash_key,
+        max_context=engine.max_context,
+        vocab_size=engine.vocab_size,
+        num_blocks=engine.num_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )

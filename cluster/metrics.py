@@ -1,0 +1,152 @@
+"""What one replica counts, as Prometheus reads it. The engine fills plain numbers; here they get names.
+
+Names begin with weft_ and end in their unit. Gauges and counters are read when somebody asks, so none is ever stale.
+"""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from workers.engine import EngineLoad
+from workers.stats import EngineStats, Observations
+
+BUCKETS_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0),
+)
+"""1 ms to 100 s, each at most twice the one before; the router has the same."""
+
+
+class EngineCollector(Collector):
+    """Turns an engine's statistics into metric families. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        stats: EngineStats,
+        *,
+        load: Callable[[], EngineLoad],
+        block_size: int,
+        labels: Mapping[str, str],
+    ) -> None:
+        self._stats = stats
+        self._load = load
+        self._block_size = block_size
+        self._names = tuple(labels)
+        self._values = tuple(labels.values())
+        self._lock = threading.Lock()  # observations can be taken once, and scrapes may overlap
+        self._histograms = {
+            "weft_ttft_seconds": _Histogram("From a request's arrival at the engine to its first token.", stats.ttft_s),
+            "weft_itl_seconds": _Histogram("Gaps between a request's tokens.", stats.itl_s),
+            "weft_queue_seconds": _Histogram("From a request's arrival to its first step.", stats.queue_s),
+            "weft_e2e_seconds": _Histogram("From a request's arrival at the engine to its end.", stats.e2e_s),
+            "weft_step_seconds": _Histogram("From the submission of a step to its output.", stats.step_s),
+        }
+
+    def take_observations(self) -> None:
+        """Sort new observations into their buckets. Call it now and then: the engine keeps a bounded number of them."""
+        with self._lock:
+            for histogram in self._histograms.values():
+                histogram.take()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return every metric as it is now."""
+        self.take_observations()
+        return [*self._gauges(), *self._counters(), *self._histogram_families()]
+
+    def _gauges(self) -> list[Metric]:
+        load = self._load()
+        used = 1 - load.num_free_blocks / load.num_blocks
+        return [
+            self._gauge("weft_requests_running", "Requests in the running batch.", load.num_running),
+            self._gauge("weft_requests_waiting", "Requests in the engine's queue.", load.num_waiting),
+            self._gauge("weft_pending_tokens", "Prompt tokens not yet computed.", load.num_pending_tokens),
+            self._gauge("weft_kv_usage_ratio", "Blocks in use by requests, of all; cached ones count as free.", used),
+            self._gauge("weft_kv_blocks", "Blocks in the pool.", load.num_blocks),
+            self._gauge("weft_kv_block_size_tokens", "Tokens in a block.", self._block_size),
+        ]
+
+    def _counters(self) -> list[Metric]:
+        stats = self._stats
+        finished = self._family("weft_requests_finished", "Requests that ended well, by how.", "reason")
+        for reason, number in dict(stats.num_finished).items():
+            finished.add_metric((*self._values, reason.value), number)
+        return [
+            finished,
+            self._counter("weft_requests_failed", "Requests that failed while they ran.", stats.num_failed),
+            self._counter("weft_requests_refused", "Requests that were never accepted.", stats.num_refused),
+            self._counter("weft_prompt_tokens", "Prompt tokens of accepted requests.", stats.num_prompt_tokens),
+            self._counter("weft_cached_tokens", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
+            self._counter("weft_generation_tokens", "Tokens sampled and accepted.", stats.num_generation_tokens),
+            self._counter("weft_computed_tokens", "Tokens that went through the model.", stats.num_computed_tokens),
+            self._counter(
+                "weft_recomputed_tokens", "Tokens computed again after a preemption.", stats.num_recomputed_tokens
+            ),
+            self._counter("weft_preemptions", "Times a running request gave up its blocks.", stats.num_preemptions),
+            self._counter("weft_steps", "Steps of the engine.", stats.num_steps),
+            self._counter("weft_busy_seconds", "Time with a step in flight.", stats.busy_s),
+        ]
+
+    def _histogram_families(self) -> list[Metric]:
+        with self._lock:
+            return [histogram.family(name, self._names, self._values) for name, histogram in self._histograms.items()]
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = self._family(name, text)
+        family.add_metric(self._values, value)
+        return family
+
+    def _family(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(name, text, labels=(*self._names, *labels))
+
+
+class MetricsListener:
+    """Serves a collector over HTTP on a free port, from a thread of its own."""
+
+    def __init__(self, collector: EngineCollector, host: str) -> None:
+        """Bind and start."""
+        registry = CollectorRegistry()
+        registry.register(collector)
+        server, thread = start_http_server(0, host, registry)
+        self._server: WSGIServer = server
+        self._thread: threading.Thread = thread
+        self.address = f"{host}:{server.server_port}"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Histogram:
+    """Observations of one kind, sorted into buckets."""
+
+    def __init__(self, text: str, observations: Observations) -> None:
+        self._text = text
+        self._observations = observations
+        self._counts = [0] * (len(BUCKETS_S) + 1)
+        self._sum = 0.0
+
+    def take(self) -> None:
+        for value in self._observations.take():
+            self._counts[bisect_left(BUCKETS_S, value)] += 1
+            self._sum += value
+
+    def family(self, name: str, label_names: tuple[str, ...], label_values: tuple[str, ...]) -> Metric:
+        buckets, total = [], 0
+        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family = HistogramMetricFamily(name, self._text, labels=label_names)
+        family.add_metric(label_values, buckets, self._sum)
+        return family
