@@ -1,0 +1,162 @@
+"""The engine's thread and the event loop: nothing blocks, nothing is lost, everything comes in order."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from helpers.engines import FakeExecutor, Outcome, fake_engine, request
+from helpers.fake_model import run_alone
+
+from workers.async_engine import AsyncEngine
+from workers.engine import StepResult
+from workers.errors import GroupFailedError, InvalidRequestError
+from workers.plan import StepPlan
+from workers.request import FinishReason, RequestId
+
+
+@asynccontextmanager
+async def started(
+    executor: FakeExecutor,
+    *,
+    on_step: Callable[[StepResult], None] | None = None,
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(fake_engine(executor), on_step=on_step, on_failure=on_failure)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+        assert executor.is_closed
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def collect(engine: AsyncEngine, name: str, prompt: list[int], **sampling: Any) -> Outcome:
+    outcome = Outcome()
+    async for output in engine.generate(request(name, prompt, **sampling)):
+        outcome.add(output)
+    return outcome
+
+
+async def test_concurrent_requests_get_their_own_tokens() -> None:
+    async with started(FakeExecutor()) as engine:
+        outcomes = await asyncio.gather(*(collect(engine, str(i), [i, 2, 3], max_tokens=20) for i in range(20)))
+    for i, outcome in enumerate(outcomes):
+        assert outcome.token_ids == run_alone(request(str(i), [i, 2, 3], max_tokens=20))
+
+
+async def test_refusal_comes_back_as_the_requests_output() -> None:
+    results: list[StepResult] = []
+    async with started(FakeExecutor(), on_step=results.append) as engine:
+        engine.submit(request("bad", []))
+        await until(lambda: any(result.outputs for result in results))
+        with pytest.raises(InvalidRequestError, match="the prompt has 0 tokens"):
+            await collect(engine, "bad again", [])
+    (output,) = results[0].outputs
+    assert output.request_id == "bad"
+    assert isinstance(output.error, InvalidRequestError)
+
+
+async def test_closing_the_iterator_aborts() -> None:
+    results: list[StepResult] = []
+    async with started(FakeExecutor(), on_step=results.append) as engine:
+        outputs = engine.generate(request("a", [1], max_tokens=190))
+        await anext(outputs)
+        await outputs.aclose()  # type: ignore[attr-defined]
+        await until(lambda: any(output.finish for result in results for output in result.outputs))
+        finishes = [output.finish for result in results for output in result.outputs if output.finish]
+        assert [finish.reason for finish in finishes] == [FinishReason.ABORT]
+        assert results[-1].load.num_free_blocks == results[-1].load.num_blocks
+
+
+async def test_commands_never_wait_for_a_step() -> None:
+    """While the model is stuck in a step, submit and abort return."""
+    executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
+
+    def block(plan: StepPlan) -> None:
+        stuck.set()
+        assert release.wait(10)
+
+    executor.on_submit = block
+    results: list[StepResult] = []
+    async with started(executor, on_step=results.append) as engine:
+        engine.submit(request("a", [1], max_tokens=100))
+        await until(stuck.is_set)
+        engine.submit(request("b", [2], max_tokens=100))
+        engine.abort(RequestId("a"))
+        engine.abort(RequestId("b"))
+        release.set()
+        await until(lambda: sum(len(result.outputs) for result in results) >= 3)
+    finishes = {output.request_id: output.finish for result in results for output in result.outputs}
+    assert {name: finish and finish.reason for name, finish in finishes.items()} == dict.fromkeys(
+        "ab", FinishReason.ABORT
+    )
+
+
+async def test_an_idle_engine_makes_no_steps() -> None:
+    results: list[StepResult] = []
+    executor = FakeExecutor()
+    async with started(executor, on_step=results.append) as engine:
+        await collect(engine, "a", [1], max_tokens=3)
+        num_results = len(results)
+        await asyncio.sleep(0.05)
+        assert len(results) == num_results
+
+
+async def test_snapshot_agrees_with_the_steps_seen_so_far() -> None:
+    resident: set[bytes] = set()
+    engines: list[AsyncEngine] = []
+    num_checks = 0
+
+    def on_step(result: StepResult) -> None:
+        nonlocal num_checks
+        resident.update(result.stored_block_hashes)
+        resident.difference_update(result.evicted_block_hashes)
+        snapshot = engines[0].snapshot()
+        assert set(snapshot.block_hashes) == resident
+        assert snapshot.load == result.load
+        num_checks += 1
+
+    async with started(FakeExecutor(num_blocks=12), on_step=on_step) as engine:
+        engines.append(engine)
+        await asyncio.gather(*(collect(engine, str(i), [i] * 10, max_tokens=15) for i in range(10)))
+    assert num_checks > 10
+    assert resident
+
+
+async def test_stop_ends_every_request_with_an_abort() -> None:
+    results: list[StepResult] = []
+    async with started(FakeExecutor(), on_step=results.append) as engine:
+        for name in ("a", "b"):
+            engine.submit(request(name, [1], max_tokens=190))
+        await until(lambda: bool(results))
+    finishes = {output.request_id: output.finish for result in results for output in result.outputs if output.finish}
+    assert {name: finish.reason for name, finish in finishes.items()} == dict.fromkeys("ab", FinishReason.ABORT)
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+async def test_group_failure_reaches_everyone(is_idle: bool) -> None:
+    failures: list[BaseException] = []
+    executor = FakeExecutor()
+    async with started(executor, on_failure=failures.append) as engine:
+        if is_idle:
+            executor.failure = GroupFailedError("rank 1 died")
+        else:
+            outputs = engine.generate(request("a", [1], max_tokens=190))
+            await anext(outputs)
+            executor.failure = GroupFailedError("rank 1 died")
+            with pytest.raises(GroupFailedError, match="rank 1 died"):
+                async for _ in outputs:
+                    pass
+        await until(lambda: bool(failures))
+        with pytest.raises(GroupFailedError, match="rank 1 died"):
+            await collect(engine, "late", [1])
+    assert [str(failure) for failure in failures] == ["rank 1 died"]

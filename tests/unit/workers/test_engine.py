@@ -1,0 +1,325 @@
+"""One engine over the fake model: every request ends once, and what its client sees adds up."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.engines import FakeExecutor, Outcome, fake_engine, letter_pieces, request, run
+from helpers.fake_model import run_alone
+
+from parallel.errors import ConfigError
+from workers.engine import Engine, read_eos_token_ids
+from workers.errors import GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
+from workers.kv_cache import num_blocks_within
+from workers.request import FinishReason, RequestId
+from workers.sequence import Sequence
+
+PIECES = letter_pieces()
+
+
+def text_of(token_ids: list[int]) -> str:
+    return "".join(PIECES[token_id] for token_id in token_ids)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": []}, "the prompt has 0 tokens; allowed: at least 1"),
+        ({"prompt": [1, 97]}, "prompt_token_ids contain 97; allowed: 0 to 96"),
+        ({"prompt": [-1, 5]}, "prompt_token_ids contain -1; allowed: 0 to 96"),
+        ({"prompt": [1], "generated": [2, 100]}, "generated_token_ids contain 100; allowed: 0 to 96"),
+        ({"prompt": [1] * 200}, "prompt and output have 200 tokens; allowed: at most 199"),
+    ],
+)
+def test_bad_request_is_refused_and_nothing_else_disturbed(fields: dict[str, Any], message: str) -> None:
+    engine = fake_engine()
+    good = request("good", [1, 2, 3], max_tokens=10)
+    engine.add_request(good)
+    engine.step()
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.add_request(request("bad", **fields))
+    assert engine.stats.num_refused == 1
+    assert run(engine)["good"].token_ids == run_alone(good)[1:]
+
+
+def test_full_queue_is_refused() -> None:
+    engine = fake_engine(max_waiting=1)
+    engine.add_request(request("a", [1]))
+    with pytest.raises(QueueFullError):
+        engine.add_request(request("b", [1]))
+
+
+# How requests end
+
+
+def test_output_ends_at_the_context() -> None:
+    outcome = run(fake_engine(max_context=20), [request("a", range(15), max_tokens=100)])["a"]
+    assert len(outcome.token_ids) == 5
+    assert outcome.finish is not None
+    assert outcome.finish.reason is FinishReason.LENGTH
+
+
+def test_stop_token_is_among_the_tokens_but_not_in_the_text() -> None:
+    alone = run_alone(request("a", [1, 2], max_tokens=30))
+    stop = alone[7]
+    expected = alone[: alone.index(stop) + 1]
+    outcome = run(fake_engine(eos_token_ids=frozenset([stop])), [request("a", [1, 2], max_tokens=30)])["a"]
+    assert outcome.token_ids == expected
+    assert outcome.text == text_of(expected[:-1])
+    assert outcome.finish is not None
+    assert outcome.finish.stop_token_id == stop
+
+
+def test_ignore_eos_goes_on() -> None:
+    alone = run_alone(request("a", [1, 2], max_tokens=30))
+    outcome = run(fake_engine(eos_token_ids=frozenset(alone)), [request("a", [1, 2], max_tokens=30, ignore_eos=True)])[
+        "a"
+    ]
+    assert outcome.token_ids == alone
+
+
+def test_stop_string_ends_the_request_and_frees_its_blocks() -> None:
+    engine = fake_engine()
+    alone = run_alone(request("a", [3], max_tokens=40))
+    text = text_of(alone)
+    stop = text[9:14]
+    outcome = run(engine, [request("a", [3], max_tokens=40, stop=(stop,))])["a"]
+    assert outcome.text == text[: text.index(stop)]
+    assert outcome.finish is not None
+    assert (outcome.finish.reason, outcome.finish.stop_string) == (FinishReason.STOP, stop)
+    assert outcome.finish.usage.completion_tokens == len(outcome.token_ids) < 40
+    assert engine.load.num_free_blocks == engine.load.num_blocks
+
+
+def test_stop_string_in_the_last_allowed_token_is_a_stop() -> None:
+    alone = run_alone(request("a", [3], max_tokens=10))
+    stop = text_of(alone)[-3:]
+    outcome = run(fake_engine(), [request("a", [3], max_tokens=10, stop=(stop,), min_tokens=10)])["a"]
+    assert outcome.finish is not None
+    assert (outcome.finish.reason, outcome.finish.stop_string) == (FinishReason.STOP, stop)
+    assert outcome.text == text_of(alone)[:-3]
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_end() -> None:
+    alone = run_alone(request("a", [3], max_tokens=10))
+    text = text_of(alone)
+    outcome = run(fake_engine(), [request("a", [3], max_tokens=10, stop=(text[-4:] + "!",))])["a"]
+    assert outcome.text == text
+
+
+def test_failed_sampling_ends_one_request_only() -> None:
+    executor = FakeExecutor()
+    executor.model.failing_prompts.add((9, 9))
+    engine = fake_engine(executor)
+    outcomes = run(engine, [request("bad", [9, 9]), request("good", [1, 2])])
+    assert isinstance(outcomes["bad"].error, RequestFailedError)
+    assert outcomes["good"].token_ids == run_alone(request("good", [1, 2]))
+    assert engine.stats.num_failed == 1
+
+
+def test_a_text_that_cannot_be_made_ends_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine()
+    engine.add_request(request("bad", [1]))
+    engine.add_request(request("good", [2]))
+
+    def broken(token_id: int) -> str:
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(engine._streams[RequestId("bad")].detokenizer, "push", broken)
+    outcomes = run(engine)
+    assert isinstance(outcomes["bad"].error, RequestFailedError)
+    assert outcomes["good"].token_ids == run_alone(request("good", [2]))
+    assert engine.load.num_free_blocks == engine.load.num_blocks
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_abort_frees_blocks_within_one_step_of_each_plan_in_flight(max_in_flight: int) -> None:
+    engine = fake_engine(FakeExecutor(max_in_flight=max_in_flight))
+    for name in ("a", "b", "c"):
+        engine.add_request(request(name, range(12), max_tokens=50, stop=("zz",)))
+    for _ in range(8):
+        engine.step()
+    assert engine.load.num_free_blocks < engine.load.num_blocks
+    outcomes = []
+    for name in ("a", "b", "c"):
+        engine.abort(RequestId(name))
+        engine.abort(RequestId(name))
+    for _ in range(max_in_flight):
+        outcomes += engine.step().outputs
+    assert [output.request_id for output in outcomes] == ["a", "b", "c"]
+    assert all(output.finish is not None and output.finish.reason is FinishReason.ABORT for output in outcomes)
+    assert engine.load.num_free_blocks == engine.load.num_blocks
+    assert not engine.has_work
+
+
+def test_deadline_ends_a_request() -> None:
+    now = [0.0]
+    engine = fake_engine(clock=lambda: now[0])
+    engine.add_request(replace(request("a", [1]), deadline_s=5.0))
+    engine.step()
+    now[0] = 6.0
+    (output,) = engine.step().outputs
+    assert output.finish is not None
+    assert output.finish.reason is FinishReason.ABORT
+
+
+def test_group_failure_reaches_the_caller() -> None:
+    executor = FakeExecutor()
+    engine = fake_engine(executor)
+    engine.add_request(request("a", [1]))
+    executor.failure = GroupFailedError("rank 1 died")
+    with pytest.raises(GroupFailedError, match="rank 1 died"):
+        engine.step()
+
+
+# Going on from tokens generated elsewhere
+
+
+@pytest.mark.parametrize("stop", [(), ("j",), ("aj", "gb")])
+def test_a_request_goes_on_from_every_position_with_the_same_tokens_and_text(stop: tuple[str, ...]) -> None:
+    for seed in range(5):
+        prompt = [seed, 3, 5]
+        whole = run(fake_engine(), [request("whole", prompt, max_tokens=25, stop=stop)])["whole"]
+        for split in range(len(whole.token_ids)):
+            first = up_to(fake_engine(), prompt, split, max_tokens=25, stop=stop)
+            generated = whole.token_ids[:split]
+            assert first.token_ids == generated
+            rest = run(fake_engine(), [request("rest", prompt, generated=generated, max_tokens=25, stop=stop)])["rest"]
+            assert first.token_ids + rest.token_ids == whole.token_ids
+            assert first.text + rest.text == whole.text
+            assert rest.finish is not None
+            assert whole.finish is not None
+            assert (rest.finish.reason, rest.finish.stop_string) == (whole.finish.reason, whole.finish.stop_string)
+            assert rest.finish.usage.completion_tokens == len(whole.token_ids)
+
+
+def up_to(engine: Engine, prompt: list[int], num_tokens: int, **sampling: Any) -> Outcome:
+    """What a request has got when it has so many tokens."""
+    outcome = Outcome()
+    engine.add_request(request("first", prompt, **sampling))
+    while len(outcome.token_ids) < num_tokens:
+        for output in engine.step().outputs:
+            outcome.add(output)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("generated", "sampling", "reason", "held_text"),
+    [
+        ([4, 5, 6], {"max_tokens": 3}, FinishReason.LENGTH, ""),
+        ([4, 5, 6], {"max_tokens": 3, "stop": ("fgh",)}, FinishReason.LENGTH, "fg"),
+        ([4, 5, 7], {"max_tokens": 9, "stop_token_ids": (7,)}, FinishReason.STOP, ""),
+        ([4, 5, 8], {"max_tokens": 9, "stop": ("fgh",)}, FinishReason.STOP, "f"),
+        ([4, 5, 6], {"max_tokens": 9, "stop": ("fg",)}, FinishReason.STOP, ""),
+    ],
+)
+def test_a_request_whose_end_was_lost_ends_at_once(
+    generated: list[int], sampling: dict[str, Any], reason: FinishReason, held_text: str
+) -> None:
+    engine = fake_engine(eos_token_ids=frozenset([8]))
+    outcome = run(engine, [request("a", [1], generated=generated, **sampling)])["a"]
+    assert outcome.finish is not None
+    assert outcome.finish.reason is reason
+    assert outcome.token_ids == []
+    assert outcome.text == held_text
+    assert engine.stats.num_steps == 0
+
+
+# Books
+
+
+def test_counters_are_the_sums_of_usage_through_abort_preemption_and_failover() -> None:
+    executor = FakeExecutor(num_blocks=12)
+    engine = fake_engine(executor)
+    requests = [request(str(i), [*range(9), i], max_tokens=12) for i in range(6)]
+    requests.append(request("resumed", range(10), generated=[3, 4], max_tokens=9))
+    for item in requests:
+        engine.add_request(item)
+    outcomes: dict[str, Outcome] = {item.request_id: Outcome() for item in requests}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outcomes[output.request_id].add(output)
+            if output.request_id == "0" and len(outcomes["0"].token_ids) == 5:
+                engine.abort(RequestId("0"))
+    usages = [outcome.finish.usage for outcome in outcomes.values() if outcome.finish is not None]
+    stats = engine.stats
+    assert stats.num_preemptions > 0
+    assert stats.num_prompt_tokens == sum(usage.prompt_tokens for usage in usages)
+    assert stats.num_cached_tokens == sum(usage.cached_tokens for usage in usages) > 0
+    assert stats.num_generation_tokens == sum(usage.completion_tokens for usage in usages) - 2
+    assert stats.num_generation_tokens == sum(len(outcome.token_ids) for outcome in outcomes.values())
+    assert stats.num_finished == {FinishReason.LENGTH: 6, FinishReason.ABORT: 1}
+    assert len(list(stats.itl_s.take())) == stats.num_generation_tokens - len(requests)
+    assert len(list(stats.ttft_s.take())) == len(list(stats.e2e_s.take())) == len(requests)
+    assert stats.num_computed_tokens == executor.model.num_computed_tokens
+    assert len(list(stats.step_s.take())) == stats.num_steps
+    assert list(stats.step_s.take()) == []
+
+
+def test_events_add_up_to_what_is_resident() -> None:
+    executor = FakeExecutor(num_blocks=10)
+    engine = fake_engine(executor)
+    resident: set[bytes] = set()
+    for i in range(6):
+        engine.add_request(request(str(i), [i] * 9, max_tokens=8))
+    while engine.has_work:
+        result = engine.step()
+        resident |= set(result.stored_block_hashes)
+        resident -= set(result.evicted_block_hashes)
+        assert resident == set(engine._pool.resident_hashes())
+    assert resident
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+def test_several_plans_in_flight_change_nothing(max_in_flight: int) -> None:
+    requests = [request(str(i), range(i, i + 3 + 5 * i), max_tokens=5 + i) for i in range(8)]
+    outcomes = run(fake_engine(FakeExecutor(max_in_flight=max_in_flight)), requests)
+    for item in requests:
+        assert outcomes[item.request_id].token_ids == run_alone(item)
+
+
+def test_finished_sequences_are_forgotten() -> None:
+    engine = fake_engine()
+    run(engine, [request("a", [1]), request("b", [2])])
+    assert engine._streams == {}
+    run(engine, [request("a", [1])])
+    assert isinstance(engine.load.num_running, int)
+    assert not any(isinstance(value, Sequence) for value in vars(engine).values())
+
+
+# What is read from a model folder
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 2}, {1, 2}),
+        ({"eos_token_id": 7}, {"eos_token_id": 2}, {7}),
+        ({}, {"eos_token_id": [3]}, {3}),
+        (None, {"eos_token_id": 2}, {2}),
+        (None, {}, set()),
+    ],
+)
+def test_eos_ids_come_from_the_generation_config_first(
+    tmp_path: Path, generation: dict[str, Any] | None, config: dict[str, Any], expected: set[int]
+) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_eos_token_ids(tmp_path) == expected
+
+
+def test_wrong_eos_ids_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ConfigError, match="eos_token_id is '</s>'; allowed: an id or a list of ids"):
+        read_eos_token_ids(tmp_path)
+
+
+def test_number_of_blocks_is_what_fits_beside_the_peak() -> None:
+    assert num_blocks_within(total_bytes=1000, memory_fraction=0.9, peak_bytes=300, block_bytes=70) == 8
+    assert num_blocks_within(total_bytes=1000, memory_fraction=0.9, peak_bytes=950, block_bytes=70) == 0
