@@ -364,7 +364,7 @@ class Scheduler:
         sequence.token_ids.append(token_id)
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
-        if token_id in sequence.stop_token_ids and sequence.num_output_tokens >= sequence.request.sampling.min_tokens:
+        if token_id in sequence.stop_token_ids and sequence.num_output_tokens > sequence.request.sampling.min_tokens:
             sequence.finish = make_finish(sequence, FinishReason.STOP, now_s, stop_token_id=token_id)
             self._end(sequence)
         elif len(sequence.token_ids) >= sequence.max_num_tokens:

@@ -29,7 +29,7 @@ def run_alone(
     prompt, generated = list(request.prompt_token_ids), list(request.generated_token_ids)
     while len(generated) < sampling.max_tokens and len(prompt) + len(generated) < max_context:
         generated.append(next_token(prompt + generated))
-        if generated[-1] in stop_token_ids and len(generated) >= sampling.min_tokens:
+        if generated[-1] in stop_token_ids and len(generated) > sampling.min_tokens:
             break
     return generated
 

@@ -1,6 +1,7 @@
 """A scheduler that drives the fake model, with several plans in flight, and the record of what its requests got."""
 
 from collections import deque
+from typing import Any
 
 from helpers.fake_model import FakeModel
 from workers.block_pool import BlockPool
@@ -12,7 +13,7 @@ from workers.scheduler import Scheduler, TokenOutput
 from workers.sequence import Sequence
 
 
-def make_request(name: str, prompt: list[int], *, generated: tuple[int, ...] = (), **fields: object) -> Request:
+def make_request(name: str, prompt: list[int], *, generated: tuple[int, ...] = (), **fields: Any) -> Request:
     """Build a request; `fields` are those of SamplingParams, or priority, cache_salt and deadline_s."""
     own = {key: fields.pop(key) for key in ("priority", "cache_salt", "deadline_s") if key in fields}
     return Request(
@@ -36,7 +37,7 @@ class ScheduledModel:
         max_context: int = 1000,
         eos_token_ids: frozenset[int] = frozenset(),
         enable_prefix_caching: bool = True,
-        **config: object,
+        **config: Any,
     ) -> None:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
         self.config = SchedulerConfig(**settings)
@@ -51,11 +52,11 @@ class ScheduledModel:
         )
         self.model = FakeModel(block_size)
         self.now_s = 0.0
-        self.tokens: dict[RequestId, list[int]] = {}
-        self.ends: dict[RequestId, FinishReason | str] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason | str] = {}
         self.flights: deque[tuple[StepPlan, ModelOutput]] = deque()
 
-    def submit(self, name: str, prompt: list[int], **fields: object) -> Sequence:
+    def submit(self, name: str, prompt: list[int], **fields: Any) -> Sequence:
         """Add a request as `make_request` builds it."""
         return self.add(make_request(name, prompt, **fields))
 
@@ -117,6 +118,6 @@ class ScheduledModel:
         if token_output.finish is not None:
             self._end(request_id, token_output.finish.reason)
 
-    def _end(self, request_id: RequestId, how: FinishReason | str) -> None:
+    def _end(self, request_id: str, how: FinishReason | str) -> None:
         assert request_id not in self.ends, f"{request_id} ends twice"
         self.ends[request_id] = how

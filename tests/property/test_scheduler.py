@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from helpers.fake_model import VOCAB_SIZE, run_alone
 from helpers.scheduling import ScheduledModel, make_request
@@ -38,7 +39,7 @@ class Drawn:
     def build(self, name: str, now_s: float) -> Request:
         """Make the request, with the tokens that it has already unless they end it."""
         prompt = [7] * self.shared + self.own
-        fields = {
+        fields: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "min_tokens": min(self.min_tokens, self.max_tokens),
             "ignore_eos": self.ignore_eos,
@@ -83,16 +84,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
     )
-    def build(self, *, max_num_seqs: int, extra_budget: int, **settings: object) -> None:
+    def build(self, *, max_num_seqs: int, extra_budget: int, max_in_flight: int, **settings: Any) -> None:
         self.served = ScheduledModel(
             max_context=MAX_CONTEXT,
             eos_token_ids=EOS_TOKEN_IDS,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
             max_waiting=8,
+            max_in_flight=max_in_flight,
             **settings,
         )
-        self.max_in_flight = settings["max_in_flight"]
+        self.max_in_flight = max_in_flight
         self.requests: dict[str, Request] = {}
         self.sequences: list[Sequence] = []
         self.num_drawn = 0
@@ -203,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert tokens == expected
             sampling = request.sampling
-            is_stop = tokens[-1] in EOS_TOKEN_IDS and not sampling.ignore_eos and len(tokens) >= sampling.min_tokens
+            is_stop = tokens[-1] in EOS_TOKEN_IDS and not sampling.ignore_eos and len(tokens) > sampling.min_tokens
             assert end is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 from helpers.scheduling import make_request
-from weft.block_hash import block_hashes, root_hash
+from weft.block_hash import block_hash, block_hashes, root_hash
 
-import workers.kv_cache_manager
 from workers.block_pool import BlockPool
 from workers.kv_cache_manager import KVCacheManager
 from workers.sequence import Sequence
@@ -104,10 +103,12 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache()
     sequence = make_sequence(13)
     hashed = []
-    original = workers.kv_cache_manager.block_hash
-    monkeypatch.setattr(
-        workers.kv_cache_manager, "block_hash", lambda *arguments: hashed.append(1) or original(*arguments)
-    )
+
+    def count_and_hash(parent: bytes, token_ids: list[int]) -> bytes:
+        hashed.append(token_ids)
+        return block_hash(parent, token_ids)
+
+    monkeypatch.setattr("workers.kv_cache_manager.block_hash", count_and_hash)
 
     cache.match_prefix(sequence)
     cache.match_prefix(sequence)

@@ -124,11 +124,11 @@ def test_own_stop_token_ends_even_when_end_of_sequence_is_ignored() -> None:
     assert served.ends["a"] is FinishReason.STOP
 
 
-def test_stop_token_before_min_tokens_goes_on() -> None:
+def test_stop_token_counts_after_min_tokens_others() -> None:
     first = next_token(prompt(6))
     second = next_token([*prompt(6), first])
     served = ScheduledModel(eos_token_ids=frozenset([first, second]))
-    served.submit("a", prompt(6), max_tokens=5, min_tokens=2)
+    served.submit("a", prompt(6), max_tokens=5, min_tokens=1)
 
     served.run()
 
