@@ -1,16 +1,16 @@
 """What the router refuses or reports, and the one table from errors to gRPC and HTTP statuses.
 
-    RouterError
-    ├── InvalidRequestError      INVALID_ARGUMENT     400   says what was seen and what is allowed
-    ├── ModelNotFoundError       NOT_FOUND            404   lists the models served
-    ├── OverloadedError          RESOURCE_EXHAUSTED   429   the admission queue is full; has a retry hint
-    ├── NoReplicaError           UNAVAILABLE          503   no replica is ready for the model
-    ├── DeadlineError            DEADLINE_EXCEEDED    504   the client's deadline passed
-    ├── ReplicaFailedError       INTERNAL             500   replicas failed, and so did the retries elsewhere
-    ├── RequestFailedError       INTERNAL             500   this request failed in the engine
-    ├── ProtocolError            (stays inside)             a replica broke the rules of replica.proto
-    ├── ModelFilesError          INTERNAL             500   a model's folder lacks a file, or one is broken
-    └── RouterConfigError        (at start)                 a setting is out of range, or a port is taken
+RouterError
+├── InvalidRequestError      INVALID_ARGUMENT     400   says what was seen and what is allowed
+├── ModelNotFoundError       NOT_FOUND            404   lists the models served
+├── OverloadedError          RESOURCE_EXHAUSTED   429   the admission queue is full; has a retry hint
+├── NoReplicaError           UNAVAILABLE          503   no replica is ready for the model
+├── DeadlineError            DEADLINE_EXCEEDED    504   the client's deadline passed
+├── ReplicaFailedError       INTERNAL             500   replicas failed, and so did the retries elsewhere
+├── RequestFailedError       INTERNAL             500   this request failed in the engine
+├── ProtocolError            (stays inside)             a replica broke the rules of replica.proto
+├── ModelFilesError          INTERNAL             500   a model's folder lacks a file, or one is broken
+└── RouterConfigError        (at start)                 a setting is out of range, or a port is taken
 """
 
 from grpc import StatusCode

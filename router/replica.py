@@ -195,11 +195,12 @@ class ReplicaLink:
                 tasks.create_task(self._watch_for_stall())
                 await self._read(call)
         except BaseExceptionGroup as group:
-            expected, unexpected = group.split(_CONNECTION_ERRORS)
-            if unexpected is not None:
+            _, unexpected = group.split(_CONNECTION_ERRORS)
+            if isinstance(unexpected, ExceptionGroup):  # our bug, or bytes that are no message: the others go on
+                logger.error("replica %s: the stream failed unexpectedly", self.replica_id, exc_info=unexpected)
+            elif unexpected is not None:
                 raise
-            assert expected is not None
-            return _describe(expected)
+            return _describe(group)
         raise AssertionError("a connection ends with an exception")
 
     async def _greet(self, call: _Call) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc
 from weft.v1 import control_pb2
@@ -46,7 +47,7 @@ class FakeControl(ControlServicer):
         self._changed = asyncio.Event()
 
     async def WatchReplicas(  # noqa: N802
-        self, request: control_pb2.WatchReplicasRequest, context: grpc.aio.ServicerContext
+        self, request: control_pb2.WatchReplicasRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[control_pb2.WatchReplicasResponse]:
         self.watchers.append(request.router_id)
         while True:
@@ -54,3 +55,9 @@ class FakeControl(ControlServicer):
             if self._membership is not None:
                 yield self._membership
             await changed.wait()
+
+    async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Any) -> Any:  # noqa: N802
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a fake")
+
+    async def Shutdown(self, request: control_pb2.ShutdownRequest, context: Any) -> Any:  # noqa: N802
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a fake")

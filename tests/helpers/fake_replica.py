@@ -1,12 +1,13 @@
 """A replica without a model: a real gRPC server of weft.v1.Replica whose engine is a script.
 
-Tokens are a pure function of prompt, seed and position, text comes in threes (as characters of several tokens would), and
-nothing happens by time: steps are free, or given one by one; streams break, frames vanish and requests fail on command.
+Tokens are a pure function of prompt, seed and position; text comes in threes, as characters of several tokens would.
+Nothing happens by time: steps are free, or given one by one; streams break, frames vanish and requests fail on command.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from weft.block_hash import block_hashes, root_hash
@@ -31,7 +32,7 @@ def expected_tokens(prompt: Sequence[int], seed: int, num_tokens: int) -> list[i
 
 
 def certain_text(token_ids: Sequence[int], *, is_over: bool = False) -> str:
-    """Return the text that is certain after these tokens; what is left of a group of three is held back until the end."""
+    """Return the text that is certain after these tokens; a group of three that is not whole is held back."""
     whole = len(token_ids) if is_over else len(token_ids) // TOKENS_PER_CHARACTER * TOKENS_PER_CHARACTER
     return "".join(map(chr, token_ids[:whole]))
 
@@ -186,7 +187,7 @@ class FakeReplica(ReplicaServicer):
     # weft.v1.Replica
 
     async def Connect(  # noqa: N802
-        self, request_iterator: AsyncIterator[replica_pb2.ConnectRequest], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[replica_pb2.ConnectRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[replica_pb2.ConnectResponse]:
         hello = await anext(aiter(request_iterator))
         stream = FakeStream(hello.hello.router_id)
@@ -287,7 +288,9 @@ class FakeReplica(ReplicaServicer):
                 prefill_s=0.5,
                 decode_s=1.0,
             )
-            output.finished.CopyFrom(replica_pb2.RequestFinished(reason=pb.FINISH_REASON_LENGTH, usage=usage))
+            output.finished.CopyFrom(  # type: ignore[no-untyped-call]
+                replica_pb2.RequestFinished(reason=pb.FINISH_REASON_LENGTH, usage=usage)
+            )
         return output
 
     def _hashes(self, submit: replica_pb2.Submit) -> list[bytes]:

@@ -1,9 +1,10 @@
 """A whole router in the test's event loop: real gRPC to fake replicas, tokens that are bytes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import grpc
@@ -15,6 +16,9 @@ from router.app import BoundAddresses, run_router
 from router.call import ChatMessage
 from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
 from router.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from weft.v1.inference_pb2_grpc import InferenceAsyncStub
 
 BOS = 256
 
@@ -68,7 +72,7 @@ class RunningRouter:
     task: asyncio.Task[None]
 
     @property
-    def stub(self) -> InferenceStub:
+    def stub(self) -> "InferenceAsyncStub":
         return InferenceStub(self.channel)
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float | None = 20.0) -> Answer:
@@ -78,7 +82,7 @@ class RunningRouter:
         return answer
 
     async def wait_ready(self, num_replicas: int, model: str = "tiny") -> None:
-        await poll(lambda: self._num_ready(model), lambda ready: ready == num_replicas)
+        await poll(lambda: self._num_ready(model), num_replicas)
 
     async def metric(self, name: str, **labels: str) -> float:
         """Return the value of one series; 0 when there is none."""
@@ -109,11 +113,18 @@ class RunningRouter:
         return next((m.ready_replicas for m in models if m.name == model), -1)
 
 
-async def poll(read: Callable[[], object], accept: Callable[[object], bool], timeout_s: float = 10.0) -> None:
-    """Wait until what an async function returns is acceptable."""
+async def poll(read: Callable[[], Awaitable[object]], wanted: object, timeout_s: float = 10.0) -> None:
+    """Wait until an async function returns what is wanted."""
     async with asyncio.timeout(timeout_s):
-        while not accept(await read()):  # type: ignore[misc]
+        while await read() != wanted:  # noqa: ASYNC110 - what it reads is in another task or process
             await asyncio.sleep(0.005)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
 
 
 def router_config(*addresses: str, control: str | None = None, **changes: object) -> RouterConfig:

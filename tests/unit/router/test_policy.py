@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_least_loaded_counts_requests_then_pending_tokens() -> None:
 def test_power_of_two_never_takes_the_most_loaded_and_spreads() -> None:
     policy = PowerOfTwo(random.Random(0))
     views = [view("a", 1), view("b", 5), view("c", 9)]
-    chosen = Counter(policy.choose(request(1), views).replica_id for _ in range(300))
+    chosen: Counter[str] = Counter(policy.choose(request(1), views).replica_id for _ in range(300))
     assert chosen["c"] == 0
     assert chosen["a"] > chosen["b"] > 50
     assert policy.choose(request(1), [view("a", 7)]).replica_id == "a"
@@ -84,7 +85,7 @@ def test_cold_prefix_has_one_home_for_all_routers() -> None:
     names = ["a", "b", "c", "d"]
     first = affinity()
     second = PrefixAffinity(PrefixPolicyConfig(), random.Random(99))
-    homes = Counter()
+    homes: Counter[str] = Counter()
     for key in range(200):
         choice = first.choose(request(200, key), [view(name) for name in names])
         other = second.choose(request(300, key), [view(name) for name in reversed(names)])
@@ -156,7 +157,7 @@ def test_conversations_stay_where_they_began() -> None:
         name = policy.choose(asked, cluster.views(asked)).replica_id
         where.setdefault(conversation, []).append(name)
         cluster.send(now, name, asked)
-    moves = sum(a != b for names in where.values() for a, b in zip(names, names[1:], strict=False))
+    moves = sum(a != b for names in where.values() for a, b in pairwise(names))
     assert moves <= 0.1 * 360
     assert min(Counter(names[0] for names in where.values()).values()) >= 4
 

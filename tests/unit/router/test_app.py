@@ -1,0 +1,149 @@
+"""A whole router: ports, overload, metrics, the HTTP face beside gRPC, and an orderly end."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import grpc
+import pytest
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import poll, router_config, running_router, text_request
+
+from router.config import AdmissionConfig, PolicyName, RouterConfig
+from router.errors import RouterConfigError
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("field", ["grpc_port", "http_port", "metrics_port"])
+async def test_taken_port_is_a_clear_error(field: str) -> None:
+    async with FakeReplica("a") as a:
+        everything = router_config(a.address, http_port=0, metrics_port=0)
+        async with running_router(everything) as router:
+            taken = getattr(router.addresses, field.removesuffix("_port"))
+            ports: dict[str, Any] = {"metrics_port": 0, field: int(taken.rpartition(":")[2])}
+            config = router_config(a.address, **ports)
+            with pytest.raises(RouterConfigError, match=f"cannot listen on {taken}"):
+                async with running_router(config):
+                    pass
+
+
+async def test_overload_is_refused_early_with_a_hint_and_counted() -> None:
+    admission = AdmissionConfig(max_in_flight=2, max_queued=1)
+    async with (
+        FakeReplica("a", paused=True) as a,
+        running_router(router_config(a.address, admission=admission, metrics_port=0)) as router,
+    ):
+        await router.wait_ready(1)
+        accepted = [asyncio.create_task(router.generate(text_request(f"{i}"))) for i in range(3)]
+        await a.wait_until(lambda: a.num_requests == 2)
+        await poll(lambda: router.metric("weft_router_requests_queued"), 1)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generate(text_request("too many"))
+        a.resume()
+        answers = await asyncio.gather(*accepted)
+        outcomes = await router.outcomes(4)
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert int(dict(error.value.trailing_metadata() or ())["retry-after-ms"]) >= 100
+    assert all(answer.num_finished == 1 for answer in answers)
+    assert outcomes == {"length": 3, "resource_exhausted": 1}
+
+
+async def test_counters_equal_the_usage_that_clients_saw() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
+        await router.wait_ready(1)
+        asked = [text_request("x" * n, max_tokens=n) for n in (3, 5, 9)]
+        usages = [(await router.generate(request)).finished.usage for request in asked]  # type: ignore[union-attr]
+        await router.outcomes(3)
+        for name in ("prompt", "generation", "cached"):
+            field = "completion_tokens" if name == "generation" else f"{name}_tokens"
+            counted = await router.metric(f"weft_router_{name}_tokens_total", model="tiny")
+            assert counted == sum(getattr(usage, field) for usage in usages), name
+        for name, count in (("ttft", 3), ("tpot", 3), ("e2e", 3), ("itl", 3 + 5 + 9 - 3)):
+            assert await router.metric(f"weft_router_{name}_seconds_count", model="tiny") == count, name
+        assert await router.metric("weft_router_replica_ready", model="tiny", replica=a.address) == 1
+        assert await router.metric("weft_router_requests_in_flight") == 0
+
+
+async def test_http_front_serves_the_same_models() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address, http_port=0)) as router:
+        await router.wait_ready(1)
+        body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 6, "seed": 1}).encode()
+        request = Request(f"http://{router.addresses.http}/v1/completions", body, {"content-type": "application/json"})
+        answer = await asyncio.to_thread(lambda: json.load(urlopen(request, timeout=10)))
+        over_grpc = await router.generate(text_request("hello", max_tokens=6))
+    assert answer["choices"][0]["text"] == over_grpc.text
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+async def test_stop_lets_requests_in_flight_finish_and_takes_no_new_ones() -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        running_router(router_config(a.address, http_port=0)) as router,
+    ):
+        await router.wait_ready(1)
+        answering = asyncio.create_task(router.generate(text_request("hello")))
+        await a.wait_until(lambda: a.num_requests == 1)
+        router.stop.set()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
+                        await asyncio.wait_for(channel.channel_ready(), 0.05)
+                except TimeoutError:
+                    break
+        a.resume()
+        assert (await answering).num_finished == 1
+        await router.task
+
+
+async def test_stop_cuts_off_what_outlives_the_grace() -> None:
+    async with FakeReplica("a", paused=True) as a:
+        async with running_router(router_config(a.address, grace_s=0.1)) as router:
+            await router.wait_ready(1)
+            answering = asyncio.create_task(router.generate(text_request("hello")))
+            await a.wait_until(lambda: a.num_requests == 1)
+            router.stop.set()
+            await router.task
+            with pytest.raises(grpc.aio.AioRpcError):
+                await answering
+        await a.wait_until(lambda: a.num_requests == 0)
+
+
+async def test_command_line_starts_a_router_that_stops_at_a_signal() -> None:
+    ports = ("--port", "0", "--http-port", "-1", "--metrics-port", "-1")
+    command = [sys.executable, "-m", "router", "--control", "127.0.0.1:1", "--log-level", "error", *ports]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=REPOSITORY)
+    try:
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+        assert line.startswith("gRPC 127.0.0.1:")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"control": "x:1", "addresses": ("y:1",)}, "allowed: one of the two"),
+        ({}, "control is None and models has 0 entries"),
+        ({"addresses": ("y:1",), "grpc_port": 65536}, "grpc_port is 65536; allowed: 0 to 65535"),
+        ({"addresses": ("y:1",), "max_message_bytes": 1}, "max_message_bytes is 1; allowed: at least 1024"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
+    addresses = changes.pop("addresses", ())
+    with pytest.raises(RouterConfigError, match=message):
+        router_config(*addresses, **changes)
+
+
+def test_prefix_affinity_is_the_default() -> None:
+    assert RouterConfig(control="x:1").policy is PolicyName.PREFIX_AFFINITY

@@ -1,0 +1,215 @@
+"""Following the controller: replicas join and leave, the controller goes and comes back, caches are known."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from helpers.fake_control import FakeControl
+from helpers.fake_replica import HASH_KEY, FakeReplica
+from helpers.router_harness import prompt_ids, router_config, running_router, text_request, until
+from weft.block_hash import block_hashes, root_hash
+from weft.v1 import replica_pb2
+
+from router.directory import Directory, ModelRoute, ServedModel
+from router.errors import ModelNotFoundError, NoReplicaError
+from router.policy import RoundRobin
+from router.prefix_index import ReplicaId
+
+
+@asynccontextmanager
+async def running_directory(*addresses: str, control: str | None = None) -> AsyncIterator[Directory]:
+    directory = Directory(router_config(*addresses, control=control), random.Random(0))
+    task = asyncio.create_task(directory.run())
+    await asyncio.sleep(0)
+    try:
+        yield directory
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until_ready(directory: Directory, num_replicas: int) -> ModelRoute:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                route = directory.resolve("tiny")
+                if route.num_ready == num_replicas:
+                    return route
+            except (NoReplicaError, ModelNotFoundError):
+                pass
+            await directory.wait_for_change(1)
+
+
+def hashes_of(text: str) -> list[bytes]:
+    return block_hashes(root_hash(HASH_KEY), prompt_ids(text), 4)
+
+
+async def test_membership_is_not_known_before_the_controller_answered() -> None:
+    control = FakeControl()
+    await control.start()
+    async with running_directory(control=control.address) as directory:
+        with pytest.raises(NoReplicaError):
+            directory.resolve("tiny")
+        control.set_replicas({})
+        route = await until_ready(directory, 0)
+        assert route.max_context == 512
+        with pytest.raises(ModelNotFoundError, match="model is 'other'; served: 'tiny'"):
+            directory.resolve("other")
+        assert control.watchers == ["router-0"]
+    await control.stop()
+
+
+async def test_replicas_join_and_leave() -> None:
+    control = FakeControl()
+    await control.start()
+    async with FakeReplica("a") as a, FakeReplica("b") as b, running_directory(control=control.address) as directory:
+        control.set_replicas({"a": a.address})
+        route = await until_ready(directory, 1)
+        control.set_replicas({"a": a.address, "b": b.address})
+        await until_ready(directory, 2)
+        control.set_replicas({"b": b.address})
+        await until_ready(directory, 1)
+        assert set(route.links) == {"b"}
+        await a.wait_until(lambda: not a.streams)
+        assert b.num_connections == 1
+    await control.stop()
+
+
+async def test_model_that_is_no_longer_served_is_not_found() -> None:
+    control = FakeControl()
+    await control.start()
+    async with running_directory(control=control.address) as directory:
+        control.set_replicas({}, models=("tiny", "big"))
+        await until_ready(directory, 0)
+        control.set_replicas({}, models=("big",))
+        async with asyncio.timeout(10):
+            while len(directory.routes) == 2:
+                await directory.wait_for_change(1)
+        with pytest.raises(ModelNotFoundError, match="served: 'big'"):
+            directory.resolve("tiny")
+        assert directory.resolve("").name == "big"
+    await control.stop()
+
+
+async def test_last_membership_stays_while_the_controller_is_away() -> None:
+    control = FakeControl()
+    port = int((await control.start()).rpartition(":")[2])
+    async with FakeReplica("a") as a, FakeReplica("b") as b, running_directory(control=control.address) as directory:
+        control.set_replicas({"a": a.address})
+        await until_ready(directory, 1)
+        await control.stop()
+        assert directory.is_ready
+        restarted = FakeControl()
+        await restarted.start(port)
+        restarted.set_replicas({"a": a.address, "b": b.address})
+        await until_ready(directory, 2)
+        assert a.num_connections == 1, "the link to a replica does not care for the controller"
+        await restarted.stop()
+
+
+async def test_replica_that_leaves_membership_finishes_its_requests() -> None:
+    control = FakeControl()
+    await control.start()
+    async with (
+        FakeReplica("a", paused=True) as a,
+        running_router(router_config(control=control.address)) as router,
+    ):
+        control.set_replicas({"a": a.address})
+        await router.wait_ready(1)
+        answering = asyncio.create_task(router.generate(text_request("hello")))
+        await a.wait_until(lambda: a.num_requests == 1)
+        control.set_replicas({})
+        await router.wait_ready(0)
+        assert a.streams
+        a.resume()
+        answer = await answering
+        await a.wait_until(lambda: not a.streams)
+    assert answer.finished is not None
+    assert list(answer.finished.replica_ids) == ["a"]
+    await control.stop()
+
+
+async def test_wrong_replica_at_an_address_is_not_used() -> None:
+    control = FakeControl()
+    await control.start()
+    async with FakeReplica("new") as replica, running_directory(control=control.address) as directory:
+        control.set_replicas({"old": replica.address})
+        await replica.wait_until(lambda: replica.num_connections >= 2)
+        assert not directory.is_ready
+        control.set_replicas({"new": replica.address})
+        await until_ready(directory, 1)
+    await control.stop()
+
+
+async def test_index_follows_snapshot_events_and_the_end_of_the_stream() -> None:
+    async with FakeReplica("a") as a:
+        a.resident = set(hashes_of("a prompt of many blocks")[:3])
+        async with running_directory(a.address) as directory:
+            route = await until_ready(directory, 1)
+            me = ReplicaId(a.address)
+            assert route.hash_blocks(prompt_ids("a prompt of many blocks"), "") == hashes_of("a prompt of many blocks")
+            assert route.index.match(hashes_of("a prompt of many blocks")) == {me: 3}
+            a.evict(hashes_of("a prompt of many blocks")[2:3])
+            await until(lambda: route.index.num_blocks(me) == 2)
+            assert route.index.match(hashes_of("a prompt of many blocks")) == {me: 2}
+            await a.die()
+            await until_ready(directory, 0)
+            assert len(route.index) == 0
+
+
+async def test_requests_return_to_the_replica_that_holds_their_prefix() -> None:
+    async with FakeReplica("a") as a, FakeReplica("b") as b:
+        config = router_config(a.address, b.address, metrics_port=0)
+        async with running_router(config) as router:
+            await router.wait_ready(2)
+            answers = [await router.generate(text_request("a long shared beginning, then " + end)) for end in "xyz"]
+            salted = text_request("a long shared beginning, then x", cache_salt="other tenant")
+            foreign = await router.generate(salted)
+            predicted = await router.metric("weft_router_predicted_cached_tokens_total", model="tiny")
+            cached = await router.metric("weft_router_cached_tokens_total", model="tiny")
+            reasons = {labels["reason"]: n for labels, n in await router.series("weft_router_choices_total")}
+    finished = [answer.finished for answer in answers if answer.finished]
+    assert len({f.replica_ids[0] for f in finished}) == 1
+    assert [f.usage.cached_tokens for f in finished] == [0, 28, 28]
+    assert foreign.finished is not None
+    assert foreign.finished.usage.cached_tokens == 0
+    assert predicted == cached == 56
+    assert reasons["prefix"] == 2
+
+
+async def test_link_that_breaks_again_and_again_opens_its_breaker() -> None:
+    async with FakeReplica("a") as a, running_directory(a.address) as directory:
+        route = await until_ready(directory, 1)
+        link = route.links[ReplicaId(a.address)]
+        for num_before in (1, 2, 3):
+            a.break_streams()
+            await until(lambda: a.num_connections > num_before)  # noqa: B023 - awaited in this turn of the loop
+            await until_ready(directory, 1)
+        assert not link.takes_requests(0.0)
+
+
+def test_replica_with_another_hash_is_served_without_the_index() -> None:
+    route = ModelRoute(ServedModel(name="tiny", path="/tiny", max_context=0), RoundRobin())
+    snapshot = replica_pb2.Snapshot(block_size=4, hash_key=b"k", max_context=64, vocab_size=10)
+    assert route.accept(snapshot)
+    route.index.store(ReplicaId("a"), [b"x" * 16])
+    assert not route.accept(replica_pb2.Snapshot(block_size=8, hash_key=b"k"))
+    assert (route.block_size, route.max_context, route.vocab_size) == (4, 64, 10)
+    route.index.drop(ReplicaId("a"))
+    assert route.accept(replica_pb2.Snapshot(block_size=8, hash_key=b"k"))
+    assert route.block_size == 8
+
+
+async def test_router_without_a_replica_of_the_model_says_so() -> None:
+    control = FakeControl()
+    await control.start()
+    control.set_replicas({})
+    async with running_router(router_config(control=control.address)) as router:
+        await router.wait_ready(0)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generate(text_request("hello"))
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    await control.stop()

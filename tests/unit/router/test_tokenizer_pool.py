@@ -1,0 +1,53 @@
+"""Tokenizers are loaded once, off the event loop, and again after a failure."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from helpers.router_harness import ByteTokenizer
+
+from router.errors import ModelFilesError
+from router.tokenizer_pool import TokenizerPool
+
+
+async def test_callers_share_one_load_even_when_the_first_leaves() -> None:
+    loads: list[str] = []
+    may_load = threading.Event()
+
+    def load(path: str) -> ByteTokenizer:
+        loads.append(path)
+        assert may_load.wait(10)
+        return ByteTokenizer()
+
+    pool = TokenizerPool(load, num_threads=1)
+    first, second = (asyncio.create_task(pool.get("/tiny")) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    may_load.set()
+    assert (await second).encode("a", False) == (97,)
+    assert await pool.get("/tiny") is await second
+    assert loads == ["/tiny"]
+    pool.close()
+
+
+async def test_failed_load_is_tried_again() -> None:
+    results: Iterator[ModelFilesError | ByteTokenizer] = iter([ModelFilesError("no tokenizer.json"), ByteTokenizer()])
+
+    def load(path: str) -> ByteTokenizer:
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    pool = TokenizerPool(load, num_threads=1)
+    with pytest.raises(ModelFilesError):
+        await pool.get("/tiny")
+    assert isinstance(await pool.get("/tiny"), ByteTokenizer)
+    pool.close()
+
+
+async def test_work_runs_in_another_thread() -> None:
+    pool = TokenizerPool(lambda _: ByteTokenizer(), num_threads=1)
+    assert await pool.run(threading.get_ident) != threading.get_ident()
+    pool.close()
