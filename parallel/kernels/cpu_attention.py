@@ -9,6 +9,7 @@ key and value is read once. Keys are gathered token by token, so nothing past th
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -160,28 +161,56 @@ class CpuPagedAttention:
 def _make_plan(dtype: torch.dtype, cache: LayerCache, meta: AttentionMeta, window: int | None) -> _Plan:
     block_size, num_kv_heads, head_dim = cache.k_BPKH.shape[1:]
     token_bytes = 2 * num_kv_heads * head_dim * cache.k_BPKH.element_size()
-    tables = meta.block_tables.long()
     contexts, starts = meta.context_lens_host, meta.query_starts_host
-    lengths = [context if window is None else min(context, window) for context in contexts[: meta.num_decodes]]
-    order = sorted(range(meta.num_decodes), key=lengths.__getitem__)
-    groups = []
-    for start, stop in _group_lengths([lengths[row] for row in order], max_tokens=_GROUP_BYTES // token_bytes):
-        rows = order[start:stop]
-        length = lengths[rows[-1]]
-        slots_SL, mask = _decode_slots(
-            tables[rows],
-            contexts=[contexts[row] for row in rows],
-            lengths=[lengths[row] for row in rows],
-            block_size=block_size,
-            dtype=dtype,
-        )
-        groups.append(_Group(start=start, stop=stop, slots=slots_SL.flatten(), length=length, mask=mask))
+    order, groups = _make_groups(meta, block_size, dtype, window, max_tokens=_GROUP_BYTES // token_bytes)
     chunks = [
-        _make_chunk(starts[row], starts[row + 1], contexts[row], tables[row], block_size, dtype, window)
+        _make_chunk(
+            range(starts[row], starts[row + 1]), contexts[row], meta.block_tables[row], block_size, dtype, window
+        )
         for row in range(meta.num_decodes, len(contexts))
     ]
-    is_sorted = order == list(range(meta.num_decodes))
-    return _Plan(order=None if is_sorted else torch.tensor(order), groups=groups, chunks=chunks)
+    return _Plan(order=order, groups=groups, chunks=chunks)
+
+
+def _make_groups(
+    meta: AttentionMeta, block_size: int, dtype: torch.dtype, window: int | None, *, max_tokens: int
+) -> tuple[Tensor | None, list[_Group]]:
+    """Sort the decodes and cut them into groups.
+
+    Each row of a group has the group's length; one that is shorter repeats its first token in front, masked:
+
+        t0 t0 t0 t1 ... tn
+    """
+    if not meta.num_decodes:
+        return None, []
+    contexts = np.array(meta.context_lens_host[: meta.num_decodes])
+    lengths = contexts if window is None else np.minimum(contexts, window)
+    order = lengths.argsort(kind="stable")
+    contexts, lengths = contexts[order], lengths[order]
+    bounds = _group_lengths(lengths.tolist(), max_tokens=max_tokens)
+    padded = np.concatenate([np.full(stop - start, lengths[stop - 1]) for start, stop in bounds])
+
+    # the slots of all rows in one piece: a step has many short rows, and each call costs more than its numbers
+    ends = padded.cumsum()
+    rows = np.repeat(np.arange(len(order)), padded)
+    positions = np.arange(ends[-1]) + np.repeat(contexts - ends, padded)
+    firsts = np.repeat(contexts - lengths, padded)
+    is_padding = positions < firsts
+    np.maximum(positions, firsts, out=positions)
+    blocks = positions // block_size
+    slots = (
+        meta.block_tables.numpy()[order[rows], blocks].astype(np.int64) * block_size + positions - blocks * block_size
+    )
+
+    groups = []
+    for start, stop in bounds:
+        length, part = int(padded[start]), slice(ends[start] - padded[start], ends[stop - 1])
+        mask = None
+        if lengths[start] != length:
+            mask = _additive(torch.from_numpy(is_padding[part]).view(stop - start, 1, 1, length), dtype)
+        groups.append(_Group(start, stop, torch.from_numpy(slots[part]), length, mask))
+    is_sorted = bool((order[1:] > order[:-1]).all())
+    return None if is_sorted else torch.from_numpy(order), groups
 
 
 def _group_lengths(lengths: list[int], *, max_tokens: int) -> list[tuple[int, int]]:
@@ -199,41 +228,29 @@ def _group_lengths(lengths: list[int], *, max_tokens: int) -> list[tuple[int, in
     return groups
 
 
-def _decode_slots(
-    tables_SM: Tensor, *, contexts: list[int], lengths: list[int], block_size: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Slots of the last tokens of each row, [S, longest], and the mask that hides the padding; lengths ascend.
-
-    A row that is shorter repeats its first token in front:     t0 t0 t0 t1 ... tn
-    """
-    positions_SL = torch.arange(-lengths[-1], 0) + torch.tensor(contexts)[:, None]
-    firsts_S1 = torch.tensor(contexts)[:, None] - torch.tensor(lengths)[:, None]
-    mask = None if lengths[0] == lengths[-1] else _additive(positions_SL < firsts_S1, dtype)[:, None, None]
-    positions_SL = positions_SL.maximum(firsts_S1)
-    return tables_SM.gather(1, positions_SL // block_size) * block_size + positions_SL % block_size, mask
-
-
 def _make_chunk(
-    start: int, stop: int, context: int, table: Tensor, block_size: int, dtype: torch.dtype, window: int | None
+    rows: range, context: int, table_M: Tensor, block_size: int, dtype: torch.dtype, window: int | None
 ) -> _Chunk:
-    """The chunk that is the packed rows `start : stop`, the last tokens of a context."""
-    first_query = context - (stop - start)
+    """The chunk that is these packed rows, the last tokens of a context."""
+    first_query = context - len(rows)
     first = 0 if window is None else max(0, first_query - window + 1)
     positions = torch.arange(first, context)
-    slots = table[positions // block_size] * block_size + positions % block_size
+    blocks = positions // block_size
+    slots = table_M.index_select(0, blocks).long() * block_size + (positions - blocks * block_size)
     if first_query == 0 and (window is None or window >= context):
-        return _Chunk(slots=slots, blocks=[_QueryBlock(start, stop, 0, context, None)])
-    blocks = []
-    for offset in range(0, stop - start, _QUERY_ROWS):
+        return _Chunk(slots=slots, blocks=[_QueryBlock(rows.start, rows.stop, 0, context, None)])
+    query_blocks = []
+    for offset in range(0, len(rows), _QUERY_ROWS):
         queries = torch.arange(first_query + offset, min(first_query + offset + _QUERY_ROWS, context))
         lowest = first if window is None else max(first, int(queries[0]) - window + 1)
         keys = torch.arange(lowest, int(queries[-1]) + 1)
         hidden = keys > queries[:, None]
         if window is not None:
             hidden |= keys <= queries[:, None] - window
-        rows = (start + offset, start + offset + len(queries))
-        blocks.append(_QueryBlock(*rows, lowest - first, int(keys[-1]) + 1 - first, _additive(hidden, dtype)))
-    return _Chunk(slots=slots, blocks=blocks)
+        start, stop = rows.start + offset, rows.start + offset + len(queries)
+        bounds = (lowest - first, int(keys[-1]) + 1 - first)
+        query_blocks.append(_QueryBlock(start, stop, *bounds, _additive(hidden, dtype)))
+    return _Chunk(slots=slots, blocks=query_blocks)
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
