@@ -101,8 +101,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
-            raise EngineConfigError(
-                f"dtype is {self.dtype!r}; allowed: 'auto', 'float32', 'float16', 'bfloat16'"
-            )
+            raise EngineConfigError(f"dtype is {self.dtype!r}; allowed: 'auto', 'float32', 'float16', 'bfloat16'")
         if self.device not in ("auto", "cpu", "cuda"):
             raise EngineConfigError(f"device is {self.device!r}; allowed: 'auto', 'cpu', 'cuda'")

@@ -1,11 +1,11 @@
 """What the engine refuses or reports.
 
-    EngineError
-    ├── InvalidRequestError     the request cannot be served as it is; says what was seen and what is allowed
-    ├── RequestFailedError      this request failed while it ran; others go on
-    ├── QueueFullError          the engine's waiting queue is full
-    ├── GroupFailedError        a rank died, hung or diverged; the whole group must be re-formed
-    └── EngineConfigError       the settings contradict each other or the model
+EngineError
+├── InvalidRequestError     the request cannot be served as it is; says what was seen and what is allowed
+├── RequestFailedError      this request failed while it ran; others go on
+├── QueueFullError          the engine's waiting queue is full
+├── GroupFailedError        a rank died, hung or diverged; the whole group must be re-formed
+└── EngineConfigError       the settings contradict each other or the model
 """
 
 

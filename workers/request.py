@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Natural log-probabilities at one position, of the model's distribution before temperature, penalties and truncation."""
+    """Natural log-probabilities at one position, of the model's own distribution: before penalties and temperature."""
 
     token_id: int
     logprob: float
