@@ -78,6 +78,7 @@ class RouterProcess:
             failed=self.lifecycle.state is GroupState.FAILED,
         )
         if self._place is not None:
+            status.pid = self._place.pid
             status.grpc_address = self._place.grpc_address
             status.http_address = self._place.http_address or ""
             status.metrics_address = self._place.metrics_address or ""

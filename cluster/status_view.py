@@ -23,44 +23,41 @@ def status_as_dict(status: control_pb2.GetStatusResponse) -> dict[str, Any]:
 
 def print_status(console: Console, status: control_pb2.GetStatusResponse) -> None:
     """Show models, groups and routers as two tables."""
-    groups = Table(title="Replica groups", title_justify="left")
-    for column in ("model", "group", "replica", "state", "for", "ranks (pid)", "restarts", "address", "detail"):
-        groups.add_column(column, overflow="fold")
+    console.print(f"Weft {status.version}, up {_duration(status.uptime_s)}", highlight=False)
+    groups = _table("replica", "state", "for", "restarts", "tp x pp", "ranks (pid)", "address")
     for model in status.models:
         for group in model.groups:
-            groups.add_row(*_group_row(model.name, group))
-    routers = Table(title="Routers", title_justify="left")
-    for column in ("router", "state", "pid", "restarts", "gRPC", "HTTP", "metrics", "detail"):
-        routers.add_column(column, overflow="fold")
-    for router in status.routers:
-        routers.add_row(
-            router.router_id,
-            "[green]alive" if router.alive else "[red]not alive",
-            str(router.pid or "-"),
-            str(router.restarts),
-            router.grpc_address or "-",
-            router.http_address or "-",
-            router.metrics_address or "-",
-            router.detail,
-        )
-    console.print(f"Weft {status.version}, up {_duration(status.uptime_s)}")
+            groups.add_row(*_group_row(group))
+            if group.detail:
+                groups.add_row("", f"[dim]{group.detail}")
     console.print(groups)
+    routers = _table("router", "state", "restarts", "pid", "gRPC", "HTTP", "metrics")
+    for router in status.routers:
+        addresses = (router.grpc_address or "-", router.http_address or "-", router.metrics_address or "-")
+        state = "[green]alive" if router.alive else "[red]not alive"
+        routers.add_row(router.router_id, state, str(router.restarts), str(router.pid or "-"), *addresses)
+        if router.detail:
+            routers.add_row("", f"[dim]{router.detail}")
     console.print(routers)
 
 
-def _group_row(model: str, group: control_pb2.GroupStatus) -> tuple[str, ...]:
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _group_row(group: control_pb2.GroupStatus) -> tuple[str, ...]:
     state = state_name(group)
-    shape = f"tp {group.tensor_parallel} pp {group.pipeline_parallel}: "
     return (
-        model,
-        group.group_id,
-        group.replica_id or "-",
+        group.replica_id or group.group_id,
         f"[{_STYLES.get(state, 'white')}]{state}",
         _duration(group.seconds_in_state),
-        shape + " ".join(str(rank.pid) for rank in group.ranks),
         str(group.restarts),
+        f"{group.tensor_parallel} x {group.pipeline_parallel}",
+        " ".join(str(rank.pid) for rank in group.ranks) or "-",
         group.address or "-",
-        group.detail,
     )
 
 

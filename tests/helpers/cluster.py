@@ -1,6 +1,7 @@
-"""Doubles for the cluster: a clock, a group's life and a router that tests end when they like."""
+"""Doubles for the cluster: a clock, an engine, a group's life and a router that do what tests say."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weft.v1 import control_pb2
@@ -8,6 +9,9 @@ from weft.v1 import control_pb2
 from cluster.config import ModelSpec, build_spec
 from cluster.formation import FormationListener
 from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses
+from workers.async_engine import Snapshot
+from workers.engine import EngineLoad, StepResult
+from workers.request import Request, RequestId, RequestOutput
 
 
 class FakeClock:
@@ -98,3 +102,41 @@ class FakeRouter:
 def model_spec(path: str, **settings: object) -> ModelSpec:
     """One model's spec, by the way that users take."""
     return build_spec({"models": [{"path": path, **settings}]}).models[0]
+
+
+class FakeEngine:
+    """An engine that does what a test says: collects what it is told, and gives the steps that the test makes."""
+
+    def __init__(self, *, num_blocks: int = 64) -> None:
+        self.submitted: list[Request] = []
+        self.aborted: list[RequestId] = []
+        self.resident: list[bytes] = []
+        self.load = EngineLoad(
+            num_running=0, num_waiting=0, num_free_blocks=num_blocks, num_blocks=num_blocks, num_pending_tokens=0
+        )
+        self.told = asyncio.Event()
+
+    def submit(self, request: Request) -> None:
+        self.submitted.append(request)
+        self.told.set()
+
+    def abort(self, request_id: RequestId) -> None:
+        self.aborted.append(request_id)
+        self.told.set()
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(block_hashes=list(self.resident), load=self.load)
+
+    def step(self, *outputs: RequestOutput, stored: Sequence[bytes] = (), evicted: Sequence[bytes] = ()) -> StepResult:
+        """One step's result, already part of the next snapshot."""
+        self.resident = [block for block in (*self.resident, *stored) if block not in evicted]
+        return StepResult(
+            outputs=list(outputs), stored_block_hashes=list(stored), evicted_block_hashes=list(evicted), load=self.load
+        )
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until what it was told satisfies a condition."""
+        async with asyncio.timeout(5):
+            while not condition():
+                self.told.clear()
+                await self.told.wait()

@@ -1,0 +1,90 @@
+import urllib.request
+from itertools import pairwise
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.metrics import BUCKETS_S, EngineCollector, MetricsListener
+from workers.engine import EngineLoad
+from workers.request import FinishReason
+from workers.stats import EngineStats
+
+LABELS = {"model": "m", "replica": "m-0.1"}
+
+
+def scrape(address: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+        text = response.read().decode()
+    extra = LABELS.items()
+    return {
+        (sample.name, tuple(item for item in sample.labels.items() if item not in extra)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if LABELS.items() <= sample.labels.items()
+    }
+
+
+@pytest.fixture
+def stats() -> EngineStats:
+    return EngineStats()
+
+
+@pytest.fixture
+def collector(stats: EngineStats) -> EngineCollector:
+    load = EngineLoad(num_running=3, num_waiting=2, num_free_blocks=25, num_blocks=100, num_pending_tokens=40)
+    return EngineCollector(stats, load=lambda: load, block_size=16, labels=LABELS)
+
+
+def test_everything_an_inference_gateway_expects_is_there(stats: EngineStats, collector: EngineCollector) -> None:
+    stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generation_tokens = 100, 64, 7
+    stats.num_preemptions = 2
+    stats.num_finished[FinishReason.STOP] = 5
+    listener = MetricsListener(collector, "127.0.0.1")
+    try:
+        seen = scrape(listener.address)
+    finally:
+        listener.close()
+    assert {name: seen[name, ()] for name in _PLAIN} == _PLAIN
+    assert seen["weft_requests_finished_total", (("reason", "stop"),)] == 5
+
+
+_PLAIN = {
+    "weft_requests_running": 3,
+    "weft_requests_waiting": 2,
+    "weft_kv_usage_ratio": 0.75,
+    "weft_kv_blocks": 100,
+    "weft_kv_block_size_tokens": 16,
+    "weft_prompt_tokens_total": 100,
+    "weft_cached_tokens_total": 64,
+    "weft_generation_tokens_total": 7,
+    "weft_preemptions_total": 2,
+}
+
+
+def test_latencies_go_into_cumulative_buckets_once(stats: EngineStats, collector: EngineCollector) -> None:
+    for value_s in (0.0005, 0.001, 0.004, 1000.0):
+        stats.ttft_s.add(value_s)
+    listener = MetricsListener(collector, "127.0.0.1")
+    try:
+        scrape(listener.address)
+        seen = scrape(listener.address)  # a second reader sees the same
+    finally:
+        listener.close()
+    bucket = {labels[0][1]: value for (name, labels), value in seen.items() if name == "weft_ttft_seconds_bucket"}
+    assert (bucket["0.001"], bucket["0.003"], bucket["0.005"], bucket["100.0"], bucket["+Inf"]) == (2, 2, 3, 3, 4)
+    assert seen["weft_ttft_seconds_count", ()] == 4
+    assert seen["weft_ttft_seconds_sum", ()] == pytest.approx(1000.0055)
+
+
+def test_observations_are_kept_beyond_what_the_engine_holds(stats: EngineStats, collector: EngineCollector) -> None:
+    for _ in range(3):
+        for _ in range(50_000):
+            stats.itl_s.add(0.01)
+        collector.take_observations()
+    family = next(family for family in collector.collect() if family.name == "weft_itl_seconds")
+    assert next(sample.value for sample in family.samples if sample.name.endswith("_count")) == 150_000
+
+
+def test_buckets_resolve_one_millisecond_to_hundred_seconds() -> None:
+    assert (BUCKETS_S[0], BUCKETS_S[-1]) == (0.001, 100.0)
+    assert all(1 < after / before <= 2 for before, after in pairwise(BUCKETS_S))
