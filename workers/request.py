@@ -1,4 +1,7 @@
-"""A request as the engine sees it, and what comes back for it. Plain values; sequence.py holds the state of one in flight."""
+"""A request as the engine sees it, and what comes back for it: plain values.
+
+sequence.py holds the state of one in flight.
+"""
 
 import math
 from dataclasses import dataclass

@@ -2,7 +2,8 @@
 
     h_i = H(h_{i-1}, tokens of block i), 128 bits, keyed; the chain starts from the request's cache salt
 
-Equal hashes mean equal tokens from the start of the prompt on, under the same salt. Part of the protocol of replica.proto.
+Equal hashes mean equal tokens from the start of the prompt on, under the same salt. Part of the protocol of
+replica.proto.
 """
 
 import sys
