@@ -1,4 +1,7 @@
-"""What can be refused before any process starts: the model's folder, its split over ranks, and taken ports."""
+"""What can be refused before any process starts: the model's folder, its split over ranks, and taken ports.
+
+Imports no torch. Weights are checked by the ranks, which tell the controller what is wrong with them.
+"""
 
 import socket
 from dataclasses import replace
@@ -7,9 +10,8 @@ from pathlib import Path
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import StartError
 from cluster.models import resolve_model
-from parallel.description import DecoderDescription
 from parallel.families.registry import describe_model
-from workers.config import ParallelConfig
+from parallel.shard import check_split
 from workers.errors import EngineConfigError
 
 
@@ -17,7 +19,7 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
     """Return the spec with folders made absolute.
 
     Raises:
-        ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, read or split as wanted.
+        ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
         StartError: a port is taken.
     """
     models = tuple(_check_model(model) for model in spec.models)
@@ -29,7 +31,8 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
 def _check_model(model: ModelSpec) -> ModelSpec:
     folder = resolve_model(model.source)
     description = describe_model(folder)
-    check_split(description, model.engine.parallel)
+    parallel = model.engine.parallel
+    check_split(description, tensor_parallel=parallel.tensor_parallel, pipeline_parallel=parallel.pipeline_parallel)
     wanted = model.engine.max_context
     if wanted is not None and wanted > description.max_context:
         raise EngineConfigError(
@@ -38,17 +41,6 @@ def _check_model(model: ModelSpec) -> ModelSpec:
     if Path(model.source).expanduser().is_dir():
         return replace(model, source=str(folder), engine=replace(model.engine, model=str(folder)))
     return model
-
-
-def check_split(description: DecoderDescription, parallel: ParallelConfig) -> None:
-    """Raise ParallelismError when the model cannot be divided over these ranks."""
-    from parallel.shard import even_range, kv_head_range, layer_range  # torch: only serving needs it here
-
-    size = parallel.tensor_parallel
-    even_range(description.num_heads, 0, size, what="num_attention_heads")
-    kv_head_range(description.num_kv_heads, 0, size)
-    even_range(description.intermediate_size, 0, size, what="intermediate_size")
-    layer_range(description.num_layers, 0, parallel.pipeline_parallel)
 
 
 def _check_ports(spec: ClusterSpec) -> None:

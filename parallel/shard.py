@@ -21,11 +21,13 @@ whole model, not those of a stage:
 """
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from parallel.description import DecoderDescription
 from parallel.errors import ParallelismError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # a split can be checked without the seconds that importing torch takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +50,10 @@ class Piece:
 class ShardedParameter:
     """A parameter of this rank and the pieces that fill it."""
 
-    tensor: Tensor
+    tensor: "Tensor"
     pieces: tuple[Piece, ...]
 
-    def target(self, piece: Piece) -> Tensor:
+    def target(self, piece: Piece) -> "Tensor":
         """The part of the parameter that `piece` fills, as a view."""
         return self.tensor.narrow(piece.dim, piece.offset, piece.stop - piece.start)
 
@@ -64,7 +66,7 @@ def check_split(description: DecoderDescription, *, tensor_parallel: int, pipeli
     layer_range(description.num_layers, 0, pipeline_parallel)
 
 
-def replicated(source: str, tensor: Tensor) -> ShardedParameter:
+def replicated(source: str, tensor: "Tensor") -> ShardedParameter:
     """A parameter that every rank holds whole."""
     piece = Piece(source=source, full_shape=tuple(tensor.shape), dim=0, start=0, stop=tensor.shape[0])
     return ShardedParameter(tensor=tensor, pieces=(piece,))

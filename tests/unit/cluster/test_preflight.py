@@ -1,0 +1,91 @@
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ClusterSpec, build_spec
+from cluster.errors import ModelNotFoundError, StartError
+from cluster.preflight import check_spec
+from parallel.errors import ConfigError, ParallelismError, UnsupportedModelError
+from workers.errors import EngineConfigError
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def spec(folder: Path, **model: object) -> ClusterSpec:
+    return build_spec({"models": [{"path": str(folder), **model}], **ANY_PORTS})
+
+
+def test_good_model_passes_and_its_folder_becomes_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    checked = check_spec(spec(Path(folder.name), tensor_parallel=4, pipeline_parallel=2))
+    assert checked.models[0].source == checked.models[0].engine.model == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel": 3}, "num_heads is 8, which does not divide over tensor_parallel 3"),
+        ({"pipeline_parallel": 3}, "pipeline_parallel is 3; allowed: at most the number of layers, 2"),
+    ],
+)
+def test_split_that_cannot_be_is_refused(folder: Path, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ParallelismError, match=message):
+        check_spec(spec(folder, **settings))
+
+
+def test_context_beyond_the_model_is_refused(folder: Path) -> None:
+    with pytest.raises(EngineConfigError, match="max_context is 257; allowed: at most that of the model, 256"):
+        check_spec(spec(folder, max_context=257))
+
+
+@pytest.mark.parametrize(("text", "error"), [("{", ConfigError), ('{"model_type": "mamba"}', UnsupportedModelError)])
+def test_unreadable_config_is_refused(folder: Path, text: str, error: type[Exception]) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(error, match=r"config\.json"):
+        check_spec(spec(folder))
+
+
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        check_spec(spec(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("section", [("router", "port"), ("router", "metrics_port"), ("controller", "port")])
+def test_taken_port_is_named(folder: Path, section: tuple[str, str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        settings = {**ANY_PORTS, section[0]: {**ANY_PORTS[section[0]], section[1]: port}}
+        wanted = build_spec({"models": [{"path": str(folder)}], **settings})
+        with pytest.raises(StartError, match=rf"{section[0]}\.{section[1]}: {port} on 127\.0\.0\.1 is taken"):
+            check_spec(wanted)
+
+
+def test_check_costs_no_torch_and_no_ray() -> None:
+    code = "import sys, cluster.preflight, cluster.cli; print({'torch', 'ray'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
