@@ -6,13 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
+from torch._C._distributed_c10d import TCPStore
 
 from helpers.fake_model import VOCAB_SIZE, FakeModel
+from helpers.gloo_pool import GlooPool
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine, StepResult
 from workers.errors import GroupFailedError
 from workers.executor import Executor
 from workers.plan import ModelOutput, StepPlan
+from workers.rank import Rendezvous, follow_group, lead_group
 from workers.request import Finish, Request, RequestId, RequestOutput, SamplingParams, TokenLogprobs
 from workers.tokenizer import TokenTable
 
@@ -183,3 +186,24 @@ def engine_over(
         max_context=max_context,
         vocab_size=vocab_size,
     )
+
+
+def in_group(pool: GlooPool, config: EngineConfig, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Form a group of the config's shape in the pool and return `function(executor, config, *args)` of its leader.
+
+    `options` are those of GlooPool.call.
+    """
+    rendezvous = Rendezvous.open()
+    shape = config.parallel
+    return pool.call(_be_rank, config, rendezvous.port, function, args, ranks=shape.world_size, **options)[0]
+
+
+def _be_rank(rank: int, config: EngineConfig, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if rank:
+        return follow_group(config, rank=rank, host="127.0.0.1", port=port)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    executor = lead_group(config, rendezvous=Rendezvous("127.0.0.1", store))
+    try:
+        return function(executor, config, *args)
+    finally:
+        executor.close()
