@@ -10,7 +10,7 @@ SOURCE_ROOT = Path(__file__).parent
 
 
 def generate(output: Path) -> None:
-    """Write `*_pb2.py`, `*_pb2_grpc.py` and their type stubs below `output`; raises RuntimeError when protoc refuses."""
+    """Write the stubs and their types below `output`. Raises RuntimeError when protoc refuses a source."""
     sources = sorted(str(path) for path in SOURCE_ROOT.glob("weft/v1/*.proto"))
     well_known = resources.files("grpc_tools") / "_proto"
     arguments = [f"-I{SOURCE_ROOT}", f"-I{well_known}"]
