@@ -1,0 +1,244 @@
+"""The whole line through real Ray and real gRPC: same tokens alone, together, and when processes die under them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from helpers.live_cluster import Ask, Cluster, ask_alone, ask_together, kill, scrape, wait_until
+from weft.v1 import control_pb2, inference_pb2
+from weft.v1.inference_pb2_grpc import InferenceStub
+
+from router.client import Client
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+READY = control_pb2.GROUP_STATE_READY
+TEXT = (
+    "Once upon a time there was a little dog. It ran to the big tree and saw a red bird. The bird sang a song about the "
+    "sea and the sun, and the dog was happy. Then they went home to the old house, and everybody was glad. "
+)
+
+
+def mixed_asks(number: int, *, max_tokens: int | None = None) -> list[Ask]:
+    """Requests of many lengths, every second one greedy, the others sampled with a seed."""
+    asks = []
+    for index in range(number):
+        greedy = index % 2 == 0
+        asks.append(
+            Ask(
+                prompt=TEXT[: 8 + (index * 37) % 150],
+                options={
+                    "temperature": 0.0 if greedy else 0.9,
+                    "top_p": 1.0 if greedy else 0.9,
+                    "seed": index,
+                    "max_tokens": max_tokens or 8 + (index * 29) % 90,
+                    "ignore_eos": True,
+                    "timeout_s": 120.0,
+                },
+            )
+        )
+    return asks
+
+
+async def test_32_streams_together_give_the_tokens_that_each_gives_alone(cluster: Cluster) -> None:
+    asks = mixed_asks(32)
+    alone = ask_alone(cluster.grpc_address, asks)
+    together = await ask_together(cluster.grpc_address, asks)
+    assert [completion.token_ids for completion in together] == alone
+    assert len({completion.replica_ids for completion in together}) == cluster.num_replicas
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+async def test_streams_outlive_a_killed_rank_and_the_group_comes_back(cluster: Cluster, rank: int) -> None:
+    asks = mixed_asks(12, max_tokens=150)
+    alone = ask_alone(cluster.grpc_address, asks)
+    before = cluster.groups()[0]
+    together = await ask_together(cluster.grpc_address, asks, on_running=lambda: kill(before.ranks[rank].pid))
+    assert [completion.token_ids for completion in together] == alone
+    moved = [completion for completion in together if len(completion.replica_ids) > 1]
+    assert moved, "the kill came too late to interrupt a stream"
+    assert all(completion.replica_ids[0] == before.replica_id for completion in moved)
+    assert all(completion.finish_reason == "length" for completion in together)
+
+    cluster.wait_whole()
+    after = cluster.groups()[0]
+    assert after.restarts == before.restarts + 1
+    assert after.replica_id != before.replica_id
+    assert not {each.pid for each in before.ranks} & {each.pid for each in after.ranks}
+    # The other group was left alone, and the new one gives the same tokens.
+    assert [completion.token_ids for completion in await ask_together(cluster.grpc_address, asks)] == alone
+
+
+def test_killed_router_comes_back_on_the_same_ports(cluster: Cluster) -> None:
+    before = cluster.status().routers[0]
+    kill(before.pid)
+
+    def is_back() -> bool:
+        router = cluster.status().routers[0]
+        return router.alive and router.pid != before.pid
+
+    wait_until(is_back, "router restarted")
+    after = cluster.status().routers[0]
+    assert (after.grpc_address, after.http_address) == (before.grpc_address, before.http_address)
+    cluster.wait_whole()
+    ask = mixed_asks(1)
+    assert len(ask_alone(cluster.grpc_address, ask)[0]) == ask[0].options["max_tokens"]
+    assert all(group.state == READY for group in cluster.groups())
+
+
+def test_cancelled_stream_frees_its_blocks(cluster: Cluster) -> None:
+    metrics = [group.metrics_address for group in cluster.groups()]
+    with Client(cluster.grpc_address) as client:
+        stream = client.generate(TEXT, max_tokens=400, temperature=0.0, ignore_eos=True)
+        for _ in range(3):
+            next(stream)
+        assert sum(scrape(address)["weft_requests_running"] for address in metrics) == 1
+        stream.close()
+
+    def is_idle() -> bool:
+        return all(
+            seen["weft_requests_running"] == seen["weft_requests_waiting"] == seen["weft_kv_usage_ratio"] == 0
+            for seen in map(scrape, metrics)
+        )
+
+    wait_until(is_idle, "blocks freed", timeout_s=10.0)
+    aborted = sum(scrape(address)["weft_requests_finished_total"] for address in metrics)
+    assert aborted >= 1
+
+
+def sampling(**fields: Any) -> inference_pb2.SamplingParams:
+    return inference_pb2.SamplingParams(**fields)
+
+
+def chat(*messages: tuple[str, str]) -> inference_pb2.ChatPrompt:
+    return inference_pb2.ChatPrompt(
+        messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+    )
+
+
+INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+BAD_REQUESTS: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], grpc.StatusCode, str]] = {
+    "empty prompt": (lambda: inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds()), INVALID, "empty"),
+    "no prompt": (lambda: inference_pb2.GenerateRequest(), INVALID, "prompt"),
+    "prompt longer than the context": (
+        lambda: inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5] * 100_000)),
+        INVALID,
+        "100000",
+    ),
+    "token id out of range": (
+        lambda: inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 4_000_000_000])),
+        INVALID,
+        "4000000000",
+    ),
+    "negative temperature": (
+        lambda: inference_pb2.GenerateRequest(text="a", sampling=sampling(temperature=-1.0)),
+        INVALID,
+        "temperature is -1",
+    ),
+    "NaN temperature": (
+        lambda: inference_pb2.GenerateRequest(text="a", sampling=sampling(temperature=float("nan"))),
+        INVALID,
+        "temperature is nan",
+    ),
+    "unknown model": (lambda: inference_pb2.GenerateRequest(model="gpt-9", text="a"), NOT_FOUND, "gpt-9"),
+    "chat without messages": (lambda: inference_pb2.GenerateRequest(chat=chat()), INVALID, "messages"),
+    "chat with an unknown role": (
+        lambda: inference_pb2.GenerateRequest(chat=chat(("wizard", "hi"))),
+        INVALID,
+        "wizard",
+    ),
+    "max_tokens of 0": (
+        lambda: inference_pb2.GenerateRequest(text="a", sampling=sampling(max_tokens=0)),
+        INVALID,
+        "max_tokens is 0; allowed: at least 1",
+    ),
+    "10 MB message": (
+        lambda: inference_pb2.GenerateRequest(text="a" * (10 << 20)),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "4194304",
+    ),
+}
+
+
+async def test_bad_requests_are_refused_and_a_running_stream_is_unharmed(cluster: Cluster) -> None:
+    asks = mixed_asks(1, max_tokens=300)
+    alone = ask_alone(cluster.grpc_address, asks)
+    outcomes: dict[str, tuple[grpc.StatusCode, str]] = {}
+
+    def send_bad_requests() -> None:
+        with grpc.insecure_channel(cluster.grpc_address) as channel:
+            stub = InferenceStub(channel)
+            for name, (make, _, _) in BAD_REQUESTS.items():
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(stub.Generate(make(), timeout=30))
+                outcomes[name] = (caught.value.code(), caught.value.details())
+
+    together = await ask_together(cluster.grpc_address, asks, on_running=send_bad_requests)
+    assert [completion.token_ids for completion in together] == alone
+    for name, (_, code, words) in BAD_REQUESTS.items():
+        assert outcomes[name][0] is code, (name, outcomes[name])
+        assert words in outcomes[name][1], (name, outcomes[name])
+
+
+def test_openai_package_talks_to_the_http_front(cluster: Cluster) -> None:
+    client = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    prompt, options = TEXT[:40], {"temperature": 0.0, "max_tokens": 24}
+    whole = client.completions.create(model="tiny", prompt=prompt, **options)
+    streamed = client.completions.create(model="tiny", prompt=prompt, stream=True, **options)
+    text = "".join(chunk.choices[0].text for chunk in streamed if chunk.choices)
+    with Client(cluster.grpc_address) as grpc_client:
+        assert whole.choices[0].text == text == grpc_client.complete(prompt, temperature=0.0, max_tokens=24).text
+    messages: list[Any] = [{"role": "user", "content": "Who are you?"}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, **options)
+    deltas = client.chat.completions.create(model="tiny", messages=messages, stream=True, **options)
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in deltas if chunk.choices)
+    assert answer.choices[0].message.content == said != ""
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-9", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model="tiny", prompt="a", max_tokens=0)
+
+
+def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cluster.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_command_line_shows_status_and_generates(cluster: Cluster) -> None:
+    control = cluster.service.control_address
+    told = json.loads(weft("status", "--json", "--control", control).stdout)
+    assert [group["state"] for group in told["models"][0]["groups"]] == ["GROUP_STATE_READY"] * cluster.num_replicas
+    shown = weft("status", "--control", control).stdout
+    assert all(str(rank.pid) in shown for group in cluster.groups() for rank in group.ranks)
+    flags = ("--router", cluster.grpc_address, "--max-tokens", "12", "--temperature", "0")
+    streamed = weft("generate", TEXT[:30], *flags)
+    with Client(cluster.grpc_address) as client:
+        assert streamed.stdout == client.complete(TEXT[:30], max_tokens=12, temperature=0.0).text + "\n"
+    assert "TTFT" in streamed.stderr
+    refused = weft("generate", "a", "--model", "gpt-9", *flags)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "gpt-9" in refused.stderr
+
+
+def test_stop_ends_the_service(cluster: Cluster) -> None:
+    """Last in this file: nothing is left of the service after it."""
+    pids = [rank.pid for group in cluster.groups() for rank in group.ranks]
+    done = weft("stop", "--control", cluster.service.control_address, "--grace", "5")
+    assert (done.returncode, done.stdout) == (0, "Stopped.\n")
+    wait_until(lambda: cluster.service.wait_stopped(timeout_s=0.1), "controller ended", timeout_s=15)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "ranks ended", timeout_s=15)
+    assert "no controller answers" in weft("status", "--control", cluster.service.control_address).stderr
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
