@@ -7,14 +7,19 @@ in the core's cache when it is read. The query heads that share a key-value head
 key and value is read once. Keys are gathered token by token, so nothing past the context is ever touched.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 _GROUP_BYTES = 1 << 20
 """Keys and values gathered at once for a group of decodes: about half of a core's second-level cache."""
@@ -24,17 +29,30 @@ _QUERY_ROWS = 256
 """Query rows of a chunk that are masked together; rows further down see more keys."""
 
 
+class _Gather:
+    """Copies the keys and values of chosen slots, [slots, K, H], side by side into the workspace of all layers."""
+
+    def __init__(self, slots: Tensor, workspace: tuple[Tensor, Tensor], shape: tuple[int, int]) -> None:
+        """`slots` int64; `shape` (K, H) of one token."""
+        self._slots = slots
+        self.keys, self.values = (half[: len(slots) * shape[0] * shape[1]].view(-1, *shape) for half in workspace)
+
+    def __call__(self, keys: Tensor, values: Tensor) -> None:
+        """Fill `self.keys` and `self.values`, good until the next gather, from a layer's cache flattened to slots."""
+        torch.index_select(keys, 0, self._slots, out=self.keys)
+        torch.index_select(values, 0, self._slots, out=self.values)
+
+
 @dataclass(slots=True)
 class _Group:
-    """Decodes of about the same length, `start : stop` in sorted order."""
+    """Decodes of about the same length."""
 
-    start: int
-    stop: int
-    slots: Tensor
-    """[(stop - start) * length] int64."""
-    length: int
+    gather: _Gather
+    keys: Tensor
+    """[S, K, L, H], of the gathered ones; `values` too."""
+    values: Tensor
     mask: Tensor | None
-    """[stop - start, 1, 1, length], 0 or -inf; None: all have this very length."""
+    """[S, 1, 1, L], 0 or -inf; None: all have the same length."""
 
 
 @dataclass(slots=True)
@@ -43,19 +61,18 @@ class _QueryBlock:
 
     start: int
     stop: int
-    first_key: int
-    """Of the gathered ones."""
-    last_key: int
+    keys: Tensor
+    """[1, K, L, H], of the gathered ones; `values` too."""
+    values: Tensor
     mask: Tensor | None
-    """[rows, keys], 0 or -inf; None: row i sees keys 0 .. i."""
+    """[rows, L], 0 or -inf; None: row i sees keys 0 .. i."""
 
 
 @dataclass(slots=True)
 class _Chunk:
     """More than one query token of one sequence."""
 
-    slots: Tensor
-    """[keys] int64."""
+    gather: _Gather
     blocks: list[_QueryBlock]
 
 
@@ -63,8 +80,10 @@ class _Chunk:
 class _Plan:
     """How the attention of one step is computed, for one sliding window."""
 
-    order: Tensor | None
-    """[num_decodes] int64, the decodes from short to long; None: they already are."""
+    num_decodes: int
+    order: tuple[Tensor, Tensor] | None
+    """[num_decodes] int64 each: the decodes from short to long, and the inverse; None: they already are."""
+    group_sizes: list[int]
     groups: list[_Group]
     chunks: list[_Chunk]
 
@@ -74,184 +93,198 @@ class CpuPagedAttention:
 
     def __init__(self) -> None:
         self._meta: AttentionMeta | None = None
-        self._plans: dict[tuple[int | None, torch.dtype, torch.Size], _Plan] = {}
+        self._plans: dict[tuple[int | None, torch.Size], _Plan] = {}
         self._workspaces: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""
         if params.soft_cap is not None:
             raise ValueError(f"soft_cap is {params.soft_cap}; this kernel allows: None")
-        plan = self._plan(q_TNH.dtype, cache, meta, params.sliding_window)
-        if not plan.chunks and len(plan.groups) == 1 and plan.order is None:
-            return self._attend_group(q_TNH, cache, plan.groups[0], params.scale).reshape(q_TNH.shape)
+        plan = self._plan(cache, meta, params.sliding_window)
+        keys, values = cache.k_BPKH.flatten(0, 1), cache.v_BPKH.flatten(0, 1)
+        if not plan.chunks:
+            return _attend_decodes(q_TNH, keys, values, plan, params.scale)
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
         if plan.groups:
-            self._attend_decodes(q_TNH, out_TNH, cache, plan, params.scale)
+            num = plan.num_decodes
+            out_TNH[:num] = _attend_decodes(q_TNH[:num], keys, values, plan, params.scale)
         for chunk in plan.chunks:
-            self._attend_chunk(q_TNH, out_TNH, cache, chunk, params.scale)
+            _attend_chunk(q_TNH, out_TNH, keys, values, chunk, params.scale)
         return out_TNH
 
-    def _attend_decodes(self, q_TNH: Tensor, out_TNH: Tensor, cache: LayerCache, plan: _Plan, scale: float) -> None:
-        sorted_q = q_TNH if plan.order is None else q_TNH.index_select(0, plan.order)
-        sorted_out = out_TNH if plan.order is None else torch.empty_like(sorted_q)
-        num_kv_heads = cache.k_BPKH.shape[2]
-        for group in plan.groups:
-            result = self._attend_group(sorted_q[group.start : group.stop], cache, group, scale)
-            sorted_out[group.start : group.stop].unflatten(1, (num_kv_heads, -1)).copy_(result)
-        if plan.order is not None:
-            out_TNH.index_copy_(0, plan.order, sorted_out)
-
-    def _attend_group(self, q_SNH: Tensor, cache: LayerCache, group: _Group, scale: float) -> Tensor:
-        """[S, N, H] -> [S, K, N // K, H]."""
-        num_sequences, num_heads, head_dim = q_SNH.shape
-        num_kv_heads = cache.k_BPKH.shape[2]
-        keys, values = self._gather(cache, group.slots)
-        shape = (num_sequences, group.length, num_kv_heads, head_dim)
-        return F.scaled_dot_product_attention(
-            q_SNH.view(num_sequences, num_kv_heads, num_heads // num_kv_heads, head_dim),
-            keys.view(shape).transpose(1, 2),
-            values.view(shape).transpose(1, 2),
-            attn_mask=group.mask,
-            scale=scale,
-        )
-
-    def _attend_chunk(self, q_TNH: Tensor, out_TNH: Tensor, cache: LayerCache, chunk: _Chunk, scale: float) -> None:
-        keys_LKH, values_LKH = self._gather(cache, chunk.slots)
-        keys_KLH, values_KLH = keys_LKH.transpose(0, 1), values_LKH.transpose(0, 1)
-        shares_heads = q_TNH.shape[1] != keys_KLH.shape[0]
-        for block in chunk.blocks:
-            result_1NTH = F.scaled_dot_product_attention(
-                q_TNH[block.start : block.stop].transpose(0, 1).unsqueeze(0),
-                keys_KLH[:, block.first_key : block.last_key].unsqueeze(0),
-                values_KLH[:, block.first_key : block.last_key].unsqueeze(0),
-                attn_mask=block.mask,
-                is_causal=block.mask is None,
-                scale=scale,
-                enable_gqa=shares_heads,
-            )
-            out_TNH[block.start : block.stop].copy_(result_1NTH[0].transpose(0, 1))
-
-    def _gather(self, cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of these slots, [slots, K, H] each; good until the next call."""
-        num_kv_heads, head_dim = cache.k_BPKH.shape[2:]
-        shape = (len(slots), num_kv_heads, head_dim)
-        needed = len(slots) * num_kv_heads * head_dim
-        workspace = self._workspaces.get(cache.k_BPKH.dtype)
-        if workspace is None or len(workspace[0]) < needed:
-            # kept, so that the pages are faulted in once; half as much again, so that a growing context seldom grows it
-            size = needed + needed // 2
-            workspace = (torch.empty(size, dtype=cache.k_BPKH.dtype), torch.empty(size, dtype=cache.v_BPKH.dtype))
-            self._workspaces[cache.k_BPKH.dtype] = workspace
-        keys, values = workspace[0][:needed].view(shape), workspace[1][:needed].view(shape)
-        torch.index_select(cache.k_BPKH.flatten(0, 1), 0, slots, out=keys)
-        torch.index_select(cache.v_BPKH.flatten(0, 1), 0, slots, out=values)
-        return keys, values
-
-    def _plan(self, dtype: torch.dtype, cache: LayerCache, meta: AttentionMeta, window: int | None) -> _Plan:
+    def _plan(self, cache: LayerCache, meta: AttentionMeta, window: int | None) -> _Plan:
         if meta is not self._meta:
             self._meta = meta
             self._plans.clear()
-        key = (window, dtype, cache.k_BPKH.shape)
+        key = (window, cache.k_BPKH.shape)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = _make_plan(dtype, cache, meta, window)
+            plan = self._plans[key] = _Planner(cache, meta, window, self._workspace).plan()
         return plan
 
+    def _workspace(self, cache: LayerCache, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Room for the keys and the values of this many tokens, at least."""
+        dtype, token_size = cache.k_BPKH.dtype, cache.k_BPKH.shape[2:].numel()
+        workspace = self._workspaces.get(dtype)
+        if workspace is None or len(workspace[0]) < num_tokens * token_size:
+            # kept, so that its pages are faulted in once; half as much again, so that a growing context seldom grows it
+            size = (num_tokens + num_tokens // 2) * token_size
+            workspace = self._workspaces[dtype] = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+        return workspace
 
-def _make_plan(dtype: torch.dtype, cache: LayerCache, meta: AttentionMeta, window: int | None) -> _Plan:
-    block_size, num_kv_heads, head_dim = cache.k_BPKH.shape[1:]
-    token_bytes = 2 * num_kv_heads * head_dim * cache.k_BPKH.element_size()
-    contexts, starts = meta.context_lens_host, meta.query_starts_host
-    order, groups = _make_groups(meta, block_size, dtype, window, max_tokens=_GROUP_BYTES // token_bytes)
-    chunks = [
-        _make_chunk(
-            range(starts[row], starts[row + 1]), contexts[row], meta.block_tables[row], block_size, dtype, window
+
+def _attend_decodes(q_SNH: Tensor, keys: Tensor, values: Tensor, plan: _Plan, scale: float) -> Tensor:
+    """[S, N, H] -> the same; query heads of one key-value head are rows of one product: [S, K, N // K, H]."""
+    num_sequences, num_heads, head_dim = q_SNH.shape
+    num_kv_heads = keys.shape[1]
+    if plan.order is not None:
+        q_SNH = q_SNH.index_select(0, plan.order[0])
+    parts = q_SNH.view(num_sequences, num_kv_heads, num_heads // num_kv_heads, head_dim).split(plan.group_sizes)
+    results = []
+    for q_SKGH, group in zip(parts, plan.groups, strict=True):
+        group.gather(keys, values)
+        results.append(
+            F.scaled_dot_product_attention(q_SKGH, group.keys, group.values, attn_mask=group.mask, scale=scale)
         )
-        for row in range(meta.num_decodes, len(contexts))
-    ]
-    return _Plan(order=order, groups=groups, chunks=chunks)
+    out_SKGH = results[0] if len(results) == 1 else torch.cat(results)
+    out_SNH = out_SKGH.reshape(num_sequences, num_heads, head_dim)
+    return out_SNH if plan.order is None else out_SNH.index_select(0, plan.order[1])
 
 
-def _make_groups(
-    meta: AttentionMeta, block_size: int, dtype: torch.dtype, window: int | None, *, max_tokens: int
-) -> tuple[Tensor | None, list[_Group]]:
-    """Sort the decodes and cut them into groups.
-
-    Each row of a group has the group's length; one that is shorter repeats its first token in front, masked:
-
-        t0 t0 t0 t1 ... tn
-    """
-    if not meta.num_decodes:
-        return None, []
-    contexts = np.array(meta.context_lens_host[: meta.num_decodes])
-    lengths = contexts if window is None else np.minimum(contexts, window)
-    order = lengths.argsort(kind="stable")
-    contexts, lengths = contexts[order], lengths[order]
-    bounds = _group_lengths(lengths.tolist(), max_tokens=max_tokens)
-    padded = np.concatenate([np.full(stop - start, lengths[stop - 1]) for start, stop in bounds])
-
-    # the slots of all rows in one piece: a step has many short rows, and each call costs more than its numbers
-    ends = padded.cumsum()
-    rows = np.repeat(np.arange(len(order)), padded)
-    positions = np.arange(ends[-1]) + np.repeat(contexts - ends, padded)
-    firsts = np.repeat(contexts - lengths, padded)
-    is_padding = positions < firsts
-    np.maximum(positions, firsts, out=positions)
-    blocks = positions // block_size
-    slots = (
-        meta.block_tables.numpy()[order[rows], blocks].astype(np.int64) * block_size + positions - blocks * block_size
-    )
-
-    groups = []
-    for start, stop in bounds:
-        length, part = int(padded[start]), slice(ends[start] - padded[start], ends[stop - 1])
-        mask = None
-        if lengths[start] != length:
-            mask = _additive(torch.from_numpy(is_padding[part]).view(stop - start, 1, 1, length), dtype)
-        groups.append(_Group(start, stop, torch.from_numpy(slots[part]), length, mask))
-    is_sorted = bool((order[1:] > order[:-1]).all())
-    return None if is_sorted else torch.from_numpy(order), groups
+def _attend_chunk(q_TNH: Tensor, out_TNH: Tensor, keys: Tensor, values: Tensor, chunk: _Chunk, scale: float) -> None:
+    chunk.gather(keys, values)
+    shares_heads = q_TNH.shape[1] != keys.shape[1]
+    for block in chunk.blocks:
+        result_1NTH = F.scaled_dot_product_attention(
+            q_TNH[block.start : block.stop].transpose(0, 1).unsqueeze(0),
+            block.keys,
+            block.values,
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            scale=scale,
+            enable_gqa=shares_heads,
+        )
+        out_TNH[block.start : block.stop] = result_1NTH[0].transpose(0, 1)
 
 
-def _group_lengths(lengths: list[int], *, max_tokens: int) -> list[tuple[int, int]]:
+class _Planner:
+    """Makes the plan of one step and one sliding window."""
+
+    def __init__(
+        self,
+        cache: LayerCache,
+        meta: AttentionMeta,
+        window: int | None,
+        workspace: Callable[[LayerCache, int], tuple[Tensor, Tensor]],
+    ) -> None:
+        self._meta = meta
+        self._window = window
+        self._dtype = cache.k_BPKH.dtype
+        self._block_size, num_kv_heads, head_dim = cache.k_BPKH.shape[1:]
+        self._token_shape = num_kv_heads, head_dim
+        self._token_bytes = 2 * num_kv_heads * head_dim * cache.k_BPKH.element_size()
+        chunk_contexts = meta.context_lens_host[meta.num_decodes :]
+        most = max(_GROUP_BYTES // self._token_bytes, *meta.context_lens_host[: meta.num_decodes], *chunk_contexts, 1)
+        self._workspace = workspace(cache, most)
+
+    def plan(self) -> _Plan:
+        """The plan."""
+        meta = self._meta
+        chunks = [self._chunk(row) for row in range(meta.num_decodes, len(meta.context_lens_host))]
+        if not meta.num_decodes:
+            return _Plan(num_decodes=0, order=None, group_sizes=[], groups=[], chunks=chunks)
+        order, sizes, groups = self._groups()
+        is_sorted = bool((order[1:] > order[:-1]).all())
+        both = torch.from_numpy(order), torch.from_numpy(order.argsort())
+        return _Plan(
+            num_decodes=meta.num_decodes,
+            order=None if is_sorted else both,
+            group_sizes=sizes,
+            groups=groups,
+            chunks=chunks,
+        )
+
+    def _groups(self) -> tuple[Int64Array, list[int], list[_Group]]:
+        """Sort the decodes and cut them into groups: order, sizes, groups.
+
+        Each row of a group has the group's length; one that is shorter repeats its first token in front, masked:
+
+            t0 t0 t0 t1 ... tn
+        """
+        contexts = np.array(self._meta.context_lens_host[: self._meta.num_decodes])
+        lengths = contexts if self._window is None else np.minimum(contexts, self._window)
+        order = lengths.argsort(kind="stable")
+        contexts, lengths = contexts[order], lengths[order]
+        sizes = _group_sizes(lengths.tolist(), max_tokens=_GROUP_BYTES // self._token_bytes)
+        stops = np.cumsum(sizes)
+        padded = np.repeat(lengths[stops - 1], sizes)
+
+        # the slots of all rows in one piece: a step has many short rows, and each call costs more than its numbers
+        ends = padded.cumsum()
+        positions = np.arange(ends[-1]) + np.repeat(contexts - ends, padded)
+        firsts = np.repeat(contexts - lengths, padded)
+        is_padding = positions < firsts
+        slots = self._slots(np.repeat(order, padded), np.maximum(positions, firsts))
+
+        groups = []
+        for size, stop in zip(sizes, stops.tolist(), strict=True):
+            length = int(padded[stop - 1])
+            part = slice(int(ends[stop - 1]) - size * length, int(ends[stop - 1]))
+            mask = is_padding[part].reshape(size, 1, 1, length) if lengths[stop - size] != length else None
+            groups.append(self._group(slots[part], size, mask))
+        return order, sizes, groups
+
+    def _group(self, slots: Int64Array, size: int, hidden: BoolArray | None) -> _Group:
+        gather = self._gather(slots)
+        shape = (size, -1, *self._token_shape)
+        keys, values = (half.view(shape).transpose(1, 2) for half in (gather.keys, gather.values))
+        return _Group(gather, keys, values, None if hidden is None else self._additive(hidden))
+
+    def _chunk(self, row: int) -> _Chunk:
+        """The chunk of a sequence: the last tokens of its context."""
+        start, stop = self._meta.query_starts_host[row : row + 2]
+        context, window = self._meta.context_lens_host[row], self._window
+        first_query = context - (stop - start)
+        first = 0 if window is None else max(0, first_query - window + 1)
+        gather = self._gather(self._slots(np.full(context - first, row), np.arange(first, context)))
+        keys, values = (half.transpose(0, 1).unsqueeze(0) for half in (gather.keys, gather.values))
+        if first_query == 0 and (window is None or window >= context):
+            return _Chunk(gather, [_QueryBlock(start, stop, keys, values, None)])
+        blocks = []
+        for offset in range(0, stop - start, _QUERY_ROWS):
+            queries = np.arange(first_query + offset, min(first_query + offset + _QUERY_ROWS, context))[:, None]
+            lowest = first if window is None else max(first, int(queries[0, 0]) - window + 1)
+            positions = np.arange(lowest, int(queries[-1, 0]) + 1)
+            hidden = positions > queries
+            if window is not None:
+                hidden |= positions <= queries - window
+            seen = slice(lowest - first, lowest - first + len(positions))
+            rows = (start + offset, start + offset + len(queries))
+            blocks.append(_QueryBlock(*rows, keys[:, :, seen], values[:, :, seen], self._additive(hidden)))
+        return _Chunk(gather, blocks)
+
+    def _slots(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        """Where these positions of these sequences are in the cache."""
+        blocks = positions // self._block_size
+        tables_SM = self._meta.block_tables.numpy()
+        return tables_SM[rows, blocks].astype(np.int64) * self._block_size + (positions - blocks * self._block_size)
+
+    def _gather(self, slots: Int64Array) -> _Gather:
+        return _Gather(torch.from_numpy(slots), self._workspace, self._token_shape)
+
+    def _additive(self, hidden: BoolArray) -> Tensor:
+        return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+
+
+def _group_sizes(lengths: list[int], *, max_tokens: int) -> list[int]:
     """Cut ascending lengths into runs that waste little and hold at most `max_tokens`, or one sequence."""
-    groups = []
-    start, total = 0, 0
-    for index, length in enumerate(lengths):
-        padded = length * (index + 1 - start)
-        if index > start and (padded > max_tokens or padded > _MAX_PADDING * (total + length)):
-            groups.append((start, index))
-            start, total = index, 0
+    sizes = []
+    size, total = 0, 0
+    for length in lengths:
+        padded = length * (size + 1)
+        if size and (padded > max_tokens or padded > _MAX_PADDING * (total + length)):
+            sizes.append(size)
+            size, total = 0, 0
+        size += 1
         total += length
-    if lengths:
-        groups.append((start, len(lengths)))
-    return groups
-
-
-def _make_chunk(
-    rows: range, context: int, table_M: Tensor, block_size: int, dtype: torch.dtype, window: int | None
-) -> _Chunk:
-    """The chunk that is these packed rows, the last tokens of a context."""
-    first_query = context - len(rows)
-    first = 0 if window is None else max(0, first_query - window + 1)
-    positions = torch.arange(first, context)
-    blocks = positions // block_size
-    slots = table_M.index_select(0, blocks).long() * block_size + (positions - blocks * block_size)
-    if first_query == 0 and (window is None or window >= context):
-        return _Chunk(slots=slots, blocks=[_QueryBlock(rows.start, rows.stop, 0, context, None)])
-    query_blocks = []
-    for offset in range(0, len(rows), _QUERY_ROWS):
-        queries = torch.arange(first_query + offset, min(first_query + offset + _QUERY_ROWS, context))
-        lowest = first if window is None else max(first, int(queries[0]) - window + 1)
-        keys = torch.arange(lowest, int(queries[-1]) + 1)
-        hidden = keys > queries[:, None]
-        if window is not None:
-            hidden |= keys <= queries[:, None] - window
-        start, stop = rows.start + offset, rows.start + offset + len(queries)
-        bounds = (lowest - first, int(keys[-1]) + 1 - first)
-        query_blocks.append(_QueryBlock(start, stop, *bounds, _additive(hidden, dtype)))
-    return _Chunk(slots=slots, blocks=query_blocks)
-
-
-def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return [*sizes, size]
