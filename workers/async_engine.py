@@ -65,8 +65,10 @@ class AsyncEngine:
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+        if self._loop is None:
+            self._engine.close()  # never started
+            return
+        await asyncio.to_thread(self._thread.join)
         await asyncio.sleep(0)  # let the results that are on their way arrive
 
     def submit(self, request: Request) -> None:

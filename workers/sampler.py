@@ -109,17 +109,21 @@ class Sampler:
         ]
 
     def _edit(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Tensor:
-        """Return a copy with penalties and forbidden stop ids applied."""
+        """Return a copy with penalties and forbidden stop ids applied, those of all rows at once."""
         logits = logits_SV.clone()
-        flat = logits.view(-1)
         vocab_size = logits.shape[1]
+        edit = _PenaltyEdit()
+        forbidden: list[int] = []
         for row in np.flatnonzero(flags & _EDITED).tolist():
             state = self._rows[int(slots[row])]
             if state.penalties is not None:
-                state.penalties.apply(logits[row])
+                edit.add(state.penalties, row * vocab_size)
             if state.forbids_stop and int(positions[row]) - state.num_prompt_tokens < state.params.min_tokens:
-                stop_ids = [row * vocab_size + token_id for token_id in state.stop_token_ids if token_id < vocab_size]
-                flat[torch.tensor(stop_ids, dtype=torch.int64, device=self._device)] = -torch.inf
+                forbidden += [row * vocab_size + token_id for token_id in state.stop_token_ids if token_id < vocab_size]
+        flat = logits.view(-1)
+        edit.apply(flat)
+        if forbidden:
+            flat[self._tensor(np.array(forbidden))] = -torch.inf
         return logits
 
     def _choose(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Tensor:
@@ -205,7 +209,7 @@ class _Penalties:
     """The ids that one sequence has seen and how often each is in its output, kept as tokens come."""
 
     def __init__(self, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        self._params = params
+        self.params = params
         self._places: dict[int, int] = {}
         self._ids = np.empty(64, np.int64)
         self._counts = np.zeros(64, np.float32)
@@ -219,16 +223,11 @@ class _Penalties:
             place = self._place(token_id)  # before the array is read: it may grow
             self._counts[place] += 1
 
-    def apply(self, logits_V: Tensor) -> None:
+    @property
+    def seen(self) -> tuple[Int64Array, npt.NDArray[np.float32]]:
+        """The ids seen and their counts in the output; good until the next token."""
         num = len(self._places)
-        ids = torch.from_numpy(self._ids[:num]).to(logits_V.device)
-        counts = torch.from_numpy(self._counts[:num]).to(logits_V.device)
-        seen = logits_V[ids]
-        repetition = self._params.repetition_penalty
-        seen = torch.where(seen > 0, seen / repetition, seen * repetition)
-        seen -= self._params.frequency_penalty * counts
-        seen -= self._params.presence_penalty * (counts > 0)
-        logits_V[ids] = seen
+        return self._ids[:num], self._counts[:num]
 
     def _place(self, token_id: int) -> int:
         place = self._places.setdefault(token_id, len(self._places))
@@ -239,13 +238,44 @@ class _Penalties:
         return place
 
 
+class _PenaltyEdit:
+    """The penalties of a batch, gathered into one edit of its logits."""
+
+    def __init__(self) -> None:
+        self._places: list[Int64Array] = []
+        self._offsets: list[npt.NDArray[np.float32]] = []
+        self._factors: list[float] = []
+
+    def add(self, penalties: _Penalties, first_place: int) -> None:
+        """Gather those of one row, whose logits begin at `first_place`."""
+        ids, counts = penalties.seen
+        params = penalties.params
+        self._places.append(ids + first_place)
+        self._offsets.append(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
+        self._factors.append(params.repetition_penalty)
+
+    def apply(self, logits: Tensor) -> None:
+        """Divide positive logits by the repetition penalty, multiply the others, then subtract the other two."""
+        if not self._places:
+            return
+        factors = np.repeat(np.array(self._factors, np.float32), [len(places) for places in self._places])
+        places, factor, offset = (
+            torch.from_numpy(array).to(logits.device)
+            for array in (np.concatenate(self._places), factors, np.concatenate(self._offsets, dtype=np.float32))
+        )
+        seen = logits[places]
+        logits[places] = torch.where(seen > 0, seen / factor, seen * factor) - offset
+
+
 def _largest(logits_SV: Tensor) -> Tensor:
     """The first largest of each row; -1 where it is not finite. NaN counts as larger than any number."""
-    if logits_SV.device.type == "cpu":
-        token_ids = torch.from_numpy(logits_SV.numpy().argmax(-1))  # vectorized, unlike torch's on a CPU
-    else:
-        token_ids = logits_SV.argmax(-1)
-    return token_ids.where(logits_SV.gather(-1, token_ids[:, None])[:, 0].isfinite(), -1)
+    if logits_SV.device.type != "cpu":
+        largest = logits_SV.max(-1)
+        return largest.indices.where(largest.values.isfinite(), -1)
+    logits = logits_SV.numpy()  # whose argmax is vectorized, unlike torch's
+    token_ids = logits.argmax(-1)
+    is_finite = np.isfinite(logits[np.arange(len(logits)), token_ids])
+    return torch.from_numpy(np.where(is_finite, token_ids, -1))
 
 
 def _not_finite(slot: int) -> SampledToken:

@@ -1,0 +1,102 @@
+"""How many blocks a rank can hold, and what they are made of."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from parallel.decoder import Decoder
+from parallel.device.base import Device
+from parallel.device.cpu import CpuDevice
+from workers.config import CacheConfig
+from workers.errors import EngineConfigError
+from workers.kv_cache import allocate_caches, block_bytes, choose_num_blocks
+
+# 2 (k, v) * 3 layers * 16 tokens * 2 heads * 8 dims * 4 bytes
+BLOCK_BYTES = 2 * 3 * 16 * 2 * 8 * 4
+
+
+def decoder() -> Decoder:
+    """As much of a decoder as the cache looks at."""
+    fields: dict[str, Any] = {
+        "num_local_layers": 3,
+        "num_local_kv_heads": 2,
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "description": SimpleNamespace(head_dim=8),
+    }
+    return cast(Decoder, SimpleNamespace(**fields))
+
+
+class FakeGpu:
+    """Holds 1,000,000 bytes: 200,000 of weights, 50,000 of others; a step takes 150,000 for a moment."""
+
+    torch_device = torch.device("cuda")
+    collective_backend = "nccl"
+
+    def __init__(self) -> None:
+        self._peak = 0
+
+    def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        return checkpoint_dtype
+
+    def total_memory_bytes(self) -> int:
+        return 1_000_000
+
+    def free_memory_bytes(self) -> int:
+        return 750_000
+
+    def peak_memory_bytes(self) -> int:
+        return self._peak
+
+    def reset_peak_memory(self) -> None:
+        self._peak = 200_000
+
+    def synchronize(self) -> None: ...
+
+    def run_step(self) -> None:
+        self._peak = 350_000
+
+
+def no_profile() -> None:
+    raise AssertionError("no profiling run is needed")
+
+
+def choose(config: CacheConfig, device: Device | None = None) -> int:
+    return choose_num_blocks(config, decoder(), device or CpuDevice(), no_profile)
+
+
+def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
+    assert block_bytes(decoder(), 16) == BLOCK_BYTES
+
+
+def test_a_given_number_is_taken() -> None:
+    assert choose(CacheConfig(num_blocks=77)) == 77
+
+
+def test_a_cpu_fills_its_cache_bytes() -> None:
+    assert choose(CacheConfig(cpu_cache_bytes=10 * BLOCK_BYTES + 5)) == 10
+
+
+def test_a_gpu_fills_what_the_largest_step_leaves() -> None:
+    gpu = FakeGpu()
+    num_blocks = choose_num_blocks(CacheConfig(memory_fraction=0.9), decoder(), gpu, gpu.run_step)
+    assert num_blocks == (900_000 - (250_000 + 150_000)) // BLOCK_BYTES
+
+
+def test_too_little_memory_is_refused() -> None:
+    with pytest.raises(EngineConfigError, match="room for 1 blocks of 6144 bytes; allowed: at least 2"):
+        choose(CacheConfig(cpu_cache_bytes=2 * BLOCK_BYTES - 1))
+
+
+def test_caches_are_zeros_of_the_fixed_layout() -> None:
+    caches = allocate_caches(decoder(), num_blocks=5, block_size=16)
+    assert len(caches) == 3
+    for cache in caches:
+        for tensor in cache:
+            assert tensor.shape == (5, 16, 2, 8)
+            assert tensor.is_contiguous()
+            assert not tensor.any()
+    caches[0].k_BPKH.fill_(1.0)
+    assert not caches[0].v_BPKH.any()
