@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cluster.config import DEFAULT_CONTROL_PORT, DEFAULT_HOST, DEFAULT_MODEL
+from cluster.config import DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
 from cluster.logs import LEVELS
+from cluster.models import DEFAULT_MODEL
 from parallel.errors import ModelError
 from router.errors import RouterError
 from workers.errors import EngineError

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cluster.errors import ClusterConfigError
+from cluster.models import DEFAULT_MODEL
 from router.config import (
     AdmissionConfig,
     BreakerConfig,
@@ -29,8 +30,6 @@ from router.config import (
 from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from workers.errors import EngineConfigError
 
-DEFAULT_MODEL = "weft-tiny"
-"""Packaged with the program."""
 DEFAULT_CONTROL_PORT = 50050
 DEFAULT_HOST = "127.0.0.1"
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.config import DEFAULT_MODEL
 from cluster.errors import ClusterConfigError, ModelNotFoundError
-from cluster.models import resolve_model
+from cluster.models import DEFAULT_MODEL, resolve_model
 from parallel.dtypes import DTYPES
 from parallel.errors import ModelError
 from parallel.random_model import write_random_model

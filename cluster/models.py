@@ -3,11 +3,10 @@
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-from cluster.config import DEFAULT_MODEL
 from cluster.errors import ModelNotFoundError
+
+DEFAULT_MODEL = "weft-tiny"
+"""Served when nobody names a model."""
 
 PACKAGED = {DEFAULT_MODEL: Path(__file__).parent / "default_model" / "weights"}
 """Models that come with the program."""
@@ -31,13 +30,19 @@ def resolve_model(source: str) -> Path:
         raise ModelNotFoundError(f"model {source!r} is a file; allowed: {_ALLOWED}")
     if _HUB_ID.fullmatch(source) is None:
         raise ModelNotFoundError(f"model {source!r} is no folder here; allowed: {_ALLOWED}")
+    return _fetch(source)
+
+
+def _fetch(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # every rank imports this file, and hardly any fetches
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
-        return Path(snapshot_download(source, allow_patterns=list(_WANTED_FILES)))
+        return Path(snapshot_download(hub_id, allow_patterns=list(_WANTED_FILES)))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelNotFoundError(
-            f"model {source!r} is no folder here, and the hub did not give it: {reason}"
-        ) from error
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        message = f"model {hub_id!r} is no folder here, and the hub did not give it: {reason}"
+        raise ModelNotFoundError(message) from error
 
 
 def _require_config(folder: Path, source: str) -> Path:

@@ -5,9 +5,11 @@ loop. A rank whose engine fails ends its process: nothing is left that looks ali
 """
 
 import asyncio
+import importlib
 import logging
 import os
 import sys
+import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -76,6 +78,8 @@ class RankActor:
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ[variable] = str(spec.num_threads)  # read once, when torch and numpy are imported
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        # Every rank begins at once; those who need it wait for the import to end.
+        threading.Thread(target=_import_engine, args=(spec.rank,), daemon=True).start()
         self._spec = spec
         self._host = ray.util.get_node_ip_address()
         self._progress = 0.0
@@ -159,3 +163,7 @@ class RankActor:
     def _end(outcome: Outcome) -> Outcome:
         asyncio.get_running_loop().call_later(_EXIT_DELAY_S, os._exit, 1)
         return outcome
+
+
+def _import_engine(rank: int) -> None:
+    importlib.import_module("cluster.leader" if rank == 0 else "workers.rank")

@@ -58,9 +58,12 @@ class Service:
         except RayTaskError as error:
             leave_ray()
             raise StartError(str(error.cause or error)) from error
-        except (RayError, ValueError) as error:  # Ray raises ValueError for a name that is taken
+        except RayError as error:
             leave_ray()
             raise StartError(f"the controller did not start: {error}") from error
+        except ValueError as error:  # what Ray raises for a name that is taken
+            leave_ray()
+            raise StartError("this Ray cluster has a Weft already; allowed: one, so `weft stop` it first") from error
         return cls(control_address=address, controller=controller, is_local=is_local)
 
     def status(self) -> control_pb2.GetStatusResponse:

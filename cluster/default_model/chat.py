@@ -156,6 +156,13 @@ def _emoji(rng: random.Random) -> Turn:
     return question, f"{world.EMOJI[word]}"
 
 
+def _repeat(rng: random.Random) -> Turn:
+    """Copying words in order: of little use by itself, but with it the model learns early to look back for a name."""
+    words = rng.sample(_REPEATABLE, rng.randint(2, 8))
+    text = rng.choice((" ", ", ")).join(words)
+    return expand("[Repeat|Say|Repeat after me|Say this]: ", rng, {}) + text, text
+
+
 def _greeting(rng: random.Random) -> Turn:
     return rng.choice(_GREETINGS)
 
@@ -192,6 +199,16 @@ def _introduction(rng: random.Random) -> list[Turn]:
     return turns
 
 
+_REPEATABLE = (
+    *world.NAMES,
+    *world.COLOURS,
+    *world.ANIMAL_HOMES,
+    *world.LOSABLES,
+    *world.GOODS,
+    *world.JOBS,
+    *world.CITIES,
+)
+
 _GREETINGS: tuple[Turn, ...] = (
     ("Hello!", "Hello! How can I help you?"),
     ("Hello", "Hello! How can I help you?"),
@@ -221,6 +238,6 @@ _GREETINGS: tuple[Turn, ...] = (
 
 _TURNS: tuple[tuple[Callable[[random.Random], Turn], float], ...] = (
     (_colour, 6), (_sound, 6), (_baby, 5), (_legs, 5), (_food, 5), (_dwelling, 4), (_opposite, 7), (_capital, 8),
-    (_calendar, 7), (_calendar_list, 1), (_sum, 22), (_count, 3), (_spell, 3), (_emoji, 4), (_greeting, 9),
-    (_unknown, 6), (_story, 22), (make_record, 24),
+    (_calendar, 7), (_calendar_list, 1), (_sum, 30), (_count, 3), (_spell, 3), (_emoji, 4), (_greeting, 9),
+    (_unknown, 6), (_story, 20), (make_record, 24), (_repeat, 20),
 )  # fmt: skip

@@ -31,11 +31,11 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Endless training documents: 36 % stories, 60 % conversations (stories and records among them), 4 % records."""
+    """Endless training documents: 30 % stories, 66 % conversations (stories and records among them), 4 % records."""
     rng = random.Random(seed)
     while True:
         kind = rng.random()
-        if kind < 0.36:
+        if kind < 0.30:
             yield BOS + make_story(rng) + EOS
         elif kind < 0.96:
             yield render_chat(make_conversation(rng)) + EOS

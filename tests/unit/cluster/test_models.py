@@ -51,7 +51,7 @@ def test_hub_id_is_fetched_with_the_files_that_serve(folder: Path, monkeypatch: 
         asked.append((repo_id, allow_patterns))
         return str(folder)
 
-    monkeypatch.setattr(models, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_model("org/model-1.0") == folder
     assert asked[0][0] == "org/model-1.0"
     assert "*.safetensors" in asked[0][1]
@@ -63,6 +63,6 @@ def test_hub_that_does_not_answer_is_a_typed_error(error: Exception, monkeypatch
     def download(repo_id: str, *, allow_patterns: list[str]) -> str:
         raise error
 
-    monkeypatch.setattr(models, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ModelNotFoundError, match=r"the hub did not give it: (offline|no route)$"):
         resolve_model("org/model")
