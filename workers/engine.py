@@ -79,7 +79,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.max_context = max_context
+        # the last token of a sequence is sampled and never computed
+        self.max_context = min(max_context, executor.num_blocks * config.cache.block_size + 1)
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.num_blocks = executor.num_blocks
@@ -93,7 +94,7 @@ class Engine:
         self._scheduler = Scheduler(
             config.scheduler,
             manager,
-            max_context=max_context,
+            max_context=self.max_context,
             eos_token_ids=eos_token_ids,
             max_in_flight=executor.max_in_flight,
         )

@@ -64,6 +64,15 @@ def test_output_ends_at_the_context() -> None:
     assert outcome.finish.reason is FinishReason.LENGTH
 
 
+def test_pool_smaller_than_the_context_limits_the_context() -> None:
+    engine = fake_engine(FakeExecutor(num_blocks=5), max_context=200)
+    assert engine.max_context == 21  # five blocks of four tokens, and one that is never computed
+    outcome = run(engine, [request("a", range(15), max_tokens=100)])["a"]
+    assert len(outcome.token_ids) == 6
+    assert outcome.finish is not None
+    assert outcome.finish.reason is FinishReason.LENGTH
+
+
 def test_stop_token_is_among_the_tokens_but_not_in_the_text() -> None:
     alone = run_alone(request("a", [1, 2], max_tokens=30))
     stop = alone[7]
