@@ -1,0 +1,122 @@
+"""`weft serve` as users run it: in the background, in the foreground until a signal, and with what cannot work."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.live_cluster import wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+WEFT = (sys.executable, "-m", "cluster.cli")
+ANY_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
+
+
+def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run((*WEFT, *arguments), capture_output=True, text=True, timeout=90, check=False)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def nothing_left() -> Iterator[set[int]]:
+    """Collect pids; at the end no process of them may run."""
+    pids: set[int] = set()
+    yield pids
+    assert pids, "the test has noted no process"
+    wait_until(lambda: not any(runs(pid) for pid in pids), f"processes ended ({pids})", timeout_s=20)
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_background_service_generates_and_stops(model_folder: Path, tmp_path: Path) -> None:
+    control = f"127.0.0.1:{free_port()}"
+    flags = ("--control-port", control.rpartition(":")[2], "--detach", "--log-file", str(tmp_path / "log"), *ANY_PORTS)
+    with nothing_left() as pids:
+        started = weft("serve", str(model_folder), *flags)
+        assert started.returncode == 0, started.stderr
+        assert f"weft stop --control {control}" in started.stdout
+        try:
+            status = json.loads(weft("status", "--json", "--control", control).stdout)
+            pids |= {rank["pid"] for rank in status["models"][0]["groups"][0]["ranks"]}
+            pids |= {
+                process.pid for pid in set(pids) for process in psutil.Process(pid).parents() if "ray" in process.name()
+            }
+            said = weft("generate", "Once upon a time", "--router", status["routers"][0]["grpc_address"], "--json")
+            assert json.loads(said.stdout)["usage"]["completion_tokens"] > 0
+        finally:
+            stopped = weft("stop", "--control", control)
+        assert stopped.returncode == 0, stopped.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_a_foreground_service(model_folder: Path, number: signal.Signals) -> None:
+    with nothing_left() as pids:
+        command = (*WEFT, "serve", str(model_folder), *ANY_PORTS, "--control-port", "0")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            shown = ""
+            while "Stop it with" not in shown:
+                line = process.stdout.readline()
+                assert line, shown
+                shown += line
+            pids |= {process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
+            process.send_signal(number)
+            assert process.wait(timeout=30) == 0
+            assert process.stdout.read().splitlines()[-1] == "Stopped."
+
+
+def test_corrupt_weights_are_told_in_one_line(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(model_folder, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = weft("serve", str(folder), *ANY_PORTS, "--control-port", "0")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"Error: broken-0: {weights} is not a complete safetensors file: " + (
+        done.stderr.rpartition("file: ")[2].strip()
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--tensor-parallel", "7"), 1, "which does not divide over tensor_parallel 7"),
+        (("--tensor-parallel", "0"), 2, "models[0].tensor_parallel: 0; allowed: greater than or equal to 1"),
+        (("--max-context", "1000000"), 1, "max_context is 1000000; allowed: at most that of the model"),
+        (("--policy", "fastest"), 2, "router.policy: \"fastest\"; allowed: 'round_robin'"),
+        (("--log-level", "loud"), 2, "--log-level is 'loud'; allowed: debug, info"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    model_folder: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    done = weft("serve", str(model_folder), *arguments, *ANY_PORTS, "--control-port", "0")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_unknown_key_in_yaml_is_told_by_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("models:\n  - path: weft-tiny\n    cache: {blocksize: 8}\n")
+    done = weft("serve", str(file))
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: models[0].cache.blocksize: unknown key; allowed: block_size, num_blocks")

@@ -1,0 +1,145 @@
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster import rank_actor
+from cluster.rank_actor import Outcome, RankActor, RankSpec
+from parallel.random_model import write_random_model
+from workers.config import CacheConfig, EngineConfig, ParallelConfig
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Codes that the process would have ended with; what a rank changes in its process is undone."""
+    codes: list[int] = []
+    interval_s = sys.getswitchinterval()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(rank_actor, "_EXIT_DELAY_S", 0.0)
+    monkeypatch.setattr(rank_actor, "configure_logging", lambda level: None)
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(variable, "1")
+    yield codes
+    sys.setswitchinterval(interval_s)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, shared: Path) -> Path:
+    folder = tmp_path / "model"
+    write_random_model(folder, CONFIG, 0, torch.float32, shared / "models" / "stories260K")
+    return folder
+
+
+def actor(folder: Path, **settings: object) -> RankActor:
+    engine = EngineConfig(model=str(folder), device="cpu", cache=CacheConfig(num_blocks=8), **settings)  # type: ignore[arg-type]
+    return RankActor(RankSpec(replica_id="m-0.1", model="m", rank=0, engine=engine, num_threads=1))
+
+
+async def run(rank: RankActor) -> Outcome:
+    outcome = await asyncio.wait_for(rank.run("", 0), 60)
+    await asyncio.sleep(0.01)  # the end of the process is due after the answer
+    return outcome
+
+
+def without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_a_wrong_shape(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(31)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def without_a_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def gone(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def with_another_family(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mamba"}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (without_a_tensor, ("has no tensor model.layers.1.mlp.up_proj.weight", "[64, 32]")),
+        (with_a_wrong_shape, ("model.norm.weight has shape [31]; expected [32]",)),
+        (cut_short, ("model.safetensors is not a complete safetensors file",)),
+        (without_a_tokenizer, ("tokenizer.json",)),
+        (gone, ("is no folder here",)),
+        (with_another_family, ("model_type is 'mamba'; supported:", "llama")),
+    ],
+)
+async def test_model_that_cannot_be_served_is_refused_and_the_process_ends(
+    folder: Path, exits: list[int], spoil: Callable[[Path], None], words: tuple[str, ...]
+) -> None:
+    spoil(folder)
+    outcome = await run(actor(folder))
+    assert outcome.is_refusal
+    assert all(word in outcome.message for word in words), outcome.message
+    assert "\n" not in outcome.message
+    assert exits == [1]
+
+
+async def test_setting_that_contradicts_the_model_is_refused(folder: Path, exits: list[int]) -> None:
+    outcome = await run(actor(folder, max_context=65))
+    assert outcome.is_refusal
+    assert "max_context is 65" in outcome.message
+    assert exits == [1]
+
+
+async def test_group_without_its_other_ranks_fails_but_may_be_tried_again(
+    folder: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.rank.JOIN_TIMEOUT_S", 0.2)
+    rank = actor(folder, parallel=ParallelConfig(tensor_parallel=2))
+    await rank.open_rendezvous()
+    outcome = await run(rank)
+    assert not outcome.is_refusal
+    assert outcome.message.startswith("rank 0: ")
+    assert exits == [1]
+
+
+async def test_rank_whose_engine_fails_ends_its_process(
+    folder: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = actor(folder)
+    ended = asyncio.create_task(run(rank))
+    await asyncio.wait_for(rank.ready(), 60)
+    assert rank._leader is not None
+    rank._leader._on_failure(RuntimeError("rank 1 is gone"))
+    outcome = await ended
+    assert (outcome.message, outcome.is_refusal) == ("rank 0: rank 1 is gone", False)
+    assert exits == [1]
