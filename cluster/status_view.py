@@ -31,14 +31,18 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
             if group.detail:
                 groups.add_row("", f"[dim]{group.detail}")
     console.print(groups)
-    routers = _table("router", "state", "restarts", "pid", "gRPC", "HTTP", "metrics")
+    routers = _table("router", "state", "restarts", "pid", "listens")
     for router in status.routers:
-        addresses = (router.grpc_address or "-", router.http_address or "-", router.metrics_address or "-")
         state = "[green]alive" if router.alive else "[red]not alive"
-        routers.add_row(router.router_id, state, str(router.restarts), str(router.pid or "-"), *addresses)
+        routers.add_row(router.router_id, state, str(router.restarts), str(router.pid or "-"), _listeners(router))
         if router.detail:
             routers.add_row("", f"[dim]{router.detail}")
     console.print(routers)
+
+
+def _listeners(router: control_pb2.RouterStatus) -> str:
+    addresses = {"gRPC": router.grpc_address, "HTTP": router.http_address, "metrics": router.metrics_address}
+    return "\n".join(f"{name} {address}" for name, address in addresses.items() if address) or "-"
 
 
 def _table(*columns: str) -> Table:

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 READY = control_pb2.GROUP_STATE_READY
 TEXT = (
-    "Once upon a time there was a little dog. It ran to the big tree and saw a red bird. The bird sang a song about the "
-    "sea and the sun, and the dog was happy. Then they went home to the old house, and everybody was glad. "
+    "Once upon a time there was a little dog. It ran to the big tree and saw a red bird. The bird sang a song about "
+    "the sea and the sun, and the dog was happy. Then they went home to the old house, and everybody was glad. "
 )
 
 
