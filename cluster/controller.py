@@ -71,7 +71,11 @@ class Controller:
 
     def _form(self, replica_id: str, model: ModelSpec, listener: FormationListener) -> Formation:
         spec = FormationSpec(
-            replica_id=replica_id, model=model, num_cluster_ranks=self._spec.num_ranks, log_level=self._log_level
+            replica_id=replica_id,
+            model=model,
+            num_cluster_ranks=self._spec.num_ranks,
+            may_grow=self._spec.ray_address is not None,
+            log_level=self._log_level,
         )
         return Formation(spec, listener)
 

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ModelSpec
-from cluster.placement import NodeResources, Placement, threads_per_rank, why_not
+from cluster.placement import NodeResources, Placement, threads_per_rank, why_never, why_not
 from cluster.rank_actor import Outcome, RankActor, RankPlace, RankSpec, ReplicaAddresses
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class FormationSpec:
     model: ModelSpec
     num_cluster_ranks: int
     """Ranks wanted in the whole cluster, to share the cores of its nodes."""
+    may_grow: bool
+    """Nodes may join the cluster: a group that fits on none of today's waits for them."""
     log_level: str
 
 
@@ -67,9 +69,12 @@ class Formation:
     async def run(self) -> Outcome:
         """Form the group, serve, and return how it ended; nothing of it is left then."""
         try:
-            group = await self._place()
+            placement = self._placement()
+            if not self._spec.may_grow and (reason := why_never(placement, await asyncio.to_thread(cluster_nodes))):
+                return Outcome(message=reason, is_refusal=True)
+            group = await self._place(placement)
             self._listener.on_placed()
-            await self._create_actors(group)
+            await self._create_actors(placement, group)
             return await self._serve()
         except RayError as error:
             return Outcome(message=_tell(error))
@@ -86,8 +91,7 @@ class Formation:
         except (TimeoutError, RayError) as error:
             logger.warning("%s: not drained: %s", self._spec.replica_id, _tell(error))
 
-    async def _place(self) -> PlacementGroup:
-        placement = self._placement()
+    async def _place(self, placement: Placement) -> PlacementGroup:
         group: PlacementGroup = placement_group(
             placement.bundles, strategy=placement.strategy, name=self._spec.replica_id
         )
@@ -106,8 +110,7 @@ class Formation:
             cpus_per_rank=self._spec.model.cpus_per_rank,
         )
 
-    async def _create_actors(self, group: PlacementGroup) -> None:
-        placement = self._placement()
+    async def _create_actors(self, placement: Placement, group: PlacementGroup) -> None:
         num_threads = await asyncio.to_thread(self._threads_by_stage, group)
         for rank in range(placement.parallel.world_size):
             stage = placement.stage_of(rank)

@@ -5,7 +5,7 @@ construction, and stages may lie on different ones. All ranks of a stage share i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.config import ParallelConfig
 
@@ -64,7 +64,8 @@ def why_not(placement: Placement, nodes: Sequence[NodeResources]) -> str | None:
         (cpus, "CPUs", [n.free_cpus for n in nodes], [n.cpus for n in nodes]),
     ):
         if need > max(total) + _EPSILON:
-            return f"needs {need:g} {unit} on one node; the largest node has {max(total):g}"
+            has = f"{max(total):g}" if max(total) else "none"
+            return f"needs {need:g} {unit} on one node; the largest node has {has}"
         if need > max(free) + _EPSILON:
             return f"needs {need:g} {unit} on one node; the largest free node has {max(free):g}"
     stages = placement.parallel.pipeline_parallel
@@ -72,6 +73,11 @@ def why_not(placement: Placement, nodes: Sequence[NodeResources]) -> str | None:
     if room < stages:
         return f"needs {stages} stages of {gpus:g} GPUs and {cpus:g} CPUs; free nodes have room for {room}"
     return None
+
+
+def why_never(placement: Placement, nodes: Sequence[NodeResources]) -> str | None:
+    """Say in words why the group would not fit even if these nodes were free; None when it would."""
+    return why_not(placement, [replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes])
 
 
 def threads_per_rank(cores: float, ranks_on_node: int) -> int:

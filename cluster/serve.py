@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +81,8 @@ def serve_in_background(
     settings = _with_control_port(settings)
     spec = build_spec(settings)
     check_spec(spec)
-    path = log_file or Path(tempfile.gettempdir()) / f"weft-serve-{spec.control_port}.log"
+    path = log_file or Path.home() / ".cache" / "weft" / f"serve-{spec.control_port}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "cluster.background", log_level],

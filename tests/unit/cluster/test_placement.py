@@ -1,6 +1,6 @@
 import pytest
 
-from cluster.placement import NodeResources, Placement, threads_per_rank, why_not
+from cluster.placement import NodeResources, Placement, threads_per_rank, why_never, why_not
 from workers.config import ParallelConfig
 
 
@@ -35,6 +35,7 @@ def test_cpu_group_asks_for_no_gpu() -> None:
     ("wanted", "nodes", "reason"),
     [
         (placement(2), [], "the cluster has no node"),
+        (placement(2), [node(0)], "needs 2 GPUs on one node; the largest node has none"),
         (placement(2), [node(1), node(1)], "needs 2 GPUs on one node; the largest node has 1"),
         (placement(2), [node(4, 1), node(4, 0)], "needs 2 GPUs on one node; the largest free node has 1"),
         (placement(2, 2), [node(2), node(2, 1)], "needs 2 stages of 2 GPUs and 0.2 CPUs; free nodes have room for 1"),
@@ -62,3 +63,11 @@ def test_cores_are_shared_and_nobody_gets_none() -> None:
     assert threads_per_rank(16, 4) == 4
     assert threads_per_rank(2, 4) == 1
     assert threads_per_rank(2, 0) == 2
+
+
+def test_what_only_others_take_up_is_no_reason_for_never() -> None:
+    assert why_not(placement(2), [node(2, 0)]) == "needs 2 GPUs on one node; the largest free node has 0"
+    assert why_never(placement(2), [node(2, 0)]) is None
+    assert why_never(placement(2, 2), [node(2, 0)]) == (
+        "needs 2 stages of 2 GPUs and 0.2 CPUs; free nodes have room for 1"
+    )

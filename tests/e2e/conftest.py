@@ -1,0 +1,60 @@
+"""One real service for all end-to-end tests: two replica groups of two ranks on a local Ray, behind the router."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.live_cluster import Cluster
+
+from cluster.config import build_spec
+from cluster.models import PACKAGED
+from cluster.service import Service
+
+REPLICAS = 2
+START_TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The model that ships with the program."""
+    folder = PACKAGED["weft-tiny"]
+    if not (folder / "config.json").is_file():
+        pytest.skip("needs the default model")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def session_cluster(model_folder: Path) -> Iterator[Cluster]:
+    spec = build_spec(
+        {
+            "models": [
+                {
+                    "name": "tiny",
+                    "path": str(model_folder),
+                    "tensor_parallel": 2,
+                    "replicas": REPLICAS,
+                    "device": "cpu",
+                    "dtype": "float32",
+                    "cache": {"num_blocks": 1024},
+                }
+            ],
+            "router": {"port": 0, "http_port": 0, "metrics_port": 0, "policy": "least_loaded"},
+            "controller": {"port": 0},
+        }
+    )
+    with Service.start(spec) as service:
+        service.wait_ready(timeout_s=START_TIMEOUT_S)
+        router = service.status().routers[0]
+        yield Cluster(
+            service=service,
+            grpc_address=router.grpc_address,
+            http_address=router.http_address,
+            num_replicas=REPLICAS,
+        )
+
+
+@pytest.fixture
+def cluster(session_cluster: Cluster) -> Cluster:
+    """The service, whole again after whatever the test before did to it."""
+    session_cluster.wait_whole()
+    return session_cluster
