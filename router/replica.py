@@ -154,10 +154,14 @@ class ReplicaLink:
     async def run(self) -> None:
         """Connect, and connect again when the stream breaks, until retired or cancelled."""
         num_failures = 0
+        task = asyncio.current_task()
+        assert task is not None
         try:
             while not self._may_leave.is_set():
                 began_s = self._clock()
                 reason = await self._run_connection()
+                if task.cancelling():  # a TaskGroup that fails in the same moment keeps the cancellation to itself
+                    raise asyncio.CancelledError
                 if self.state is LinkState.READY and not self._may_leave.is_set():
                     logger.warning("replica %s: stream broke: %s", self.replica_id, reason)
                     self.breaker.fail(self._clock())

@@ -96,7 +96,8 @@ async def test_newcomer_does_not_wait_behind_waiters_that_were_just_cancelled() 
         await settle()
         waiting.task.cancel()
     with queue.enter() as newcomer:
-        await asyncio.wait_for(newcomer.start(None), 5)
+        async with asyncio.timeout(5):
+            await newcomer.start(None)
     assert queue.num_in_flight == 0
 
 

@@ -1,0 +1,93 @@
+"""The link to one replica, beyond what failover and directory tests see of it."""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import until
+from weft.v1 import inference_pb2, replica_pb2
+
+from router.config import BreakerConfig, LinkConfig
+from router.errors import ProtocolError
+from router.inbox import Inbox, ReplicaLost
+from router.prefix_index import PrefixIndex, ReplicaId
+from router.replica import Endpoint, LinkState, ReplicaLink
+
+
+def link_to(replica: FakeReplica, accept: Callable[[replica_pb2.Snapshot], bool] = lambda _: True) -> ReplicaLink:
+    return ReplicaLink(
+        Endpoint(replica_id=ReplicaId(replica.replica_id), model=replica.model, address=replica.address),
+        router_id="router-0",
+        index=PrefixIndex(),
+        config=LinkConfig(backoff_s=0.01, max_backoff_s=0.05),
+        breaker=BreakerConfig(),
+        accept=accept,
+        on_change=lambda: None,
+        rng=random.Random(0),
+    )
+
+
+async def test_cancellation_is_not_lost_when_the_stream_fails_in_the_same_moment() -> None:
+    def accept(_: replica_pb2.Snapshot) -> bool:
+        running.cancel()
+        raise ProtocolError("and the stream fails as well")
+
+    async with FakeReplica("a") as replica:
+        link = link_to(replica, accept)
+        running = asyncio.create_task(link.run())
+        await asyncio.wait((running,), timeout=5)
+        assert running.cancelled()
+        assert link.state is LinkState.CLOSED
+
+
+async def test_aborted_request_reaches_the_replica_once_and_its_late_outputs_go_nowhere() -> None:
+    async with FakeReplica("a", paused=True) as replica:
+        link = link_to(replica)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        submit = replica_pb2.Submit(
+            request_id="x", prompt_token_ids=[1, 2], sampling=inference_pb2.SamplingParams(max_tokens=3)
+        )
+        link.submit(submit, num_pending_tokens=2)
+        assert link.load.num_requests == 1
+        link.abort("x")
+        link.abort("x")
+        assert link.load.num_requests == 0
+        await until(lambda: replica.aborts == ["x"])
+        replica.streams[0].send(
+            replica_pb2.ConnectResponse(outputs=[replica_pb2.RequestOutput(request_id="x", token_ids=[7])])
+        )
+        link.submit(replica_pb2.Submit(request_id="y", prompt_token_ids=[1]), num_pending_tokens=1)
+        await until(lambda: replica.num_requests == 1)
+        assert link.is_ready
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def test_slow_reader_gets_everything_at_once() -> None:
+    inbox = Inbox()
+    for i in range(5):
+        output = replica_pb2.RequestOutput(request_id="x", token_ids=[i], text=str(i))
+        output.logprobs.add(chosen=inference_pb2.Logprob(token_id=i))
+        assert not inbox.add(output)
+    inbox.lose("gone")
+    received = await inbox.take()
+    assert (received.token_ids, received.text) == ((0, 1, 2, 3, 4), "01234")
+    assert [logprobs.chosen.token_id for logprobs in received.logprobs] == [0, 1, 2, 3, 4]
+    assert received.ending == ReplicaLost(reason="gone")
+
+
+async def test_reader_that_waits_is_woken_and_one_that_left_does_no_harm() -> None:
+    inbox = Inbox()
+    leaving = asyncio.create_task(inbox.take())
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    staying = asyncio.create_task(inbox.take())
+    await asyncio.sleep(0)
+    assert inbox.add(replica_pb2.RequestOutput(finished=replica_pb2.RequestFinished()))
+    received = await staying
+    assert isinstance(received.ending, replica_pb2.RequestFinished)
