@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +21,7 @@ from cluster.control_client import ControlClient
 from cluster.errors import ControllerError, StartError
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
-from cluster.status_view import StartView
+from cluster.status_view import ChangeView, StartView
 
 STOP_GRACE_S = 10.0
 """For requests in flight when the service is stopped with a signal."""
@@ -58,8 +58,10 @@ def _run(service: Any, console: Console, *, stays: bool) -> None:
         with StartView(console) as view:
             service.wait_ready(on_status=view.show)
         print_addresses(console, service.status(), service.control_address)
+        changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=0.5):
-            pass
+            with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
+                changes.show(service.status())
     except StartError:
         service.shut_down(0.0)
         raise

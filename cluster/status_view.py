@@ -1,11 +1,13 @@
 """How the state of a cluster looks on a terminal and as JSON."""
 
+from datetime import datetime
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from weft.v1 import control_pb2
 
 _STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "draining": "cyan", "failed": "red"}
@@ -29,14 +31,14 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
         for group in model.groups:
             groups.add_row(*_group_row(group))
             if group.detail:
-                groups.add_row("", f"[dim]{group.detail}")
+                groups.add_row("", Text(group.detail, style="dim"))
     console.print(groups)
     routers = _table("router", "state", "restarts", "pid", "listens")
     for router in status.routers:
         state = "[green]alive" if router.alive else "[red]not alive"
         routers.add_row(router.router_id, state, str(router.restarts), str(router.pid or "-"), _listeners(router))
         if router.detail:
-            routers.add_row("", f"[dim]{router.detail}")
+            routers.add_row("", Text(router.detail, style="dim"))
     console.print(routers)
 
 
@@ -110,4 +112,32 @@ class StartView:
         self._bars.update(self._tasks[group.group_id], completed=group.progress, state=text)
         if not self._console.is_terminal and self._told.get(group.group_id) != text:
             self._told[group.group_id] = text
-            self._console.print(f"{group.group_id}: {text}", highlight=False)
+            self._console.print(f"{group.group_id}: {text}", highlight=False, markup=False)
+
+
+class ChangeView:
+    """A line for each change of a group or router, once the service runs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told: dict[str, str] = {}
+
+    def show(self, status: control_pb2.GetStatusResponse) -> None:
+        """Print what has changed since the last call; the first one only looks."""
+        for name, text in _states(status).items():
+            if self._told.get(name, text) != text:
+                now = datetime.now().strftime("%H:%M:%S")
+                self._console.print(f"{now} {name}: {text}", highlight=False, markup=False)
+            self._told[name] = text
+
+
+def _states(status: control_pb2.GetStatusResponse) -> dict[str, str]:
+    states = {}
+    for model in status.models:
+        for group in model.groups:
+            name = state_name(group)
+            shown = name == "ready" or not group.detail
+            states[group.group_id] = f"{name} as {group.replica_id}" if shown else f"{name}: {group.detail}"
+    for router in status.routers:
+        states[router.router_id] = f"alive with pid {router.pid}" if router.alive else f"not alive: {router.detail}"
+    return states

@@ -1,9 +1,11 @@
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from rich.console import Console
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
@@ -11,7 +13,7 @@ from cluster.control_client import ControlClient
 from cluster.control_server import ControlServer, bind_control_port
 from cluster.errors import ControllerError, StartError
 from cluster.readiness import first_failure, is_ready
-from cluster.status_view import status_as_dict
+from cluster.status_view import ChangeView, StartView, print_status, status_as_dict
 
 READY = control_pb2.GROUP_STATE_READY
 
@@ -107,3 +109,27 @@ def test_status_for_programs_holds_every_field() -> None:
     told = json.loads(json.dumps(status_as_dict(status_with(READY, router_alive=True))))
     assert told["models"][0]["groups"][0]["state"] == "GROUP_STATE_READY"
     assert told["models"][0]["groups"][0]["restarts"] == 0
+
+
+def test_changes_of_a_running_service_are_told_once() -> None:
+    out = io.StringIO()
+    view = ChangeView(Console(file=out, width=200))
+    for state, alive in ((READY, True), (READY, True), (control_pb2.GROUP_STATE_PENDING, True), (READY, False)):
+        view.show(status_with(state, router_alive=alive))
+    lines = [line.split(" ", 1)[1] for line in out.getvalue().splitlines()]
+    assert lines == ["m-0: pending: why", "m-0: ready as ", "router-0: not alive: "]
+
+
+def test_start_is_told_line_by_line_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    with StartView(Console(file=out, width=200)) as view:
+        for state in (control_pb2.GROUP_STATE_STARTING, control_pb2.GROUP_STATE_STARTING, READY):
+            view.show(status_with(state, router_alive=True))
+    assert out.getvalue().splitlines() == ["m-0: starting: why", "m-0: ready: why"]
+
+
+def test_status_fits_and_tells_reasons() -> None:
+    out = io.StringIO()
+    print_status(Console(file=out, width=80), status_with(control_pb2.GROUP_STATE_FAILED, router_alive=False))
+    assert all(word in out.getvalue() for word in ("m-0", "failed", "why", "router-0", "not alive"))
+    assert max(map(len, out.getvalue().splitlines())) <= 80
