@@ -35,6 +35,7 @@ def session_cluster(model_folder: Path) -> Iterator[Cluster]:
                     "replicas": REPLICAS,
                     "device": "cpu",
                     "dtype": "float32",
+                    "step_timeout_s": 10.0,
                     "cache": {"num_blocks": 1024},
                 }
             ],

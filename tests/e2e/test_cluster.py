@@ -1,6 +1,8 @@
 """The whole line through real Ray and real gRPC: same tokens alone, together, and when processes die under them."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from helpers.live_cluster import Ask, Cluster, ask_alone, ask_together, kill, scrape, wait_until
+from helpers.live_cluster import Ask, Cluster, ask_alone, ask_together, scrape, wait_until
 from weft.v1 import control_pb2, inference_pb2
 from weft.v1.inference_pb2_grpc import InferenceStub
 
@@ -53,15 +55,29 @@ async def test_32_streams_together_give_the_tokens_that_each_gives_alone(cluster
     assert len({completion.replica_ids for completion in together}) == cluster.num_replicas
 
 
-@pytest.mark.parametrize("rank", [1, 0])
-async def test_streams_outlive_a_killed_rank_and_the_group_comes_back(cluster: Cluster, rank: int) -> None:
-    asks = mixed_asks(12, max_tokens=150)
-    alone = ask_alone(cluster.grpc_address, asks)
+LONG = mixed_asks(12, max_tokens=150)
+
+
+@pytest.fixture(scope="module")
+def long_alone(session_cluster: Cluster) -> list[tuple[int, ...]]:
+    """What each of the LONG requests gives alone, before anything was killed."""
+    return ask_alone(session_cluster.grpc_address, LONG)
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)],
+    ids=["follower dies", "leader dies", "follower hangs"],
+)
+async def test_streams_outlive_a_lost_rank_and_the_group_comes_back(
+    cluster: Cluster, long_alone: list[tuple[int, ...]], rank: int, number: signal.Signals
+) -> None:
     before = cluster.groups()[0]
-    together = await ask_together(cluster.grpc_address, asks, on_running=lambda: kill(before.ranks[rank].pid))
-    assert [completion.token_ids for completion in together] == alone
+    pid = before.ranks[rank].pid
+    together = await ask_together(cluster.grpc_address, LONG, on_running=lambda: os.kill(pid, number))
+    assert [completion.token_ids for completion in together] == long_alone
     moved = [completion for completion in together if len(completion.replica_ids) > 1]
-    assert moved, "the kill came too late to interrupt a stream"
+    assert moved, "the rank was lost too late to interrupt a stream"
     assert all(completion.replica_ids[0] == before.replica_id for completion in moved)
     assert all(completion.finish_reason == "length" for completion in together)
 
@@ -69,14 +85,18 @@ async def test_streams_outlive_a_killed_rank_and_the_group_comes_back(cluster: C
     after = cluster.groups()[0]
     assert after.restarts == before.restarts + 1
     assert after.replica_id != before.replica_id
-    assert not {each.pid for each in before.ranks} & {each.pid for each in after.ranks}
-    # The other group was left alone, and the new one gives the same tokens.
-    assert [completion.token_ids for completion in await ask_together(cluster.grpc_address, asks)] == alone
+    wait_until(lambda: not any(is_running(each.pid) for each in before.ranks), "old ranks ended", timeout_s=15)
+    # The new formation gives the same tokens.
+    again = await ask_together(cluster.grpc_address, LONG)
+    assert [completion.token_ids for completion in again] == long_alone
+    assert {replica_id for completion in again for replica_id in completion.replica_ids} == {
+        group.replica_id for group in cluster.groups()
+    }
 
 
 def test_killed_router_comes_back_on_the_same_ports(cluster: Cluster) -> None:
     before = cluster.status().routers[0]
-    kill(before.pid)
+    os.kill(before.pid, signal.SIGKILL)
 
     def is_back() -> bool:
         router = cluster.status().routers[0]

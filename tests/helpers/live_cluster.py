@@ -1,8 +1,6 @@
 """A running service as end-to-end tests see it: its status, its processes, and requests to send to it."""
 
 import asyncio
-import os
-import signal
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -54,11 +52,6 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = RECO
     while not condition():
         assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s:g} s"
         time.sleep(0.05)
-
-
-def kill(pid: int) -> None:
-    """End a process of the service as a crash would."""
-    os.kill(pid, signal.SIGKILL)
 
 
 def scrape(address: str) -> dict[str, float]:
