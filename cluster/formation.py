@@ -145,22 +145,26 @@ class Formation:
 
     async def _serve(self) -> Outcome:
         """Start every rank and wait for the first to end: a group lives and dies as one."""
-        places = asyncio.gather(*(actor.place.remote() for actor in self._actors))
-        host, port = "", 0
-        if len(self._actors) > 1:
-            host, port = await self._actors[0].open_rendezvous.remote()
-        refs = [actor.run.remote(host, port) for actor in self._actors]
-        runs = [asyncio.create_task(_watch(rank, ref)) for rank, ref in enumerate(refs)]
-        self._listener.on_ranks(await places)
-        start = asyncio.create_task(self._watch_start())
-        end = asyncio.create_task(_telling(runs))
+        places = [asyncio.create_task(_await(actor.place.remote())) for actor in self._actors]
+        tasks: list[asyncio.Task[Any]] = [*places]
         try:
+            host, port = "", 0
+            if len(self._actors) > 1:
+                host, port = await self._actors[0].open_rendezvous.remote()
+            refs = [actor.run.remote(host, port) for actor in self._actors]
+            runs = [asyncio.create_task(_watch(rank, ref)) for rank, ref in enumerate(refs)]
+            tasks += runs
+            self._listener.on_ranks(await asyncio.gather(*places))
+            start = asyncio.create_task(self._watch_start())
+            end = asyncio.create_task(_telling(runs))
+            tasks += [start, end]
             await asyncio.wait([start, end], return_when=asyncio.FIRST_COMPLETED)
             late = start.result() if start.done() and start.exception() is None else None
             return late or await end
         finally:
-            for task in (*runs, start, end):
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch_start(self) -> Outcome | None:
         """Report progress until the leader serves; an outcome when that takes too long."""

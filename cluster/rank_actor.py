@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 _EXIT_DELAY_S = 0.5  # for the outcome to reach the controller
 _SWITCH_INTERVAL_S = 0.0002
-"""How long the engine's thread may keep the event loop waiting; with Python's 5 ms, tokens came in bursts of 70 ms."""
+"""How long the engine's thread may keep the event loop waiting. A frame changes threads several times on its way out,
+and each time Python's own 5 ms are longer than a step of a small model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

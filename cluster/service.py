@@ -31,11 +31,10 @@ OnStatus = Callable[[control_pb2.GetStatusResponse], None]
 class Service:
     """A running service. Made by `start`; `close` always, which ends what was started on a local Ray."""
 
-    def __init__(self, *, control_address: str, controller: Any, is_local: bool) -> None:
+    def __init__(self, *, control_address: str, controller: Any) -> None:
         self.control_address = control_address
         self.client = ControlClient(control_address)
-        self._controller = controller
-        self._is_local = is_local
+        self._controller = controller  # an actor ends when its last handle is dropped
         self._run = controller.run.remote()
 
     @classmethod
@@ -52,19 +51,24 @@ class Service:
             start_local_ray(log_to_driver=log_to_driver)
         else:
             join_ray(spec.ray_address, log_to_driver=log_to_driver)
+        controller = None
         try:
             controller = _create_controller(spec, is_local=is_local, log_level=log_level)
             address = ray.get(controller.start.remote())
-        except RayTaskError as error:
+        except BaseException as error:
+            if controller is not None:
+                ray.kill(controller)  # on a cluster that was joined it would stay
             leave_ray()
-            raise StartError(str(error.cause or error)) from error
-        except RayError as error:
-            leave_ray()
-            raise StartError(f"the controller did not start: {error}") from error
-        except ValueError as error:  # what Ray raises for a name that is taken
-            leave_ray()
-            raise StartError("this Ray cluster has a Weft already; allowed: one, so `weft stop` it first") from error
-        return cls(control_address=address, controller=controller, is_local=is_local)
+            match error:
+                case RayTaskError():
+                    raise StartError(str(error.cause or error)) from error
+                case RayError():
+                    raise StartError(f"the controller did not start: {error}") from error
+                case ValueError():  # what Ray raises for a name that is taken
+                    message = "this Ray cluster has a Weft already; allowed: one, so `weft stop` it first"
+                    raise StartError(message) from error
+            raise
+        return cls(control_address=address, controller=controller)
 
     def status(self) -> control_pb2.GetStatusResponse:
         """Return the present state. Raises ControllerError."""
@@ -79,7 +83,7 @@ class Service:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             if not self.is_alive():
-                raise StartError("the controller died")
+                raise StartError("the controller ended before the service was ready")
             status = self.status()
             if on_status is not None:
                 on_status(status)

@@ -196,7 +196,7 @@ async def test_bad_requests_are_refused_and_a_running_stream_is_unharmed(cluster
             for name, (make, _, _) in BAD_REQUESTS.items():
                 with pytest.raises(grpc.RpcError) as caught:
                     list(stub.Generate(make(), timeout=30))
-                outcomes[name] = (caught.value.code(), caught.value.details())
+                outcomes[name] = (caught.value.code(), caught.value.details() or "")
 
     together = await ask_together(cluster.grpc_address, asks, on_running=send_bad_requests)
     assert [completion.token_ids for completion in together] == alone
@@ -206,7 +206,7 @@ async def test_bad_requests_are_refused_and_a_running_stream_is_unharmed(cluster
 
 
 def test_openai_package_talks_to_the_http_front(cluster: Cluster) -> None:
-    client = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0)
+    client: Any = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
     prompt, options = TEXT[:40], {"temperature": 0.0, "max_tokens": 24}
     whole = client.completions.create(model="tiny", prompt=prompt, **options)
@@ -214,7 +214,7 @@ def test_openai_package_talks_to_the_http_front(cluster: Cluster) -> None:
     text = "".join(chunk.choices[0].text for chunk in streamed if chunk.choices)
     with Client(cluster.grpc_address) as grpc_client:
         assert whole.choices[0].text == text == grpc_client.complete(prompt, temperature=0.0, max_tokens=24).text
-    messages: list[Any] = [{"role": "user", "content": "Who are you?"}]
+    messages = [{"role": "user", "content": "Who are you?"}]
     answer = client.chat.completions.create(model="tiny", messages=messages, **options)
     deltas = client.chat.completions.create(model="tiny", messages=messages, stream=True, **options)
     said = "".join(chunk.choices[0].delta.content or "" for chunk in deltas if chunk.choices)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfigError, ModelSection, RouterSection, build_spec, load_cluster_file
+from cluster.config import ModelSection, RouterSection, build_spec, load_cluster_file
+from cluster.errors import ClusterConfigError
 from router.config import PolicyName, RouterConfig
 from workers.config import EngineConfig
 

@@ -2,6 +2,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -49,18 +50,24 @@ async def running() -> AsyncIterator[tuple[FakeState, ControlServer, str]]:
     await server.stop()
 
 
+async def _next(watch: Any) -> control_pb2.WatchReplicasResponse:
+    membership = await asyncio.wait_for(watch.read(), 5)
+    assert isinstance(membership, control_pb2.WatchReplicasResponse)
+    return membership
+
+
 async def test_watcher_sees_membership_now_and_at_every_change(running: tuple[FakeState, ControlServer, str]) -> None:
     state, server, address = running
     await server.publish()
     async with grpc.aio.insecure_channel(address) as channel:
         watch = ControlStub(channel).WatchReplicas(control_pb2.WatchReplicasRequest(router_id="r"))
-        first = await asyncio.wait_for(watch.read(), 5)
+        first = await _next(watch)
         assert [model.name for model in first.models] == ["m"]
         assert not first.replicas
         await server.publish()  # nothing changed: nothing is sent
         state.endpoints = [control_pb2.ReplicaEndpoint(replica_id="m-0.1", model="m", address="a:1")]
         await server.publish()
-        second = await asyncio.wait_for(watch.read(), 5)
+        second = await _next(watch)
         assert [replica.replica_id for replica in second.replicas] == ["m-0.1"]
         assert second.version == first.version + 1
 

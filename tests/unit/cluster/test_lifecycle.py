@@ -104,10 +104,11 @@ def test_draining_a_group_without_requests_stops_it(placed: bool) -> None:
 
 def test_ready_group_drains_then_stops() -> None:
     life = ready_group()
-    life.drain(1.0)
-    assert life.state is GroupState.DRAINING
-    life.stopped(2.0)
-    assert life.state is GroupState.STOPPED
+    states = []
+    for event in (life.drain, life.stopped):
+        event(1.0)
+        states.append(life.state)
+    assert states == [GroupState.DRAINING, GroupState.STOPPED]
 
 
 def test_rank_that_dies_while_draining_is_not_formed_again() -> None:
