@@ -22,7 +22,7 @@ class DemoPrompt:
 
     text: str
     is_chat: bool = False
-    max_tokens: int = 80
+    temperature: float = 0.0
 
     @property
     def plain(self) -> str | None:
@@ -37,13 +37,13 @@ class DemoPrompt:
     @property
     def options(self) -> Options:
         """How to sample."""
-        return {"max_tokens": self.max_tokens, "temperature": 0.7, "seed": 7, "timeout_s": 60.0}
+        return {"max_tokens": 200, "temperature": self.temperature, "seed": 7, "timeout_s": 60.0}
 
 
 ONE_BY_ONE = (
-    DemoPrompt(text="Once upon a time"),
+    DemoPrompt(text="Once upon a time", temperature=0.7),
     DemoPrompt(text="Who are you?", is_chat=True),
-    DemoPrompt(text="Tell me a story about a dog.", is_chat=True),
+    DemoPrompt(text="Tell me a story about a dog.", is_chat=True, temperature=0.7),
 )
 AT_ONCE = (
     DemoPrompt(text="What colour is the sky?", is_chat=True),
@@ -53,7 +53,7 @@ AT_ONCE = (
     DemoPrompt(text="How many legs does a spider have?", is_chat=True),
     DemoPrompt(text="Tell me a story about an otter.", is_chat=True),
     DemoPrompt(text="What day comes after Monday?", is_chat=True),
-    DemoPrompt(text="There was once a brave girl called Nora,"),
+    DemoPrompt(text="There was once a brave otter called Nora,"),
 )
 
 
@@ -117,11 +117,11 @@ async def _ask_at_once(
 
 
 def _print_table(answers: Sequence[tuple[DemoPrompt, Completion]], console: Console) -> None:
-    table = Table(title="Who served what", title_justify="left")
-    table.add_column("prompt")
-    table.add_column("replica")
-    for column in ("prompt tokens", "cached", "output tokens", "TTFT", "TPOT"):
-        table.add_column(column, justify="right")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("prompt", no_wrap=True, max_width=29)
+    table.add_column("served by", no_wrap=True)
+    for column in ("in", "cached", "out", "TTFT", "TPOT"):
+        table.add_column(column, justify="right", no_wrap=True)
     for prompt, completion in answers:
         usage = completion.usage
         table.add_row(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster import rank_actor
+from cluster.models import PACKAGED
 from cluster.rank_actor import Outcome, RankActor, RankSpec
 from parallel.random_model import write_random_model
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
@@ -45,9 +46,9 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, shared: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
-    write_random_model(folder, CONFIG, 0, torch.float32, shared / "models" / "stories260K")
+    write_random_model(folder, CONFIG, 0, torch.float32, PACKAGED["weft-tiny"])
     return folder
 
 
