@@ -33,8 +33,6 @@ SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 BLOCK_SIZE = 8
 VARIANTS = [(True, BLOCK_SIZE), (True, 7), (False, BLOCK_SIZE), (False, 7), (False, None), (True, None)]
 """(prefix cache on, tokens of a prompt in a step)"""
-PAIRED_VARIANTS = [(True, BLOCK_SIZE), (False, 7), (True, None)]
-"""For groups of several ranks, where a step costs more: which rank computes what does not depend on these."""
 NUM_TOKENS = 64
 CLEAR_GAP = 0.01
 """Between the two most probable tokens: a smaller one may fall either way in another order of additions."""
@@ -137,7 +135,7 @@ def random_cases(family: str) -> list[Case]:
 
 def _check_variants(executor: Executor, config: EngineConfig, cases: list[Case]) -> None:
     requests = [request(str(i), prompt, max_tokens=NUM_TOKENS) for i, (prompt, _, _) in enumerate(cases)]
-    for cached, chunk in VARIANTS if config.parallel.world_size == 1 else PAIRED_VARIANTS:
+    for cached, chunk in VARIANTS:
         engine = engine_of(executor, config, enable_prefix_caching=cached, prefill_chunk_tokens=chunk)
         for is_repeated in (False, True) if (cached, chunk) == (True, None) else (False,):
             outcomes = run(engine, requests)
