@@ -3,22 +3,33 @@
 Builds on `Kernels` for everything that touches the cache. Shape letters as in kernels/base.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from parallel.description import DecoderDescription
-from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.description import DecoderDescription, ResidualKind, RotaryDescription
+from parallel.kernels.base import AttentionMeta, AttentionParams, Kernels, LayerCache
 from parallel.layer import LayerContext
-from parallel.linear import QKVParallelLinear, RowParallelLinear
-from parallel.norm import RMSNorm
+from parallel.linear import PartialRowParallelLinear, QKVParallelLinear, RowParallelLinear
+from parallel.qk_norm import make_qk_norm
 from parallel.shard import ShardedParameter
+
+Angles = tuple[Tensor, ...]
+"""Cosines and sines of a step's positions for one layer, float32 [T, R] each; empty where the layer does not rotate."""
 
 
 class Attention:
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions, for the heads of this rank."""
+    """Grouped-query attention (arXiv:2305.13245) for the heads of this rank.
 
-    def __init__(self, description: DecoderDescription, layer_index: int, *, context: LayerContext) -> None:
+    Args:
+        description, layer_index: of the whole model.
+        key_bias_NP: what each head of this rank adds to the scores of a key, by position; None: nothing.
+        context: where it lives.
+    """
+
+    def __init__(
+        self, description: DecoderDescription, layer_index: int, key_bias_NP: Tensor | None, *, context: LayerContext
+    ) -> None:
         hidden_size, head_dim = description.hidden_size, description.head_dim
         self._qkv = QKVParallelLinear(
             hidden_size,
@@ -28,31 +39,39 @@ class Attention:
             has_bias=description.qkv_bias,
             context=context,
         )
-        self._output = RowParallelLinear(
+        is_parallel = description.residual is not ResidualKind.SEQUENTIAL
+        self._output = (PartialRowParallelLinear if is_parallel else RowParallelLinear)(
             description.num_heads * head_dim,
             hidden_size,
             has_bias=description.output_bias,
             context=context,
             what="num_heads * head_dim",
         )
-        self._norms: tuple[RMSNorm, RMSNorm] | None = None
-        if description.qk_norm:
-            eps = description.norm_eps
-            self._norms = RMSNorm(head_dim, eps, context=context), RMSNorm(head_dim, eps, context=context)
-        num_heads, num_kv_heads = self._qkv.num_local_heads, self._qkv.num_local_kv_heads
+        self._project = self._qkv if description.qkv_clip is None else _clipped(self._qkv, description.qkv_clip)
+        self._norm = make_qk_norm(description, self._qkv.heads, self._qkv.kv_heads, context=context)
+        self._rotate = _choose_rotation(description.rotaries[layer_index], context.kernels)
+        num_heads, num_kv_heads = len(self._qkv.heads), len(self._qkv.kv_heads)
         self._heads_shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
         self._heads_split = (num_heads, num_kv_heads, num_kv_heads)
-        self._params = AttentionParams(scale=head_dim**-0.5, sliding_window=description.sliding_windows[layer_index])
+        self._params = AttentionParams(
+            scale=description.attention_scale or head_dim**-0.5,
+            sliding_window=description.sliding_windows[layer_index],
+            soft_cap=description.attention_soft_cap,
+            key_bias_NP=key_bias_NP,
+        )
         self._kernels = context.kernels
 
-    def __call__(self, x_TE: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, meta: AttentionMeta) -> Tensor:
-        """Write this step's keys and values to the cache, attend, and project: [T, E], complete on every rank."""
+    def __call__(self, x_TE: Tensor, angles: Angles, cache: LayerCache, meta: AttentionMeta) -> Tensor:
+        """Write this step's keys and values to the cache, attend, and project: [T, E], complete on every rank.
+
+        Where the residual is parallel, the result is this rank's summand only.
+        """
         kernels = self._kernels
-        heads = self._qkv(x_TE).view(self._heads_shape)
+        heads = self._project(x_TE).view(self._heads_shape)
         q_TNH, k_TKH, v_TKH = heads.split_with_sizes(self._heads_split, 1)
-        if self._norms is not None:
-            q_TNH, k_TKH = self._norms[0](q_TNH), self._norms[1](k_TKH)
-        q_TNH, k_TKH = kernels.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
+        if self._norm is not None:
+            q_TNH, k_TKH = self._norm(q_TNH, k_TKH)
+        q_TNH, k_TKH = self._rotate(q_TNH, k_TKH, *angles)
         kernels.write_cache(k_TKH, v_TKH, cache, meta.slot_mapping)
         attended_TNH = kernels.attention(q_TNH, cache, meta, self._params)
         return self._output(attended_TNH.flatten(1))
@@ -60,12 +79,27 @@ class Attention:
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """Those of the projections and, where the model has them, of the norms of queries and keys."""
         yield from self._qkv.sharded_parameters(prefix)
-        if self._norms is not None:
-            yield from self._norms[0].sharded_parameters(f"{prefix}.q_norm")
-            yield from self._norms[1].sharded_parameters(f"{prefix}.k_norm")
+        if self._norm is not None:
+            yield from self._norm.sharded_parameters(prefix)
         yield from self._output.sharded_parameters(f"{prefix}.output")
 
     def finish_loading(self) -> None:
         """Lay out the matrices."""
         self._qkv.finish_loading()
+        if self._norm is not None:
+            self._norm.finish_loading()
         self._output.finish_loading()
+
+
+def _choose_rotation(rotary: RotaryDescription | None, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
+    if rotary is None:
+        return _leave
+    return kernels.rotary_interleaved if rotary.is_interleaved else kernels.rotary
+
+
+def _leave(q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
+    return q_TNH, k_TKH
+
+
+def _clipped(linear: Callable[[Tensor], Tensor], limit: float) -> Callable[[Tensor], Tensor]:
+    return lambda x_TE: linear(x_TE).clamp_(-limit, limit)

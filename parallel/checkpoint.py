@@ -20,10 +20,11 @@ from torch import Tensor
 from parallel.decoder import Decoder
 from parallel.description import DecoderDescription
 from parallel.errors import CheckpointError, ConfigError
+from parallel.families.layout import Location
 from parallel.families.registry import describe_model, family_of
 from parallel.kernels.base import Kernels
 from parallel.mesh import Mesh
-from parallel.shard import Piece, ShardedParameter
+from parallel.shard import Piece
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -90,9 +91,7 @@ def load_weights(decoder: Decoder, folder: Path, *, progress: Progress | None = 
     for file, batch in _batches(reads_by_file):
         with open_tensors(file) as tensors:
             for read in batch:
-                weights = _slice(tensors, read.name, read.piece)
-                read.parameter.target(read.piece).copy_(weights)
-                done += weights.numel() * weights.element_size()
+                done += read.copy(tensors)
                 if progress is not None:
                     progress(done / total)
     return done
@@ -122,11 +121,39 @@ def open_tensors(file: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """One slice to copy: from the tensor called `name` in the checkpoint into a parameter."""
+    """One slice to copy: `start : stop` along `dim` of the tensor called `name`, the other dims whole."""
 
     name: str
-    piece: Piece
-    parameter: ShardedParameter
+    shape: tuple[int, ...]
+    """That the tensor must have."""
+    dim: int
+    start: int
+    stop: int
+    target: Tensor
+    """The part of a parameter that the slice fills; on disk it may be transposed."""
+    is_transposed: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Of the slice."""
+        return self.target.numel()
+
+    def cut(self, max_elements: int) -> Iterator["_Read"]:
+        """The same slice as several of at most so many elements each."""
+        num_parts = -(-self.num_elements // max_elements) or 1
+        step = -(-(self.stop - self.start) // num_parts) or 1
+        target_dim = self.target.dim() - 1 - self.dim if self.is_transposed else self.dim
+        for start in range(self.start, self.stop, step):
+            stop = min(start + step, self.stop)
+            target = self.target.narrow(target_dim, start - self.start, stop - start)
+            yield replace(self, start=start, stop=stop, target=target)
+
+    def copy(self, tensors: Any) -> int:
+        """Fill the target from an open file; return the bytes that were read."""
+        index = (*[slice(None)] * self.dim, slice(self.start, self.stop))
+        weights: Tensor = tensors.get_slice(self.name)[index]  # a view into the mapped file: nothing is read yet
+        self.target.copy_(weights.t() if self.is_transposed else weights)
+        return weights.numel() * weights.element_size()
 
 
 def _limit_context(description: DecoderDescription, max_context: int) -> DecoderDescription:
@@ -136,18 +163,49 @@ def _limit_context(description: DecoderDescription, max_context: int) -> Decoder
 
 
 def _plan_reads(decoder: Decoder, folder: Path) -> dict[Path, list[_Read]]:
-    family = family_of(decoder.description)
+    description = decoder.description
+    family = family_of(description)
     files = locate_tensors(folder)
     reads_by_file: dict[Path, list[_Read]] = {}
     for parameter in decoder.sharded_parameters():
         for piece in parameter.pieces:
-            name = family.tensor_name(piece.source)
-            if name not in files and decoder.description.tie_embeddings and piece.source == "embedding.weight":
-                name = family.tensor_name("head.weight")  # of two names for one tensor, some writers keep this one
-            if name not in files:
-                raise CheckpointError(f"{folder} has no tensor {name}; expected with shape {list(piece.full_shape)}")
-            reads_by_file.setdefault(files[name], []).append(_Read(name=name, piece=piece, parameter=parameter))
+            location = family.locate(piece.source, description)
+            for read in _reads(piece, location, parameter.target(piece)):
+                names = [read.name, *family.other_names(read.name)]
+                if description.tie_embeddings and piece.source == "embedding.weight":
+                    names.append(family.tensor_name("head.weight"))  # some writers keep this one of two names
+                name = next((name for name in names if name in files), None)
+                if name is None:
+                    raise CheckpointError(f"{folder} has no tensor {read.name}; expected with shape {list(read.shape)}")
+                reads_by_file.setdefault(files[name], []).append(replace(read, name=name))
     return reads_by_file
+
+
+def _reads(piece: Piece, location: Location, target: Tensor) -> Iterator[_Read]:
+    """The slices of stored tensors that fill `target`, the place of `piece`."""
+    shape = location.stored_shape(piece.full_shape)
+    if "{row}" in location.name:
+        assert piece.dim == 0, "tensors that are stored by row are cut by row"
+        for row in range(piece.start, piece.stop):
+            name = location.name.format(row=row)
+            yield _Read(name=name, shape=shape, dim=0, start=0, stop=shape[0], target=target[row - piece.start])
+        return
+    runs = [range(piece.start, piece.stop)]
+    if location.fusion is not None:
+        assert piece.dim == 0, "matrices are fused, and cut, by rows"
+        runs = list(location.fusion.runs(location.part, piece.start, piece.stop))
+    done = 0
+    for run in runs:
+        yield _Read(
+            name=location.name,
+            shape=shape,
+            dim=len(shape) - 1 - piece.dim if location.is_transposed else piece.dim,
+            start=run.start,
+            stop=run.stop,
+            target=target.narrow(piece.dim, done, len(run)),
+            is_transposed=location.is_transposed,
+        )
+        done += len(run)
 
 
 def _batches(reads_by_file: Mapping[Path, Sequence[_Read]]) -> Iterator[tuple[Path, list[_Read]]]:
@@ -156,22 +214,13 @@ def _batches(reads_by_file: Mapping[Path, Sequence[_Read]]) -> Iterator[tuple[Pa
         batch: list[_Read] = []
         num_elements = 0
         for read in reads:
-            for piece in _cut(read.piece):
-                if batch and num_elements + _num_elements(piece) > _BATCH_ELEMENTS:
+            for part in read.cut(_BATCH_ELEMENTS):
+                if batch and num_elements + part.num_elements > _BATCH_ELEMENTS:
                     yield file, batch
                     batch, num_elements = [], 0
-                batch.append(replace(read, piece=piece))
-                num_elements += _num_elements(piece)
+                batch.append(part)
+                num_elements += part.num_elements
         yield file, batch
-
-
-def _cut(piece: Piece) -> Iterator[Piece]:
-    """The same slice as several of at most a batch each."""
-    num_pieces = -(-_num_elements(piece) // _BATCH_ELEMENTS) or 1
-    step = -(-(piece.stop - piece.start) // num_pieces) or 1
-    for start in range(piece.start, piece.stop, step):
-        stop = min(start + step, piece.stop)
-        yield replace(piece, start=start, stop=stop, offset=piece.offset + start - piece.start)
 
 
 def _check_file(file: Path, reads: Sequence[_Read]) -> int:
@@ -180,7 +229,7 @@ def _check_file(file: Path, reads: Sequence[_Read]) -> int:
     with open_tensors(file) as tensors:
         present = set(tensors.keys())
         for read in reads:
-            expected = list(read.piece.full_shape)
+            expected = list(read.shape)
             if read.name not in present:
                 raise CheckpointError(f"{file} has no tensor {read.name}; expected there with shape {expected}")
             stored = tensors.get_slice(read.name)
@@ -193,22 +242,8 @@ def _check_file(file: Path, reads: Sequence[_Read]) -> int:
                 raise CheckpointError(
                     f"{file}: tensor {read.name} has dtype {stored.get_dtype()}; allowed: {', '.join(STORED_DTYPES)}"
                 )
-            num_bytes += _num_elements(read.piece) * dtype.itemsize
+            num_bytes += read.num_elements * dtype.itemsize
     return num_bytes
-
-
-def _num_elements(piece: Piece) -> int:
-    num_elements = piece.stop - piece.start
-    for dim, size in enumerate(piece.full_shape):
-        num_elements *= 1 if dim == piece.dim else size
-    return num_elements
-
-
-def _slice(tensors: Any, name: str, piece: Piece) -> Tensor:
-    """A view into the mapped file; nothing is read until it is copied."""
-    index = (*[slice(None)] * piece.dim, slice(piece.start, piece.stop))
-    weights: Tensor = tensors.get_slice(name)[index]
-    return weights
 
 
 def _read_index(file: Path) -> dict[str, Path]:

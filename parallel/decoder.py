@@ -3,10 +3,6 @@
 A stage holds a run of layers; the first stage has the embedding before them, the last one the final norm and the head
 after them. Within a stage every layer is divided over the tensor-parallel axis. The weights come from checkpoint.py,
 the cache from the caller.
-
-The residual stream is kept apart from what the last block added to it, so that one kernel adds and norms:
-
-    x, residual -> add, norm -> attention -> add, norm -> MLP -> x', residual'
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,57 +10,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from parallel.attention import Attention
+from parallel.alibi import key_bias
+from parallel.attention import Angles
+from parallel.decoder_layer import make_decoder_layer
 from parallel.description import DecoderDescription
-from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from parallel.embedding import InputEmbedding, VocabParallelHead
 from parallel.kernels.base import AttentionMeta, Kernels, LayerCache
 from parallel.layer import LayerContext
 from parallel.mesh import Mesh
-from parallel.mlp import GatedMLP
-from parallel.norm import RMSNorm
+from parallel.norm import Norm, make_norm
 from parallel.rotary import RotaryTable
-from parallel.shard import ShardedParameter, check_split, kv_head_range, layer_range
-
-
-class DecoderLayer:
-    """Attention and MLP, each after a norm, each added to the residual stream."""
-
-    def __init__(self, description: DecoderDescription, layer_index: int, *, context: LayerContext) -> None:
-        self._attention_norm = RMSNorm(description.hidden_size, description.norm_eps, context=context)
-        self._attention = Attention(description, layer_index, context=context)
-        self._mlp_norm = RMSNorm(description.hidden_size, description.norm_eps, context=context)
-        self._mlp = GatedMLP(description, context=context)
-
-    def __call__(
-        self,
-        x_TE: Tensor,
-        residual_TE: Tensor | None,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
-        cache: LayerCache,
-        meta: AttentionMeta,
-    ) -> tuple[Tensor, Tensor]:
-        """(what was added last, residual stream before it) -> the same after this layer; None: nothing added yet."""
-        if residual_TE is None:
-            residual_TE = x_TE
-            x_TE = self._attention_norm(x_TE)
-        else:
-            x_TE, residual_TE = self._attention_norm.add(x_TE, residual_TE)
-        x_TE = self._attention(x_TE, cos_TR, sin_TR, cache, meta)
-        x_TE, residual_TE = self._mlp_norm.add(x_TE, residual_TE)
-        return self._mlp(x_TE), residual_TE
-
-    def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of both blocks and their norms."""
-        yield from self._attention_norm.sharded_parameters(f"{prefix}.attention_norm")
-        yield from self._attention.sharded_parameters(f"{prefix}.attention")
-        yield from self._mlp_norm.sharded_parameters(f"{prefix}.mlp_norm")
-        yield from self._mlp.sharded_parameters(f"{prefix}.mlp")
-
-    def finish_loading(self) -> None:
-        """Lay out the matrices."""
-        self._attention.finish_loading()
-        self._mlp.finish_loading()
+from parallel.shard import ShardedParameter, check_split, even_range, kv_head_range, layer_range
 
 
 class Decoder:
@@ -91,22 +47,26 @@ class Decoder:
         context = LayerContext(axis=mesh.tp, kernels=kernels, device=device, dtype=dtype)
         self.layer_indices = layer_range(description.num_layers, mesh.pp.rank, mesh.pp.size)
         """Of the whole model, those that this stage holds."""
-        self._rotary = RotaryTable(description.rotary, description.max_context, device=device)
-        self._layers = [DecoderLayer(description, index, context=context) for index in self.layer_indices]
-        self._embedding: VocabParallelEmbedding | None = None
-        self._final_norm: RMSNorm | None = None
+        bias_NP = self._key_bias()
+        self._layers = [make_decoder_layer(description, i, bias_NP, context=context) for i in self.layer_indices]
+        rotaries = [description.rotaries[i] for i in self.layer_indices]
+        kinds = list(dict.fromkeys(rotaries))
+        self._rotations = [
+            (lambda positions_T: ()) if kind is None else RotaryTable(kind, description.max_context, device=device)
+            for kind in kinds
+        ]
+        self._rotation_of_layer = [kinds.index(rotary) for rotary in rotaries]
+        self._embedding: InputEmbedding | None = None
+        self._final_norm: Norm | None = None
         self._head: VocabParallelHead | None = None
         if mesh.is_first_stage:
-            self._embedding = VocabParallelEmbedding(description.vocab_size, description.hidden_size, context=context)
+            self._embedding = InputEmbedding(description, context=context)
         if mesh.is_last_stage:
-            self._final_norm = RMSNorm(description.hidden_size, description.norm_eps, context=context)
-            self._head = VocabParallelHead(
-                description.vocab_size,
-                description.hidden_size,
-                tied=self._embedding if description.tie_embeddings else None,
-                source="embedding.weight" if description.tie_embeddings else "head.weight",
-                context=context,
+            self._final_norm = make_norm(
+                description.norm, description.hidden_size, description.norm_eps, context=context
             )
+            tied = self._embedding.tokens if self._embedding is not None and description.tie_embeddings else None
+            self._head = VocabParallelHead(description, tied=tied, context=context)
 
     @property
     def num_local_layers(self) -> int:
@@ -134,11 +94,11 @@ class Decoder:
         Raises:
             CollectiveError: a rank of the stage is gone.
         """
-        x_TE = x if self._embedding is None else self._embedding(x)
-        cos_TR, sin_TR = self._rotary(positions_T)
+        x_TE = x if self._embedding is None else self._embedding(x, positions_T)
+        angles: list[Angles] = [rotation(positions_T) for rotation in self._rotations]
         residual_TE: Tensor | None = None
-        for layer, cache in zip(self._layers, caches, strict=True):
-            x_TE, residual_TE = layer(x_TE, residual_TE, cos_TR, sin_TR, cache, meta)
+        for layer, rotation, cache in zip(self._layers, self._rotation_of_layer, caches, strict=True):
+            x_TE, residual_TE = layer(x_TE, residual_TE, angles[rotation], cache, meta)
         assert residual_TE is not None, "every stage has a layer"
         if self._final_norm is None:
             return x_TE.add_(residual_TE)
@@ -158,7 +118,7 @@ class Decoder:
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """Every parameter of this rank, once, and the slices of the full tensors that fill it."""
         if self._embedding is not None:
-            yield from self._embedding.sharded_parameters("embedding")
+            yield from self._embedding.sharded_parameters()
         for index, layer in zip(self.layer_indices, self._layers, strict=True):
             yield from layer.sharded_parameters(f"layers.{index}")
         if self._final_norm is not None:
@@ -168,7 +128,19 @@ class Decoder:
 
     def finish_loading(self) -> None:
         """Lay all weights out for the kernels; once, when they are filled."""
+        if self._embedding is not None:
+            self._embedding.finish_loading()
         for layer in self._layers:
             layer.finish_loading()
+        if self._final_norm is not None:
+            self._final_norm.finish_loading()
         if self._head is not None:
             self._head.finish_loading()
+
+    def _key_bias(self) -> Tensor | None:
+        """One table for all layers."""
+        description, axis = self.description, self.mesh.tp
+        if description.alibi is None:
+            return None
+        heads = even_range(description.num_heads, axis.rank, axis.size, what="num_heads")
+        return key_bias(description.alibi, heads, description.max_context, device=self.device)

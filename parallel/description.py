@@ -4,8 +4,62 @@ Knows shapes and options; how they are split over ranks is said in shard.py, ten
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from parallel.errors import ConfigError
+
+
+class NormKind(StrEnum):
+    """How activations are brought to unit size, and what the weight is."""
+
+    RMS = "rms"
+    """By the root mean square, times a weight. arXiv:1910.07467."""
+    RMS_PLUS_ONE = "rms_plus_one"
+    """The same, times 1 + the weight that is stored."""
+    LAYER = "layer"
+    """Mean taken away, by the standard deviation, times a weight, plus a bias. arXiv:1607.06450."""
+    LAYER_WITHOUT_BIAS = "layer_without_bias"
+    """The same without the bias."""
+
+
+class NormPlace(StrEnum):
+    """Where a layer norms: what a block (attention, MLP) reads, what it adds to the residual stream, or both."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    BOTH = "both"
+
+
+class ResidualKind(StrEnum):
+    """How attention and MLP follow each other."""
+
+    SEQUENTIAL = "sequential"
+    """The MLP reads what the attention has added to."""
+    PARALLEL = "parallel"
+    """Both read the same stream, each through a norm of its own."""
+    PARALLEL_ONE_NORM = "parallel_one_norm"
+    """Both read the same normed stream."""
+
+
+class QKNormScope(StrEnum):
+    """What is normed together in queries and keys."""
+
+    HEAD = "head"
+    """Each head by itself, all heads with the same weight [H]."""
+    OWN_HEAD = "own_head"
+    """Each head by itself, with weights of its own: [N, H]."""
+    ALL_HEADS = "all_heads"
+    """All heads of a token as one vector: [N * H]."""
+
+
+class Activation(StrEnum):
+    """The nonlinear function of an MLP."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    """GELU by the approximation with tanh: arXiv:1606.08415, section 2."""
+    RELU = "relu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +158,8 @@ class RotaryDescription:
     """Leading dims of each head that are rotated."""
     theta: float
     scaling: RotaryScaling | None = None
+    is_interleaved: bool = False
+    """Neighbours turn together, (0, 1), (2, 3) ...; else the first half with the second."""
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
@@ -120,8 +176,42 @@ class RotaryDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alibi:
+    """Attention scores fall with the distance of the key, in each head at another rate. arXiv:2108.12409."""
+
+    slopes: tuple[float, ...]
+    """One per query head: a score grows by this much per position of its key."""
+    scale: float = 1.0
+    """Multiplies slope times position."""
+    is_rounded: bool = False
+    """Slope and slope times position are rounded to bfloat16, as Falcon was trained with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedPositions:
+    """A learned vector for each position, added to the token's."""
+
+    num_rows: int
+    """Of the table in the checkpoint."""
+    offset: int = 0
+    """Row of position 0."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.offset < self.num_rows:
+            raise ConfigError(f"position offset is {self.offset}; allowed: 0 to {self.num_rows - 1}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QKNorm:
+    """The norm over queries and keys, before rotation."""
+
+    kind: NormKind
+    scope: QKNormScope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderDescription:
-    """A decoder-only transformer with RMSNorm before attention and MLP, and a gated SiLU MLP.
+    """A decoder-only transformer; what is not said is as in Llama: RMSNorm before each block, a gated SiLU MLP.
 
     Whole-model sizes; every rank has the same description.
     """
@@ -139,18 +229,48 @@ class DecoderDescription:
     """Inner size of the MLP."""
     max_context: int
     """Longest prompt plus output that the model was made for."""
+
     norm_eps: float
-    rotary: RotaryDescription
+    norm: NormKind = NormKind.RMS
+    """Of all norms but those of queries and keys."""
+    norm_place: NormPlace = NormPlace.BEFORE
+    residual: ResidualKind = ResidualKind.SEQUENTIAL
+    residual_multiplier: float = 1.0
+    """Of what each block adds to the residual stream."""
+
+    rotaries: tuple[RotaryDescription | None, ...]
+    """One per layer; None: the layer does not rotate."""
+    alibi: Alibi | None = None
+    learned_positions: LearnedPositions | None = None
     sliding_windows: tuple[int | None, ...]
     """One per layer: a token sees itself and this many - 1 before it; None: all before it."""
+    attention_scale: float | None = None
+    """Multiplies the scores; None: 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    """Scores become cap * tanh(score / cap)."""
     qkv_bias: bool = False
+    qkv_clip: float | None = None
+    """Queries, keys and values are kept within plus and minus this."""
+    qk_norm: QKNorm | None = None
     output_bias: bool = False
     """Bias of the attention's output projection."""
+
+    activation: Activation = Activation.SILU
+    is_mlp_gated: bool = True
+    """down(activation(gate(x)) * up(x)); else down(activation(up(x)))."""
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm over each query and key head before rotation."""
+
+    embedding_multiplier: float = 1.0
+    """Rounded to the dtype of the weights before it is used."""
+    embedding_norm: bool = False
     tie_embeddings: bool = False
     """The head is the embedding, transposed."""
+    head_bias: bool = False
+    is_head_normalized: bool = False
+    """The head's rows are brought to unit length after loading."""
+    logit_multiplier: float = 1.0
+    logit_soft_cap: float | None = None
+    """Logits become cap * tanh(logit / cap)."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -164,15 +284,32 @@ class DecoderDescription:
             raise ConfigError(
                 f"num_kv_heads is {self.num_kv_heads}; allowed: divisors of the {self.num_heads} query heads"
             )
-        if self.rotary.dim > self.head_dim:
-            raise ConfigError(f"rotary dim is {self.rotary.dim}; allowed: at most head_dim, {self.head_dim}")
-        if len(self.sliding_windows) != self.num_layers:
-            raise ConfigError(
-                f"sliding_windows has {len(self.sliding_windows)} entries; allowed: one per layer, {self.num_layers}"
-            )
+        for name in ("rotaries", "sliding_windows"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ConfigError(
+                    f"{name} has {len(getattr(self, name))} entries; allowed: one per layer, {self.num_layers}"
+                )
+        for rotary in self.rotaries:
+            if rotary is not None and rotary.dim > self.head_dim:
+                raise ConfigError(f"rotary dim is {rotary.dim}; allowed: at most head_dim, {self.head_dim}")
         for window in self.sliding_windows:
             if window is not None:
                 _require_positive("sliding window", window)
+        self._check_positions()
+        if self.residual is not ResidualKind.SEQUENTIAL and (
+            self.norm_place is not NormPlace.BEFORE or self.residual_multiplier != 1.0
+        ):
+            raise ConfigError("a parallel residual allows norms before the blocks only, and no residual multiplier")
+
+    def _check_positions(self) -> None:
+        if self.alibi is not None and len(self.alibi.slopes) != self.num_heads:
+            raise ConfigError(f"alibi has {len(self.alibi.slopes)} slopes; allowed: one per head, {self.num_heads}")
+        positions = self.learned_positions
+        if positions is not None and self.max_context > positions.num_rows - positions.offset:
+            raise ConfigError(
+                f"max_context is {self.max_context}; allowed: the learned positions, "
+                f"{positions.num_rows - positions.offset}"
+            )
 
 
 def _require_positive(name: str, value: int) -> None:

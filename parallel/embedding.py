@@ -6,12 +6,15 @@ no token id names and whose logits are cut off.
 
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.collectives import all_reduce, gather_to_first
+from parallel.description import DecoderDescription, LearnedPositions
 from parallel.kernels.base import PackedLinear
 from parallel.layer import LayerContext
+from parallel.norm import Norm, make_norm
 from parallel.shard import Piece, ShardedParameter, vocab_range, vocab_rows
 
 
@@ -55,58 +58,135 @@ class VocabParallelEmbedding:
         """Nothing to lay out."""
 
 
+class PositionEmbedding:
+    """A learned vector for each position; every rank holds those of the contexts that are served."""
+
+    def __init__(self, positions: LearnedPositions, max_context: int, hidden_size: int, *, context: LayerContext):
+        self._positions = positions
+        self._table_PE = context.empty(max_context, hidden_size)
+
+    def __call__(self, positions_T: Tensor) -> Tensor:
+        """[T] int64 -> [T, E]."""
+        return F.embedding(positions_T, self._table_PE)
+
+    def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
+        """The rows of the positions that are served."""
+        max_context, hidden_size = self._table_PE.shape
+        start = self._positions.offset
+        piece = Piece(
+            source=f"{prefix}.weight",
+            full_shape=(self._positions.num_rows, hidden_size),
+            dim=0,
+            start=start,
+            stop=start + max_context,
+        )
+        yield ShardedParameter(tensor=self._table_PE, pieces=(piece,))
+
+
+class InputEmbedding:
+    """What the first layer reads: the tokens' vectors and what the model does to them."""
+
+    def __init__(self, description: DecoderDescription, *, context: LayerContext) -> None:
+        hidden_size = description.hidden_size
+        self.tokens = VocabParallelEmbedding(description.vocab_size, hidden_size, context=context)
+        # rounded as the models that have one were trained with
+        self._multiplier = torch.tensor(description.embedding_multiplier, dtype=context.dtype).item()
+        self._positions: PositionEmbedding | None = None
+        self._norm: Norm | None = None
+        if description.learned_positions is not None:
+            self._positions = PositionEmbedding(
+                description.learned_positions, description.max_context, hidden_size, context=context
+            )
+        if description.embedding_norm:
+            self._norm = make_norm(description.norm, hidden_size, description.norm_eps, context=context)
+
+    def __call__(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """[T] int64 each -> [T, E] on every rank."""
+        x_TE = self.tokens(token_ids_T)
+        if self._multiplier != 1.0:
+            x_TE = x_TE.mul_(self._multiplier)
+        if self._positions is not None:
+            x_TE = x_TE.add_(self._positions(positions_T))
+        return x_TE if self._norm is None else self._norm(x_TE)
+
+    def sharded_parameters(self) -> Iterator[ShardedParameter]:
+        """The rows of this rank, and whole positions and norm."""
+        yield from self.tokens.sharded_parameters("embedding")
+        if self._positions is not None:
+            yield from self._positions.sharded_parameters("positions")
+        if self._norm is not None:
+            yield from self._norm.sharded_parameters("embedding_norm")
+
+    def finish_loading(self) -> None:
+        """Only the norm has something to lay out."""
+        if self._norm is not None:
+            self._norm.finish_loading()
+
+
 class VocabParallelHead:
     """Logits over the whole vocabulary, gathered to the first rank of the axis.
 
     Args:
-        tied: the embedding whose weight is also the head's, where this rank has it.
-        source: the decoder's name of the tensor to load otherwise: that of the embedding when the head is tied to it on
-            another stage.
+        description: says what is done to weights and logits.
+        tied: the embedding whose weight is also the head's, where this rank has it. A head that is tied to an embedding
+            on another stage loads the tensor of that.
+        context: where it lives.
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        tied: VocabParallelEmbedding | None,
-        source: str,
-        context: LayerContext,
+        self, description: DecoderDescription, *, tied: VocabParallelEmbedding | None, context: LayerContext
     ) -> None:
+        self._description = description
         self._axis = context.axis
-        self._vocab_size = vocab_size
-        self._source = source
         self._is_tied = tied is not None
+        num_rows = vocab_rows(description.vocab_size, self._axis.size)
         self._weight_VE: Tensor | None
         if tied is not None:
             self._weight_VE = tied.weight_VE
         else:
-            self._weight_VE = context.empty(vocab_rows(vocab_size, self._axis.size), hidden_size)
-            _zero_padding(self._weight_VE, vocab_size, context)
+            self._weight_VE = context.empty(num_rows, description.hidden_size)
+            _zero_padding(self._weight_VE, description.vocab_size, context)
+        self._bias_V: Tensor | None = None
+        if description.head_bias:
+            self._bias_V = context.empty(num_rows)
+            _zero_padding(self._bias_V, description.vocab_size, context)
         self._kernels = context.kernels
         self._linear: PackedLinear
 
     def __call__(self, hidden_SE: Tensor) -> Tensor | None:
         """[S, E] -> float32 [S, vocab_size] on rank 0 of the axis, None on the others; all of them call it."""
-        logits_SV = gather_to_first(self._linear(hidden_SE), self._axis, dim=1)
-        return None if logits_SV is None else logits_SV[:, : self._vocab_size].float()
+        gathered_SV = gather_to_first(self._linear(hidden_SE), self._axis, dim=1)
+        if gathered_SV is None:
+            return None
+        logits_SV = gathered_SV[:, : self._description.vocab_size].float()
+        if self._description.logit_multiplier != 1.0:
+            logits_SV = logits_SV * self._description.logit_multiplier
+        if (cap := self._description.logit_soft_cap) is not None:
+            logits_SV = (logits_SV / cap).tanh_().mul_(cap)
+        return logits_SV
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
-        """The rows of this rank; none when they are the embedding's."""
+        """The rows of this rank; no weight where it is the embedding's."""
+        vocab_size, axis = self._description.vocab_size, self._axis
         if not self._is_tied:
             assert self._weight_VE is not None, "weights are gone after finish_loading"
-            yield _sharded_rows(self._source, self._weight_VE, self._vocab_size, self._axis.rank, self._axis.size)
+            source = "embedding.weight" if self._description.tie_embeddings else "head.weight"
+            yield _sharded_rows(source, self._weight_VE, vocab_size, axis.rank, axis.size)
+        if self._bias_V is not None:
+            yield _sharded_rows("head.bias", self._bias_V, vocab_size, axis.rank, axis.size)
 
     def finish_loading(self) -> None:
         """Hand the weight to the kernels."""
         assert self._weight_VE is not None, "finish_loading is called once"
-        self._linear = self._kernels.pack_linear(self._weight_VE, None)
-        self._weight_VE = None
+        if self._description.is_head_normalized:
+            self._weight_VE = F.normalize(self._weight_VE)
+        self._linear = self._kernels.pack_linear(self._weight_VE, self._bias_V)
+        self._weight_VE = self._bias_V = None
 
 
 def _sharded_rows(source: str, weight_VE: Tensor, vocab_size: int, rank: int, size: int) -> ShardedParameter:
     rows = vocab_range(vocab_size, rank, size)
-    full_shape = (vocab_size, weight_VE.shape[1])
+    full_shape = (vocab_size, *weight_VE.shape[1:])
     piece = Piece(source=source, full_shape=full_shape, dim=0, start=rows.start, stop=rows.stop)
     return ShardedParameter(tensor=weight_VE, pieces=(piece,))
 

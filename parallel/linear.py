@@ -114,8 +114,9 @@ class QKVParallelLinear(ColumnParallelLinear):
         axis = context.axis
         heads = even_range(num_heads, axis.rank, axis.size, what="num_heads")
         kv_heads = kv_head_range(num_kv_heads, axis.rank, axis.size)
-        self.num_local_heads = len(heads)
-        self.num_local_kv_heads = len(kv_heads)
+        self.heads = heads
+        """Of the whole model, the query heads of this rank."""
+        self.kv_heads = kv_heads
         parts = [
             ColumnPart("q", num_heads * head_dim, _rows(heads, head_dim)),
             ColumnPart("k", num_kv_heads * head_dim, _rows(kv_heads, head_dim)),
@@ -168,6 +169,29 @@ class RowParallelLinear:
         self._weight_OI = None
         if is_whole:
             self._bias_O = None
+
+
+class PartialRowParallelLinear(RowParallelLinear):
+    """The same without the all-reduce: each rank gets its summand, and the caller sums, several layers' at once.
+
+    The bias is in the summand of the first rank.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, has_bias: bool, context: LayerContext, what: str = "in_features"
+    ) -> None:
+        has_bias = has_bias and context.axis.rank == 0
+        super().__init__(in_features, out_features, has_bias=has_bias, context=context, what=what)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """[T, inputs of this rank] -> [T, out], this rank's summand."""
+        return self._linear(x_TI)
+
+    def finish_loading(self) -> None:
+        """Hand the weight and the bias to the kernels."""
+        assert self._weight_OI is not None, "finish_loading is called once"
+        self._linear = self._kernels.pack_linear(self._weight_OI, self._bias_O)
+        self._weight_OI = self._bias_O = None
 
 
 def _rows(heads: range, head_dim: int) -> range:

@@ -1,37 +1,43 @@
-"""The gated feed-forward block: gate and up in one column-parallel matrix, down row-parallel; one all-reduce."""
+"""The feed-forward block: what leads in is column-parallel, what leads out row-parallel; one all-reduce."""
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from parallel.description import DecoderDescription
+from parallel.activation import activation_function
+from parallel.description import DecoderDescription, ResidualKind
 from parallel.layer import LayerContext
-from parallel.linear import ColumnParallelLinear, RowParallelLinear, even_parts
+from parallel.linear import ColumnParallelLinear, PartialRowParallelLinear, RowParallelLinear, even_parts
 from parallel.shard import ShardedParameter
 
 
-class GatedMLP:
-    """down(silu(gate(x)) * up(x)). arXiv:2002.05202."""
+class MLP:
+    """down(act(gate(x)) * up(x)) (arXiv:2002.05202), gate and up in one matrix; or down(act(up(x)))."""
 
     def __init__(self, description: DecoderDescription, *, context: LayerContext) -> None:
         hidden_size, inner_size = description.hidden_size, description.intermediate_size
-        parts = even_parts((("gate", inner_size), ("up", inner_size)), context, what="intermediate_size")
-        self._gate_up = ColumnParallelLinear(hidden_size, parts, has_bias=description.mlp_bias, context=context)
-        self._down = RowParallelLinear(
+        names = ("gate", "up") if description.is_mlp_gated else ("up",)
+        parts = even_parts([(name, inner_size) for name in names], context, what="intermediate_size")
+        self._into = ColumnParallelLinear(hidden_size, parts, has_bias=description.mlp_bias, context=context)
+        is_parallel = description.residual is not ResidualKind.SEQUENTIAL
+        self._down = (PartialRowParallelLinear if is_parallel else RowParallelLinear)(
             inner_size, hidden_size, has_bias=description.mlp_bias, context=context, what="intermediate_size"
         )
-        self._silu_mul = context.kernels.silu_mul
+        if description.is_mlp_gated:
+            self._activate = context.kernels.gated(description.activation)
+        else:
+            self._activate = activation_function(description.activation)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """[T, E] -> [T, E], complete on every rank of the axis."""
-        return self._down(self._silu_mul(self._gate_up(x_TE)))
+        """[T, E] -> [T, E], complete on every rank of the axis; this rank's summand where the residual is parallel."""
+        return self._down(self._activate(self._into(x_TE)))
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """Those of gate, up and down."""
-        yield from self._gate_up.sharded_parameters(prefix)
+        yield from self._into.sharded_parameters(prefix)
         yield from self._down.sharded_parameters(f"{prefix}.down")
 
     def finish_loading(self) -> None:
         """Lay out the matrices."""
-        self._gate_up.finish_loading()
+        self._into.finish_loading()
         self._down.finish_loading()

@@ -95,23 +95,28 @@ def _list_tensors(description: DecoderDescription) -> list[_TensorPlan]:
     decoder = Decoder(
         description, mesh=Mesh.single(), device=torch.device("meta"), dtype=torch.float32, kernels=ReferenceKernels()
     )
-    shapes = {
-        piece.source: piece.full_shape for parameter in decoder.sharded_parameters() for piece in parameter.pieces
-    }
-    return [_plan_tensor(source, family.tensor_name(source), shape) for source, shape in shapes.items()]
+    plans: dict[str, _TensorPlan] = {}  # by name: a fused tensor holds several of the decoder's
+    for parameter in decoder.sharded_parameters():
+        for piece in parameter.pieces:
+            location = family.locate(piece.source, description)
+            shape = location.stored_shape(piece.full_shape)
+            for name in location.names(piece.full_shape[0]):
+                fan_in = shape[0] if location.is_transposed else shape[-1]
+                plans[name] = _plan_tensor(piece.source, name, shape, fan_in)
+    return list(plans.values())
 
 
-def _plan_tensor(source: str, name: str, shape: tuple[int, ...]) -> _TensorPlan:
+def _plan_tensor(source: str, name: str, shape: tuple[int, ...], fan_in: int) -> _TensorPlan:
     """Choose a distribution that keeps activations of moderate size and makes logits differ."""
-    if len(shape) == 1:
+    if len(shape) == 1 or source.endswith("_norm.weight"):
         return _TensorPlan(name=name, shape=shape, mean=0.0 if source.endswith(".bias") else 1.0, std=0.1)
-    if source in ("embedding.weight", "head.weight"):
+    if source in ("embedding.weight", "positions.weight", "head.weight"):
         gain = 2.0  # the standard deviation of the logits
     elif source.endswith((".output.weight", ".down.weight")):
         gain = 6.0  # the layers outweigh the embedding; with a tied head the model else repeats its last token
     else:
         gain = 1.5
-    return _TensorPlan(name=name, shape=shape, mean=0.0, std=gain / shape[1] ** 0.5)
+    return _TensorPlan(name=name, shape=shape, mean=0.0, std=gain / fan_in**0.5)
 
 
 def _write_weights(

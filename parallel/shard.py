@@ -12,12 +12,17 @@ Sources carry the decoder's own names, which a family maps to those of its check
 whole model, not those of a stage:
 
     embedding.weight  [V, E]                          final_norm.weight  [E]       head.weight  [V, E]  (not when tied)
+    positions.weight  [P, E]                          embedding_norm.weight  [E]   head.bias  [V]
     layers.{i}.attention_norm.weight  [E]             layers.{i}.mlp_norm.weight  [E]
+    layers.{i}.attention_post_norm.weight  [E]        layers.{i}.mlp_post_norm.weight  [E]
     layers.{i}.attention.q.weight  [N * H, E]         layers.{i}.attention.{k,v}.weight  [K * H, E]
-    layers.{i}.attention.{q,k,v}.bias                 layers.{i}.attention.{q_norm,k_norm}.weight  [H]
+    layers.{i}.attention.{q,k,v}.bias                 layers.{i}.attention.{q_norm,k_norm}.weight  [H], [N, H], [N * H]
     layers.{i}.attention.output.weight  [E, N * H]    layers.{i}.attention.output.bias  [E]
     layers.{i}.mlp.{gate,up}.weight  [I, E]           layers.{i}.mlp.{gate,up}.bias  [I]
     layers.{i}.mlp.down.weight  [E, I]                layers.{i}.mlp.down.bias  [E]
+
+Norms with a bias have one beside each weight. Where these tensors lie in the files is not said here: several may be
+fused into one, or be stored transposed (families/layout.py).
 """
 
 from dataclasses import dataclass

@@ -16,6 +16,16 @@ class Fields:
         self._values = values
         self._prefix = prefix
 
+    def renamed(self, **names: str | tuple[str, ...]) -> "Fields":
+        """The same fields under other names too: `renamed(hidden_size="n_embd")`. Those under the new name count more;
+        errors say the new name."""
+        values = dict(self._values)
+        for name, olds in names.items():
+            for old in (olds,) if isinstance(olds, str) else olds:
+                if values.get(name) is None and values.get(old) is not None:
+                    values[name] = values[old]
+        return Fields(values, self._prefix)
+
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
@@ -24,12 +34,29 @@ class Fields:
         """Whether the object has no entries."""
         return not self._values
 
+    def with_defaults(self, **defaults: Any) -> "Fields":
+        """The same fields, with these values where there is none."""
+        given = {name: value for name, value in self._values.items() if value is not None or name not in defaults}
+        return Fields({**defaults, **given}, self._prefix)
+
+    def without(self, *names: str) -> "Fields":
+        """The same fields but for these."""
+        return Fields({name: value for name, value in self._values.items() if name not in names}, self._prefix)
+
+    def value(self, name: str) -> object:
+        """Whatever the field holds; None when absent."""
+        return self._values.get(name)
+
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         """An integer of at least `minimum`; required unless there is a default."""
         value = self._get(name, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self._error(name, value, f"an integer of at least {minimum}")
         return value
+
+    def optional_integer(self, name: str) -> int | None:
+        """An integer of at least 1, or None when absent."""
+        return self.integer(name) if name in self else None
 
     def nullable_integer(self, name: str, default: int) -> int | None:
         """An integer of at least 1, or null; here null and absent differ."""
@@ -42,6 +69,10 @@ class Fields:
     def optional_number(self, name: str) -> float | None:
         """A finite number more than 0, or None when absent."""
         return self.number(name) if name in self else None
+
+    def nullable_number(self, name: str, default: float) -> float | None:
+        """A finite number more than 0, or null; here null and absent differ."""
+        return self.number(name, default) if name in self or name not in self._values else None
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of finite numbers more than 0; required."""

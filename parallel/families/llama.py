@@ -1,15 +1,18 @@
 """Llama 1, 2, 3 and 3.x, and the many models published in their layout."""
 
+from dataclasses import replace
+
 from parallel.description import DecoderDescription
-from parallel.families.family import LLAMA_MODULE_NAMES, Family, describe_llama_like
+from parallel.families.common import describe_common
+from parallel.families.family import LLAMA_MODULE_NAMES, Family
 from parallel.families.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a Llama config; `attention_bias` puts biases on all four projections of the attention."""
     attention_bias = fields.boolean("attention_bias", False)
-    return describe_llama_like(
-        fields,
+    return replace(
+        describe_common(fields),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=fields.boolean("mlp_bias", False),

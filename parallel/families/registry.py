@@ -13,7 +13,14 @@ from parallel.families.mistral import MISTRAL
 from parallel.families.qwen2 import QWEN2
 from parallel.families.qwen3 import QWEN3
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+_ALL = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+)
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 
 
 def describe_model(folder: Path) -> DecoderDescription:

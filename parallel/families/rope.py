@@ -5,6 +5,7 @@ transformers 5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000
 """
 
 import math
+from dataclasses import dataclass
 
 from parallel.description import (
     DynamicScaling,
@@ -20,36 +21,63 @@ from parallel.families.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
-_DEFAULT_THETA = 10_000.0
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
-def read_rotary(fields: Fields, head_dim: int) -> tuple[RotaryDescription, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """How the heads of a family are rotated, as far as its configs do not say it."""
+
+    default_theta: float = 10_000.0
+    default_partial: float | None = None
+    """Part of a head that is rotated, when the config has no partial_rotary_factor; None: the whole, always."""
+    is_interleaved: bool = False
+    layer_kind: str | None = None
+    """Read the set of this kind of layers, where the config has several."""
+
+
+WHOLE_HEADS = Rope()
+"""As in Llama."""
+
+
+def read_rotary(fields: Fields, head_dim: int, rope: Rope = WHOLE_HEADS) -> tuple[RotaryDescription, int]:
     """The rotary embedding of a config, and the longest context that it serves.
+
+    Args:
+        fields: the config.
+        head_dim: dims of a head.
+        rope: what is particular to the family.
 
     Raises:
         ConfigError: a field is missing or wrong.
         UnsupportedModelError: the kind of scaling is not known, or heads are rotated in part or differently per layer.
     """
-    rope = fields.nested("rope_scaling" if _has_entries(fields, "rope_scaling") else "rope_parameters")
-    if any(kind in rope for kind in _LAYER_KINDS):
-        raise UnsupportedModelError("rope_parameters differ by kind of layer; allowed: one set for all layers")
-    for holder in (fields, rope):
-        partial = holder.number("partial_rotary_factor", 1.0)
-        if partial != 1.0:
-            raise UnsupportedModelError(f"partial_rotary_factor is {partial}; allowed in this family: 1.0")
-    theta = rope.number("rope_theta", fields.number("rope_theta", _DEFAULT_THETA))
-    scaling = _read_scaling(fields, rope)
-    description = RotaryDescription(dim=head_dim, theta=theta, scaling=scaling)
-    return description, _max_context(fields.integer("max_position_embeddings"), scaling)
+    values = fields.nested("rope_scaling" if _has_entries(fields, "rope_scaling") else "rope_parameters")
+    if any(kind in values for kind in _LAYER_KINDS):
+        if rope.layer_kind is None:
+            raise UnsupportedModelError("rope_parameters differ by kind of layer; allowed: one set for all layers")
+        values = values.nested(rope.layer_kind)
+    max_positions = fields.integer("max_position_embeddings")
+    theta = values.number("rope_theta", fields.number("rope_theta", rope.default_theta))
+    scaling = _read_scaling(fields, values, max_positions)
+    dim = int(head_dim * _read_partial(fields, values, rope.default_partial))
+    description = RotaryDescription(dim=dim, theta=theta, scaling=scaling, is_interleaved=rope.is_interleaved)
+    return description, _max_context(max_positions, scaling)
+
+
+def _read_partial(fields: Fields, values: Fields, default: float | None) -> float:
+    name = "partial_rotary_factor"
+    partial = values.number(name, fields.number(name, 1.0 if default is None else default))
+    if default is None and partial != 1.0:
+        raise UnsupportedModelError(f"{name} is {partial}; allowed in this family: 1.0")
+    return partial
 
 
 def _has_entries(fields: Fields, name: str) -> bool:
     return name in fields and not fields.nested(name).is_empty
 
 
-def _read_scaling(fields: Fields, rope: Fields) -> RotaryScaling | None:
-    max_positions = fields.integer("max_position_embeddings")
+def _read_scaling(fields: Fields, rope: Fields, max_positions: int) -> RotaryScaling | None:
     kind = rope.text("rope_type", rope.text("type", "default"))
     match kind:
         case "default":
@@ -59,24 +87,24 @@ def _read_scaling(fields: Fields, rope: Fields) -> RotaryScaling | None:
         case "dynamic":
             return DynamicScaling(factor=rope.number("factor"), original_context=max_positions)
         case "yarn":
-            return _read_yarn(rope, max_positions, _original_context(fields, rope))
-        case "longrope":
-            return _read_longrope(rope, max_positions, _original_context(fields, rope))
+            return _read_yarn(rope, max_positions, _original_context(fields, rope, max_positions))
+        case "longrope" | "su":  # an early name
+            return _read_longrope(rope, max_positions, _original_context(fields, rope, max_positions))
         case "llama3":
             return Llama3Scaling(
                 factor=rope.number("factor"),
                 low_freq_factor=rope.number("low_freq_factor"),
                 high_freq_factor=rope.number("high_freq_factor"),
-                original_context=_original_context(fields, rope),
+                original_context=_original_context(fields, rope, max_positions),
             )
         case _:
             raise UnsupportedModelError(f"rope_type is {kind!r}; supported: {', '.join(KINDS)}")
 
 
-def _original_context(fields: Fields, rope: Fields) -> int:
+def _original_context(fields: Fields, rope: Fields, max_positions: int) -> int:
     """The context of the pretraining; beside the rope parameters it counts more than inside them."""
     name = "original_max_position_embeddings"
-    return fields.integer(name, rope.integer(name, fields.integer("max_position_embeddings")))
+    return fields.integer(name, rope.integer(name, max_positions))
 
 
 def _read_yarn(rope: Fields, max_positions: int, original_context: int) -> YarnScaling:

@@ -10,10 +10,13 @@ operations return is contiguous unless they return an input. Shape letters, here
     B  blocks in the pool              P  slots in a block (block size)    M  blocks in the longest table of the step
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from parallel.description import Activation
 
 
 class LayerCache(NamedTuple):
@@ -62,6 +65,8 @@ class AttentionParams:
     """Each token sees itself and this many - 1 tokens before it; None: all before it."""
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(score / soft_cap)."""
+    key_bias_NP: Tensor | None = field(default=None, compare=False)  # noqa: N815
+    """float32 [N, positions], on the device: added to the score of a key by its position (ALiBi), last of all."""
 
 
 class Kernels(Protocol):
@@ -73,7 +78,8 @@ class Kernels(Protocol):
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dim in float32, result in the dtype of x. arXiv:1910.07467.
 
-        x is left as it is; it is [T, N, H] when heads are normed, then often a view (see above).
+        x is left as it is; it is [T, N, H] when heads are normed, then often a view (see above). The weight may be
+        float32 whatever the dtype of x, and [N, H] when each head has its own.
         """
 
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -82,14 +88,28 @@ class Kernels(Protocol):
         The sum is rounded to the dtype of x before it is normed, so that a stage may send it to the next one.
         """
 
+    def layer_norm(self, x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
+        """LayerNorm over the last dim in float32, result in the dtype of x. arXiv:1607.06450. Otherwise as rms_norm."""
+
+    def add_layer_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (layer_norm(x + residual), x + residual), as add_rms_norm does."""
+
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate the first 2R of the H dims of each head, in half-split layout (x1 = dims :R, x2 = dims R:2R).
 
         cos and sin are float32, and so is the arithmetic; results have the dtype of q. May write in place of q and k.
         """
 
+    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with neighbouring dims as pairs: x1 = dims 0, 2, ... 2R - 2, x2 = dims 1, 3, ... 2R - 1."""
+
+    def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """The operation [T, 2I] -> [T, I]: activation(first half) * second half; asked for when a layer is built."""
+
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
-        """[T, 2I] -> [T, I]: silu(first half) * second half."""
+        """The one of SiLU: silu(first half) * second half."""
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
         """Store each token's key and value at its slot."""

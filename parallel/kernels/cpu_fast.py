@@ -4,10 +4,13 @@ At batch 1 a layer of a small model takes some 500 µs, so each call of a few µ
 temporaries do. Meaning and fallback are reference.py's; attention and linear layers have files of their own.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel.description import Activation
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, PackedLinear
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_linear import pack_linear
@@ -43,6 +46,19 @@ class CpuKernels:
         residual_TE.add_(x_TE)
         return self.rms_norm(residual_TE, weight_E, eps), residual_TE
 
+    def layer_norm(self, x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
+        """See `Kernels.layer_norm`."""
+        if weight_E.dim() != 1:
+            return self._reference.layer_norm(x_TE, weight_E, bias_E, eps)
+        return F.layer_norm(x_TE, weight_E.shape, weight_E, bias_E, eps)
+
+    def add_layer_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_layer_norm`; the residual is written in place."""
+        residual_TE.add_(x_TE)
+        return self.layer_norm(residual_TE, weight_E, bias_E, eps), residual_TE
+
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`."""
         if 2 * cos_TR.shape[-1] != q_TNH.shape[-1]:
@@ -53,6 +69,14 @@ class CpuKernels:
         num_heads = q_TNH.shape[1]
         rotated = _rotate(both, cos_TR, sin_TR)
         return rotated[:, :num_heads], rotated[:, num_heads:]
+
+    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.rotary_interleaved`."""
+        return self._reference.rotary_interleaved(q_TNH, k_TKH, cos_TR, sin_TR)
+
+    def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """See `Kernels.gated`."""
+        return self.silu_mul if activation is Activation.SILU else self._reference.gated(activation)
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
@@ -66,7 +90,7 @@ class CpuKernels:
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""
-        if params.soft_cap is not None:
+        if params.soft_cap is not None or params.key_bias_NP is not None:
             return self._reference.attention(q_TNH, cache, meta, params)
         return self._attention(q_TNH, cache, meta, params)
 

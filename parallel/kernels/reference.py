@@ -4,12 +4,15 @@ Written for clearness; attention loops over sequences and works in float32. Shap
 G query heads per key-value head, Q queries and C keys of one sequence.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.activation import activation_function
+from parallel.description import Activation
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 
 
@@ -45,9 +48,37 @@ class ReferenceKernels:
         total_TE = x_TE + residual_TE
         return self.rms_norm(total_TE, weight_E, eps), total_TE
 
+    def layer_norm(self, x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias, in float32."""
+        normed = F.layer_norm(x_TE.float(), x_TE.shape[-1:], eps=eps) * weight_E.float()
+        return (normed if bias_E is None else normed + bias_E.float()).to(x_TE.dtype)
+
+    def add_layer_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(layer_norm(x + residual), x + residual)."""
+        total_TE = x_TE + residual_TE
+        return self.layer_norm(total_TE, weight_E, bias_E, eps), total_TE
+
     def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         """Turn the pairs (x[i], x[R + i]) of every head by the angle of i."""
         return _rotate(q_TNH, cos_TR, sin_TR), _rotate(k_TKH, cos_TR, sin_TR)
+
+    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the pairs (x[2i], x[2i + 1]) of every head by the angle of i."""
+        return _rotate_interleaved(q_TNH, cos_TR, sin_TR), _rotate_interleaved(k_TKH, cos_TR, sin_TR)
+
+    def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """activation(first half) * second half."""
+        if activation is Activation.SILU:
+            return self.silu_mul
+        function = activation_function(activation)
+
+        def multiply(gate_up_T2I: Tensor) -> Tensor:
+            gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+            return function(gate_TI) * up_TI
+
+        return multiply
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half) * second half."""
@@ -82,6 +113,15 @@ def _rotate(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1).to(x_TXH.dtype)
 
 
+def _rotate_interleaved(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    num_turned = 2 * cos_TR.shape[-1]
+    turned, rest = x_TXH[..., :num_turned].float(), x_TXH[..., num_turned:]
+    x1, x2 = turned[..., 0::2], turned[..., 1::2]
+    cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    pairs = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+    return torch.cat([pairs.flatten(-2).to(x_TXH.dtype), rest], dim=-1)
+
+
 def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, params: AttentionParams) -> Tensor:
     """One sequence, whose queries are its last tokens."""
     num_queries, _, head_dim = q_QNH.shape
@@ -92,6 +132,8 @@ def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, params: AttentionParams
     scores_KGQC = q_KGQH @ k_KGHC * params.scale
     if params.soft_cap is not None:
         scores_KGQC = params.soft_cap * torch.tanh(scores_KGQC / params.soft_cap)
+    if params.key_bias_NP is not None:
+        scores_KGQC = scores_KGQC + params.key_bias_NP[:, :num_keys].view(num_kv_heads, -1, 1, num_keys)
     keys = torch.arange(num_keys, device=q_QNH.device)
     queries = keys[num_keys - num_queries :, None]
     is_hidden = keys > queries

@@ -11,7 +11,18 @@ from helpers.weights import fill
 from torch import Tensor
 
 from parallel.decoder import Decoder
-from parallel.description import DecoderDescription, RotaryDescription
+from parallel.description import (
+    Activation,
+    Alibi,
+    DecoderDescription,
+    LearnedPositions,
+    NormKind,
+    NormPlace,
+    QKNorm,
+    QKNormScope,
+    ResidualKind,
+    RotaryDescription,
+)
 from parallel.errors import CollectiveError, ParallelismError
 from parallel.kernels.base import LayerCache
 from parallel.kernels.reference import ReferenceKernels
@@ -34,9 +45,39 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
         "output_bias": True,
         "mlp_bias": True,
-        "qk_norm": True,
+        "qk_norm": QKNorm(kind=NormKind.RMS, scope=QKNormScope.HEAD),
         "tie_embeddings": True,
         "sliding_windows": (None, 3, None),
+    },
+    "parallel": {
+        "num_kv_heads": 2,
+        "residual": ResidualKind.PARALLEL,
+        "norm": NormKind.LAYER,
+        "alibi": Alibi(slopes=tuple(2.0**-i for i in range(8))),
+        "rotaries": (None,) * NUM_LAYERS,
+        "learned_positions": LearnedPositions(num_rows=66, offset=2),
+        "activation": Activation.GELU,
+        "is_mlp_gated": False,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+        "embedding_norm": True,
+    },
+    "after": {
+        "num_kv_heads": 2,
+        "norm_place": NormPlace.AFTER,
+        "norm": NormKind.RMS_PLUS_ONE,
+        "qk_norm": QKNorm(kind=NormKind.RMS, scope=QKNormScope.ALL_HEADS),
+        "rotaries": (RotaryDescription(dim=4, theta=100.0, is_interleaved=True), None, None),
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "logit_multiplier": 0.5,
+        "qkv_clip": 1.0,
+        "attention_soft_cap": 2.0,
+        "logit_soft_cap": 3.0,
+        "attention_scale": 0.5,
+        "is_head_normalized": True,
     },
 }
 
@@ -52,7 +93,7 @@ def _describe(option: str) -> DecoderDescription:
         "intermediate_size": 24,
         "max_context": 64,
         "norm_eps": 1e-5,
-        "rotary": RotaryDescription(dim=8, theta=10000.0),
+        "rotaries": (RotaryDescription(dim=8, theta=10000.0),) * NUM_LAYERS,
         "sliding_windows": (None,) * NUM_LAYERS,
     }
     return DecoderDescription(**(values | OPTIONS[option]))
@@ -125,21 +166,29 @@ def test_stages_alone_change_no_bit(gloo_pool: GlooPool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(logits, expected, strict=True))
 
 
-def test_fast_kernels_run_split(gloo_pool: GlooPool) -> None:
-    expected, _, _ = _run_batches(Mesh.single(), "everything")
-    logits, _, _ = gloo_pool.run(_run_batches, "everything", torch.float32, "auto", tp=2, pp=2)[2]
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fast_kernels_run_split(gloo_pool: GlooPool, option: str) -> None:
+    expected, _, _ = _run_batches(Mesh.single(), option)
+    logits, _, _ = gloo_pool.run(_run_batches, option, torch.float32, "auto", tp=2, pp=2)[2]
     assert expected is not None
     for one, other in zip(logits, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    # a norm over all heads needs one more, of two numbers a token
+    ("option", "per_layer"),
+    [("everything", 2), ("parallel", 1), ("after", 3)],
+)
 @pytest.mark.parametrize(("tp", "pp"), SHAPES)
-def test_two_all_reduces_per_layer_and_one_for_the_embedding(gloo_pool: GlooPool, tp: int, pp: int) -> None:
-    results = gloo_pool.run(_run_batches, "everything", tp=tp, pp=pp)
+def test_all_reduces_are_few_per_layer_and_one_for_the_embedding(
+    gloo_pool: GlooPool, tp: int, pp: int, option: str, per_layer: int
+) -> None:
+    results = gloo_pool.run(_run_batches, option, tp=tp, pp=pp)
     layers_of_stage = {1: [3], 2: [2, 1]}[pp]
     for rank, (_, tp_counts, pp_counts) in enumerate(results):
         stage = rank // tp
-        expected_tp = {"all_reduce": NUM_BATCHES * (2 * layers_of_stage[stage] + (stage == 0))}
+        expected_tp = {"all_reduce": NUM_BATCHES * (per_layer * layers_of_stage[stage] + (stage == 0))}
         if stage == pp - 1:
             expected_tp["gather"] = NUM_BATCHES
         assert tp_counts == (expected_tp if tp > 1 else {})
@@ -147,13 +196,14 @@ def test_two_all_reduces_per_layer_and_one_for_the_embedding(gloo_pool: GlooPool
         assert pp_counts == expected_pp
 
 
-def test_every_parameter_is_named_once() -> None:
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_parameter_is_named_once(option: str) -> None:
     decoder = Decoder(
-        _describe("everything"), mesh=Mesh.single(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels()
+        _describe(option), mesh=Mesh.single(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels()
     )
     sources = [piece.source for parameter in decoder.sharded_parameters() for piece in parameter.pieces]
     assert len(sources) == len(set(sources))
-    assert "head.weight" not in sources
+    assert ("head.weight" in sources) is not decoder.description.tie_embeddings
     assert sources.count("embedding.weight") == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.gloo_pool import GlooPool
-from helpers.tiny_models import FAMILIES, NAMES, load_original, tiny_model
+from helpers.tiny_models import DENSE_NAMES, FAMILIES, NAMES, load_original, tiny_model
 from torch import Tensor
 
 from parallel.checkpoint import load_decoder
@@ -27,6 +27,7 @@ BLOCK_SIZE = 4
 NUM_TOKENS = 64
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 TINY_PROMPTS = ((3, 17, 200, 5, 91), tuple(7 * i % 311 for i in range(38)))
+DENSE_PROMPTS = ((3, 17, 50, 5, 91), tuple(7 * i % 151 for i in range(38)))
 REAL_MODELS = ("stories260K", "stories3M", "stories3M-draft", "TinyStories-656K")
 # float32 sums in another order; the logits have a standard deviation of 2 to 5
 LOGIT_TOLERANCE = 1e-4
@@ -165,7 +166,8 @@ def _one_thread() -> Iterator[None]:
 def original_logits(folder: Path, tokens: tuple[int, ...], num_prompt_tokens: int) -> Tensor:
     """The logits of `transformers` after each token but the last."""
     model: Any = load_original(folder)
-    if getattr(model.config, "rope_parameters", {})["rope_type"] != "dynamic":
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "dynamic":
         return model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0]
     # these depend on how long the sequence was when a token was added, so add them one by one
     output = model(torch.tensor([tokens[:num_prompt_tokens]]), use_cache=True)
@@ -207,6 +209,17 @@ def test_family_equals_transformers(gloo_pool: GlooPool, name: str, tp: int, pp:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FAMILIES])
 def test_option_equals_transformers(gloo_pool: GlooPool, name: str) -> None:
     _assert_equals_original(gloo_pool, tiny_model(name), TINY_PROMPTS, tp=2, pp=2, chunk=7)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", [name for name in DENSE_NAMES if "-" not in name])
+def test_dense_family_equals_transformers(gloo_pool: GlooPool, name: str, tp: int, pp: int) -> None:
+    _assert_equals_original(gloo_pool, tiny_model(name), DENSE_PROMPTS, tp=tp, pp=pp, chunk=7)
+
+
+@pytest.mark.parametrize("name", [name for name in DENSE_NAMES if "-" in name])
+def test_option_of_dense_family_equals_transformers(gloo_pool: GlooPool, name: str) -> None:
+    _assert_equals_original(gloo_pool, tiny_model(name), DENSE_PROMPTS, tp=2, pp=2, chunk=7, kernels="auto")
 
 
 @pytest.mark.parametrize("chunk", [1, BLOCK_SIZE, 1000])

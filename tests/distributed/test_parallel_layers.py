@@ -10,13 +10,13 @@ from helpers.weights import fill, full_tensor
 from torch import Tensor
 
 from parallel.collectives import all_gather
-from parallel.description import DecoderDescription, RotaryDescription
+from parallel.description import DecoderDescription
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from parallel.kernels.reference import ReferenceKernels
 from parallel.layer import LayerContext
 from parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from parallel.mesh import Mesh
-from parallel.mlp import GatedMLP
+from parallel.mlp import MLP
 
 SIZES = (1, 2, 4)
 HIDDEN = 16
@@ -82,7 +82,7 @@ def _run_qkv(mesh: Mesh, num_kv_heads: int) -> tuple[Tensor, int, int]:
         HIDDEN, num_heads=8, num_kv_heads=num_kv_heads, head_dim=4, has_bias=True, context=_context(mesh)
     )
     _load(layer, "attention")
-    return layer(_inputs()), layer.num_local_heads, layer.num_local_kv_heads
+    return layer(_inputs()), len(layer.heads), len(layer.kv_heads)
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
@@ -106,10 +106,10 @@ def test_qkv_gives_each_query_head_its_own_key_value_head(gloo_pool: GlooPool, t
     assert heads_seen == 8
 
 
-def _description(**options: Any) -> DecoderDescription:
+def _description(vocab_size: int = 37, **options: Any) -> DecoderDescription:
     return DecoderDescription(
         family="llama",
-        vocab_size=37,
+        vocab_size=vocab_size,
         hidden_size=HIDDEN,
         num_layers=1,
         num_heads=4,
@@ -118,14 +118,14 @@ def _description(**options: Any) -> DecoderDescription:
         intermediate_size=24,
         max_context=64,
         norm_eps=1e-5,
-        rotary=RotaryDescription(dim=4, theta=10000.0),
+        rotaries=(None,),
         sliding_windows=(None,),
         **options,
     )
 
 
 def _run_mlp(mesh: Mesh, mlp_bias: bool) -> tuple[Tensor, int]:
-    layer = GatedMLP(_description(mlp_bias=mlp_bias), context=_context(mesh))
+    layer = MLP(_description(mlp_bias=mlp_bias), context=_context(mesh))
     _load(layer, "mlp")
     return layer(_inputs()), mesh.tp.counts["all_reduce"]
 
@@ -164,9 +164,8 @@ def _run_head(mesh: Mesh, vocab_size: int, is_tied: bool) -> Tensor | None:
     context = _context(mesh)
     embedding = VocabParallelEmbedding(vocab_size, HIDDEN, context=context)
     _load(embedding, "embedding")
-    head = VocabParallelHead(
-        vocab_size, HIDDEN, tied=embedding if is_tied else None, source="head.weight", context=context
-    )
+    description = _description(vocab_size, tie_embeddings=is_tied)
+    head = VocabParallelHead(description, tied=embedding if is_tied else None, context=context)
     _load(head)
     return head(_inputs())
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from helpers import converted_models
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -63,11 +65,38 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+_SMALL: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SLIDING_TWICE = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+
+_DENSE_CONFIGS: dict[str, dict[str, Any]] = {}
+"""Of these, smaller models are enough."""
+
+_ORIGINALS: dict[str, dict[str, Any]] = {
+    "llama-grouped": {"model_type": "llama"},
+    "llama-grouped-bias": {"model_type": "llama", "attention_bias": True},
+    "llama-multi-head": {"model_type": "llama", "num_key_value_heads": 4},
+}
+"""What helpers/converted_models.py makes other models from."""
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """One plain model of each family."""
 
 NAMES = tuple(_CONFIGS)
 """All of them: families, their options, and rotary scalings."""
+
+DENSE_NAMES = (*_DENSE_CONFIGS, *converted_models.NAMES)
+"""Models of the other dense families: named by the family, then what is special."""
 
 
 @functools.cache
@@ -76,14 +105,26 @@ def tiny_model(name: str) -> Path:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    values = {**_SIZES, **_CONFIGS[name]}
-    config = transformers.AutoConfig.for_model(**values)
+    folder = _root() / name
+    if name in converted_models.NAMES:
+        converted_models.write(name, tiny_model(converted_models.original_of(name)), folder)
+        return folder
+    config = transformers.AutoConfig.for_model(**_values(name))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize(model)
-    folder = _root() / name
     model.save_pretrained(folder)
     return folder
+
+
+def _values(name: str) -> dict[str, Any]:
+    if name in _CONFIGS:
+        return {**_SIZES, **_CONFIGS[name]}
+    import transformers
+
+    values = (_ORIGINALS | _DENSE_CONFIGS)[name]
+    defaults = transformers.AutoConfig.for_model(values["model_type"])
+    return {key: value for key, value in _SMALL.items() if hasattr(defaults, key)} | values
 
 
 @functools.cache
@@ -91,9 +132,14 @@ def load_original(folder: Path) -> Any:
     """The model in a folder as `transformers` runs it: float32, on the CPU, eager attention."""
     import transformers
 
+    if folder.name in converted_models.NAMES:
+        original = tiny_model(converted_models.original_of(folder.name))
+        return converted_models.load_original(folder.name, load_original.__wrapped__(original))
     transformers.utils.logging.disable_progress_bar()
+    # eager attention adds Falcon's ALiBi twice: in the scores and in the mask
+    attention = "sdpa" if folder.name == "falcon-old-alibi" else "eager"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        folder, dtype=torch.float32, attn_implementation=attention, local_files_only=True
     )
     return model.eval()
 
@@ -110,11 +156,15 @@ def _randomize(model: torch.nn.Module) -> None:
     """Draw weights so that logits differ by far more than rounding, no norm or bias is neutral, and the layers outweigh
     the embedding (else a model with tied embeddings only repeats its last token)."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        module = name.split(".")[-2]
+        if parameter.dim() == 1 or "norm" in name:
             parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
             continue
-        if "embed_tokens" in name or "lm_head" in name:
-            gain = 2.0
-        else:
-            gain = 6.0 if "o_proj" in name or "down_proj" in name else 1.5
-        parameter.normal_(0.0, gain / parameter.shape[1] ** 0.5)
+        is_table = "embed" in name or module in ("lm_head", "wte", "wpe")
+        gain = 2.0 if is_table else 6.0 if module in _OUTPUTS else 1.5
+        is_transposed = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
+        parameter.normal_(0.0, gain / parameter.shape[0 if is_transposed else 1] ** 0.5)
+
+
+_OUTPUTS = ("o_proj", "down_proj", "out_proj", "c_proj", "dense", "dense_4h_to_h", "fc2", "fc_out")
+"""What the modules are called whose results are added to the residual stream."""

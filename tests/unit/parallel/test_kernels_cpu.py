@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from parallel.description import Activation
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_linear import OneDnnLinear, pack_linear
@@ -173,6 +174,47 @@ def test_norms_equal_reference(dtype: torch.dtype, num_tokens: int) -> None:
     actual = CpuKernels().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     assert_close(actual[0], expected[0])
     assert_close(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norms_equal_reference(dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(1)
+    x, residual, weight = (3 * torch.randn(*shape).to(dtype) for shape in ((5, 96), (5, 96), (96,)))
+    bias = torch.randn(96).to(dtype) if has_bias else None
+    assert_close(CpuKernels().layer_norm(x, weight, bias, 1e-5), ReferenceKernels().layer_norm(x, weight, bias, 1e-5))
+    expected = ReferenceKernels().add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5)
+    actual = CpuKernels().add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5)
+    assert_close(actual[0], expected[0])
+    assert_close(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_takes_a_float32_weight(dtype: torch.dtype) -> None:
+    """Gemma's weights are 1 + what is stored, which half precision would round."""
+    torch.manual_seed(2)
+    x, residual, weight = torch.randn(5, 32).to(dtype), torch.randn(5, 32).to(dtype), 1 + torch.randn(32) / 100
+    assert_close(CpuKernels().rms_norm(x, weight, 1e-6), ReferenceKernels().rms_norm(x, weight, 1e-6))
+    expected = ReferenceKernels().add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    for actual, wanted in zip(CpuKernels().add_rms_norm(x, residual, weight, 1e-6), expected, strict=True):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", Activation)
+def test_gated_equals_reference(dtype: torch.dtype, activation: Activation) -> None:
+    torch.manual_seed(4)
+    gate_up = torch.randn(7, 2 * 48).to(dtype)
+    expected = ReferenceKernels().gated(activation)(gate_up.clone())
+    assert_close(CpuKernels().gated(activation)(gate_up.clone()), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_with_key_bias_equals_reference(dtype: torch.dtype) -> None:
+    spans = [(1, 9), (1, 30), (6, 20), (12, 12)]
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
+    params = AttentionParams(scale=0.25, key_bias_NP=torch.randn(4, 64))
+    assert_close(CpuKernels().attention(q, cache, meta, params), ReferenceKernels().attention(q, cache, meta, params))
 
 
 def test_norm_of_zeros_is_zero_and_eps_counts() -> None:

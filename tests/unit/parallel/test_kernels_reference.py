@@ -1,5 +1,7 @@
 """The reference kernels mean what torch's own functions mean."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from parallel.description import Activation
 from parallel.kernels.base import AttentionParams, LayerCache
 from parallel.kernels.reference import ReferenceKernels
 
@@ -90,6 +93,18 @@ def test_soft_cap_bends_the_scores() -> None:
     torch.testing.assert_close(result[:, 0], weights @ layout.values[0][:, 0], rtol=0, atol=TOLERANCE)
 
 
+def test_key_bias_is_added_to_the_scores_of_its_head() -> None:
+    layout = make_layout([(3, 12), (1, 5)], num_kv_heads=2, head_dim=4, block_size=4)
+    q, bias = _randn(4, 4, 4), _randn(4, 20, seed=1)
+    result = KERNELS.attention(q, layout.cache, layout.meta, AttentionParams(scale=0.5, key_bias_NP=bias))
+    for own, keys, values in zip((slice(0, 1), slice(1, 4)), layout.keys, layout.values, strict=True):
+        visible = _visible(len(q[own]), len(keys), None)
+        for head in range(4):
+            scores = q[own, head] @ keys[:, head // 2].T * 0.5 + bias[head, : len(keys)]
+            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            torch.testing.assert_close(result[own, head], weights @ values[:, head // 2], rtol=0, atol=TOLERANCE)
+
+
 def test_attention_in_bfloat16_is_rounded_once() -> None:
     layout = make_layout(SPANS, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.bfloat16)
     q = _randn(layout.meta.query_starts_host[-1], 4, 8, dtype=torch.bfloat16)
@@ -126,6 +141,64 @@ def test_add_rms_norm_norms_the_rounded_sum() -> None:
     normed, carried = KERNELS.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(carried, total)
     assert torch.equal(normed, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm_equals_torch(dtype: torch.dtype, has_bias: bool) -> None:
+    x, weight = _randn(5, 3, 8, dtype=dtype), _randn(8, seed=1, dtype=dtype)
+    bias = _randn(8, seed=2, dtype=dtype) if has_bias else None
+    before = x.clone()
+    expected = F.layer_norm(x.float(), (8,), weight.float(), None if bias is None else bias.float(), 1e-5).to(dtype)
+    tolerance = TOLERANCE if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(KERNELS.layer_norm(x, weight, bias, 1e-5), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_heads_may_have_weights_of_their_own(norm: str) -> None:
+    x, weights = _randn(5, 3, 8), _randn(3, 8, seed=1)
+
+    def apply(part: Tensor, weight: Tensor) -> Tensor:
+        return KERNELS.rms_norm(part, weight, 1e-5) if norm == "rms" else KERNELS.layer_norm(part, weight, None, 1e-5)
+
+    heads = [apply(x[:, head], weights[head]) for head in range(3)]
+    assert torch.equal(apply(x, weights), torch.stack(heads, dim=1))
+
+
+def test_add_layer_norm_norms_the_rounded_sum() -> None:
+    x, residual = (_randn(4, 8, seed=seed, dtype=torch.bfloat16) for seed in range(2))
+    weight, bias = _randn(8, seed=3, dtype=torch.bfloat16), _randn(8, seed=4, dtype=torch.bfloat16)
+    total = x + residual
+    expected = KERNELS.layer_norm(total, weight, bias, 1e-5)
+    normed, carried = KERNELS.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(carried, total)
+    assert torch.equal(normed, expected)
+
+
+def test_interleaved_rotary_turns_neighbours_and_leaves_the_rest() -> None:
+    q, k = _randn(3, 2, 6), _randn(3, 1, 6, seed=1)
+    angles = _randn(3, 2, seed=2)
+    turned_q, turned_k = KERNELS.rotary_interleaved(q.clone(), k.clone(), angles.cos(), angles.sin())
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    for x, turned in ((q, turned_q), (k, turned_k)):
+        pairs = torch.view_as_real(torch.view_as_complex(x[..., :4].unflatten(-1, (2, 2)).contiguous()) * turn)
+        expected = torch.cat([pairs.flatten(-2), x[..., 4:]], dim=-1)
+        torch.testing.assert_close(turned, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("activation", "original"),
+    [
+        (Activation.SILU, F.silu),
+        (Activation.GELU, F.gelu),
+        (Activation.GELU_TANH, lambda x: F.gelu(x, approximate="tanh")),
+        (Activation.RELU, F.relu),
+    ],
+)
+def test_gated_multiplies_the_activated_first_half(activation: Activation, original: Any) -> None:
+    x = _randn(3, 8)
+    torch.testing.assert_close(KERNELS.gated(activation)(x), original(x[:, :4]) * x[:, 4:])
 
 
 def test_rotary_turns_pairs_and_leaves_the_rest() -> None:

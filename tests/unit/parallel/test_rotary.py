@@ -85,7 +85,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_table_equals_transformers_at_far_positions(kind: str) -> None:
     config = KINDS[kind]
 
-    cos, sin = RotaryTable(_describe(config).rotary, 65536, device=CPU)(torch.tensor(POSITIONS))
+    cos, sin = RotaryTable(_describe(config).rotaries[0], 65536, device=CPU)(torch.tensor(POSITIONS))
 
     expected_cos, expected_sin = _original(config, list(POSITIONS))
     torch.testing.assert_close(cos, expected_cos, atol=1e-5, rtol=0)
@@ -97,7 +97,7 @@ def test_dynamic_equals_transformers_generating_token_by_token(position: int) ->
     config = _config(max_positions=2048, rope_type="dynamic", factor=20.0, rope_theta=10000.0)
     description = _describe(config)
 
-    table = RotaryTable(description.rotary, description.max_context, device=CPU)
+    table = RotaryTable(description.rotaries[0], description.max_context, device=CPU)
     cos, sin = table(torch.tensor([position]))
 
     # one new token, so transformers rescales for the length that ends with it
@@ -108,10 +108,10 @@ def test_dynamic_equals_transformers_generating_token_by_token(position: int) ->
 
 def test_longrope_takes_the_short_factors_when_the_served_context_is_the_original_one() -> None:
     config = KINDS["longrope-long"]
-    scaling = _describe(config).rotary.scaling
+    scaling = _describe(config).rotaries[0].scaling
     assert isinstance(scaling, LongRopeScaling)
 
-    table = RotaryTable(_describe(config).rotary, scaling.original_context, device=CPU)
+    table = RotaryTable(_describe(config).rotaries[0], scaling.original_context, device=CPU)
     cos, _ = table(torch.tensor([0, 2047, 4095]))
 
     expected_cos, _ = _original(config, [0, 2047, 4095])
@@ -120,7 +120,7 @@ def test_longrope_takes_the_short_factors_when_the_served_context_is_the_origina
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_angles_depend_on_the_position_alone(kind: str) -> None:
-    table = RotaryTable(_describe(KINDS[kind]).rotary, NUM_POSITIONS, device=CPU)
+    table = RotaryTable(_describe(KINDS[kind]).rotaries[0], NUM_POSITIONS, device=CPU)
 
     together, _ = table(torch.tensor([5, 32768, 2048]))
     alone, _ = table(torch.tensor([2048]))
@@ -152,12 +152,12 @@ def test_older_layout_means_the_same_as_that_of_transformers_5() -> None:
 
 def test_yarn_without_factor_takes_the_ratio_of_contexts() -> None:
     config = _config(max_positions=16384, rope_type="yarn", original_max_position_embeddings=4096)
-    scaled = _describe(config).rotary.scaling
+    scaled = _describe(config).rotaries[0].scaling
     assert scaled is not None
     assert scaled.factor == 4.0  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", ["mrope", "su", "proportional", ""])
+@pytest.mark.parametrize("kind", ["mrope", "proportional", ""])
 def test_unknown_kind_is_refused_with_the_known_ones(kind: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"rope_type is '{kind}'; supported: default, linear, dynamic"):
         _describe(_config(rope_type=kind, factor=2.0))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.description import DecoderDescription, RotaryDescription
+from parallel.description import DecoderDescription
 from parallel.errors import ParallelismError
 from parallel.shard import (
     Piece,
@@ -28,7 +28,7 @@ def _description(**changes: int) -> DecoderDescription:
         head_dim=2,
         max_context=8,
         norm_eps=1e-5,
-        rotary=RotaryDescription(dim=2, theta=10000.0),
+        rotaries=(None,) * sizes["num_layers"],
         sliding_windows=(None,) * sizes["num_layers"],
         **sizes,
     )
