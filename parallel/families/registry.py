@@ -8,6 +8,7 @@ from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.family import Family
 from parallel.families.fields import Fields, read_json_object
+from parallel.families.gemma import GEMMA
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
 from parallel.families.qwen2 import QWEN2
@@ -18,6 +19,7 @@ _ALL = (
     MISTRAL,
     QWEN2,
     QWEN3,
+    GEMMA,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

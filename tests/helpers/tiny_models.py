@@ -79,7 +79,9 @@ _SMALL: dict[str, Any] = {
 }
 _SLIDING_TWICE = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 
-_DENSE_CONFIGS: dict[str, dict[str, Any]] = {}
+_DENSE_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma": {"model_type": "gemma", "head_dim": 12, "num_key_value_heads": 1},
+}
 """Of these, smaller models are enough."""
 
 _ORIGINALS: dict[str, dict[str, Any]] = {
