@@ -9,6 +9,7 @@ from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.family import Family
 from parallel.families.fields import Fields, read_json_object
 from parallel.families.gemma import GEMMA
+from parallel.families.gemma2 import GEMMA2
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
 from parallel.families.qwen2 import QWEN2
@@ -20,6 +21,7 @@ _ALL = (
     QWEN2,
     QWEN3,
     GEMMA,
+    GEMMA2,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

@@ -81,6 +81,15 @@ _SLIDING_TWICE = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "
 
 _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma", "head_dim": 12, "num_key_value_heads": 1},
+    "gemma2": {"model_type": "gemma2", "head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 20},
+    "gemma2-caps": {
+        "model_type": "gemma2",
+        "head_dim": 12,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "attention_bias": True,
+        "sliding_window": 10,
+    },
 }
 """Of these, smaller models are enough."""
 
