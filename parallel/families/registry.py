@@ -10,6 +10,7 @@ from parallel.families.family import Family
 from parallel.families.fields import Fields, read_json_object
 from parallel.families.gemma import GEMMA
 from parallel.families.gemma2 import GEMMA2
+from parallel.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
 from parallel.families.qwen2 import QWEN2
@@ -22,6 +23,8 @@ _ALL = (
     QWEN3,
     GEMMA,
     GEMMA2,
+    GEMMA3,
+    GEMMA3_TEXT,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

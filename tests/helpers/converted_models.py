@@ -15,7 +15,9 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 
-_ORIGINALS = {}
+_ORIGINALS = {
+    "gemma3": "gemma3_text",
+}
 
 NAMES = tuple(_ORIGINALS)
 

@@ -90,6 +90,16 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "sliding_window": 10,
     },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "head_dim": 12,
+        "sliding_window": 16,
+        **_SLIDING_TWICE,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
 }
 """Of these, smaller models are enough."""
 

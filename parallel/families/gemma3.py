@@ -1,0 +1,68 @@
+"""Gemma 3, its text model: Gemma 2 with query and key norms, and rotations of their own for layers that slide.
+
+The published models with vision have the text model's config under `text_config`; their other weights are not read.
+"""
+
+from dataclasses import replace
+
+from parallel.description import DecoderDescription, NormKind, QKNorm, QKNormScope, RotaryDescription
+from parallel.families.common import periodic_layer_types, read_layer_types, windows_of
+from parallel.families.family import Family
+from parallel.families.fields import Fields
+from parallel.families.gemma2 import SANDWICH_NAMES, describe_sandwich
+from parallel.families.rope import Rope, read_rotary
+
+_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+}
+_SLIDING_THETA = 10_000.0
+_FULL = Rope(default_theta=1e6, layer_kind="full_attention")
+_SLIDING = Rope(default_theta=_SLIDING_THETA, layer_kind="sliding_attention")
+
+
+def describe(fields: Fields) -> DecoderDescription:
+    """Read the config of a Gemma 3 text model."""
+    fields = fields.with_defaults(**_DEFAULTS)
+    num_layers = fields.integer("num_hidden_layers")
+    kinds = read_layer_types(fields) or periodic_layer_types(num_layers, fields.integer("sliding_window_pattern", 6))
+    head_dim = fields.integer("head_dim")
+    full, _ = read_rotary(fields, head_dim, _FULL)
+    sliding = _read_sliding(fields, head_dim)
+    plain = fields.without("rope_scaling", "rope_parameters")
+    return replace(
+        describe_sandwich(plain),
+        max_context=fields.integer("max_position_embeddings"),  # longer positions are scaled back into it
+        rotaries=tuple(full if kind == "full_attention" else sliding for kind in kinds),
+        sliding_windows=windows_of(kinds, fields.nullable_integer("sliding_window", 4096)),
+        qk_norm=QKNorm(kind=NormKind.RMS_PLUS_ONE, scope=QKNormScope.HEAD),
+        attention_soft_cap=fields.optional_number("attn_logit_softcapping"),
+        logit_soft_cap=fields.optional_number("final_logit_softcapping"),
+    )
+
+
+def describe_nested(fields: Fields) -> DecoderDescription:
+    """Read the config of a Gemma 3 model with vision: its text model."""
+    return replace(describe(fields.nested("text_config").with_defaults(model_type="gemma3_text")), family="gemma3")
+
+
+def _read_sliding(fields: Fields, head_dim: int) -> RotaryDescription:
+    """Scaling is for the layers that see everything."""
+    if "sliding_attention" in fields.nested("rope_parameters"):
+        return read_rotary(fields.without("rope_scaling"), head_dim, _SLIDING)[0]
+    return RotaryDescription(dim=head_dim, theta=fields.number("rope_local_base_freq", _SLIDING_THETA))
+
+
+GEMMA3_TEXT = Family(model_type="gemma3_text", describe=describe, module_names=SANDWICH_NAMES)
+GEMMA3 = Family(
+    model_type="gemma3",
+    describe=describe_nested,
+    module_names={name: part.replace("model.", "model.language_model.", 1) for name, part in SANDWICH_NAMES.items()},
+    aliases={"model.language_model.": "language_model.model."},
+)
