@@ -13,6 +13,7 @@ from parallel.families.gemma2 import GEMMA2
 from parallel.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
+from parallel.families.phi import PHI
 from parallel.families.qwen2 import QWEN2
 from parallel.families.qwen3 import QWEN3
 
@@ -25,6 +26,7 @@ _ALL = (
     GEMMA2,
     GEMMA3,
     GEMMA3_TEXT,
+    PHI,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

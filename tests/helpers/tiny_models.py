@@ -100,6 +100,8 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
     },
+    "phi": {"model_type": "phi", "num_key_value_heads": 4},
+    "phi-norm": {"model_type": "phi", "qk_layernorm": True},
 }
 """Of these, smaller models are enough."""
 
