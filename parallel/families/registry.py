@@ -14,6 +14,7 @@ from parallel.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
 from parallel.families.phi import PHI
+from parallel.families.phi3 import PHI3
 from parallel.families.qwen2 import QWEN2
 from parallel.families.qwen3 import QWEN3
 
@@ -27,6 +28,7 @@ _ALL = (
     GEMMA3,
     GEMMA3_TEXT,
     PHI,
+    PHI3,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

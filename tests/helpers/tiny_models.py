@@ -102,6 +102,13 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "phi": {"model_type": "phi", "num_key_value_heads": 4},
     "phi-norm": {"model_type": "phi", "qk_layernorm": True},
+    "phi3": {"model_type": "phi3", "sliding_window": None},
+    "phi3-partial": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.75,
+        "num_key_value_heads": 1,
+        "sliding_window": 12,
+    },
 }
 """Of these, smaller models are enough."""
 
