@@ -11,6 +11,7 @@ from parallel.families.fields import Fields, read_json_object
 from parallel.families.gemma import GEMMA
 from parallel.families.gemma2 import GEMMA2
 from parallel.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from parallel.families.gpt2 import GPT2
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
 from parallel.families.phi import PHI
@@ -29,6 +30,7 @@ _ALL = (
     GEMMA3_TEXT,
     PHI,
     PHI3,
+    GPT2,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

@@ -109,6 +109,8 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "sliding_window": 12,
     },
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-inner": {"model_type": "gpt2", "n_inner": 40, "scale_attn_weights": False, "vocab_size": 161},
 }
 """Of these, smaller models are enough."""
 
