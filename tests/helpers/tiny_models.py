@@ -111,6 +111,8 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"model_type": "gpt2"},
     "gpt2-inner": {"model_type": "gpt2", "n_inner": 40, "scale_attn_weights": False, "vocab_size": 161},
+    "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5},
+    "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False},
 }
 """Of these, smaller models are enough."""
 
