@@ -13,6 +13,7 @@ from parallel.families.gemma2 import GEMMA2
 from parallel.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from parallel.families.gpt2 import GPT2
 from parallel.families.gpt_neox import GPT_NEOX
+from parallel.families.gptj import GPTJ
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
 from parallel.families.phi import PHI
@@ -33,6 +34,7 @@ _ALL = (
     PHI3,
     GPT2,
     GPT_NEOX,
+    GPTJ,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

@@ -113,6 +113,7 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2-inner": {"model_type": "gpt2", "n_inner": 40, "scale_attn_weights": False, "vocab_size": 161},
     "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5},
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False},
+    "gptj": {"model_type": "gptj", "rotary_dim": 4},
 }
 """Of these, smaller models are enough."""
 
