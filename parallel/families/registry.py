@@ -16,6 +16,7 @@ from parallel.families.gpt_neox import GPT_NEOX
 from parallel.families.gptj import GPTJ
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
+from parallel.families.opt import OPT
 from parallel.families.phi import PHI
 from parallel.families.phi3 import PHI3
 from parallel.families.qwen2 import QWEN2
@@ -35,6 +36,7 @@ _ALL = (
     GPT2,
     GPT_NEOX,
     GPTJ,
+    OPT,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

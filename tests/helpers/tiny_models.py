@@ -114,6 +114,8 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5},
     "gpt_neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False},
     "gptj": {"model_type": "gptj", "rotary_dim": 4},
+    "opt": {"model_type": "opt", "ffn_dim": 48},
+    "opt-no-bias": {"model_type": "opt", "ffn_dim": 48, "enable_bias": False, "activation_function": "gelu"},
 }
 """Of these, smaller models are enough."""
 
