@@ -6,6 +6,7 @@ from typing import Any
 
 from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
+from parallel.families.bloom import BLOOM
 from parallel.families.family import Family
 from parallel.families.fields import Fields, read_json_object
 from parallel.families.gemma import GEMMA
@@ -37,6 +38,7 @@ _ALL = (
     GPT_NEOX,
     GPTJ,
     OPT,
+    BLOOM,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

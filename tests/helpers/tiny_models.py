@@ -116,6 +116,8 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     "gptj": {"model_type": "gptj", "rotary_dim": 4},
     "opt": {"model_type": "opt", "ffn_dim": 48},
     "opt-no-bias": {"model_type": "opt", "ffn_dim": 48, "enable_bias": False, "activation_function": "gelu"},
+    "bloom": {"model_type": "bloom"},
+    "bloom-6-heads": {"model_type": "bloom", "num_attention_heads": 6, "hidden_size": 48},
 }
 """Of these, smaller models are enough."""
 
