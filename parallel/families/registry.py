@@ -17,6 +17,7 @@ from parallel.families.gpt_neox import GPT_NEOX
 from parallel.families.gptj import GPTJ
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
+from parallel.families.mpt import MPT
 from parallel.families.opt import OPT
 from parallel.families.phi import PHI
 from parallel.families.phi3 import PHI3
@@ -39,6 +40,7 @@ _ALL = (
     GPTJ,
     OPT,
     BLOOM,
+    MPT,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

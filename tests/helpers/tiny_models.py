@@ -118,6 +118,13 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     "opt-no-bias": {"model_type": "opt", "ffn_dim": 48, "enable_bias": False, "activation_function": "gelu"},
     "bloom": {"model_type": "bloom"},
     "bloom-6-heads": {"model_type": "bloom", "num_attention_heads": 6, "hidden_size": 48},
+    "mpt": {"model_type": "mpt"},
+    "mpt-6-heads-clipped": {
+        "model_type": "mpt",
+        "num_attention_heads": 6,
+        "hidden_size": 48,
+        "attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.3},
+    },
 }
 """Of these, smaller models are enough."""
 
