@@ -125,6 +125,24 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 48,
         "attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.3},
     },
+    "falcon": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-one-norm": {
+        "model_type": "falcon",
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "num_ln_in_parallel_attn": 1,
+        "ffn_hidden_size": 40,
+    },
+    "falcon-old": {"model_type": "falcon"},
+    "falcon-old-alibi": {
+        "model_type": "falcon",
+        "alibi": True,
+        "multi_query": False,
+        "parallel_attn": False,
+        "bias": True,
+        "num_attention_heads": 6,
+        "hidden_size": 48,
+    },
 }
 """Of these, smaller models are enough."""
 
