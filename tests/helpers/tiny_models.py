@@ -143,6 +143,7 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "hidden_size": 48,
     },
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 16},
 }
 """Of these, smaller models are enough."""
 
