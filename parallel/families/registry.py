@@ -24,6 +24,7 @@ from parallel.families.phi import PHI
 from parallel.families.phi3 import PHI3
 from parallel.families.qwen2 import QWEN2
 from parallel.families.qwen3 import QWEN3
+from parallel.families.stablelm import STABLELM
 from parallel.families.starcoder2 import STARCODER2
 
 _ALL = (
@@ -45,6 +46,7 @@ _ALL = (
     MPT,
     FALCON,
     STARCODER2,
+    STABLELM,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

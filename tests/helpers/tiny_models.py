@@ -144,6 +144,8 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 48,
     },
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 16},
+    "stablelm": {"model_type": "stablelm", "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm-12b": {"model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True},
 }
 """Of these, smaller models are enough."""
 
