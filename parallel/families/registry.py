@@ -7,6 +7,7 @@ from typing import Any
 from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.bloom import BLOOM
+from parallel.families.cohere import COHERE
 from parallel.families.falcon import FALCON
 from parallel.families.family import Family
 from parallel.families.fields import Fields, read_json_object
@@ -47,6 +48,7 @@ _ALL = (
     FALCON,
     STARCODER2,
     STABLELM,
+    COHERE,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

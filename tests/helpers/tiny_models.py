@@ -146,6 +146,8 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 16},
     "stablelm": {"model_type": "stablelm", "use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "stablelm-12b": {"model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True},
+    "cohere": {"model_type": "cohere", "logit_scale": 0.5},
+    "cohere-plus": {"model_type": "cohere", "logit_scale": 0.5, "use_qk_norm": True, "attention_bias": True},
 }
 """Of these, smaller models are enough."""
 
