@@ -8,6 +8,7 @@ from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.bloom import BLOOM
 from parallel.families.cohere import COHERE
+from parallel.families.cohere2 import COHERE2
 from parallel.families.falcon import FALCON
 from parallel.families.family import Family
 from parallel.families.fields import Fields, read_json_object
@@ -49,6 +50,7 @@ _ALL = (
     STARCODER2,
     STABLELM,
     COHERE,
+    COHERE2,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

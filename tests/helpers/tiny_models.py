@@ -148,6 +148,7 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     "stablelm-12b": {"model_type": "stablelm", "use_parallel_residual": True, "qk_layernorm": True},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5},
     "cohere-plus": {"model_type": "cohere", "logit_scale": 0.5, "use_qk_norm": True, "attention_bias": True},
+    "cohere2": {"model_type": "cohere2", "logit_scale": 0.5, "sliding_window": 16, **_SLIDING_TWICE},
 }
 """Of these, smaller models are enough."""
 
