@@ -21,6 +21,7 @@ from parallel.families.gptj import GPTJ
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
 from parallel.families.mpt import MPT
+from parallel.families.olmo2 import OLMO2
 from parallel.families.opt import OPT
 from parallel.families.phi import PHI
 from parallel.families.phi3 import PHI3
@@ -51,6 +52,7 @@ _ALL = (
     STABLELM,
     COHERE,
     COHERE2,
+    OLMO2,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

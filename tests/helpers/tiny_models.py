@@ -149,6 +149,8 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     "cohere": {"model_type": "cohere", "logit_scale": 0.5},
     "cohere-plus": {"model_type": "cohere", "logit_scale": 0.5, "use_qk_norm": True, "attention_bias": True},
     "cohere2": {"model_type": "cohere2", "logit_scale": 0.5, "sliding_window": 16, **_SLIDING_TWICE},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo2-multi-query": {"model_type": "olmo2", "num_key_value_heads": 1, "attention_bias": True},
 }
 """Of these, smaller models are enough."""
 
