@@ -18,6 +18,7 @@ from parallel.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from parallel.families.gpt2 import GPT2
 from parallel.families.gpt_neox import GPT_NEOX
 from parallel.families.gptj import GPTJ
+from parallel.families.granite import GRANITE
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
 from parallel.families.mpt import MPT
@@ -53,6 +54,7 @@ _ALL = (
     COHERE,
     COHERE2,
     OLMO2,
+    GRANITE,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

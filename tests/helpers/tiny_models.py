@@ -151,6 +151,14 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     "cohere2": {"model_type": "cohere2", "logit_scale": 0.5, "sliding_window": 16, **_SLIDING_TWICE},
     "olmo2": {"model_type": "olmo2"},
     "olmo2-multi-query": {"model_type": "olmo2", "num_key_value_heads": 1, "attention_bias": True},
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "granite-bias": {"model_type": "granite", "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.3},
 }
 """Of these, smaller models are enough."""
 
