@@ -15,6 +15,7 @@ from parallel.families.fields import Fields, read_json_object
 from parallel.families.gemma import GEMMA
 from parallel.families.gemma2 import GEMMA2
 from parallel.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from parallel.families.glm4 import GLM4
 from parallel.families.gpt2 import GPT2
 from parallel.families.gpt_neox import GPT_NEOX
 from parallel.families.gptj import GPTJ
@@ -55,6 +56,7 @@ _ALL = (
     COHERE2,
     OLMO2,
     GRANITE,
+    GLM4,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

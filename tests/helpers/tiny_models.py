@@ -159,6 +159,7 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "granite-bias": {"model_type": "granite", "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.3},
+    "glm4": {"model_type": "glm4", "head_dim": 12},
 }
 """Of these, smaller models are enough."""
 
