@@ -20,6 +20,7 @@ from parallel.families.gpt2 import GPT2
 from parallel.families.gpt_neox import GPT_NEOX
 from parallel.families.gptj import GPTJ
 from parallel.families.granite import GRANITE
+from parallel.families.internlm2 import INTERNLM2
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
 from parallel.families.mpt import MPT
@@ -57,6 +58,7 @@ _ALL = (
     OLMO2,
     GRANITE,
     GLM4,
+    INTERNLM2,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

@@ -17,6 +17,8 @@ Tensors = dict[str, Tensor]
 
 _ORIGINALS = {
     "gemma3": "gemma3_text",
+    "internlm2": "llama-grouped",
+    "internlm2-bias": "llama-grouped-bias",
 }
 
 NAMES = tuple(_ORIGINALS)
