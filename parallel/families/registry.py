@@ -6,6 +6,7 @@ from typing import Any
 
 from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
+from parallel.families.baichuan import BAICHUAN
 from parallel.families.bloom import BLOOM
 from parallel.families.cohere import COHERE
 from parallel.families.cohere2 import COHERE2
@@ -59,6 +60,7 @@ _ALL = (
     GRANITE,
     GLM4,
     INTERNLM2,
+    BAICHUAN,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

@@ -19,6 +19,9 @@ _ORIGINALS = {
     "gemma3": "gemma3_text",
     "internlm2": "llama-grouped",
     "internlm2-bias": "llama-grouped-bias",
+    "baichuan": "llama-multi-head",
+    "baichuan-2": "llama-multi-head",
+    "baichuan-13b": "llama-multi-head",
 }
 
 NAMES = tuple(_ORIGINALS)
