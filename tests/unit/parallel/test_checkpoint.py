@@ -240,6 +240,84 @@ def test_dtype_that_is_no_weight_is_named(folder: Path, dtype: torch.dtype, name
         _load(folder)
 
 
+DAMAGED = {
+    "gpt2": ("transformer.h.1.mlp.c_fc.weight", [32, 128]),  # stored transposed
+    "falcon": ("transformer.h.0.self_attention.query_key_value.weight", [64, 32]),  # fused
+    "gemma2": ("model.layers.1.pre_feedforward_layernorm.weight", [32]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize("damage", ["missing", "renamed", "transposed", "dtype"])
+def test_damaged_tensor_of_any_layout_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
+    tensor, shape = DAMAGED[name]
+    weight = load_file(folder / SINGLE_FILE)[tensor]
+    assert list(weight.shape) == shape
+    match damage:
+        case "missing":
+            _rewrite(folder, **{tensor: None})
+            message = rf"{folder} has no tensor {tensor}; expected with shape {shape}"
+        case "renamed":
+            _rewrite(folder, **{tensor: None, tensor + "s": weight})
+            message = rf"{folder} has no tensor {tensor}; expected with shape {shape}"
+        case "transposed":
+            weight = weight.t().contiguous() if weight.dim() == 2 else weight[None]
+            _rewrite(folder, **{tensor: weight})
+            message = rf"tensor {tensor} has shape {list(weight.shape)}; expected {shape}"
+        case _:
+            _rewrite(folder, **{tensor: weight.to(torch.int32)})
+            message = rf"tensor {tensor} has dtype I32; allowed: F64, F32, F16, BF16"
+    with pytest.raises(CheckpointError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        _load(folder)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "falcon", "phi3", "bloom", "internlm2", "stablelm-12b"])
+def test_ranks_read_their_slices_of_fused_tensors_only(name: str) -> None:
+    folder = tiny_model(name)
+    tensors = load_file(folder / SINGLE_FILE)
+    full = sum(tensor.nbytes for tensor in tensors.values())
+    # norms, positions and the biases of row-parallel layers are read by both
+    shared = sum(t.nbytes for key, t in tensors.items() if t.dim() == 1 or "wpe" in key)
+
+    read = [_load(folder, _mesh(tp_rank=rank, tp=2))[1] for rank in range(2)]
+
+    assert full <= sum(read) <= full + shared
+    assert abs(read[0] - read[1]) <= shared
+
+
+@pytest.mark.parametrize("batch_elements", [1, 100])
+@pytest.mark.parametrize("name", ["gpt2", "falcon"])
+def test_fused_slices_read_in_small_parts_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, name: str, batch_elements: int
+) -> None:
+    whole, _ = _load(tiny_model(name), _mesh(tp_rank=1, tp=2))
+    monkeypatch.setattr("parallel.checkpoint._BATCH_ELEMENTS", batch_elements)
+    parts, _ = _load(tiny_model(name), _mesh(tp_rank=1, tp=2))
+    for a, b in zip(whole.sharded_parameters(), parts.sharded_parameters(), strict=True):
+        assert torch.equal(a.tensor, b.tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("gpt2", "transformer.", ""),
+        ("opt", "model.decoder.", "decoder."),
+        ("gemma3", "language_model.model.", "model.language_model."),
+    ],
+)
+def test_names_without_their_usual_beginning_are_found(tmp_path: Path, name: str, old: str, new: str) -> None:
+    folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
+    expected, _ = _load(folder)
+    tensors = {key.replace(old, new): value for key, value in load_file(folder / SINGLE_FILE).items()}
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+
+    decoder, _ = _load(folder)
+
+    for a, b in zip(expected.sharded_parameters(), decoder.sharded_parameters(), strict=True):
+        assert torch.equal(a.tensor, b.tensor)
+
+
 def test_damage_is_found_before_anything_is_copied(folder: Path) -> None:
     _rewrite(folder, **{"lm_head.weight": torch.zeros(3)})
     decoder = _decoder(describe_model(folder), _mesh())

@@ -53,6 +53,21 @@ def test_transformers_loads_it_and_its_logits_are_varied(tmp_path: Path, family:
     assert (choices == tokens[0]).sum() < 20  # it does not only repeat
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "bloom", "opt", "stablelm"])
+def test_transformers_finds_every_tensor_of_other_layouts(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 8, "ffn_dim": 96, "qk_layernorm": True, "num_key_value_heads": 8}
+    sizes["intermediate_size"] = 256 if family in ("gpt2", "bloom") else 96
+    write_random_model(tmp_path, _config(family, pad_token_id=0, **sizes), 0, torch.float32)
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    logits = model(torch.randint(320, (1, 50))).logits
+
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert 0.5 < logits.std() < 8.0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weft_loads_it(tmp_path: Path, dtype: torch.dtype) -> None:
     write_random_model(tmp_path, _config("qwen3"), 0, dtype)

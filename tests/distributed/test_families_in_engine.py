@@ -1,0 +1,73 @@
+"""Models of every family, in the whole engine: chunked prompts and prefix hits at odd offsets change no token."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import anonymous_tokens, engine_over, in_group, request, run
+from helpers.gloo_pool import GlooPool
+from helpers.tiny_models import DENSE_NAMES, load_original, tiny_model
+
+from parallel.families.registry import describe_model
+from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from workers.executor import Executor
+
+NUM_TOKENS = 64
+BLOCK_SIZE = 7
+CHUNK = 5
+PROMPT = tuple(11 * i % 149 for i in range(33))
+PROMPTS = (PROMPT, (*PROMPT[:20], 7, 8, 9), PROMPT[:1])
+"""The second shares two blocks and a part of a third with the first."""
+
+
+@pytest.mark.parametrize("name", [name for name in DENSE_NAMES if "-" not in name])
+def test_cached_prefixes_change_no_token(gloo_pool: GlooPool, name: str) -> None:
+    config = EngineConfig(
+        model=str(tiny_model(name)),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        step_timeout_s=30.0,
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        parallel=ParallelConfig(tensor_parallel=2, pipeline_parallel=2),
+    )
+    in_group(gloo_pool, config, _check, greedy(name), timeout_s=60)
+
+
+@functools.cache
+@torch.inference_mode()
+def greedy(name: str) -> list[list[int]]:
+    """What the original writes after each prompt."""
+    original: Any = load_original(tiny_model(name))
+    torch.set_num_threads(1)  # two would wait for each other where other processes want the cores
+    outputs = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            logits = original(torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        outputs.append(tokens[len(prompt) :])
+    return outputs
+
+
+def _check(executor: Executor, config: EngineConfig, expected: list[list[int]]) -> None:
+    """Runs in the leader of the group."""
+    description = describe_model(Path(config.model))
+    engine = engine_over(
+        executor,
+        config,
+        tokens=anonymous_tokens(),
+        vocab_size=description.vocab_size,
+        eos_token_ids=frozenset(),
+        max_context=description.max_context,
+        prefill_chunk_tokens=CHUNK,
+    )
+    for round_ in (PROMPTS[:1], PROMPTS):  # the second time, the first prompt's blocks are there
+        requests = [request(str(i), list(prompt), max_tokens=NUM_TOKENS) for i, prompt in enumerate(round_)]
+        outcomes = run(engine, requests)
+        for i in range(len(round_)):
+            assert outcomes[str(i)].token_ids == expected[i]
+    assert engine.stats.num_cached_tokens >= 28 + 14
