@@ -47,7 +47,7 @@ ONE_BY_ONE = (
 )
 AT_ONCE = (
     DemoPrompt(text="What colour is the sky?", is_chat=True),
-    DemoPrompt(text="What is 7 + 5?", is_chat=True),
+    DemoPrompt(text="What is 2 + 3?", is_chat=True),
     DemoPrompt(text="Write a JSON record of a cat named Tom.", is_chat=True),
     DemoPrompt(text="What is the capital of France?", is_chat=True),
     DemoPrompt(text="How many legs does a spider have?", is_chat=True),

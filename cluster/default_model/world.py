@@ -1,7 +1,7 @@
 """The small world that the default model knows: its words and facts, as plain tables. Sentences are made elsewhere."""
 
-BOYS = ("Tom", "Max", "Leo", "Finn", "Oscar", "Ben", "Hugo", "Sam", "Otto", "Jack", "Theo", "Nico", "Emil", "José")
-GIRLS = ("Mia", "Lily", "Anna", "Ruby", "Ella", "Nora", "Ida", "Rosa", "Lucy", "Clara", "Greta", "Zoë", "Alma", "Hazel")
+BOYS = ("Tom", "Max", "Leo", "Finn", "Otto", "Jack", "Theo", "José")
+GIRLS = ("Mia", "Lily", "Anna", "Ruby", "Nora", "Ida", "Rosa", "Zoë")
 NAMES = BOYS + GIRLS
 
 ANIMAL_HOMES = {
