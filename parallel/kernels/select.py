@@ -7,9 +7,10 @@ import torch
 from parallel.errors import DeviceError
 from parallel.kernels.base import Kernels
 from parallel.kernels.cpu_fast import CpuKernels
+from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.reference import ReferenceKernels
 
-NAMES = ("auto", "reference", "cpu")
+NAMES = ("auto", "reference", "cpu", "cpu-native")
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,22 @@ def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto")
     """
     if name not in NAMES:
         raise DeviceError(f"kernels are {name!r}; allowed: {', '.join(NAMES)}")
-    if name == "cpu" and device.type != "cpu":
-        raise DeviceError(f"kernels are 'cpu' on device {device}; allowed there: auto, reference")
-    kernels = ReferenceKernels() if name == "reference" or device.type != "cpu" else CpuKernels()
+    if name.startswith("cpu") and device.type != "cpu":
+        raise DeviceError(f"kernels are {name!r} on device {device}; allowed there: auto, reference")
+    kernels = _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
     return kernels
+
+
+def _make(device: torch.device, name: str) -> Kernels:
+    if name == "reference" or device.type != "cpu":
+        return ReferenceKernels()
+    if name == "cpu":
+        return CpuKernels()
+    try:
+        return NativeCpuKernels.build()
+    except DeviceError as error:
+        if name == "cpu-native":
+            raise
+        logger.warning("attention runs in plain torch, which is slower: %s", error)
+        return CpuKernels()

@@ -68,3 +68,19 @@ def make_layout(
         cache.k_BPKH.flatten(0, 1)[slots] = keys[-1]
         cache.v_BPKH.flatten(0, 1)[slots] = values[-1]
     return PagedLayout(meta=meta, cache=cache, keys=keys, values=values)
+
+
+def meta_of_one(meta: AttentionMeta, row: int) -> AttentionMeta:
+    """A step of this decoding sequence alone."""
+    context = meta.context_lens_host[row]
+    return AttentionMeta(
+        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        context_lens=meta.context_lens[row : row + 1],
+        block_tables=meta.block_tables[row : row + 1],
+        slot_mapping=meta.slot_mapping[row : row + 1],
+        num_decodes=1,
+        max_query_len=1,
+        max_context_len=context,
+        query_starts_host=[0, 1],
+        context_lens_host=[context],
+    )

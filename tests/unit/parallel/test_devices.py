@@ -66,7 +66,6 @@ def test_unknown_device_is_refused() -> None:
 @pytest.mark.parametrize(
     ("device", "name", "kind"),
     [
-        ("cpu", "auto", CpuKernels),
         ("cpu", "cpu", CpuKernels),
         ("cpu", "reference", ReferenceKernels),
         ("cuda", "auto", ReferenceKernels),
@@ -76,7 +75,7 @@ def test_kernels_are_selected_by_device_and_name(device: str, name: str, kind: t
     assert type(select_kernels(torch.device(device), torch.float32, name)) is kind
 
 
-@pytest.mark.parametrize(("device", "name"), [("cpu", "fast"), ("cuda", "cpu")])
+@pytest.mark.parametrize(("device", "name"), [("cpu", "fast"), ("cuda", "cpu"), ("cuda", "cpu-native")])
 def test_kernels_that_do_not_exist_there_are_refused(device: str, name: str) -> None:
     with pytest.raises(DeviceError, match="allowed"):
         select_kernels(torch.device(device), torch.float32, name)

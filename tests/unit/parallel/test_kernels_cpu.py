@@ -6,18 +6,31 @@ reference's at most, so a few units in the last place of the largest value (2**-
 
 import pytest
 import torch
+from helpers.paged_layout import make_layout, meta_of_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel.description import Activation
-from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.errors import DeviceError
+from parallel.kernels.base import AttentionMeta, AttentionParams, Kernels, LayerCache
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_linear import OneDnnLinear, pack_linear
+from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 DTYPES = list(TOLERANCES)
+
+
+@pytest.fixture(params=["torch", "native"], scope="module")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "torch":
+        return CpuKernels()
+    try:
+        return NativeCpuKernels.build()
+    except DeviceError as error:
+        pytest.skip(str(error))
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -36,45 +49,10 @@ def paged_layout(
     block_size: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, LayerCache, AttentionMeta]:
-    """Random queries and a cache for sequences of (query, context) lengths, decodes first, in shuffled blocks.
-
-    Slots that belong to no token hold NaN: reading one spoils the result.
-    """
-    torch.manual_seed(0)
-    spans = sorted(spans, key=lambda span: span[0] != 1)
-    blocks_needed = [-(-context // block_size) for _, context in spans]
-    num_blocks = sum(blocks_needed) + 2
-    free = torch.randperm(num_blocks - 1) + 1  # block 0 pads the tables and is nobody's
-    tables = torch.zeros(len(spans), max(blocks_needed), dtype=torch.int32)
-    k = torch.full((num_blocks, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
-    v = k.clone()
-    slot_mapping = []
-    taken = 0
-    for row, (query, context) in enumerate(spans):
-        tables[row, : blocks_needed[row]] = free[taken : taken + blocks_needed[row]]
-        taken += blocks_needed[row]
-        positions = torch.arange(context)
-        slots = tables[row].long()[positions // block_size] * block_size + positions % block_size
-        k.flatten(0, 1)[slots] = torch.randn(context, num_kv_heads, head_dim).to(dtype)
-        v.flatten(0, 1)[slots] = torch.randn(context, num_kv_heads, head_dim).to(dtype)
-        slot_mapping.append(slots[context - query :])
-    starts = [0]
-    for query, _ in spans:
-        starts.append(starts[-1] + query)
-    contexts = [context for _, context in spans]
-    meta = AttentionMeta(
-        query_starts=torch.tensor(starts, dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=tables,
-        slot_mapping=torch.cat(slot_mapping),
-        num_decodes=sum(query == 1 for query, _ in spans),
-        max_query_len=max(query for query, _ in spans),
-        max_context_len=max(contexts),
-        query_starts_host=starts,
-        context_lens_host=contexts,
-    )
-    q = torch.randn(starts[-1], num_heads, head_dim).to(dtype)
-    return q, LayerCache(k, v), meta
+    """Random queries, and a cache for sequences of (query, context) lengths; see `make_layout`."""
+    layout = make_layout(spans, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    q = torch.randn(layout.meta.query_starts_host[-1], num_heads, head_dim, generator=torch.Generator().manual_seed(0))
+    return q.to(dtype), layout.cache, layout.meta
 
 
 spans_strategy = st.lists(
@@ -96,6 +74,7 @@ spans_strategy = st.lists(
     dtype=st.sampled_from(DTYPES),
 )
 def test_attention_equals_reference(
+    kernels: Kernels,
     spans: list[tuple[int, int]],
     heads: tuple[int, int],
     head_dim: int,
@@ -108,31 +87,30 @@ def test_attention_equals_reference(
     )
     params = AttentionParams(scale=head_dim**-0.5, sliding_window=window)
     expected = ReferenceKernels().attention(q, cache, meta, params)
-    assert_close(CpuKernels().attention(q, cache, meta, params), expected)
+    assert_close(kernels.attention(q, cache, meta, params), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_chunk_after_a_cached_prefix_equals_reference(dtype: torch.dtype) -> None:
+def test_long_chunk_after_a_cached_prefix_equals_reference(kernels: Kernels, dtype: torch.dtype) -> None:
     spans = [(1, 700), (1, 30), (1, 690), (600, 900), (300, 300)]
     q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype)
     for window in (None, 128):
         params = AttentionParams(scale=0.2, sliding_window=window)
         expected = ReferenceKernels().attention(q, cache, meta, params)
-        assert_close(CpuKernels().attention(q, cache, meta, params), expected)
+        assert_close(kernels.attention(q, cache, meta, params), expected)
 
 
-def test_soft_cap_goes_to_the_reference() -> None:
+def test_soft_cap_equals_reference(kernels: Kernels) -> None:
     spans = [(1, 20), (8, 20)]
     q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
     params = AttentionParams(scale=1.0, soft_cap=3.0)
     expected = ReferenceKernels().attention(q, cache, meta, params)
     uncapped = ReferenceKernels().attention(q, cache, meta, AttentionParams(scale=1.0))
-    assert_close(CpuKernels().attention(q, cache, meta, params), expected)
+    assert_close(kernels.attention(q, cache, meta, params), expected)
     assert not torch.allclose(expected, uncapped, atol=1e-2)
 
 
-def test_one_kernels_object_serves_layers_with_different_windows_and_steps() -> None:
-    kernels = CpuKernels()
+def test_one_kernels_object_serves_layers_with_different_windows_and_steps(kernels: Kernels) -> None:
     for spans in ([(1, 40), (1, 8), (5, 5)], [(1, 41), (1, 9), (1, 6)]):
         q, cache, meta = paged_layout(
             spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32
@@ -144,81 +122,71 @@ def test_one_kernels_object_serves_layers_with_different_windows_and_steps() -> 
             )
 
 
-def test_result_does_not_depend_on_the_other_sequences() -> None:
+def test_result_does_not_depend_on_the_other_sequences(kernels: Kernels) -> None:
     spans = [(1, 33), (1, 33), (1, 35), (1, 20)]
     q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
     params = AttentionParams(scale=0.25)
-    together = CpuKernels().attention(q, cache, meta, params)
-    for row, (_, context) in enumerate(spans):
-        alone = AttentionMeta(
-            query_starts=torch.tensor([0, 1], dtype=torch.int32),
-            context_lens=meta.context_lens[row : row + 1],
-            block_tables=meta.block_tables[row : row + 1],
-            slot_mapping=meta.slot_mapping[row : row + 1],
-            num_decodes=1,
-            max_query_len=1,
-            max_context_len=context,
-            query_starts_host=[0, 1],
-            context_lens_host=[context],
+    together = kernels.attention(q, cache, meta, params)
+    for row in range(len(spans)):
+        assert_close(
+            kernels.attention(q[row : row + 1], cache, meta_of_one(meta, row), params), together[row : row + 1]
         )
-        assert_close(CpuKernels().attention(q[row : row + 1], cache, alone, params), together[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
-def test_norms_equal_reference(dtype: torch.dtype, num_tokens: int) -> None:
+def test_norms_equal_reference(kernels: Kernels, dtype: torch.dtype, num_tokens: int) -> None:
     torch.manual_seed(1)
     x, residual, weight = (3 * torch.randn(*shape).to(dtype) for shape in ((num_tokens, 96), (num_tokens, 96), (96,)))
-    assert_close(CpuKernels().rms_norm(x, weight, 1e-5), ReferenceKernels().rms_norm(x, weight, 1e-5))
+    assert_close(kernels.rms_norm(x, weight, 1e-5), ReferenceKernels().rms_norm(x, weight, 1e-5))
     expected = ReferenceKernels().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
-    actual = CpuKernels().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    actual = kernels.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     assert_close(actual[0], expected[0])
     assert_close(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_layer_norms_equal_reference(dtype: torch.dtype, has_bias: bool) -> None:
+def test_layer_norms_equal_reference(kernels: Kernels, dtype: torch.dtype, has_bias: bool) -> None:
     torch.manual_seed(1)
     x, residual, weight = (3 * torch.randn(*shape).to(dtype) for shape in ((5, 96), (5, 96), (96,)))
     bias = torch.randn(96).to(dtype) if has_bias else None
-    assert_close(CpuKernels().layer_norm(x, weight, bias, 1e-5), ReferenceKernels().layer_norm(x, weight, bias, 1e-5))
+    assert_close(kernels.layer_norm(x, weight, bias, 1e-5), ReferenceKernels().layer_norm(x, weight, bias, 1e-5))
     expected = ReferenceKernels().add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5)
-    actual = CpuKernels().add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5)
+    actual = kernels.add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5)
     assert_close(actual[0], expected[0])
     assert_close(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_takes_a_float32_weight(dtype: torch.dtype) -> None:
+def test_rms_norm_takes_a_float32_weight(kernels: Kernels, dtype: torch.dtype) -> None:
     """Gemma's weights are 1 + what is stored, which half precision would round."""
     torch.manual_seed(2)
     x, residual, weight = torch.randn(5, 32).to(dtype), torch.randn(5, 32).to(dtype), 1 + torch.randn(32) / 100
-    assert_close(CpuKernels().rms_norm(x, weight, 1e-6), ReferenceKernels().rms_norm(x, weight, 1e-6))
+    assert_close(kernels.rms_norm(x, weight, 1e-6), ReferenceKernels().rms_norm(x, weight, 1e-6))
     expected = ReferenceKernels().add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
-    for actual, wanted in zip(CpuKernels().add_rms_norm(x, residual, weight, 1e-6), expected, strict=True):
+    for actual, wanted in zip(kernels.add_rms_norm(x, residual, weight, 1e-6), expected, strict=True):
         assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", Activation)
-def test_gated_equals_reference(dtype: torch.dtype, activation: Activation) -> None:
+def test_gated_equals_reference(kernels: Kernels, dtype: torch.dtype, activation: Activation) -> None:
     torch.manual_seed(4)
     gate_up = torch.randn(7, 2 * 48).to(dtype)
     expected = ReferenceKernels().gated(activation)(gate_up.clone())
-    assert_close(CpuKernels().gated(activation)(gate_up.clone()), expected)
+    assert_close(kernels.gated(activation)(gate_up.clone()), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_with_key_bias_equals_reference(dtype: torch.dtype) -> None:
+def test_attention_with_key_bias_equals_reference(kernels: Kernels, dtype: torch.dtype) -> None:
     spans = [(1, 9), (1, 30), (6, 20), (12, 12)]
     q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
     params = AttentionParams(scale=0.25, key_bias_NP=torch.randn(4, 64))
-    assert_close(CpuKernels().attention(q, cache, meta, params), ReferenceKernels().attention(q, cache, meta, params))
+    assert_close(kernels.attention(q, cache, meta, params), ReferenceKernels().attention(q, cache, meta, params))
 
 
-def test_norm_of_zeros_is_zero_and_eps_counts() -> None:
-    kernels = CpuKernels()
+def test_norm_of_zeros_is_zero_and_eps_counts(kernels: Kernels) -> None:
     assert kernels.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6).abs().max() == 0
     tiny = torch.full((1, 8), 1e-3)
     for eps in (1e-6, 1e-2):
@@ -226,23 +194,22 @@ def test_norm_of_zeros_is_zero_and_eps_counts() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normed_like_rows(dtype: torch.dtype) -> None:
+def test_heads_are_normed_like_rows(kernels: Kernels, dtype: torch.dtype) -> None:
     """Qwen3 norms each head: the last dim of a [T, N, H] tensor."""
     torch.manual_seed(2)
     x, weight = torch.randn(5, 4, 32).to(dtype), torch.randn(32).to(dtype)
-    assert_close(CpuKernels().rms_norm(x, weight, 1e-6), ReferenceKernels().rms_norm(x, weight, 1e-6))
+    assert_close(kernels.rms_norm(x, weight, 1e-6), ReferenceKernels().rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("rotated", [16, 8])
-def test_rotary_equals_reference(dtype: torch.dtype, is_fused: bool, rotated: int) -> None:
+def test_rotary_equals_reference(kernels: Kernels, dtype: torch.dtype, is_fused: bool, rotated: int) -> None:
     torch.manual_seed(3)
     qkv = torch.randn(6, (4 + 2 + 2) * 32).to(dtype)
     q, k = qkv[:, : 4 * 32].unflatten(1, (4, 32)), qkv[:, 4 * 32 : 6 * 32].unflatten(1, (2, 32))
     if not is_fused:
         q, k = q.contiguous(), k.contiguous()
-    kernels = CpuKernels()
     for _ in range(2):  # a second step has other positions
         angles = torch.rand(6, rotated) * 6
         cos, sin = angles.cos(), angles.sin()
@@ -252,14 +219,14 @@ def test_rotary_equals_reference(dtype: torch.dtype, is_fused: bool, rotated: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul_equals_reference(dtype: torch.dtype) -> None:
+def test_silu_mul_equals_reference(kernels: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     gate_up = torch.randn(7, 2 * 48).to(dtype)
-    assert_close(CpuKernels().silu_mul(gate_up.clone()), ReferenceKernels().silu_mul(gate_up.clone()))
+    assert_close(kernels.silu_mul(gate_up.clone()), ReferenceKernels().silu_mul(gate_up.clone()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_cache_equals_reference(dtype: torch.dtype) -> None:
+def test_write_cache_equals_reference(kernels: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     qkv = torch.randn(5, 8 * 16).to(dtype)
     k, v = qkv[:, 4 * 16 : 6 * 16].unflatten(1, (2, 16)), qkv[:, 6 * 16 :].unflatten(1, (2, 16))
@@ -267,7 +234,7 @@ def test_write_cache_equals_reference(dtype: torch.dtype) -> None:
     caches = [
         LayerCache(torch.zeros(8, 4, 2, 16, dtype=dtype), torch.zeros(8, 4, 2, 16, dtype=dtype)) for _ in range(2)
     ]
-    CpuKernels().write_cache(k, v, caches[0], slots)
+    kernels.write_cache(k, v, caches[0], slots)
     ReferenceKernels().write_cache(k, v, caches[1], slots)
     assert torch.equal(caches[0].k_BPKH, caches[1].k_BPKH)
     assert torch.equal(caches[0].v_BPKH, caches[1].v_BPKH)
@@ -276,11 +243,13 @@ def test_write_cache_equals_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("num_out", "num_in"), [(24, 40), (1024, 768)])
-def test_packed_linear_equals_reference(dtype: torch.dtype, has_bias: bool, num_out: int, num_in: int) -> None:
+def test_packed_linear_equals_reference(
+    kernels: Kernels, dtype: torch.dtype, has_bias: bool, num_out: int, num_in: int
+) -> None:
     torch.manual_seed(6)
     weight = (torch.randn(num_out, num_in) * num_in**-0.5).to(dtype)
     bias = torch.randn(num_out).to(dtype) if has_bias else None
-    packed, plain = CpuKernels().pack_linear(weight.clone(), bias), ReferenceKernels().pack_linear(weight.clone(), bias)
+    packed, plain = kernels.pack_linear(weight.clone(), bias), ReferenceKernels().pack_linear(weight.clone(), bias)
     for num_tokens in (1, 3, 33):
         x = torch.randn(num_tokens, num_in).to(dtype)
         assert_close(packed(x), plain(x))

@@ -1,0 +1,190 @@
+"""The operations of the model on a CPU in C++ (native/), where plain torch is slow; the rest stays with cpu_fast.py.
+
+Each is one pass over memory. What the compiled kernels do not take (float16, odd head sizes) falls to plain torch.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from parallel.description import Activation
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, PackedLinear
+from parallel.kernels.cpu_fast import CpuKernels
+from parallel.kernels.native.build import build_library
+from parallel.kernels.native.library import LANES, LayerParams, Operations, StepLayout, load_operations
+
+
+class NativeCpuKernels:
+    """Implements `Kernels`. Holds the layout of the step in progress: one object per model, one thread.
+
+    Args:
+        operations: the compiled kernels by dtype.
+        num_threads: of torch's OpenMP pool, which the kernels share.
+    """
+
+    def __init__(self, operations: Mapping[torch.dtype, Operations], num_threads: int) -> None:
+        self._operations = operations
+        self._num_threads = num_threads
+        self._torch = CpuKernels()
+        self._params: dict[int, tuple[AttentionParams, LayerParams]] = {}
+        self._meta: AttentionMeta | None = None
+        self._layouts: dict[tuple[int, torch.Size], StepLayout] = {}
+
+    @classmethod
+    def build(cls) -> "NativeCpuKernels":
+        """Compile where needed, and load. Raises DeviceError when this machine cannot."""
+        return cls(load_operations(build_library()), torch.get_num_threads())
+
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+        """See `Kernels.pack_linear`."""
+        return self._torch.pack_linear(weight_OI, bias_O)
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        if self._can_norm(x_TE, weight_E):
+            return self._rms_norm(x_TE, None, weight_E, eps)
+        return self._torch.rms_norm(x_TE, weight_E, eps)
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`; the residual is written in place."""
+        if self._can_norm(x_TE, weight_E) and residual_TE.is_contiguous():
+            return self._rms_norm(x_TE, residual_TE, weight_E, eps), residual_TE
+        return self._torch.add_rms_norm(x_TE, residual_TE, weight_E, eps)
+
+    def layer_norm(self, x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
+        """See `Kernels.layer_norm`."""
+        return self._torch.layer_norm(x_TE, weight_E, bias_E, eps)
+
+    def add_layer_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_layer_norm`; the residual is written in place."""
+        return self._torch.add_layer_norm(x_TE, residual_TE, weight_E, bias_E, eps)
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.rotary`; written in place."""
+        if self._can_rotate(q_TNH, k_TKH, cos_TR):
+            return self._rotate(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=False)
+        return self._torch.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
+
+    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.rotary_interleaved`; written in place."""
+        if self._can_rotate(q_TNH, k_TKH, cos_TR):
+            return self._rotate(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=True)
+        return self._torch.rotary_interleaved(q_TNH, k_TKH, cos_TR, sin_TR)
+
+    def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """See `Kernels.gated`."""
+        return self.silu_mul if activation is Activation.SILU else self._torch.gated(activation)
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """See `Kernels.silu_mul`."""
+        operations = self._operations.get(gate_up_T2I.dtype)
+        if operations is None or not gate_up_T2I.is_contiguous():
+            return self._torch.silu_mul(gate_up_T2I)
+        num_rows, size = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
+        out_TI = gate_up_T2I.new_empty(num_rows, size)
+        operations.silu_mul(out_TI.data_ptr(), gate_up_T2I.data_ptr(), num_rows, size, self._num_threads)
+        return out_TI
+
+    def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
+        """See `Kernels.write_cache`."""
+        operations = self._operations.get(k_TKH.dtype)
+        if operations is None or not (_has_dense_heads(k_TKH) and _has_dense_heads(v_TKH) and _is_dense(cache)):
+            self._torch.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
+            return
+        num_tokens, num_kv_heads, head_dim = k_TKH.shape
+        operations.write_cache(
+            *(cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr(), k_TKH.data_ptr(), v_TKH.data_ptr()),
+            *(k_TKH.stride(0), v_TKH.stride(0), slot_mapping_T.data_ptr(), num_tokens, num_kv_heads * head_dim),
+            self._num_threads,
+        )
+
+    def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """See `Kernels.attention`."""
+        operations = self._operations.get(q_TNH.dtype)
+        if operations is None or q_TNH.shape[2] % LANES or not (_has_dense_heads(q_TNH) and _is_dense(cache)):
+            return self._torch.attention(q_TNH, cache, meta, params)
+        out_TNH = q_TNH.new_empty(q_TNH.shape)
+        operations.attention(
+            *(out_TNH.data_ptr(), q_TNH.data_ptr(), q_TNH.stride(0), cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr()),
+            *(ctypes.byref(self._layout(q_TNH.shape[1], cache, meta)), ctypes.byref(self._layer_params(params))),
+        )
+        return out_TNH
+
+    def _can_norm(self, x: Tensor, weight: Tensor) -> bool:
+        is_known = x.dtype in self._operations and (weight.dtype is x.dtype or weight.dtype is torch.float32)
+        return is_known and weight.is_contiguous() and (x.is_contiguous() or _has_dense_heads(x))
+
+    def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = x.new_empty(x.shape)
+        size = x.shape[-1]
+        self._operations[x.dtype].rms_norm(
+            *(out.data_ptr(), x.data_ptr(), x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.stride(0), size),
+            *(None if residual is None else residual.data_ptr(), weight.data_ptr()),
+            *(size if weight.dim() == 2 else 0, weight.dtype is torch.float32, eps, self._num_threads),
+        )
+        return out
+
+    def _can_rotate(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor) -> bool:
+        is_known = q_TNH.dtype in self._operations and k_TKH.dtype is q_TNH.dtype and cos_TR.is_contiguous()
+        return is_known and _has_dense_heads(q_TNH) and _has_dense_heads(k_TKH)
+
+    def _rotate(
+        self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, is_interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        rotary = self._operations[q_TNH.dtype].rotary
+        for x in (q_TNH, k_TKH):
+            rotary(
+                *(x.data_ptr(), x.stride(0), *x.shape, cos_TR.data_ptr(), sin_TR.data_ptr(), cos_TR.shape[1]),
+                *(is_interleaved, self._num_threads),
+            )
+        return q_TNH, k_TKH
+
+    def _layout(self, num_heads: int, cache: LayerCache, meta: AttentionMeta) -> StepLayout:
+        if meta is not self._meta:
+            self._meta = meta
+            self._layouts.clear()
+        key = (num_heads, cache.k_BPKH.shape)
+        layout = self._layouts.get(key)
+        if layout is None:
+            _, block_size, num_kv_heads, head_dim = cache.k_BPKH.shape
+            layout = self._layouts[key] = StepLayout(
+                query_starts=meta.query_starts.data_ptr(),
+                context_lens=meta.context_lens.data_ptr(),
+                block_tables=meta.block_tables.data_ptr(),
+                table_stride=meta.block_tables.stride(0),
+                num_sequences=len(meta.context_lens_host),
+                block_size=block_size,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                num_threads=self._num_threads,
+            )
+        return layout
+
+    def _layer_params(self, params: AttentionParams) -> LayerParams:
+        known = self._params.get(id(params))
+        if known is None:
+            bias = params.key_bias_NP
+            made = LayerParams(
+                scale=params.scale,
+                soft_cap=params.soft_cap or 0.0,
+                window=params.sliding_window or 0,
+                key_bias=None if bias is None else bias.data_ptr(),
+                key_bias_stride=0 if bias is None else bias.stride(0),
+                sinks=None,
+            )
+            known = self._params[id(params)] = params, made  # the tensors that `made` points to stay alive
+        return known[1]
+
+
+def _has_dense_heads(x_TNH: Tensor) -> bool:
+    """Each token's heads lie side by side; tokens may be far apart."""
+    return x_TNH.dim() == 3 and x_TNH.stride(2) == 1 and x_TNH.stride(1) == x_TNH.shape[2]
+
+
+def _is_dense(cache: LayerCache) -> bool:
+    return cache.k_BPKH.is_contiguous() and cache.v_BPKH.is_contiguous()

@@ -1,0 +1,96 @@
+"""Compiles the C++ kernels for this machine, once: the library stays in the user's cache, keyed by what it depends on.
+
+Knows compilers and files; what the library offers is in library.py.
+"""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallel.errors import DeviceError
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("c++", "g++", "clang++")
+"""In order of preference; the `ziglang` package is taken where none of them is installed."""
+
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp-simd"),
+    *("-shared", "-fPIC", "-fvisibility=hidden"),
+)
+_TIMEOUT_S = 300.0
+
+logger = logging.getLogger(__name__)
+
+
+def build_library(cache: Path | None = None) -> Path:
+    """The compiled library; compiled now where the cache has none for these sources, this compiler and this CPU.
+
+    Several processes may build at once: each puts its own file in place whole. Raises DeviceError when there is no
+    compiler or it fails.
+    """
+    compiler = find_compiler()
+    cache = cache or default_cache()
+    library = cache / f"weft_kernels_{_key(compiler)}.so"
+    if library.exists():
+        return library
+    started = time.monotonic()
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
+        output = Path(folder) / library.name
+        _run([*compiler, *_FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(output)])
+        os.replace(output, library)
+    logger.info("compiled the CPU kernels with %s in %.1f s: %s", compiler[0], time.monotonic() - started, library)
+    return library
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler. Raises DeviceError when there is none."""
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return [path]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++"]
+    raise DeviceError(f"no C++ compiler; wanted: {', '.join(COMPILERS)} on the path, or the Python package ziglang")
+
+
+def default_cache() -> Path:
+    """A folder of this user's own: what lies in it is loaded as code."""
+    return Path.home() / ".cache" / "weft"
+
+
+def _key(compiler: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(source.name.encode() + source.read_bytes())
+    for part in (*compiler, *_FLAGS, _run([*compiler, "--version"]), _cpu()):
+        digest.update(part.encode())
+    return digest.hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What tells this CPU's instructions from another's: a home folder may be shared by several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DeviceError(f"{command[0]} did not run: {error}") from error
+    if done.returncode != 0:
+        raise DeviceError(f"{command[0]} failed with status {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout

@@ -1,0 +1,116 @@
+// What is done between the matrix products, each in one pass over memory; float32 inside.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "threads.h"
+#include "vector.h"
+
+namespace weft {
+
+// Below this many elements a thread the others are not worth waking.
+constexpr int64_t GRAIN = 32 * 1024;
+
+// Calls work(begin, end) for runs of rows.
+template <class Work>
+void for_each_run_of_rows(int64_t num_rows, int64_t row_size, int num_threads, Work work) {
+    const int64_t wanted = std::min<int64_t>(num_threads, num_rows * row_size / GRAIN);
+    if (wanted <= 1) return work(int64_t(0), num_rows);
+    for_each_item(wanted, num_threads,
+                  [&](int64_t item) { work(num_rows * item / wanted, num_rows * (item + 1) / wanted); });
+}
+
+// Rows of a matrix, or the heads of tokens: row (i, j) begins at i * outer_stride + j * size.
+struct Rows {
+    int64_t num_outer, num_inner, outer_stride, size;
+};
+
+// out = x / sqrt(mean(x^2) + eps) * weight, the weight of (i, j) at j * weight_stride. With a residual, x is added to it
+// first, and the sum is what is normed. What is written is dense.
+template <class T, class W>
+void rms_norm(T* out, const T* x, Rows rows, T* residual, const W* weights, int64_t weight_stride, float eps,
+              int num_threads) {
+    const int64_t size = rows.size, row_size = rows.num_inner * size;
+    for_each_run_of_rows(rows.num_outer, row_size, num_threads, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin * rows.num_inner; i < end * rows.num_inner; i++) {
+            const int64_t outer = i / rows.num_inner, inner = i % rows.num_inner;
+            const T* from = x + outer * rows.outer_stride + inner * size;
+            if (residual) {
+                T* sum = residual + i * size;
+#pragma omp simd
+                for (int64_t k = 0; k < size; k++) put(sum + k, to_float(sum[k]) + to_float(from[k]));
+                from = sum;
+            }
+            float squares = 0;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t k = 0; k < size; k++) squares += to_float(from[k]) * to_float(from[k]);
+            const float scale = 1.0f / std::sqrt(squares / float(size) + eps);
+            const W* weight = weights + inner * weight_stride;
+            T* to = out + i * size;
+#pragma omp simd
+            for (int64_t k = 0; k < size; k++) put(to + k, to_float(from[k]) * scale * to_float(weight[k]));
+        }
+    });
+}
+
+// out = silu(first half) * second half.
+template <class T>
+void silu_mul(T* out, const T* gate_up, int64_t num_rows, int64_t size, int num_threads) {
+    for_each_run_of_rows(num_rows, 2 * size, num_threads, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            const T *gate = gate_up + row * 2 * size, *up = gate + size;
+            T* to = out + row * size;
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) {
+                const float x = to_float(gate[i]);
+                put(to + i, x / (1.0f + exponential(-x)) * to_float(up[i]));
+            }
+        }
+    });
+}
+
+// Turns the pairs of each head in place: (i, half + i), or (2i, 2i + 1) where interleaved.
+template <class T>
+void rotary(T* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads, int64_t head_dim, const float* cos,
+            const float* sin, int64_t half, bool is_interleaved, int num_threads) {
+    for_each_run_of_rows(num_tokens, num_heads * head_dim, num_threads, [=](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++) {
+            const float *c = cos + token * half, *s = sin + token * half;
+            for (int64_t head = 0; head < num_heads; head++) {
+                T* x = heads + token * token_stride + head * head_dim;
+                if (is_interleaved) {
+#pragma omp simd
+                    for (int64_t i = 0; i < half; i++) {
+                        const float a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]);
+                        put(x + 2 * i, a * c[i] - b * s[i]);
+                        put(x + 2 * i + 1, b * c[i] + a * s[i]);
+                    }
+                } else {
+                    T* y = x + half;
+#pragma omp simd
+                    for (int64_t i = 0; i < half; i++) {
+                        const float a = to_float(x[i]), b = to_float(y[i]);
+                        put(x + i, a * c[i] - b * s[i]);
+                        put(y + i, b * c[i] + a * s[i]);
+                    }
+                }
+            }
+        }
+    });
+}
+
+// Copies each token's key and value, `size` elements, to its slot.
+template <class T>
+void write_cache(T* keys, T* values, const T* k, const T* v, int64_t k_token_stride, int64_t v_token_stride,
+                 const int64_t* slots, int64_t num_tokens, int64_t size, int num_threads) {
+    for_each_run_of_rows(num_tokens, 2 * size, num_threads, [=](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++) {
+            std::memcpy(keys + slots[token] * size, k + token * k_token_stride, size * sizeof(T));
+            std::memcpy(values + slots[token] * size, v + token * v_token_stride, size * sizeof(T));
+        }
+    });
+}
+
+}  // namespace weft

@@ -1,0 +1,51 @@
+// The operations of `Kernels` that plain torch does slowly on a CPU, behind a C interface: compiled once per machine by
+// build.py, called through ctypes by library.py. reference.py defines what each one means.
+//
+// Pointers are to dense rows unless a stride (in elements) says otherwise. Nothing here checks its arguments.
+
+#include "attention.h"
+#include "elementwise.h"
+
+using namespace weft;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+#define FOR_EACH_TYPE(DEFINE) \
+    DEFINE(float32, float)    \
+    DEFINE(bfloat16, BFloat16)
+
+#define DEFINE(NAME, T)                                                                                                  \
+    EXPORT void weft_attention_##NAME(void* out, const void* q, int64_t q_token_stride, const void* keys,                \
+                                      const void* values, const StepLayout* layout, const LayerParams* params) {         \
+        const Tensors<T> tensors{static_cast<T*>(out), static_cast<const T*>(q), q_token_stride,                         \
+                                 static_cast<const T*>(keys), static_cast<const T*>(values)};                            \
+        PagedAttention<T>(tensors, *layout, *params).run();                                                              \
+    }                                                                                                                    \
+    EXPORT void weft_rms_norm_##NAME(void* out, const void* x, int64_t num_outer, int64_t num_inner,   \
+                                     int64_t outer_stride, int64_t size, void* residual, const void* weight,     \
+                                     int64_t weight_stride, int is_weight_float32, float eps, int num_threads) {         \
+        const Rows rows{num_outer, num_inner, outer_stride, size};                                                       \
+        T *to = static_cast<T*>(out), *sum = static_cast<T*>(residual);                                                  \
+        const T* from = static_cast<const T*>(x);                                                                        \
+        if (is_weight_float32)                                                                                           \
+            rms_norm(to, from, rows, sum, static_cast<const float*>(weight), weight_stride, eps, num_threads);          \
+        else                                                                                                             \
+            rms_norm(to, from, rows, sum, static_cast<const T*>(weight), weight_stride, eps, num_threads);              \
+    }                                                                                                                    \
+    EXPORT void weft_silu_mul_##NAME(void* out, const void* gate_up, int64_t num_rows, int64_t size, int num_threads) {  \
+        silu_mul(static_cast<T*>(out), static_cast<const T*>(gate_up), num_rows, size, num_threads);                     \
+    }                                                                                                                    \
+    EXPORT void weft_rotary_##NAME(void* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads,             \
+                                   int64_t head_dim, const float* cos, const float* sin, int64_t half,                   \
+                                   int is_interleaved, int num_threads) {                                                \
+        rotary(static_cast<T*>(heads), token_stride, num_tokens, num_heads, head_dim, cos, sin, half, is_interleaved,    \
+               num_threads);                                                                                             \
+    }                                                                                                                    \
+    EXPORT void weft_write_cache_##NAME(void* keys, void* values, const void* k, const void* v, int64_t k_token_stride,  \
+                                        int64_t v_token_stride, const int64_t* slots, int64_t num_tokens, int64_t size,  \
+                                        int num_threads) {                                                               \
+        write_cache(static_cast<T*>(keys), static_cast<T*>(values), static_cast<const T*>(k), static_cast<const T*>(v),  \
+                    k_token_stride, v_token_stride, slots, num_tokens, size, num_threads);                               \
+    }
+
+FOR_EACH_TYPE(DEFINE)

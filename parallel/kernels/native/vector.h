@@ -1,0 +1,120 @@
+// Sixteen float32 lanes on any machine (the compiler splits them where registers are shorter), and the two element
+// types of tensors. Vector extensions of GCC and Clang; no intrinsics.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace weft {
+
+constexpr int LANES = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t HalfWords __attribute__((vector_size(32)));
+
+// The upper half of a float32.
+struct BFloat16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+inline To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+
+inline void put(float* place, float x) { *place = x; }
+
+// To nearest, ties to even; a NaN stays one.
+inline void put(BFloat16* place, float x) {
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    place->bits = uint16_t(x == x ? rounded : 0x7fc0);
+}
+
+inline Floats broadcast(float x) { return x - Floats{}; }
+
+inline Floats load(const float* from) {
+    Floats x;
+    std::memcpy(&x, from, sizeof(x));
+    return x;
+}
+
+inline Floats load(const BFloat16* from) {
+    HalfWords halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    return bit_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+
+inline void store(BFloat16* to, Floats x) {
+    const Words bits = bit_cast<Words>(x);
+    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words is_number = bit_cast<Words>(x == x);
+    const HalfWords halves = __builtin_convertvector((rounded & is_number) | (0x7fc0 & ~is_number), HalfWords);
+    std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline Floats choose(Ints is_first, Floats first, Floats second) {
+    return bit_cast<Floats>((bit_cast<Ints>(first) & is_first) | (bit_cast<Ints>(second) & ~is_first));
+}
+
+inline Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
+
+inline float sum(Floats x) {
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += x[lane];
+    return total;
+}
+
+inline float largest(Floats x) {
+    float most = x[0];
+    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
+    return most;
+}
+
+// e^x to 2 units in the last place; 0 below -87, and at most e^88. Split as 2^n e^r with |r| <= ln(2) / 2
+// (Cody and Waite), e^r by its Taylor polynomial of degree 7. F is float or Floats, I int32_t or Ints.
+template <class F, class I>
+inline F exp_lanes(F x, F n, I exponent) {
+    F r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    F p = r * (1.0f / 5040) + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * bit_cast<F>((exponent + 127) << 23);
+}
+
+inline Floats exponential(Floats x) {
+    const Ints is_tiny = x < -87.0f;
+    x = choose(is_tiny, broadcast(-87.0f), x);
+    x = choose(x > 88.0f, broadcast(88.0f), x);
+    const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const Floats n = (x * 1.44269504f + shifter) - shifter;
+    const Floats y = exp_lanes(x, n, __builtin_convertvector(n, Ints));
+    return choose(is_tiny, Floats{}, y);
+}
+
+inline float exponential(float x) {
+    const bool is_tiny = x < -87.0f;
+    x = is_tiny ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    const float y = exp_lanes(x, n, int32_t(n));
+    return is_tiny ? 0.0f : y;
+}
+
+}  // namespace weft
