@@ -93,7 +93,7 @@ class CpuPagedAttention:
 
     def __init__(self) -> None:
         self._meta: AttentionMeta | None = None
-        self._plans: dict[tuple[int | None, torch.Size], _Plan] = {}
+        self._plans: dict[tuple[int | None, bool, torch.Size], _Plan] = {}
         self._workspaces: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
@@ -112,14 +112,22 @@ class CpuPagedAttention:
             _attend_chunk(q_TNH, out_TNH, keys, values, chunk, params.scale)
         return out_TNH
 
-    def _plan(self, cache: LayerCache, meta: AttentionMeta, window: int | None) -> _Plan:
+    def attend_chunks(
+        self, q_TNH: Tensor, out_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams
+    ) -> None:
+        """Fill the rows of the sequences that are no decodes; as `Kernels.attention` otherwise."""
+        keys, values = cache.k_BPKH.flatten(0, 1), cache.v_BPKH.flatten(0, 1)
+        for chunk in self._plan(cache, meta, params.sliding_window, has_decodes=False).chunks:
+            _attend_chunk(q_TNH, out_TNH, keys, values, chunk, params.scale)
+
+    def _plan(self, cache: LayerCache, meta: AttentionMeta, window: int | None, *, has_decodes: bool = True) -> _Plan:
         if meta is not self._meta:
             self._meta = meta
             self._plans.clear()
-        key = (window, cache.k_BPKH.shape)
+        key = (window, has_decodes, cache.k_BPKH.shape)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = _Planner(cache, meta, window, self._workspace).plan()
+            plan = self._plans[key] = _Planner(cache, meta, window, self._workspace).plan(has_decodes=has_decodes)
         return plan
 
     def _workspace(self, cache: LayerCache, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -187,11 +195,11 @@ class _Planner:
         most = max(_GROUP_BYTES // self._token_bytes, *meta.context_lens_host[: meta.num_decodes], *chunk_contexts, 1)
         self._workspace = workspace(cache, most)
 
-    def plan(self) -> _Plan:
-        """The plan."""
+    def plan(self, *, has_decodes: bool) -> _Plan:
+        """The plan, of the decodes too or of the chunks only."""
         meta = self._meta
         chunks = [self._chunk(row) for row in range(meta.num_decodes, len(meta.context_lens_host))]
-        if not meta.num_decodes:
+        if not meta.num_decodes or not has_decodes:
             return _Plan(num_decodes=0, order=None, group_sizes=[], groups=[], chunks=chunks)
         order, sizes, groups = self._groups()
         is_sorted = bool((order[1:] > order[:-1]).all())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel.description import Activation
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, PackedLinear
+from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import LANES, LayerParams, Operations, StepLayout, load_operations
@@ -28,9 +29,10 @@ class NativeCpuKernels:
         self._operations = operations
         self._num_threads = num_threads
         self._torch = CpuKernels()
+        self._chunks = CpuPagedAttention()
         self._params: dict[int, tuple[AttentionParams, LayerParams]] = {}
         self._meta: AttentionMeta | None = None
-        self._layouts: dict[tuple[int, torch.Size], StepLayout] = {}
+        self._layouts: dict[tuple[int, int, torch.Size], StepLayout] = {}
 
     @classmethod
     def build(cls) -> "NativeCpuKernels":
@@ -108,10 +110,18 @@ class NativeCpuKernels:
         if operations is None or q_TNH.shape[2] % LANES or not (_has_dense_heads(q_TNH) and _is_dense(cache)):
             return self._torch.attention(q_TNH, cache, meta, params)
         out_TNH = q_TNH.new_empty(q_TNH.shape)
-        operations.attention(
-            *(out_TNH.data_ptr(), q_TNH.data_ptr(), q_TNH.stride(0), cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr()),
-            *(ctypes.byref(self._layout(q_TNH.shape[1], cache, meta)), ctypes.byref(self._layer_params(params))),
-        )
+        num_sequences = len(meta.context_lens_host)
+        if meta.num_decodes < num_sequences and params.soft_cap is None and params.key_bias_NP is None:
+            # torch's blocked kernel has matrix instructions for chunks
+            self._chunks.attend_chunks(q_TNH, out_TNH, cache, meta, params)
+            num_sequences = meta.num_decodes
+        if num_sequences:
+            layout = self._layout(q_TNH.shape[1], num_sequences, cache, meta)
+            operations.attention(
+                *(out_TNH.data_ptr(), q_TNH.data_ptr(), q_TNH.stride(0)),
+                *(cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr()),
+                *(ctypes.byref(layout), ctypes.byref(self._layer_params(params))),
+            )
         return out_TNH
 
     def _can_norm(self, x: Tensor, weight: Tensor) -> bool:
@@ -143,11 +153,11 @@ class NativeCpuKernels:
             )
         return q_TNH, k_TKH
 
-    def _layout(self, num_heads: int, cache: LayerCache, meta: AttentionMeta) -> StepLayout:
+    def _layout(self, num_heads: int, num_sequences: int, cache: LayerCache, meta: AttentionMeta) -> StepLayout:
         if meta is not self._meta:
             self._meta = meta
             self._layouts.clear()
-        key = (num_heads, cache.k_BPKH.shape)
+        key = (num_heads, num_sequences, cache.k_BPKH.shape)
         layout = self._layouts.get(key)
         if layout is None:
             _, block_size, num_kv_heads, head_dim = cache.k_BPKH.shape
@@ -156,7 +166,7 @@ class NativeCpuKernels:
                 context_lens=meta.context_lens.data_ptr(),
                 block_tables=meta.block_tables.data_ptr(),
                 table_stride=meta.block_tables.stride(0),
-                num_sequences=len(meta.context_lens_host),
+                num_sequences=num_sequences,
                 block_size=block_size,
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,

@@ -11,6 +11,10 @@
 #include <cmath>
 #include <vector>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include "threads.h"
 #include "vector.h"
 
@@ -67,25 +71,48 @@ inline Floats sum_each(Floats* rows) {
     return rows[0];
 }
 
+// The product of one row of q with one key, before its lanes are summed.
+template <int HEAD_DIM>
+inline Floats multiply(const float* q, const float* key, int runtime_head_dim) {
+    const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
+    Floats total = load(key) * load(q);
+    for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
+    return total;
+}
+
+template <int HEAD_DIM>
+inline Floats multiply(const BFloat16* q, const BFloat16* key, int runtime_head_dim) {
+    const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
+#ifdef __AVX512BF16__  // two products a lane, exact, summed in float32
+    if (head_dim % (2 * LANES) == 0) {
+        Floats total{};
+        for (int dim = 0; dim < head_dim; dim += 2 * LANES)
+            total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_loadu_si512(key + dim),
+                                             (__m512bh)_mm512_loadu_si512(q + dim));
+        return total;
+    }
+#endif
+    Floats total = load(key) * load(q);
+    for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
+    return total;
+}
+
 // Scores of num_rows rows of q with the keys of num_tokens <= LANES tokens. Writes LANES scores a row; only the first
 // num_tokens mean something. HEAD_DIM 0: not known when compiled.
 template <int HEAD_DIM, class T>
-void score_keys(const T* keys, int64_t token_stride, int num_tokens, const T* next_keys, const float* q, int num_rows,
-                int runtime_head_dim, float* scores, int64_t scores_stride) {
-    const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
-    for (int row = 0; row < num_rows; row++, q += head_dim, scores += scores_stride) {
+void score_keys(const T* keys, int64_t token_stride, int num_tokens, const T* next_keys, const T* q, int num_rows,
+                int head_dim, float scale, float* scores, int64_t scores_stride) {
+    for (int row = 0; row < num_rows; row++) {
         Floats products[LANES];
-        for (int token = 0; token < LANES; token++) {
-            const T* key = keys + std::min(token, num_tokens - 1) * token_stride;
-            Floats total = load(key) * load(q);
-            for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
-            products[token] = total;
-        }
-        store(scores, sum_each(products));
+        for (int token = 0; token < LANES; token++)
+            products[token] =
+                multiply<HEAD_DIM>(q + row * head_dim, keys + std::min(token, num_tokens - 1) * token_stride, head_dim);
+        store(scores + row * scores_stride, sum_each(products) * scale);
     }
     // the hardware does not foresee where the next block lies
     for (int token = 0; next_keys && token < LANES; token++)
-        for (int dim = 0; dim < head_dim; dim += int(64 / sizeof(T))) __builtin_prefetch(next_keys + token * token_stride + dim);
+        for (int dim = 0; dim < head_dim; dim += int(64 / sizeof(T)))
+            __builtin_prefetch(next_keys + token * token_stride + dim);
 }
 
 // Adds weight * value of each token to ROWS rows, WIDTH vectors of the head at a time.
@@ -171,7 +198,6 @@ inline Running soften(float* scores, int count, int begin, int end, float soft_c
 // Buffers of one thread; they only grow.
 class Scratch {
   public:
-    float* q(size_t size) { return grown(q_, size); }
     float* scores(size_t size) { return grown(scores_, size); }
     float* part(size_t size) { return grown(part_, size); }
     float* totals(size_t size) { return grown(totals_, size); }
@@ -187,7 +213,7 @@ class Scratch {
         if (buffer.size() < size) buffer.resize(size);
         return buffer.data();
     }
-    std::vector<float> q_, scores_, part_, totals_;
+    std::vector<float> scores_, part_, totals_;
 };
 
 // Rows of one sequence that go through its context together.
@@ -293,7 +319,8 @@ class PagedAttention {
         Scratch& scratch = Scratch::of_this_thread();
         const int num_rows = tile.num_kv_heads * tile.num_queries * group_;
         const size_t totals_size = size_t(num_rows) * layout_.head_dim;
-        const float* q = scaled_queries(tile, scratch.q(totals_size));
+        static thread_local std::vector<T> buffer;
+        const T* q = queries(tile, buffer);
         if (tile.split >= 0) {
             Splits::Open& open = splits_.open[tile.split];
             const int first = first_seen(tile.sequence, tile.first_query) / PARTITION;
@@ -331,19 +358,22 @@ class PagedAttention {
         write(tile, running, totals);
     }
 
-    const float* scaled_queries(const Tile& tile, float* q) const {
-        const int head_dim = layout_.head_dim;
-        float* to = q;
-        for (int head = tile.first_kv_head * group_; head < (tile.first_kv_head + tile.num_kv_heads) * group_; head += group_)
-            for (int query = 0; query < tile.num_queries; query++)
-                for (int member = 0; member < group_; member++, to += head_dim) {
-                    const T* from = tensors_.q + (tile.first_query + query) * tensors_.q_token_stride + (head + member) * head_dim;
-                    for (int dim = 0; dim < head_dim; dim += LANES) store(to + dim, load(from + dim) * params_.scale);
-                }
-        return q;
+    // The queries of a tile side by side; those of a single token already lie so.
+    const T* queries(const Tile& tile, std::vector<T>& buffer) const {
+        const int heads = tile.num_kv_heads * group_, head_dim = layout_.head_dim;
+        const T* first = tensors_.q + tile.first_query * tensors_.q_token_stride + int64_t(tile.first_kv_head) * group_ * head_dim;
+        if (tile.num_queries == 1) return first;
+        const size_t size = size_t(heads) * tile.num_queries * head_dim;
+        if (buffer.size() < size) buffer.resize(size);
+        T* to = buffer.data();
+        const size_t group_size = size_t(group_) * head_dim;
+        for (int head = 0; head < heads; head += group_)
+            for (int query = 0; query < tile.num_queries; query++, to += group_size)
+                std::memcpy(to, first + query * tensors_.q_token_stride + head * head_dim, group_size * sizeof(T));
+        return buffer.data();
     }
 
-    void attend_partition(const Tile& tile, int partition, const float* q, Scratch& scratch, Running* running, float* totals) {
+    void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
         switch (layout_.head_dim) {
             case 64: return attend_partition<64>(tile, partition, q, scratch, running, totals);
             case 128: return attend_partition<128>(tile, partition, q, scratch, running, totals);
@@ -352,7 +382,7 @@ class PagedAttention {
     }
 
     template <int HEAD_DIM>
-    void attend_partition(const Tile& tile, int partition, const float* q, Scratch& scratch, Running* running, float* totals) {
+    void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
         const int head_dim = HEAD_DIM ? HEAD_DIM : layout_.head_dim;
         const int rows_a_head = tile.num_queries * group_, num_rows = tile.num_kv_heads * rows_a_head;
         const int begin = std::max(partition * PARTITION, first_seen(tile.sequence, tile.first_query));
@@ -365,7 +395,7 @@ class PagedAttention {
             for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim)
                 score_keys<HEAD_DIM>(tensors_.keys + offset, token_stride_, num_tokens,
                                      next < 0 ? nullptr : tensors_.keys + next + head * head_dim,
-                                     q + size_t(head) * rows_a_head * head_dim, rows_a_head, head_dim,
+                                     q + size_t(head) * rows_a_head * head_dim, rows_a_head, head_dim, params_.scale,
                                      scores + head * rows_a_head * scores_stride + token, scores_stride);
         });
         for (int row = 0; row < num_rows; row++) running[row] = soften_row(tile, row, begin, end, scores + row * scores_stride);

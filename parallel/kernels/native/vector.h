@@ -1,5 +1,5 @@
 // Sixteen float32 lanes on any machine (the compiler splits them where registers are shorter), and the two element
-// types of tensors. Vector extensions of GCC and Clang; no intrinsics.
+// types of tensors. Vector extensions of GCC and Clang.
 
 #pragma once
 
