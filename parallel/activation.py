@@ -4,10 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.description import Activation
+from parallel.description import Activation, ClampedGate
 
 
 def activation_function(activation: Activation) -> Callable[[Tensor], Tensor]:
@@ -23,3 +24,15 @@ def activation_function(activation: Activation) -> Callable[[Tensor], Tensor]:
             return F.relu
         case _:
             assert_never(activation)
+
+
+def clamped_gate(gate: ClampedGate) -> Callable[[Tensor], Tensor]:
+    """The function [T, 2I] -> [T, I] of a clamped gate, on any device."""
+    alpha, limit = gate.alpha, gate.limit
+
+    def multiply(gate_up_T2I: Tensor) -> Tensor:
+        gate_TI = gate_up_T2I[..., 0::2].clamp(max=limit)
+        up_TI = gate_up_T2I[..., 1::2].clamp(min=-limit, max=limit)
+        return (up_TI + 1) * (gate_TI * torch.sigmoid(gate_TI * alpha))
+
+    return multiply

@@ -51,6 +51,7 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     kernels: Kernels,
+    expert_parallel: bool = False,
     max_context: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
@@ -61,6 +62,7 @@ def load_decoder(
         mesh: which part is this rank's.
         device, dtype: where and as what the weights are held, whatever they are stored as.
         kernels: the operations that the decoder will call.
+        expert_parallel: divide experts over the tensor-parallel ranks, each whole; else a part of every one to each.
         max_context: serve contexts no longer than this; None: what the config says.
         progress: called with the fraction of this rank's bytes read so far, from the calling thread; ends with 1.0.
 
@@ -70,7 +72,9 @@ def load_decoder(
     description = describe_model(folder)
     if max_context is not None:
         description = _limit_context(description, max_context)
-    decoder = Decoder(description, mesh=mesh, device=device, dtype=dtype, kernels=kernels)
+    decoder = Decoder(
+        description, mesh=mesh, device=device, dtype=dtype, kernels=kernels, expert_parallel=expert_parallel
+    )
     bytes_read = load_weights(decoder, folder, progress=progress)
     decoder.finish_loading()
     logger.info("rank %d read %d bytes of weights from %s", mesh.rank, bytes_read, folder)
@@ -132,6 +136,8 @@ class _Read:
     target: Tensor
     """The part of a parameter that the slice fills; on disk it may be transposed."""
     is_transposed: bool = False
+    expert: int | None = None
+    """Where the tensor holds all experts along a first dim: the one that is read; `dim` counts those after it."""
 
     @property
     def num_elements(self) -> int:
@@ -151,7 +157,11 @@ class _Read:
     def copy(self, tensors: Any) -> int:
         """Fill the target from an open file; return the bytes that were read."""
         index = (*[slice(None)] * self.dim, slice(self.start, self.stop))
+        if self.expert is not None:
+            index = (slice(self.expert, self.expert + 1), *index)
         weights: Tensor = tensors.get_slice(self.name)[index]  # a view into the mapped file: nothing is read yet
+        if self.expert is not None:
+            weights = weights.squeeze(0)
         self.target.copy_(weights.t() if self.is_transposed else weights)
         return weights.numel() * weights.element_size()
 
@@ -199,11 +209,12 @@ def _reads(piece: Piece, location: Location, target: Tensor) -> Iterator[_Read]:
         yield _Read(
             name=location.name,
             shape=shape,
-            dim=len(shape) - 1 - piece.dim if location.is_transposed else piece.dim,
+            dim=len(piece.full_shape) - 1 - piece.dim if location.is_transposed else piece.dim,
             start=run.start,
             stop=run.stop,
             target=target.narrow(piece.dim, done, len(run)),
             is_transposed=location.is_transposed,
+            expert=location.expert,
         )
         done += len(run)
 

@@ -37,14 +37,22 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         kernels: Kernels,
+        expert_parallel: bool = False,
     ) -> None:
-        check_split(description, tensor_parallel=mesh.tp.size, pipeline_parallel=mesh.pp.size)
+        check_split(
+            description,
+            tensor_parallel=mesh.tp.size,
+            pipeline_parallel=mesh.pp.size,
+            expert_parallel=expert_parallel,
+        )
         self.description = description
         self.mesh = mesh
         self.device = device
         self.dtype = dtype
         self.kernels = kernels
-        context = LayerContext(axis=mesh.tp, kernels=kernels, device=device, dtype=dtype)
+        context = LayerContext(
+            axis=mesh.tp, kernels=kernels, device=device, dtype=dtype, expert_parallel=expert_parallel
+        )
         self.layer_indices = layer_range(description.num_layers, mesh.pp.rank, mesh.pp.size)
         """Of the whole model, those that this stage holds."""
         bias_NP = self._key_bias()

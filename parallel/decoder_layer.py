@@ -18,6 +18,7 @@ from parallel.description import DecoderDescription, NormPlace, ResidualKind
 from parallel.kernels.base import AttentionMeta, LayerCache
 from parallel.layer import LayerContext
 from parallel.mlp import MLP
+from parallel.moe import MoE
 from parallel.norm import NoNorm, Norm, make_norm
 from parallel.shard import ShardedParameter
 
@@ -42,23 +43,26 @@ def make_decoder_layer(
 ) -> DecoderLayer:
     """The layer of this index, as the description wants it; for `key_bias_NP` see `Attention`."""
     attention = Attention(description, layer_index, key_bias_NP, context=context)
-    mlp = MLP(description, context=context)
-    if description.residual is ResidualKind.SEQUENTIAL:
-        return SequentialLayer(description, attention, mlp, context=context)
-    return ParallelLayer(description, attention, mlp, context=context)
+    if description.residual is not ResidualKind.SEQUENTIAL:
+        return ParallelLayer(
+            description, attention, MLP(description, context=context, is_partial=True), context=context
+        )
+    moe = description.moe_of_layer(layer_index)
+    mlp = MLP(description, context=context) if moe is None else MoE(description, moe, context=context)
+    return SequentialLayer(description, attention, mlp, context=context)
 
 
 class SequentialLayer:
-    """The MLP reads what the attention has added to. Two all-reduces, one in each block."""
+    """The MLP, or the experts, read what the attention has added to. Two all-reduces, one in each block."""
 
     def __init__(
-        self, description: DecoderDescription, attention: Attention, mlp: MLP, *, context: LayerContext
+        self, description: DecoderDescription, attention: Attention, mlp: MLP | MoE, *, context: LayerContext
     ) -> None:
         self._attention_norm = _norm_before(description, context)
         self._mlp_norm = _norm_before(description, context)
         self._attention: Callable[..., Tensor] = attention
         self._mlp: Callable[[Tensor], Tensor] = mlp
-        self._parts: list[tuple[str, Norm | Attention | MLP]] = [
+        self._parts: list[tuple[str, Norm | Attention | MLP | MoE]] = [
             ("attention_norm", self._attention_norm),
             ("attention", attention),
             ("mlp_norm", self._mlp_norm),

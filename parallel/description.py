@@ -62,6 +62,80 @@ class Activation(StrEnum):
     RELU = "relu"
 
 
+class RouterScore(StrEnum):
+    """How a router's logits become the weights of the experts that it chooses."""
+
+    SOFTMAX = "softmax"
+    """Softmax over all experts, in float32; the highest are chosen."""
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
+    """The highest logits are chosen; softmax over those."""
+    SIGMOID = "sigmoid"
+    """Sigmoid of each; logits in float32, whatever the dtype of the weights. arXiv:2412.19437, section 2.1.2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGate:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within plus and minus `limit`, as in gpt-oss.
+
+    Gate and up are one matrix whose rows alternate: gate, up, gate, up ...
+    """
+
+    alpha: float
+    limit: float
+
+    def __post_init__(self) -> None:
+        if self.limit <= 0:
+            raise ConfigError(f"limit of the gate is {self.limit}; allowed: more than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeDescription:
+    """Experts in place of the MLP: a router chooses some for each token, whose results are added with weights."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of each token."""
+    intermediate_size: int
+    """Inner size of each expert."""
+    score: RouterScore = RouterScore.SOFTMAX
+    is_normalized: bool = False
+    """The weights of a token are divided by their sum."""
+    weight_multiplier: float = 1.0
+    num_groups: int = 1
+    """Neighbouring experts form so many groups of equal size ..."""
+    num_chosen_groups: int = 1
+    """... and a token chooses from those so many whose two best experts score highest together."""
+    router_bias: bool = False
+    choice_bias: bool = False
+    """A learned number per expert is added to its score to choose, but not to its weight."""
+    expert_bias: bool = False
+    """On all matrices of an expert."""
+    clamped_gate: ClampedGate | None = None
+    """In place of the model's activation."""
+    shared_intermediate_size: int | None = None
+    """Inner size of an MLP that every token passes besides, without biases; None: there is none."""
+    is_shared_gated: bool = False
+    """What it gives is multiplied by the sigmoid of one more logit."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that have the plain MLP."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "intermediate_size", "num_groups"):
+            _require_positive(name, getattr(self, name))
+        if not 1 <= self.num_chosen_groups <= self.num_groups:
+            raise ConfigError(f"num_chosen_groups is {self.num_chosen_groups}; allowed: 1 to {self.num_groups}")
+        if self.num_groups > 1 and (self.num_experts % self.num_groups or self.num_experts < 2 * self.num_groups):
+            raise ConfigError(
+                f"num_groups is {self.num_groups}; allowed: divisors of the {self.num_experts} experts that leave at "
+                "least two for each"
+            )
+        num_eligible = self.num_experts // self.num_groups * self.num_chosen_groups
+        if not 1 <= self.num_chosen <= num_eligible:
+            raise ConfigError(f"num_chosen is {self.num_chosen}; allowed: 1 to {num_eligible}, those to choose from")
+        if self.shared_intermediate_size is not None:
+            _require_positive("shared_intermediate_size", self.shared_intermediate_size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
     """Positions are divided by `factor`: linear interpolation, arXiv:2306.15595."""
@@ -259,6 +333,8 @@ class DecoderDescription:
     is_mlp_gated: bool = True
     """down(activation(gate(x)) * up(x)); else down(activation(up(x)))."""
     mlp_bias: bool = False
+    moe: MoeDescription | None = None
+    """Experts in place of the MLP, in all layers but its `dense_layers`; gated."""
 
     embedding_multiplier: float = 1.0
     """Rounded to the dtype of the weights before it is used."""
@@ -300,6 +376,25 @@ class DecoderDescription:
             self.norm_place is not NormPlace.BEFORE or self.residual_multiplier != 1.0
         ):
             raise ConfigError("a parallel residual allows norms before the blocks only, and no residual multiplier")
+        if self.moe is not None:
+            self._check_experts(self.moe)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether any layer has the plain MLP."""
+        return self.moe is None or bool(self.moe.dense_layers)
+
+    def moe_of_layer(self, layer: int) -> MoeDescription | None:
+        """The experts of a layer; None: it has the plain MLP."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+
+    def _check_experts(self, moe: MoeDescription) -> None:
+        if self.residual is not ResidualKind.SEQUENTIAL or not self.is_mlp_gated:
+            raise ConfigError("experts allow a sequential residual and a gated MLP only")
+        if not moe.dense_layers < set(range(self.num_layers)):
+            raise ConfigError(
+                f"dense_layers are {sorted(moe.dense_layers)}; allowed: some, not all, of 0 to {self.num_layers - 1}"
+            )
 
     def _check_positions(self) -> None:
         if self.alibi is not None and len(self.alibi.slopes) != self.num_heads:

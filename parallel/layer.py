@@ -21,12 +21,14 @@ from parallel.shard import ShardedParameter
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerContext:
-    """Where a layer lives: its tensor-parallel axis, kernels, device and dtype."""
+    """Where a layer lives: its tensor-parallel axis and what that divides, kernels, device and dtype."""
 
     axis: Axis
     kernels: Kernels
     device: torch.device
     dtype: torch.dtype
+    expert_parallel: bool = False
+    """Each rank of the axis has some experts whole; else a part of every one."""
 
     def empty(self, *shape: int) -> Tensor:
         """A new tensor for weights, not initialised."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from parallel.activation import activation_function
-from parallel.description import DecoderDescription, ResidualKind
+from parallel.description import DecoderDescription
 from parallel.layer import LayerContext
 from parallel.linear import ColumnParallelLinear, PartialRowParallelLinear, RowParallelLinear, even_parts
 from parallel.shard import ShardedParameter
@@ -14,13 +14,20 @@ from parallel.shard import ShardedParameter
 class MLP:
     """down(act(gate(x)) * up(x)) (arXiv:2002.05202), gate and up in one matrix; or down(act(up(x)))."""
 
-    def __init__(self, description: DecoderDescription, *, context: LayerContext) -> None:
-        hidden_size, inner_size = description.hidden_size, description.intermediate_size
+    def __init__(
+        self,
+        description: DecoderDescription,
+        *,
+        context: LayerContext,
+        inner_size: int | None = None,
+        is_partial: bool = False,
+    ) -> None:
+        """`inner_size` None: that of the description. `is_partial`: the all-reduce is left to the caller."""
+        hidden_size, inner_size = description.hidden_size, inner_size or description.intermediate_size
         names = ("gate", "up") if description.is_mlp_gated else ("up",)
         parts = even_parts([(name, inner_size) for name in names], context, what="intermediate_size")
         self._into = ColumnParallelLinear(hidden_size, parts, has_bias=description.mlp_bias, context=context)
-        is_parallel = description.residual is not ResidualKind.SEQUENTIAL
-        self._down = (PartialRowParallelLinear if is_parallel else RowParallelLinear)(
+        self._down = (PartialRowParallelLinear if is_partial else RowParallelLinear)(
             inner_size, hidden_size, has_bias=description.mlp_bias, context=context, what="intermediate_size"
         )
         if description.is_mlp_gated:
@@ -29,7 +36,7 @@ class MLP:
             self._activate = activation_function(description.activation)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        """[T, E] -> [T, E], complete on every rank of the axis; this rank's summand where the residual is parallel."""
+        """[T, E] -> [T, E], complete on every rank of the axis, or this rank's summand where it is partial."""
         return self._down(self._activate(self._into(x_TE)))
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:

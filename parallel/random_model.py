@@ -101,15 +101,15 @@ def _list_tensors(description: DecoderDescription) -> list[_TensorPlan]:
             location = family.locate(piece.source, description)
             shape = location.stored_shape(piece.full_shape)
             for name in location.names(piece.full_shape[0]):
-                fan_in = shape[0] if location.is_transposed else shape[-1]
+                fan_in = shape[-2] if location.is_transposed else shape[-1]
                 plans[name] = _plan_tensor(piece.source, name, shape, fan_in)
     return list(plans.values())
 
 
 def _plan_tensor(source: str, name: str, shape: tuple[int, ...], fan_in: int) -> _TensorPlan:
     """Choose a distribution that keeps activations of moderate size and makes logits differ."""
-    if len(shape) == 1 or source.endswith("_norm.weight"):
-        return _TensorPlan(name=name, shape=shape, mean=0.0 if source.endswith(".bias") else 1.0, std=0.1)
+    if len(shape) == 1 or source.endswith(("_norm.weight", "bias")):
+        return _TensorPlan(name=name, shape=shape, mean=0.0 if source.endswith("bias") else 1.0, std=0.1)
     if source in ("embedding.weight", "positions.weight", "head.weight"):
         gain = 2.0  # the standard deviation of the logits
     elif source.endswith((".output.weight", ".down.weight")):

@@ -21,6 +21,14 @@ whole model, not those of a stage:
     layers.{i}.mlp.{gate,up}.weight  [I, E]           layers.{i}.mlp.{gate,up}.bias  [I]
     layers.{i}.mlp.down.weight  [E, I]                layers.{i}.mlp.down.bias  [E]
 
+or, where layer i has X experts, of inner size I; gate_up where rows of gate and up alternate:
+
+    layers.{i}.mlp.router.weight  [X, E]              layers.{i}.mlp.router.{bias,choice_bias}  [X]
+    layers.{i}.mlp.experts.{x}.{gate,up}.weight  [I, E]        layers.{i}.mlp.experts.{x}.{gate,up}.bias  [I]
+    layers.{i}.mlp.experts.{x}.gate_up.weight  [2 I, E]        layers.{i}.mlp.experts.{x}.gate_up.bias  [2 I]
+    layers.{i}.mlp.experts.{x}.down.weight  [E, I]             layers.{i}.mlp.experts.{x}.down.bias  [E]
+    layers.{i}.mlp.shared.{gate,up,down}.weight, as in an MLP  layers.{i}.mlp.shared_gate.weight  [1, E]
+
 Norms with a bias have one beside each weight. Where these tensors lie in the files is not said here: several may be
 fused into one, or be stored transposed (families/layout.py).
 """
@@ -28,7 +36,7 @@ fused into one, or be stored transposed (families/layout.py).
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parallel.description import DecoderDescription
+from parallel.description import DecoderDescription, MoeDescription
 from parallel.errors import ParallelismError
 
 if TYPE_CHECKING:
@@ -63,11 +71,22 @@ class ShardedParameter:
         return self.tensor.narrow(piece.dim, piece.offset, piece.stop - piece.start)
 
 
-def check_split(description: DecoderDescription, *, tensor_parallel: int, pipeline_parallel: int) -> None:
+def check_split(
+    description: DecoderDescription, *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: bool = False
+) -> None:
     """Raise ParallelismError when the model cannot be divided so; needs no weights and no other rank."""
     even_range(description.num_heads, 0, tensor_parallel, what="num_heads")
     kv_head_range(description.num_kv_heads, 0, tensor_parallel)
-    even_range(description.intermediate_size, 0, tensor_parallel, what="intermediate_size")
+    if description.has_dense_layers:
+        even_range(description.intermediate_size, 0, tensor_parallel, what="intermediate_size")
+    moe = description.moe
+    if moe is None:
+        if expert_parallel:
+            raise ParallelismError("expert_parallel is asked for; allowed: for models with experts")
+    else:
+        expert_ranges(moe, 0, tensor_parallel, expert_parallel=expert_parallel)
+        if moe.shared_intermediate_size is not None:
+            even_range(moe.shared_intermediate_size, 0, tensor_parallel, what="shared_intermediate_size")
     layer_range(description.num_layers, 0, pipeline_parallel)
 
 
@@ -102,6 +121,18 @@ def kv_head_range(num_kv_heads: int, rank: int, size: int) -> range:
         )
     head = rank * num_kv_heads // size
     return range(head, head + 1)
+
+
+def expert_ranges(moe: MoeDescription, rank: int, size: int, *, expert_parallel: bool) -> tuple[range, range]:
+    """The experts of `rank`, and of each of them its inner dims: some of the experts whole, or a part of every one.
+
+    X = 4, I = 8, size 2:     tensor parallel   rank 0: experts 0..3, dims 0..3      rank 1: experts 0..3, dims 4..7
+                              expert parallel   rank 0: experts 0..1, dims 0..7      rank 1: experts 2..3, dims 0..7
+    """
+    experts, inner = range(moe.num_experts), range(moe.intermediate_size)
+    if expert_parallel:
+        return even_range(len(experts), rank, size, what="num_experts"), inner
+    return experts, even_range(len(inner), rank, size, what="intermediate_size of the experts")
 
 
 def vocab_rows(vocab_size: int, size: int) -> int:

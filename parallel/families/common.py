@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallel.description import Activation, DecoderDescription, NormKind, QKNorm, QKNormScope
+from parallel.description import Activation, DecoderDescription, MoeDescription, NormKind, QKNorm, QKNormScope
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.fields import Fields
 from parallel.families.rope import WHOLE_HEADS, Rope, read_rotary
@@ -110,6 +110,22 @@ def read_upper_windows(fields: Fields) -> tuple[int | None, ...]:
         return windows_of(kinds, window)
     first = fields.integer("max_window_layers", 28, minimum=0)
     return tuple(window if i >= first else None for i in range(fields.integer("num_hidden_layers")))
+
+
+def with_experts(description: DecoderDescription, moe: MoeDescription) -> DecoderDescription:
+    """The same with experts in all layers but `moe.dense_layers`, of which those that the model does not have are left
+    out; the same as it is where all layers are dense."""
+    dense_layers = moe.dense_layers & frozenset(range(description.num_layers))
+    if len(dense_layers) == description.num_layers:
+        return description
+    return replace(description, moe=replace(moe, dense_layers=dense_layers))
+
+
+def read_dense_layers(fields: Fields) -> frozenset[int]:
+    """The layers without experts, as Qwen's configs give them: a list, and all but every nth."""
+    step = fields.integer("decoder_sparse_step", 1)
+    every_nth = (i for i in range(fields.integer("num_hidden_layers")) if (i + 1) % step)
+    return frozenset((*fields.integers("mlp_only_layers"), *every_nth))
 
 
 def refuse_other(fields: Fields, **supported: object) -> None:

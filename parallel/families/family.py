@@ -1,5 +1,6 @@
 """What a model family is: how its config.json is read, and where its checkpoints have the decoder's tensors."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +17,11 @@ class Family:
     describe: Callable[[Fields], DecoderDescription]
     """Reads a config; raises ConfigError or UnsupportedModelError."""
     module_names: Mapping[str, str]
-    """The decoder's modules (see parallel/shard.py) -> those of the checkpoint; "layers" is the list of layers."""
+    """The decoder's modules (see parallel/shard.py) -> those of the checkpoint; "layers" is the list of layers.
+
+    A tensor that is called other than its module and "weight" or "bias" has an entry of its own, which counts more.
+    "*" is the number of an expert; a name without it, for the experts, is that of one tensor with all of them.
+    """
     fusions: Mapping[str, Fuse] = field(default_factory=dict)
     """Modules of the checkpoint, below a layer, that hold several of the decoder's, and how."""
     transposed: frozenset[str] = frozenset()
@@ -26,26 +31,43 @@ class Family:
 
     def tensor_name(self, name: str) -> str:
         """The checkpoint's name for a tensor of the decoder: "layers.3.mlp.up.weight" -> "model.layers.3.mlp..."."""
-        module, _, leaf = name.rpartition(".")
-        if module.startswith("layers."):
-            _, index, part = module.split(".", 2)
-            return f"{self.module_names['layers']}.{index}.{self.module_names[part]}.{leaf}"
-        return f"{self.module_names[module]}.{leaf}"
+        prefix, part, expert = self._split(name)
+        return prefix + self._stored_names(part)[1].replace("*", str(expert))
 
     def locate(self, name: str, description: DecoderDescription) -> Location:
         """Where a tensor of the decoder lies."""
         stored_name = self.tensor_name(name)
-        module, _, leaf = name.rpartition(".")
-        if not module.startswith("layers."):
+        prefix, part, expert = self._split(name)
+        if not prefix:
             return Location(name=stored_name)
-        stored_module = self.module_names[module.split(".", 2)[2]]
+        stored_module, pattern = self._stored_names(part)
         fuse = self.fusions.get(stored_module)
+        is_stacked = expert is not None and "*" not in pattern
         return Location(
             name=stored_name,
             fusion=None if fuse is None else fuse(description),
-            part=module.rpartition(".")[2],
-            is_transposed=leaf == "weight" and stored_module in self.transposed,
+            part=part.split(".")[-2],
+            is_transposed=not part.endswith("bias") and stored_module in self.transposed,
+            expert=expert if is_stacked else None,
+            num_experts=description.moe.num_experts if is_stacked and description.moe is not None else 0,
         )
+
+    def _split(self, name: str) -> tuple[str, str, int | None]:
+        """ "layers.3.mlp.experts.7.up.weight" -> ("model.layers.3.", "mlp.experts.*.up.weight", 7)."""
+        if not name.startswith("layers."):
+            return "", name, None
+        _, layer, part = name.split(".", 2)
+        match = _EXPERT.search(part)
+        prefix = f"{self.module_names['layers']}.{layer}."
+        return (prefix, part, None) if match is None else (prefix, _EXPERT.sub(".*.", part), int(match[1]))
+
+    def _stored_names(self, part: str) -> tuple[str, str]:
+        """The module that the checkpoint has for a tensor, and its name of the tensor."""
+        module, _, leaf = part.rpartition(".")
+        stored_name = self.module_names.get(part)
+        if stored_name is not None:
+            return stored_name, stored_name
+        return self.module_names[module], f"{self.module_names[module]}.{leaf}"
 
     def other_names(self, name: str) -> Iterator[str]:
         """What else a checkpoint may call the tensor that it should call `name`."""
@@ -53,6 +75,8 @@ class Family:
             if part in name:
                 yield name.replace(part, other, 1)
 
+
+_EXPERT = re.compile(r"(?<=\.experts)\.(\d+)\.")
 
 LLAMA_MODULE_NAMES: Mapping[str, str] = {
     "embedding": "model.embed_tokens",
@@ -72,3 +96,9 @@ LLAMA_MODULE_NAMES: Mapping[str, str] = {
     "mlp.down": "mlp.down_proj",
 }
 """The names that Llama introduced and most families kept."""
+
+QWEN_EXPERT_NAMES: Mapping[str, str] = {
+    "mlp.router": "mlp.gate",
+    **{f"mlp.experts.*.{part}": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
+}
+"""Those that Qwen and DeepSeek have for experts."""

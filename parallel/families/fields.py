@@ -81,6 +81,15 @@ class Fields:
             raise self._error(name, values, "a list of numbers")
         return tuple(self._number(f"{name}[{i}]", value) for i, value in enumerate(values))
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of integers of at least 0; empty when absent."""
+        values = self._values.get(name) or []
+        if not isinstance(values, list) or any(
+            isinstance(value, bool) or not isinstance(value, int) or value < 0 for value in values
+        ):
+            raise self._error(name, values, "a list of integers of at least 0")
+        return tuple(values)
+
     def boolean(self, name: str, default: bool) -> bool:
         """A boolean."""
         value = self._get(name, default, "true or false")

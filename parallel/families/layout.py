@@ -48,6 +48,10 @@ class Location:
     part: str = ""
     """Of the fusion."""
     is_transposed: bool = False
+    expert: int | None = None
+    """The stored tensor has the tensors of all experts, one after the other along a first dim; this is the place."""
+    num_experts: int = 0
+    """Along that dim."""
 
     def names(self, num_rows: int) -> list[str]:
         """Of all stored tensors that make up a tensor of so many rows."""
@@ -61,7 +65,8 @@ class Location:
             return full_shape[1:]
         if self.fusion is not None:
             full_shape = (self.fusion.num_groups * self.fusion.group_rows, *full_shape[1:])
-        return full_shape[::-1] if self.is_transposed else full_shape
+        shape = full_shape[::-1] if self.is_transposed else full_shape
+        return shape if self.expert is None else (self.num_experts, *shape)
 
 
 Fuse = Callable[[DecoderDescription], Fusion]

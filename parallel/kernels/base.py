@@ -8,6 +8,7 @@ operations return is contiguous unless they return an input. Shape letters, here
     N  query heads of this rank        K  key-value heads of this rank     H  head size
     E  hidden size                     I  inner (MLP) size of this rank    V  vocabulary of this rank
     B  blocks in the pool              P  slots in a block (block size)    M  blocks in the longest table of the step
+    X  experts of this rank            C  experts chosen for a token
 """
 
 from collections.abc import Callable
@@ -69,11 +70,27 @@ class AttentionParams:
     """float32 [N, positions], on the device: added to the score of a key by its position (ALiBi), last of all."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """The experts of one layer on this rank: down_x(activate(into_x(x))) for each of them."""
+
+    into_XJE: Tensor  # noqa: N815
+    """[X, 2I, E]: what `activate` multiplies, gate and up."""
+    down_XEI: Tensor  # noqa: N815
+    into_bias_XJ: Tensor | None = None  # noqa: N815
+    down_bias_XE: Tensor | None = None  # noqa: N815
+    activate: Callable[[Tensor], Tensor]
+    """[T, 2I] -> [T, I]; see `Kernels.gated`."""
+
+
 class Kernels(Protocol):
     """The operations that the decoder calls; `kernels/select.py` chooses one implementation per process."""
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
         """Lay out a weight [out, in], once, after loading. The caller drops its own references to both tensors."""
+
+    def pack_experts(self, weights: ExpertWeights) -> "PackedExperts":
+        """Lay out the experts of a layer, once, after loading. The caller drops its own references to them."""
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dim in float32, result in the dtype of x. arXiv:1910.07467.
@@ -126,3 +143,15 @@ class PackedLinear(Protocol):
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, out], dtype of x, bias added."""
+
+
+class PackedExperts(Protocol):
+    """The experts of a layer in the layout that the machine likes best."""
+
+    def __call__(self, x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """[T, E]: for each token the sum of what its experts give for it, times their weights.
+
+        The sum is made in float32 and rounded to the dtype of x once. Ids (int64) of no expert here, those outside
+        0 .. X - 1, add nothing; weights are float32. On an accelerator nothing waits for the device to learn how many
+        tokens each expert has.
+        """

@@ -11,8 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.description import Activation
-from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, PackedLinear
+from parallel.kernels.base import (
+    AttentionMeta,
+    AttentionParams,
+    ExpertWeights,
+    LayerCache,
+    PackedExperts,
+    PackedLinear,
+)
 from parallel.kernels.cpu_attention import CpuPagedAttention
+from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_linear import pack_linear
 from parallel.kernels.reference import ReferenceKernels
 
@@ -28,6 +36,10 @@ class CpuKernels:
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
         return pack_linear(weight_OI, bias_O)
+
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        """See `Kernels.pack_experts`."""
+        return CpuExperts(weights)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from parallel.description import Activation
-from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, PackedLinear
+from parallel.kernels.base import (
+    AttentionMeta,
+    AttentionParams,
+    ExpertWeights,
+    LayerCache,
+    PackedExperts,
+    PackedLinear,
+)
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.native.build import build_library
@@ -42,6 +49,10 @@ class NativeCpuKernels:
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
         return self._torch.pack_linear(weight_OI, bias_O)
+
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        """See `Kernels.pack_experts`."""
+        return self._torch.pack_experts(weights)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel.activation import activation_function
 from parallel.description import Activation
-from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts
 
 
 class ReferenceLinear:
@@ -30,12 +30,40 @@ class ReferenceLinear:
         return F.linear(x_TI, self._weight_OI, self._bias_O)
 
 
+class ReferenceExperts:
+    """Experts as they were loaded, one after the other."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """See `PackedExperts`."""
+        total_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
+        for expert in range(len(self._weights.into_XJE)):
+            tokens, choices = torch.where(experts_TC == expert)
+            if len(tokens):
+                result_TE = self._run(expert, x_TE[tokens]).float() * weights_TC[tokens, choices].unsqueeze(1)
+                total_TE.index_add_(0, tokens, result_TE)
+        return total_TE.to(x_TE.dtype)
+
+    def _run(self, expert: int, x_TE: Tensor) -> Tensor:
+        weights = self._weights
+        into_bias = None if weights.into_bias_XJ is None else weights.into_bias_XJ[expert]
+        down_bias = None if weights.down_bias_XE is None else weights.down_bias_XE[expert]
+        inner_TI = weights.activate(F.linear(x_TE, weights.into_XJE[expert], into_bias))
+        return F.linear(inner_TI, weights.down_XEI[expert], down_bias)
+
+
 class ReferenceKernels:
     """Implements `Kernels`; see there for what each operation means."""
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> ReferenceLinear:
         """Keep the weight as it is."""
         return ReferenceLinear(weight_OI, bias_O)
+
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        """Keep them as they are."""
+        return ReferenceExperts(weights)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, in float32."""
