@@ -24,13 +24,16 @@ from parallel.families.granite import GRANITE
 from parallel.families.internlm2 import INTERNLM2
 from parallel.families.llama import LLAMA
 from parallel.families.mistral import MISTRAL
+from parallel.families.mixtral import MIXTRAL
 from parallel.families.mpt import MPT
 from parallel.families.olmo2 import OLMO2
 from parallel.families.opt import OPT
 from parallel.families.phi import PHI
 from parallel.families.phi3 import PHI3
 from parallel.families.qwen2 import QWEN2
+from parallel.families.qwen2_moe import QWEN2_MOE
 from parallel.families.qwen3 import QWEN3
+from parallel.families.qwen3_moe import QWEN3_MOE
 from parallel.families.stablelm import STABLELM
 from parallel.families.starcoder2 import STARCODER2
 
@@ -61,6 +64,9 @@ _ALL = (
     GLM4,
     INTERNLM2,
     BAICHUAN,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.gloo_pool import GlooPool
-from helpers.tiny_models import DENSE_NAMES, FAMILIES, NAMES, load_original, tiny_model
+from helpers.tiny_models import DENSE_NAMES, FAMILIES, MOE_NAMES, NAMES, load_original, tiny_model
 from torch import Tensor
 
 from parallel.checkpoint import load_decoder
@@ -50,7 +50,7 @@ class _Sequence:
 
 
 def generate(
-    mesh: Mesh, folder: Path, prompts: Sequence[Sequence[int]], chunk: int, kernels: str
+    mesh: Mesh, folder: Path, prompts: Sequence[Sequence[int]], chunk: int, kernels: str, expert_parallel: bool
 ) -> tuple[list[list[int]], list[Tensor]] | None:
     """Runs in every rank: generate greedily from all prompts at once; the last stage's first rank returns
     each sequence's tokens, and its logits at every position but the last."""
@@ -61,6 +61,7 @@ def generate(
         device=device,
         dtype=torch.float32,
         kernels=select_kernels(device, torch.float32, kernels),
+        expert_parallel=expert_parallel,
     )
     sequences, caches = _allocate(decoder, prompts)
     link = StageLink(mesh, hidden_size=decoder.description.hidden_size, dtype=torch.float32, device=torch.device("cpu"))
@@ -187,8 +188,9 @@ def _assert_equals_original(
     pp: int,
     chunk: int,
     kernels: str = "reference",
+    expert_parallel: bool = False,
 ) -> None:
-    results = pool.run(generate, folder, prompts, chunk, kernels, tp=tp, pp=pp)
+    results = pool.run(generate, folder, prompts, chunk, kernels, expert_parallel, tp=tp, pp=pp)
 
     all_tokens, all_logits = results[(pp - 1) * tp]
     for prompt, tokens, logits in zip(prompts, all_tokens, all_logits, strict=True):
@@ -220,6 +222,26 @@ def test_dense_family_equals_transformers(gloo_pool: GlooPool, name: str, tp: in
 @pytest.mark.parametrize("name", [name for name in DENSE_NAMES if "-" in name])
 def test_option_of_dense_family_equals_transformers(gloo_pool: GlooPool, name: str) -> None:
     _assert_equals_original(gloo_pool, tiny_model(name), DENSE_PROMPTS, tp=2, pp=2, chunk=7, kernels="auto")
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", [name for name in MOE_NAMES if "-" not in name])
+def test_moe_family_equals_transformers(gloo_pool: GlooPool, name: str, tp: int, pp: int) -> None:
+    _assert_equals_original(gloo_pool, tiny_model(name), DENSE_PROMPTS, tp=tp, pp=pp, chunk=7)
+
+
+@pytest.mark.parametrize("name", [name for name in MOE_NAMES if "-" in name])
+def test_option_of_moe_family_equals_transformers(gloo_pool: GlooPool, name: str) -> None:
+    _assert_equals_original(gloo_pool, tiny_model(name), DENSE_PROMPTS, tp=2, pp=2, chunk=7, kernels="auto")
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("name", [name for name in MOE_NAMES if "-" not in name])
+def test_expert_parallel_equals_transformers(gloo_pool: GlooPool, name: str, tp: int, pp: int) -> None:
+    folder = tiny_model(name)
+    _assert_equals_original(
+        gloo_pool, folder, DENSE_PROMPTS, tp=tp, pp=pp, chunk=7, kernels="auto", expert_parallel=True
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, BLOCK_SIZE, 1000])

@@ -18,6 +18,7 @@ PROOF = "tests/distributed/test_models_match_transformers.py"
 
 _BEGIN, _END = "<!-- support matrix: generated -->\n", "<!-- end of support matrix -->"
 _FAMILY_TEST = re.compile(r"family_equals_transformers\[(?P<name>\w+)-(?P<tp>\d+)-(?P<pp>\d+)\]$")
+_EXPERT_TEST = re.compile(r"expert_parallel_equals_transformers\[(?P<name>\w+)-(?P<tp>\d+)-\d+\]$")
 _OPTION_TEST = re.compile(r"option\w*_equals_transformers\[(?P<name>[a-z0-9_]+)-(?P<option>[\w-]+)\]$")
 
 
@@ -31,16 +32,21 @@ def collect_test_ids() -> list[str]:
 def render(test_ids: Sequence[str]) -> str:
     """The table, one row per family that Weft knows."""
     shapes: dict[str, set[tuple[int, int]]] = {}
+    expert_parallel: dict[str, set[int]] = {}
     options: dict[str, list[str]] = {}
     for test_id in test_ids:
         if match := _FAMILY_TEST.search(test_id):
             shapes.setdefault(match["name"], set()).add((int(match["tp"]), int(match["pp"])))
+        elif match := _EXPERT_TEST.search(test_id):
+            expert_parallel.setdefault(match["name"], set()).add(int(match["tp"]))
         elif match := _OPTION_TEST.search(test_id):
             options.setdefault(match["name"], []).append(match["option"])
-    lines = ["| `model_type` | TP | PP | quantised | also proven | notes |", "| --- | --- | --- | --- | --- | --- |"]
+    columns = ["`model_type`", "TP", "EP", "PP", "quantised", "also proven", "notes"]
+    lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for name in sorted(FAMILIES):
         tps, pps = (sorted({shape[axis] for shape in shapes.get(name, ())}) for axis in (0, 1))
-        columns = [f"`{name}`", _join(tps), _join(pps), "no", _join(options.get(name, [])), _note(name)]
+        eps = sorted(expert_parallel.get(name, ()))
+        columns = [f"`{name}`", _join(tps), _join(eps), _join(pps), "no", _join(options.get(name, [])), _note(name)]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
 

@@ -163,6 +163,42 @@ _DENSE_CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Of these, smaller models are enough."""
 
+_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
+_MOE_CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral"},
+    "mixtral-window": {"model_type": "mixtral", "sliding_window": 12, "num_experts_per_tok": 1},
+    "qwen2_moe": {"model_type": "qwen2_moe"},
+    "qwen2_moe-dense-layers": {
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "max_window_layers": 2,
+        "qkv_bias": False,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 12, "norm_topk_prob": True},
+    "qwen3_moe-dense-layers": {
+        "model_type": "qwen3_moe",
+        "head_dim": 12,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
+"""Their experts have other sizes than their MLPs."""
+
 _ORIGINALS: dict[str, dict[str, Any]] = {
     "llama-grouped": {"model_type": "llama"},
     "llama-grouped-bias": {"model_type": "llama", "attention_bias": True},
@@ -178,6 +214,9 @@ NAMES = tuple(_CONFIGS)
 
 DENSE_NAMES = (*_DENSE_CONFIGS, *converted_models.NAMES)
 """Models of the other dense families: named by the family, then what is special."""
+
+MOE_NAMES = tuple(_MOE_CONFIGS)
+"""Models with experts, named likewise."""
 
 
 @functools.cache
@@ -203,9 +242,9 @@ def _values(name: str) -> dict[str, Any]:
         return {**_SIZES, **_CONFIGS[name]}
     import transformers
 
-    values = (_ORIGINALS | _DENSE_CONFIGS)[name]
+    values = (_ORIGINALS | _DENSE_CONFIGS | _MOE_CONFIGS)[name]
     defaults = transformers.AutoConfig.for_model(values["model_type"])
-    return {key: value for key, value in _SMALL.items() if hasattr(defaults, key)} | values
+    return {key: value for key, value in (_SMALL | _MOE).items() if hasattr(defaults, key)} | values
 
 
 @functools.cache
@@ -240,6 +279,10 @@ def _randomize(model: torch.nn.Module) -> None:
         module = name.split(".")[-2]
         if parameter.dim() == 1 or "norm" in name:
             parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+            continue
+        if parameter.dim() == 3:  # all experts
+            gain = 6.0 if name.endswith("down_proj") else 1.5
+            parameter.normal_(0.0, gain / parameter.shape[2] ** 0.5)
             continue
         is_table = "embed" in name or module in ("lm_head", "wte", "wpe")
         gain = 2.0 if is_table else 6.0 if module in _OUTPUTS else 1.5
