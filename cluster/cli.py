@@ -82,6 +82,15 @@ def serve(
         int | None,
         typer.Option("--pipeline-parallel", "--pp", help="Stages that share the layers.", rich_help_panel=_Model),
     ] = None,
+    expert_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--expert-parallel/--no-expert-parallel",
+            "--ep/--no-ep",
+            help="Divide experts over the tensor-parallel ranks, each whole.",
+            rich_help_panel=_Model,
+        ),
+    ] = None,
     replicas: Annotated[int | None, typer.Option(help="Replica groups.", rich_help_panel=_Model)] = None,
     dtype: Annotated[
         str | None, typer.Option(help="auto, float32, float16 or bfloat16.", rich_help_panel=_Model)
@@ -152,6 +161,7 @@ def serve(
         "models[0].name": name,
         "models[0].tensor_parallel": tensor_parallel,
         "models[0].pipeline_parallel": pipeline_parallel,
+        "models[0].expert_parallel": expert_parallel,
         "models[0].replicas": replicas,
         "models[0].dtype": dtype,
         "models[0].device": device,

@@ -84,6 +84,8 @@ class ModelSection(_Section):
     replicas: Annotated[int, Field(ge=1)] = 1
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    expert_parallel: bool = False
+    """Divide experts over the tensor-parallel ranks, each whole; else every rank has a part of each."""
     dtype: str = "auto"
     device: str = "auto"
     max_context: Annotated[int, Field(ge=1)] | None = None
@@ -116,7 +118,11 @@ class ModelSection(_Section):
             hash_key=hash_key,
             cache=self.cache,
             scheduler=self.scheduler,
-            parallel=ParallelConfig(tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel),
+            parallel=ParallelConfig(
+                tensor_parallel=self.tensor_parallel,
+                pipeline_parallel=self.pipeline_parallel,
+                expert_parallel=self.expert_parallel,
+            ),
         )
         return ModelSpec(
             name=self.name or Path(self.path).name,

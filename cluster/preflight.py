@@ -32,7 +32,12 @@ def _check_model(model: ModelSpec) -> ModelSpec:
     folder = resolve_model(model.source)
     description = describe_model(folder)
     parallel = model.engine.parallel
-    check_split(description, tensor_parallel=parallel.tensor_parallel, pipeline_parallel=parallel.pipeline_parallel)
+    check_split(
+        description,
+        tensor_parallel=parallel.tensor_parallel,
+        pipeline_parallel=parallel.pipeline_parallel,
+        expert_parallel=parallel.expert_parallel,
+    )
     wanted = model.engine.max_context
     if wanted is not None and wanted > description.max_context:
         raise EngineConfigError(

@@ -65,6 +65,8 @@ class ParallelConfig:
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: bool = False
+    """Experts are divided over the tensor-parallel ranks, each whole; else every rank has a part of each."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel"):

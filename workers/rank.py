@@ -212,6 +212,7 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None) -> ModelR
         device=device.torch_device,
         dtype=dtype,
         kernels=select_kernels(device.torch_device, dtype),
+        expert_parallel=config.parallel.expert_parallel,
         max_context=config.max_context,
         progress=progress,
     )

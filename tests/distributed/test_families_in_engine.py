@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.engines import anonymous_tokens, engine_over, in_group, request, run
 from helpers.gloo_pool import GlooPool
-from helpers.tiny_models import DENSE_NAMES, load_original, tiny_model
+from helpers.tiny_models import DENSE_NAMES, MOE_NAMES, load_original, tiny_model
 
 from parallel.families.registry import describe_model
 from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
@@ -24,6 +24,16 @@ PROMPTS = (PROMPT, (*PROMPT[:20], 7, 8, 9), PROMPT[:1])
 
 @pytest.mark.parametrize("name", [name for name in DENSE_NAMES if "-" not in name])
 def test_cached_prefixes_change_no_token(gloo_pool: GlooPool, name: str) -> None:
+    _check_in_group(gloo_pool, name, expert_parallel=False)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("name", [name for name in MOE_NAMES if "-" not in name])
+def test_cached_prefixes_change_no_token_with_experts(gloo_pool: GlooPool, name: str, expert_parallel: bool) -> None:
+    _check_in_group(gloo_pool, name, expert_parallel=expert_parallel)
+
+
+def _check_in_group(pool: GlooPool, name: str, *, expert_parallel: bool) -> None:
     config = EngineConfig(
         model=str(tiny_model(name)),
         dtype="float32",
@@ -32,9 +42,9 @@ def test_cached_prefixes_change_no_token(gloo_pool: GlooPool, name: str) -> None
         step_timeout_s=30.0,
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=64),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-        parallel=ParallelConfig(tensor_parallel=2, pipeline_parallel=2),
+        parallel=ParallelConfig(tensor_parallel=2, pipeline_parallel=2, expert_parallel=expert_parallel),
     )
-    in_group(gloo_pool, config, _check, greedy(name), timeout_s=60)
+    in_group(pool, config, _check, greedy(name), timeout_s=60)
 
 
 @functools.cache

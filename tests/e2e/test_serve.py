@@ -98,6 +98,7 @@ def test_corrupt_weights_are_told_in_one_line(model_folder: Path, tmp_path: Path
     ("arguments", "code", "message"),
     [
         (("--tensor-parallel", "7"), 1, "which does not divide over tensor_parallel 7"),
+        (("--expert-parallel",), 1, "expert_parallel is asked for; allowed: for models with experts"),
         (("--tensor-parallel", "0"), 2, "models[0].tensor_parallel: 0; allowed: greater than or equal to 1"),
         (("--max-context", "1000000"), 1, "max_context is 1000000; allowed: at most that of the model"),
         (("--policy", "fastest"), 2, "router.policy: \"fastest\"; allowed: 'round_robin'"),

@@ -33,6 +33,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
                     "path": "/models/story",
                     "tensor_parallel": 2,
                     "pipeline_parallel": 3,
+                    "expert_parallel": True,
                     "replicas": 4,
                     "dtype": "bfloat16",
                     "cache": {"block_size": 32, "enable_prefix_caching": False},
@@ -48,6 +49,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     model = spec.models[0]
     assert (model.name, model.source, model.replicas) == ("story", "/models/story", 4)
     assert model.engine.parallel.world_size == 6
+    assert model.engine.parallel.expert_parallel
     assert spec.num_ranks == 24
     assert model.engine.cache.block_size == 32
     assert not model.engine.cache.enable_prefix_caching

@@ -49,6 +49,7 @@ def test_good_model_passes_and_its_folder_becomes_absolute(folder: Path, monkeyp
     [
         ({"tensor_parallel": 3}, "num_heads is 8, which does not divide over tensor_parallel 3"),
         ({"pipeline_parallel": 3}, "pipeline_parallel is 3; allowed: at most the number of layers, 2"),
+        ({"expert_parallel": True}, "expert_parallel is asked for; allowed: for models with experts"),
     ],
 )
 def test_split_that_cannot_be_is_refused(folder: Path, settings: dict[str, int], message: str) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.description import DecoderDescription
+from parallel.description import DecoderDescription, MoeDescription
 from parallel.errors import ParallelismError
 from parallel.shard import (
     Piece,
     ShardedParameter,
     check_split,
     even_range,
+    expert_ranges,
     kv_head_range,
     layer_range,
     vocab_range,
@@ -19,7 +20,7 @@ from parallel.shard import (
 )
 
 
-def _description(**changes: int) -> DecoderDescription:
+def _description(**changes: Any) -> DecoderDescription:
     sizes: dict[str, Any] = {"num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 12} | changes
     return DecoderDescription(
         family="llama",
@@ -99,6 +100,41 @@ def test_target_is_the_view_that_a_piece_fills() -> None:
 def test_split_that_cannot_be_is_refused(changes: dict[str, int], tp: int, pp: int, message: str) -> None:
     with pytest.raises(ParallelismError, match=message):
         check_split(_description(**changes), tensor_parallel=tp, pipeline_parallel=pp)
+
+
+def _moe(**changes: Any) -> MoeDescription:
+    return MoeDescription(**{"num_experts": 6, "num_chosen": 2, "intermediate_size": 8, **changes})
+
+
+def test_expert_ranges_divide_experts_or_their_inner_dims() -> None:
+    assert expert_ranges(_moe(), 1, 2, expert_parallel=False) == (range(6), range(4, 8))
+    assert expert_ranges(_moe(), 1, 2, expert_parallel=True) == (range(3, 6), range(8))
+
+
+@pytest.mark.parametrize(
+    ("moe", "tp", "expert_parallel", "message"),
+    [
+        ({}, 4, True, "num_experts is 6, which does not divide over tensor_parallel 4"),
+        ({"intermediate_size": 10}, 4, False, "intermediate_size of the experts is 10, which"),
+        ({"shared_intermediate_size": 9}, 2, True, "shared_intermediate_size is 9, which"),
+        (None, 2, True, "expert_parallel is asked for; allowed: for models with experts"),
+    ],
+)
+def test_experts_that_cannot_be_split_are_refused(
+    moe: dict[str, int] | None, tp: int, expert_parallel: bool, message: str
+) -> None:
+    description = _description(num_heads=8, num_kv_heads=8, moe=None if moe is None else _moe(**moe))
+    with pytest.raises(ParallelismError, match=message):
+        check_split(description, tensor_parallel=tp, pipeline_parallel=1, expert_parallel=expert_parallel)
+
+
+def test_size_of_mlps_counts_only_where_there_are_some() -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 7}
+    check_split(_description(**sizes, moe=_moe()), tensor_parallel=2, pipeline_parallel=1)
+    with pytest.raises(ParallelismError, match="intermediate_size is 7"):
+        check_split(
+            _description(**sizes, moe=_moe(dense_layers=frozenset({0}))), tensor_parallel=2, pipeline_parallel=1
+        )
 
 
 def test_split_that_can_be_is_accepted() -> None:
