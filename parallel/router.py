@@ -40,7 +40,11 @@ class Router:
 
     def __call__(self, x_TE: Tensor) -> Routing:
         """[T, E] -> the experts of each token, and their weights."""
-        return choose_experts(self._moe, self._linear(x_TE.to(self._dtype)), self._choice_bias_X)
+        return choose_experts(self._moe, self.logits(x_TE), self._choice_bias_X)
+
+    def logits(self, x_TE: Tensor) -> Tensor:
+        """[T, E] -> [T, X], in the dtype that the experts are compared in."""
+        return self._linear(x_TE.to(self._dtype))
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """The whole weight and biases."""

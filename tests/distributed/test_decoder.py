@@ -16,12 +16,14 @@ from parallel.description import (
     Alibi,
     DecoderDescription,
     LearnedPositions,
+    MoeDescription,
     NormKind,
     NormPlace,
     QKNorm,
     QKNormScope,
     ResidualKind,
     RotaryDescription,
+    RouterScore,
 )
 from parallel.errors import CollectiveError, ParallelismError
 from parallel.kernels.base import LayerCache
@@ -38,6 +40,23 @@ NUM_BLOCKS = 16
 NUM_BATCHES = 5
 # float32 sums in another order, through 3 layers; logits of a few units
 TOLERANCE = 2e-5
+_EXPERTS = {
+    "num_kv_heads": 4,
+    "moe": MoeDescription(
+        num_experts=8,
+        num_chosen=3,
+        intermediate_size=12,
+        score=RouterScore.SIGMOID,
+        is_normalized=True,
+        num_groups=4,
+        num_chosen_groups=2,
+        choice_bias=True,
+        expert_bias=True,
+        shared_intermediate_size=20,
+        is_shared_gated=True,
+        dense_layers=frozenset({1}),
+    ),
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"num_kv_heads": 8},
     "everything": {
@@ -79,6 +98,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "attention_scale": 0.5,
         "is_head_normalized": True,
     },
+    "experts": _EXPERTS,
+    "whole experts": _EXPERTS,
 }
 
 
@@ -101,7 +122,12 @@ def _describe(option: str) -> DecoderDescription:
 
 def _load(mesh: Mesh, option: str, dtype: torch.dtype = torch.float32, kernels: str = "reference") -> Decoder:
     decoder = Decoder(
-        _describe(option), mesh=mesh, device=CPU, dtype=dtype, kernels=select_kernels(CPU, dtype, kernels)
+        _describe(option),
+        mesh=mesh,
+        device=CPU,
+        dtype=dtype,
+        kernels=select_kernels(CPU, dtype, kernels),
+        expert_parallel=option == "whole experts",
     )
     fill(decoder.sharded_parameters())
     decoder.finish_loading()
@@ -178,7 +204,7 @@ def test_fast_kernels_run_split(gloo_pool: GlooPool, option: str) -> None:
 @pytest.mark.parametrize(
     # a norm over all heads needs one more, of two numbers a token
     ("option", "per_layer"),
-    [("everything", 2), ("parallel", 1), ("after", 3)],
+    [("everything", 2), ("parallel", 1), ("after", 3), ("experts", 2), ("whole experts", 2)],
 )
 @pytest.mark.parametrize(("tp", "pp"), SHAPES)
 def test_all_reduces_are_few_per_layer_and_one_for_the_embedding(
