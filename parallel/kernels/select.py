@@ -8,9 +8,10 @@ from parallel.errors import DeviceError
 from parallel.kernels.base import Kernels
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.reference import ReferenceKernels
 
-NAMES = ("auto", "reference", "cpu", "cpu-native")
+NAMES = ("auto", "reference", "cpu", "cpu-native", "cuda")
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto")
     """
     if name not in NAMES:
         raise DeviceError(f"kernels are {name!r}; allowed: {', '.join(NAMES)}")
-    if name.startswith("cpu") and device.type != "cpu":
+    if name not in ("auto", "reference") and not name.startswith(device.type):
         raise DeviceError(f"kernels are {name!r} on device {device}; allowed there: auto, reference")
     kernels = _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
@@ -30,8 +31,10 @@ def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto")
 
 
 def _make(device: torch.device, name: str) -> Kernels:
-    if name == "reference" or device.type != "cpu":
+    if name == "reference" or device.type not in ("cpu", "cuda"):
         return ReferenceKernels()
+    if device.type == "cuda":
+        return CudaKernels()
     if name == "cpu":
         return CpuKernels()
     try:

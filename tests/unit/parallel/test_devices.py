@@ -9,6 +9,7 @@ from parallel.device.cpu import CpuDevice
 from parallel.device.select import select_device
 from parallel.errors import DeviceError
 from parallel.kernels.cpu_fast import CpuKernels
+from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
 
@@ -68,14 +69,18 @@ def test_unknown_device_is_refused() -> None:
     [
         ("cpu", "cpu", CpuKernels),
         ("cpu", "reference", ReferenceKernels),
-        ("cuda", "auto", ReferenceKernels),
+        ("cuda", "auto", CudaKernels),
+        ("cuda", "cuda", CudaKernels),
+        ("cuda", "reference", ReferenceKernels),
     ],
 )
 def test_kernels_are_selected_by_device_and_name(device: str, name: str, kind: type) -> None:
     assert type(select_kernels(torch.device(device), torch.float32, name)) is kind
 
 
-@pytest.mark.parametrize(("device", "name"), [("cpu", "fast"), ("cuda", "cpu"), ("cuda", "cpu-native")])
+@pytest.mark.parametrize(
+    ("device", "name"), [("cpu", "fast"), ("cuda", "cpu"), ("cuda", "cpu-native"), ("cpu", "cuda")]
+)
 def test_kernels_that_do_not_exist_there_are_refused(device: str, name: str) -> None:
     with pytest.raises(DeviceError, match="allowed"):
         select_kernels(torch.device(device), torch.float32, name)

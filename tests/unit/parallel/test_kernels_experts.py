@@ -1,0 +1,153 @@
+"""Every implementation of experts means what the reference means, and none for accelerators looks at what was chosen.
+
+Tolerances as in test_kernels_cpu.py.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+from parallel.description import Activation
+from parallel.kernels.base import ExpertWeights, PackedExperts
+from parallel.kernels.cpu_experts import CpuExperts
+from parallel.kernels.cpu_linear import OneDnnLinear
+from parallel.kernels.grouped_experts import GroupedExperts, torch_grouped_linear
+from parallel.kernels.reference import ReferenceExperts, ReferenceKernels
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+NUM_EXPERTS, HIDDEN, INNER = 6, 32, 24
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def _grouped(weights: ExpertWeights) -> GroupedExperts:
+    return GroupedExperts(weights, torch_grouped_linear)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[ExpertWeights], PackedExperts]] = {"cpu": CpuExperts, "grouped": _grouped}
+
+
+def _weights(dtype: torch.dtype, *, has_bias: bool = False, hidden: int = HIDDEN, inner: int = INNER) -> ExpertWeights:
+    torch.manual_seed(0)
+    return ExpertWeights(
+        into_XJE=(torch.randn(NUM_EXPERTS, 2 * inner, hidden) * hidden**-0.5).to(dtype),
+        down_XEI=(torch.randn(NUM_EXPERTS, hidden, inner) * inner**-0.5).to(dtype),
+        into_bias_XJ=torch.randn(NUM_EXPERTS, 2 * inner).to(dtype) if has_bias else None,
+        down_bias_XE=torch.randn(NUM_EXPERTS, hidden).to(dtype) if has_bias else None,
+        activate=ReferenceKernels().gated(Activation.SILU),
+    )
+
+
+def _assert_equals_reference(experts: PackedExperts, weights: ExpertWeights, x: Tensor, ids: Tensor) -> None:
+    scale = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1))
+    expected = ReferenceExperts(weights)(x, ids, scale)
+    actual = experts(x, ids, scale)
+    tolerance = TOLERANCES[x.dtype]
+    assert actual.dtype == x.dtype
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * max(1.0, float(expected.abs().max())))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.sampled_from([1, 2, 5, 33]),
+    num_chosen=st.integers(1, 4),
+    first=st.integers(-4, 0),
+    num_others=st.integers(0, 9),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_experts_equal_reference(
+    implementation: str,
+    num_tokens: int,
+    num_chosen: int,
+    first: int,
+    num_others: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    """Ids from `first` on: as on a rank with some of the experts, those of other ranks are below and above."""
+    generator = torch.Generator().manual_seed(seed)
+    num_ids = NUM_EXPERTS + num_others
+    ids = torch.stack([torch.randperm(num_ids, generator=generator)[:num_chosen] for _ in range(num_tokens)]) + first
+    weights = _weights(dtype, has_bias=has_bias)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
+    _assert_equals_reference(IMPLEMENTATIONS[implementation](weights), weights, x, ids)
+
+
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_experts_of_other_ranks_add_nothing(implementation: str, num_tokens: int) -> None:
+    experts = ({"reference": ReferenceExperts} | IMPLEMENTATIONS)[implementation](
+        _weights(torch.float32, has_bias=True)
+    )
+    ids = torch.tensor([[-1, NUM_EXPERTS, -7]]).expand(num_tokens, 3)
+    result = experts(torch.randn(num_tokens, HIDDEN), ids, torch.ones(num_tokens, 3))
+    assert torch.equal(result, torch.zeros(num_tokens, HIDDEN))
+
+
+def test_rows_past_the_last_expert_are_struck_out_whatever_they_hold() -> None:
+    def spoiling(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        result = torch_grouped_linear(x, weight, ends)
+        result[int(ends[-1]) :] = torch.nan
+        return result
+
+    weights = _weights(torch.float32)
+    ids = torch.tensor([[0, NUM_EXPERTS], [NUM_EXPERTS + 1, 2]])
+    _assert_equals_reference(GroupedExperts(weights, spoiling), weights, torch.randn(2, HIDDEN), ids)
+
+
+def test_large_experts_are_packed_for_the_cpu() -> None:
+    weights = _weights(torch.float32, has_bias=True, hidden=512, inner=512)
+    experts = CpuExperts(weights)
+    if torch.backends.mkldnn.is_available():
+        assert isinstance(experts._into[0], OneDnnLinear)
+    ids = torch.tensor([[0, 5], [5, 2], [2, 0]])
+    _assert_equals_reference(experts, weights, torch.randn(3, 512), ids)
+
+
+def test_nothing_grouped_depends_on_what_was_chosen() -> None:
+    """Tensors without values, as a host sees those on a device: what would wait for them raises."""
+    for experts, waits in ((_grouped, False), (ReferenceExperts, True)):
+        with FakeTensorMode():
+            run = experts(_weights(torch.bfloat16, has_bias=True))
+            inputs = torch.empty(9, HIDDEN, dtype=torch.bfloat16), torch.zeros(9, 2).long(), torch.ones(9, 2)
+            if waits:
+                with pytest.raises(DynamicOutputShapeException):
+                    run(*inputs)
+            else:
+                assert run(*inputs).shape == (9, HIDDEN)
+
+
+_INTERPRET = """
+import torch
+from parallel.kernels.triton_grouped_linear import triton_grouped_linear
+
+torch.manual_seed(0)
+for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-2)):
+    for num_in, num_out, ends in ((48, 70, [3, 3, 20, 21, 30]), (40, 64, [0, 150, 200]), (16, 16, [0, 0, 0])):
+        x, weight = torch.randn(ends[-1] + 7, num_in).to(dtype), torch.randn(len(ends), num_out, num_in).to(dtype)
+        result = triton_grouped_linear(x, weight, torch.tensor(ends, dtype=torch.int32))
+        start = 0
+        for expert, end in enumerate(ends):
+            expected = x[start:end].float() @ weight[expert].float().T
+            torch.testing.assert_close(result[start:end].float(), expected, rtol=tolerance, atol=tolerance)
+            start = end
+"""
+
+
+def test_triton_product_is_right_when_interpreted() -> None:
+    """In float32 and float16: the interpreter of Triton 3.9 multiplies the bits of bfloat16 as integers."""
+    pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    subprocess.run([sys.executable, "-c", _INTERPRET], env=environment, check=True, timeout=120)
