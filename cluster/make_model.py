@@ -6,8 +6,10 @@ from typing import Any
 
 from cluster.errors import ClusterConfigError, ModelNotFoundError
 from cluster.models import DEFAULT_MODEL, resolve_model
+from parallel.description import MoeDescription
 from parallel.dtypes import DTYPES
 from parallel.errors import ModelError
+from parallel.families.registry import describe_config
 from parallel.random_model import write_random_model
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -41,6 +43,22 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    "tiny-moe": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 192,
+        "norm_topk_prob": True,
+        "vocab_size": 4096,
+        "max_position_embeddings": 1024,
+    },
 }
 """Geometries by name, as in a Hugging Face config."""
 
@@ -73,13 +91,30 @@ def make_model(
         raise ClusterConfigError(f"--preset is {name!r}; allowed: {', '.join(PRESETS)}")
     if dtype not in DTYPES:
         raise ClusterConfigError(f"--dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
-    config = {**_BASE, **PRESETS[name], **{field: value for field, value in sizes.items() if value is not None}}
+    wanted = {field: value for field, value in sizes.items() if value is not None}
+    config = {**_BASE, **PRESETS[name], **wanted}
     try:
+        _check_experts(describe_config(config, source="flags").moe, wanted)
         write_random_model(folder, config, seed, DTYPES[dtype], tokenizer or _packaged_tokenizer())
     except ModelError as error:
         raise ClusterConfigError(str(error)) from error
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(f"{folder}: {config['model_type']}, {size // DTYPES[dtype].itemsize / 1e6:.1f} M parameters in {dtype}")
+
+
+def _check_experts(moe: MoeDescription | None, wanted: Mapping[str, Any]) -> None:
+    """Refuse a size of experts that the family does not have, or calls otherwise."""
+    seen = {
+        "num_experts": moe and moe.num_experts,
+        "num_experts_per_tok": moe and moe.num_chosen,
+        "moe_intermediate_size": moe and moe.intermediate_size,
+    }
+    for field, value in seen.items():
+        if field in wanted and wanted[field] != value:
+            raise ClusterConfigError(
+                f"{field} is {wanted[field]}, which this family does not have; with experts of their own size: "
+                "qwen2_moe, qwen3_moe; of that of --inner: mixtral"
+            )
 
 
 def _packaged_tokenizer() -> Path | None:

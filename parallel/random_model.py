@@ -192,7 +192,8 @@ def _complete_config(config: Mapping[str, Any], special_ids: Mapping[str, Any], 
     complete = {key: value for key, value in config.items() if key != "dtype"}
     complete |= special_ids
     complete["torch_dtype"] = next(name for name, value in DTYPES.items() if value is dtype)
-    complete.setdefault("architectures", [f"{config['model_type'].capitalize()}ForCausalLM"])
+    words = config["model_type"].split("_")
+    complete.setdefault("architectures", [f"{''.join(map(str.capitalize, words))}ForCausalLM"])
     return complete
 
 

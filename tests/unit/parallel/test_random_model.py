@@ -68,6 +68,27 @@ def test_transformers_finds_every_tensor_of_other_layouts(tmp_path: Path, family
     assert 0.5 < logits.std() < 8.0
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_transformers_finds_every_expert(tmp_path: Path, family: str) -> None:
+    sizes = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}
+    experts = {"num_local_experts": 8} if family == "mixtral" else {"num_experts": 8, "num_experts_per_tok": 2}
+    write_random_model(tmp_path, _config(family, **sizes, **experts), 0, torch.float32)
+
+    model, info = transformers_model(tmp_path)
+    with torch.inference_mode():
+        choices = model(torch.randint(320, (1, 100), generator=torch.Generator().manual_seed(0))).logits[0].argmax(-1)
+
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert len(set(choices.tolist())) > 40
+
+
+def transformers_model(folder: Path) -> Any:
+    """The model, and what was found and missed of its tensors."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weft_loads_it(tmp_path: Path, dtype: torch.dtype) -> None:
     write_random_model(tmp_path, _config("qwen3"), 0, dtype)

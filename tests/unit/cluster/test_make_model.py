@@ -1,0 +1,51 @@
+"""`weft make-model` writes what its flags say, and refuses what the family does not have."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import ClusterConfigError
+from cluster.make_model import make_model
+from parallel.families.registry import describe_model
+
+
+def _make(folder: Path, preset: str = "tiny", **sizes: Any) -> None:
+    make_model(folder, preset=preset, sizes={"vocab_size": 64, **sizes}, dtype="float32", seed=0, tokenizer=None)
+
+
+def test_flags_change_the_preset(tmp_path: Path) -> None:
+    _make(tmp_path, hidden_size=32, model_type="qwen2")
+    description = describe_model(tmp_path)
+    assert (description.family, description.hidden_size, description.num_layers) == ("qwen2", 32, 4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_of_every_family_are_small(tmp_path: Path, family: str) -> None:
+    _make(tmp_path, "tiny-moe", model_type=family, num_experts=6, num_experts_per_tok=3)
+    moe = describe_model(tmp_path).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.num_chosen, moe.intermediate_size) == (6, 3, 96)
+    assert moe.shared_intermediate_size in (None, 192)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_experts": 4}, "num_experts is 4, which this family does not have"),
+        ({"model_type": "mixtral", "moe_intermediate_size": 64}, "moe_intermediate_size is 64, which this family"),
+    ],
+)
+def test_sizes_of_experts_that_the_family_does_not_have_are_refused(
+    tmp_path: Path, sizes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ClusterConfigError, match=message):
+        _make(tmp_path / "new", **sizes)
+    assert not (tmp_path / "new").exists()
+
+
+def test_unknown_preset_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ClusterConfigError, match="--preset is 'huge'; allowed: tiny, 110m, 1b, tiny-moe"):
+        _make(tmp_path, "huge")
