@@ -5,6 +5,7 @@ Builds on `Kernels` for everything that touches the cache. Shape letters as in k
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from parallel.description import DecoderDescription, ResidualKind, RotaryDescription
@@ -12,7 +13,7 @@ from parallel.kernels.base import AttentionMeta, AttentionParams, Kernels, Layer
 from parallel.layer import LayerContext
 from parallel.linear import PartialRowParallelLinear, QKVParallelLinear, RowParallelLinear
 from parallel.qk_norm import make_qk_norm
-from parallel.shard import ShardedParameter
+from parallel.shard import Piece, ShardedParameter
 
 Angles = tuple[Tensor, ...]
 """Cosines and sines of a step's positions for one layer, float32 [T, R] each; empty where the layer does not rotate."""
@@ -49,7 +50,8 @@ class Attention:
         )
         self._project = self._qkv if description.qkv_clip is None else _clipped(self._qkv, description.qkv_clip)
         self._norm = make_qk_norm(description, self._qkv.heads, self._qkv.kv_heads, context=context)
-        self._rotate = _choose_rotation(description.rotaries[layer_index], context.kernels)
+        self._rotate = choose_rotation(description.rotaries[layer_index], context.kernels)
+        self._sinks = _Sinks(description, self._qkv.heads, context) if description.has_attention_sinks else None
         num_heads, num_kv_heads = len(self._qkv.heads), len(self._qkv.kv_heads)
         self._heads_shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
         self._heads_split = (num_heads, num_kv_heads, num_kv_heads)
@@ -58,6 +60,7 @@ class Attention:
             sliding_window=description.sliding_windows[layer_index],
             soft_cap=description.attention_soft_cap,
             key_bias_NP=key_bias_NP,
+            sinks_N=None if self._sinks is None else self._sinks.scores_N,
         )
         self._kernels = context.kernels
 
@@ -77,10 +80,12 @@ class Attention:
         return self._output(attended_TNH.flatten(1))
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of the projections and, where the model has them, of the norms of queries and keys."""
+        """Those of the projections and, where the model has them, the norms of queries and keys and the sinks."""
         yield from self._qkv.sharded_parameters(prefix)
         if self._norm is not None:
             yield from self._norm.sharded_parameters(prefix)
+        if self._sinks is not None:
+            yield from self._sinks.sharded_parameters(prefix)
         yield from self._output.sharded_parameters(f"{prefix}.output")
 
     def finish_loading(self) -> None:
@@ -91,7 +96,24 @@ class Attention:
         self._output.finish_loading()
 
 
-def _choose_rotation(rotary: RotaryDescription | None, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
+class _Sinks:
+    """The learned score of each head of this rank that stands for no token."""
+
+    def __init__(self, description: DecoderDescription, heads: range, context: LayerContext) -> None:
+        self.scores_N = torch.empty(len(heads), dtype=torch.float32, device=context.device)
+        """Float32 whatever the dtype of the model, as the scores of attention are."""
+        self._num_heads = description.num_heads
+        self._heads = heads
+
+    def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
+        """Those of this rank's heads."""
+        start, stop = self._heads.start, self._heads.stop
+        piece = Piece(source=f"{prefix}.sinks", full_shape=(self._num_heads,), dim=0, start=start, stop=stop)
+        yield ShardedParameter(tensor=self.scores_N, pieces=(piece,))
+
+
+def choose_rotation(rotary: RotaryDescription | None, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operation (q, k, *angles) -> (q, k) of a layer."""
     if rotary is None:
         return _leave
     return kernels.rotary_interleaved if rotary.is_interleaved else kernels.rotary

@@ -322,6 +322,8 @@ class DecoderDescription:
     """Multiplies the scores; None: 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
     """Scores become cap * tanh(score / cap)."""
+    has_attention_sinks: bool = False
+    """Each head has a learned score that takes part in every softmax and stands for no token: arXiv:2309.17453."""
     qkv_bias: bool = False
     qkv_clip: float | None = None
     """Queries, keys and values are kept within plus and minus this."""

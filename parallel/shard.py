@@ -18,6 +18,7 @@ whole model, not those of a stage:
     layers.{i}.attention.q.weight  [N * H, E]         layers.{i}.attention.{k,v}.weight  [K * H, E]
     layers.{i}.attention.{q,k,v}.bias                 layers.{i}.attention.{q_norm,k_norm}.weight  [H], [N, H], [N * H]
     layers.{i}.attention.output.weight  [E, N * H]    layers.{i}.attention.output.bias  [E]
+    layers.{i}.attention.sinks  [N]
     layers.{i}.mlp.{gate,up}.weight  [I, E]           layers.{i}.mlp.{gate,up}.bias  [I]
     layers.{i}.mlp.down.weight  [E, I]                layers.{i}.mlp.down.bias  [E]
 

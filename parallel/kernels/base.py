@@ -68,6 +68,14 @@ class AttentionParams:
     """Scores become soft_cap * tanh(score / soft_cap)."""
     key_bias_NP: Tensor | None = field(default=None, compare=False)  # noqa: N815
     """float32 [N, positions], on the device: added to the score of a key by its position (ALiBi), last of all."""
+    sinks_N: Tensor | None = field(default=None, compare=False)  # noqa: N815
+    """float32 [N], on the device: the score of one more key per head, whose value is zero and which every token
+    sees."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are products, scaled and masked, and no more."""
+        return self.soft_cap is None and self.key_bias_NP is None and self.sinks_N is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

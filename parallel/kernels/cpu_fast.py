@@ -102,7 +102,7 @@ class CpuKernels:
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""
-        if params.soft_cap is not None or params.key_bias_NP is not None:
+        if not params.is_plain:
             return self._reference.attention(q_TNH, cache, meta, params)
         return self._attention(q_TNH, cache, meta, params)
 

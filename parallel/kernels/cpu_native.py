@@ -122,7 +122,7 @@ class NativeCpuKernels:
             return self._torch.attention(q_TNH, cache, meta, params)
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         num_sequences = len(meta.context_lens_host)
-        if meta.num_decodes < num_sequences and params.soft_cap is None and params.key_bias_NP is None:
+        if meta.num_decodes < num_sequences and params.is_plain:
             # torch's blocked kernel has matrix instructions for chunks
             self._chunks.attend_chunks(q_TNH, out_TNH, cache, meta, params)
             num_sequences = meta.num_decodes
@@ -189,14 +189,14 @@ class NativeCpuKernels:
     def _layer_params(self, params: AttentionParams) -> LayerParams:
         known = self._params.get(id(params))
         if known is None:
-            bias = params.key_bias_NP
+            bias, sinks = params.key_bias_NP, params.sinks_N
             made = LayerParams(
                 scale=params.scale,
                 soft_cap=params.soft_cap or 0.0,
                 window=params.sliding_window or 0,
                 key_bias=None if bias is None else bias.data_ptr(),
                 key_bias_stride=0 if bias is None else bias.stride(0),
-                sinks=None,
+                sinks=None if sinks is None else sinks.data_ptr(),
             )
             known = self._params[id(params)] = params, made  # the tensors that `made` points to stay alive
         return known[1]

@@ -155,9 +155,10 @@ def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, params: AttentionParams
     num_queries, _, head_dim = q_QNH.shape
     num_keys, num_kv_heads, _ = k_CKH.shape
     q_KGQH = q_QNH.float().reshape(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    k_KGHC = k_CKH.float().permute(1, 2, 0).unsqueeze(1)
-    v_KGCH = v_CKH.float().transpose(0, 1).unsqueeze(1)
-    scores_KGQC = q_KGQH @ k_KGHC * params.scale
+    k_KHC = k_CKH.float().permute(1, 2, 0)
+    v_KCH = v_CKH.float().transpose(0, 1)
+    # the queries of all heads that share a key-value head are rows of one product
+    scores_KGQC = (q_KGQH.flatten(1, 2) @ k_KHC).unflatten(1, q_KGQH.shape[1:3]) * params.scale
     if params.soft_cap is not None:
         scores_KGQC = params.soft_cap * torch.tanh(scores_KGQC / params.soft_cap)
     if params.key_bias_NP is not None:
@@ -167,5 +168,10 @@ def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, params: AttentionParams
     is_hidden = keys > queries
     if params.sliding_window is not None:
         is_hidden |= keys <= queries - params.sliding_window
-    weights_KGQC = scores_KGQC.masked_fill(is_hidden, float("-inf")).softmax(-1)
-    return (weights_KGQC @ v_KGCH).permute(2, 0, 1, 3).flatten(1, 2).to(q_QNH.dtype)
+    scores_KGQC = scores_KGQC.masked_fill(is_hidden, float("-inf"))
+    if params.sinks_N is not None:
+        sinks_KGQ1 = params.sinks_N.view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_queries, -1)
+        scores_KGQC = torch.cat([scores_KGQC, sinks_KGQ1], dim=-1)
+    weights_KGQC = scores_KGQC.softmax(-1)[..., :num_keys]
+    out_KGQH: Tensor = (weights_KGQC.flatten(1, 2) @ v_KCH).unflatten(1, q_KGQH.shape[1:3])
+    return out_KGQH.permute(2, 0, 1, 3).flatten(1, 2).to(q_QNH.dtype)

@@ -100,6 +100,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "experts": _EXPERTS,
     "whole experts": _EXPERTS,
+    "sinks": {"num_kv_heads": 2, "has_attention_sinks": True, "sliding_windows": (None, 3, None)},
 }
 
 

@@ -186,6 +186,23 @@ def test_attention_with_key_bias_equals_reference(kernels: Kernels, dtype: torch
     assert_close(kernels.attention(q, cache, meta, params), ReferenceKernels().attention(q, cache, meta, params))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_with_sinks_equals_reference(kernels: Kernels, dtype: torch.dtype) -> None:
+    spans = [(1, 9), (1, 30), (6, 20), (12, 12)]
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
+    params = AttentionParams(scale=0.25, sliding_window=7, sinks_N=torch.randn(4))
+    assert_close(kernels.attention(q, cache, meta, params), ReferenceKernels().attention(q, cache, meta, params))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_latents_equals_reference(kernels: Kernels, dtype: torch.dtype) -> None:
+    spans = [(1, 9), (1, 30), (6, 20), (12, 12)]
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=1, head_dim=16, block_size=4, dtype=dtype)
+    latents = LayerCache(cache.k_BPKH, cache.k_BPKH)
+    params = AttentionParams(scale=0.25)
+    assert_close(kernels.attention(q, latents, meta, params), ReferenceKernels().attention(q, latents, meta, params))
+
+
 def test_norm_of_zeros_is_zero_and_eps_counts(kernels: Kernels) -> None:
     assert kernels.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6).abs().max() == 0
     tiny = torch.full((1, 8), 1e-3)

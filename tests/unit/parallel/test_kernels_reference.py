@@ -1,5 +1,6 @@
 """The reference kernels mean what torch's own functions mean."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,24 @@ def test_key_bias_is_added_to_the_scores_of_its_head() -> None:
             scores = q[own, head] @ keys[:, head // 2].T * 0.5 + bias[head, : len(keys)]
             weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
             torch.testing.assert_close(result[own, head], weights @ values[:, head // 2], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_equal_those_of_gpt_oss(window: int | None) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    layout = make_layout([(1, 9), (3, 12), (4, 4)], num_kv_heads=2, head_dim=8, block_size=4)
+    q, sinks = _randn(8, 4, 8), _randn(4, seed=1) * 3
+    params = AttentionParams(scale=0.5, sliding_window=window, sinks_N=sinks)
+    result = KERNELS.attention(q, layout.cache, layout.meta, params)
+    starts = layout.meta.query_starts_host
+    module = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
+    for i, (keys, values) in enumerate(zip(layout.keys, layout.values, strict=True)):
+        own = slice(starts[i], starts[i + 1])
+        mask = torch.zeros(len(q[own]), len(keys)).masked_fill(~_visible(len(q[own]), len(keys), window), -1e9)
+        queries, k, v = (x.transpose(0, 1)[None] for x in (q[own], keys, values))
+        expected, _ = eager_attention_forward(module, queries, k, v, mask, scaling=0.5)
+        torch.testing.assert_close(result[own], expected[0], rtol=0, atol=TOLERANCE)
 
 
 def test_attention_in_bfloat16_is_rounded_once() -> None:
