@@ -15,7 +15,7 @@ from parallel.attention import Angles
 from parallel.decoder_layer import make_decoder_layer
 from parallel.description import DecoderDescription
 from parallel.embedding import InputEmbedding, VocabParallelHead
-from parallel.kernels.base import AttentionMeta, Kernels, LayerCache
+from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache
 from parallel.layer import LayerContext
 from parallel.mesh import Mesh
 from parallel.norm import Norm, make_norm
@@ -82,9 +82,14 @@ class Decoder:
         return len(self._layers)
 
     @property
-    def num_local_kv_heads(self) -> int:
-        """Key-value heads in each of the caches."""
-        return len(kv_head_range(self.description.num_kv_heads, self.mesh.tp.rank, self.mesh.tp.size))
+    def cache_entry(self) -> CacheEntry:
+        """What each of the caches holds of a token."""
+        description, axis = self.description, self.mesh.tp
+        latent = description.latent_kv
+        if latent is not None:
+            return CacheEntry(num_heads=1, head_dim=latent.rank + latent.rotary_dim, is_key_value=True)
+        num_heads = len(kv_head_range(description.num_kv_heads, axis.rank, axis.size))
+        return CacheEntry(num_heads=num_heads, head_dim=description.head_dim)
 
     def forward(self, x: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], meta: AttentionMeta) -> Tensor:
         """Run this stage's layers on a step's packed tokens. All ranks of the stage call it with the same tokens.

@@ -16,11 +16,14 @@ from parallel.attention import Angles, Attention
 from parallel.collectives import all_reduce
 from parallel.description import DecoderDescription, NormPlace, ResidualKind
 from parallel.kernels.base import AttentionMeta, LayerCache
-from parallel.layer import LayerContext
+from parallel.latent_attention import LatentAttention
+from parallel.layer import Layer, LayerContext
 from parallel.mlp import MLP
 from parallel.moe import MoE
 from parallel.norm import NoNorm, Norm, make_norm
 from parallel.shard import ShardedParameter
+
+AnyAttention = Attention | LatentAttention
 
 
 class DecoderLayer(Protocol):
@@ -42,7 +45,7 @@ def make_decoder_layer(
     description: DecoderDescription, layer_index: int, key_bias_NP: Tensor | None, *, context: LayerContext
 ) -> DecoderLayer:
     """The layer of this index, as the description wants it; for `key_bias_NP` see `Attention`."""
-    attention = Attention(description, layer_index, key_bias_NP, context=context)
+    attention = _make_attention(description, layer_index, key_bias_NP, context)
     if description.residual is not ResidualKind.SEQUENTIAL:
         return ParallelLayer(
             description, attention, MLP(description, context=context, is_partial=True), context=context
@@ -56,13 +59,13 @@ class SequentialLayer:
     """The MLP, or the experts, read what the attention has added to. Two all-reduces, one in each block."""
 
     def __init__(
-        self, description: DecoderDescription, attention: Attention, mlp: MLP | MoE, *, context: LayerContext
+        self, description: DecoderDescription, attention: AnyAttention, mlp: MLP | MoE, *, context: LayerContext
     ) -> None:
         self._attention_norm = _norm_before(description, context)
         self._mlp_norm = _norm_before(description, context)
         self._attention: Callable[..., Tensor] = attention
         self._mlp: Callable[[Tensor], Tensor] = mlp
-        self._parts: list[tuple[str, Norm | Attention | MLP | MoE]] = [
+        self._parts: list[tuple[str, Layer]] = [
             ("attention_norm", self._attention_norm),
             ("attention", attention),
             ("mlp_norm", self._mlp_norm),
@@ -105,7 +108,7 @@ class ParallelLayer:
     """Attention and MLP read the same stream; their partial sums are added before one all-reduce completes both."""
 
     def __init__(
-        self, description: DecoderDescription, attention: Attention, mlp: MLP, *, context: LayerContext
+        self, description: DecoderDescription, attention: AnyAttention, mlp: MLP, *, context: LayerContext
     ) -> None:
         self._axis = context.axis
         self._attention_norm = _norm(description, context)
@@ -141,6 +144,14 @@ class ParallelLayer:
         if self._mlp_norm is not None:
             self._mlp_norm.finish_loading()
         self._mlp.finish_loading()
+
+
+def _make_attention(
+    description: DecoderDescription, layer_index: int, key_bias_NP: Tensor | None, context: LayerContext
+) -> AnyAttention:
+    if description.latent_kv is not None:
+        return LatentAttention(description, layer_index, context=context)
+    return Attention(description, layer_index, key_bias_NP, context=context)
 
 
 def _norm(description: DecoderDescription, context: LayerContext) -> Norm:

@@ -284,6 +284,31 @@ class QKNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentKV:
+    """Keys and values of all heads are made from one small vector per token, the latent; only that and one rotated key
+    for all heads are cached. Multi-head latent attention: arXiv:2405.04434, section 2.1."""
+
+    query_rank: int | None
+    """Queries are made from a vector of this size, normed; None: from what the attention reads."""
+    rank: int
+    """Size of the latent, which is normed."""
+    plain_dim: int
+    """Leading dims of each query and key head, not rotated."""
+    rotary_dim: int
+    """The dims after them, rotated; those of the key are the same in all heads."""
+    value_dim: int
+    """Of each value head."""
+    norm_eps: float
+    """Of both norms."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "plain_dim", "rotary_dim", "value_dim"):
+            _require_positive(f"latent {name}", getattr(self, name))
+        if self.query_rank is not None:
+            _require_positive("latent query_rank", self.query_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderDescription:
     """A decoder-only transformer; what is not said is as in Llama: RMSNorm before each block, a gated SiLU MLP.
 
@@ -324,6 +349,8 @@ class DecoderDescription:
     """Scores become cap * tanh(score / cap)."""
     has_attention_sinks: bool = False
     """Each head has a learned score that takes part in every softmax and stands for no token: arXiv:2309.17453."""
+    latent_kv: LatentKV | None = None
+    """With it, head_dim is that of queries, num_kv_heads is 1, and the biases are of the projections to latents."""
     qkv_bias: bool = False
     qkv_clip: float | None = None
     """Queries, keys and values are kept within plus and minus this."""
@@ -374,6 +401,7 @@ class DecoderDescription:
             if window is not None:
                 _require_positive("sliding window", window)
         self._check_positions()
+        self._check_latent()
         if self.residual is not ResidualKind.SEQUENTIAL and (
             self.norm_place is not NormPlace.BEFORE or self.residual_multiplier != 1.0
         ):
@@ -407,6 +435,21 @@ class DecoderDescription:
                 f"max_context is {self.max_context}; allowed: the learned positions, "
                 f"{positions.num_rows - positions.offset}"
             )
+
+    def _check_latent(self) -> None:
+        latent = self.latent_kv
+        if latent is None:
+            return
+        if self.num_kv_heads != 1 or self.head_dim != latent.plain_dim + latent.rotary_dim:
+            raise ConfigError(
+                f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim} with latent keys and values; "
+                f"allowed: 1 and {latent.plain_dim + latent.rotary_dim}"
+            )
+        if any(rotary is not None and rotary.dim != latent.rotary_dim for rotary in self.rotaries):
+            raise ConfigError(f"a layer rotates other dims than the {latent.rotary_dim} of the latent rotary_dim")
+        others = (self.alibi, self.qk_norm, self.qkv_clip)
+        if any(other is not None for other in others) or self.residual is not ResidualKind.SEQUENTIAL:
+            raise ConfigError("latent keys and values allow no alibi, qk_norm, qkv_clip or parallel residual")
 
 
 def _require_positive(name: str, value: int) -> None:

@@ -30,6 +30,13 @@ or, where layer i has X experts, of inner size I; gate_up where rows of gate and
     layers.{i}.mlp.experts.{x}.down.weight  [E, I]             layers.{i}.mlp.experts.{x}.down.bias  [E]
     layers.{i}.mlp.shared.{gate,up,down}.weight, as in an MLP  layers.{i}.mlp.shared_gate.weight  [1, E]
 
+With latent keys and values (latent_attention.py says the letters; Q is the rank of the queries):
+
+    layers.{i}.attention.q_down.weight  [Q, E]        layers.{i}.attention.kv_down.weight  [L + A, E], and their biases
+    layers.{i}.attention.q_down_norm.weight  [Q]      layers.{i}.attention.kv_down_norm.weight  [L]
+    layers.{i}.attention.{q or q_up}.weight  [N * H, E or Q]
+    layers.{i}.attention.{k_up,v_up}.weight  [N * D, L], [N * V, L]
+
 Norms with a bias have one beside each weight. Where these tensors lie in the files is not said here: several may be
 fused into one, or be stored transposed (families/layout.py).
 """

@@ -20,8 +20,8 @@ MIN_BLOCKS = 2
 
 
 def block_bytes(decoder: Decoder, block_size: int) -> int:
-    """Return what one block takes on this rank: keys and values of all its layers."""
-    return 2 * decoder.num_local_layers * math.prod(_block_shape(decoder, block_size)) * decoder.dtype.itemsize
+    """Return what one block takes on this rank, in all its layers."""
+    return decoder.num_local_layers * block_size * decoder.cache_entry.num_elements * decoder.dtype.itemsize
 
 
 def num_blocks_within(*, total_bytes: int, memory_fraction: float, peak_bytes: int, block_bytes: int) -> int:
@@ -66,13 +66,10 @@ def choose_num_blocks(config: CacheConfig, decoder: Decoder, device: Device, pro
 
 def allocate_caches(decoder: Decoder, *, num_blocks: int, block_size: int) -> list[LayerCache]:
     """Return the cache of each layer of this rank, zeroed. On a CPU untouched blocks cost no memory."""
-    shape = (decoder.num_local_layers, 2, num_blocks, *_block_shape(decoder, block_size))
+    entry = decoder.cache_entry
+    shape = (decoder.num_local_layers, num_blocks * block_size * entry.num_elements)
     zeros = _lazy_zeros(shape, decoder.dtype) if decoder.device.type == "cpu" else _zeros(shape, decoder)
-    return [LayerCache(layer[0], layer[1]) for layer in zeros]
-
-
-def _block_shape(decoder: Decoder, block_size: int) -> tuple[int, int, int]:
-    return block_size, decoder.num_local_kv_heads, decoder.description.head_dim
+    return [entry.lay_out(memory, block_size) for memory in zeros]
 
 
 def _zeros(shape: tuple[int, ...], decoder: Decoder) -> Tensor:

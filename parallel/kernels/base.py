@@ -21,10 +21,34 @@ from parallel.description import Activation
 
 
 class LayerCache(NamedTuple):
-    """The paged keys and values of one layer on this rank."""
+    """The paged keys and values of one layer on this rank; one and the same tensor where each key is its value."""
 
     k_BPKH: Tensor  # noqa: N815
     v_BPKH: Tensor  # noqa: N815
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheEntry:
+    """What a layer keeps of each token, on one rank."""
+
+    num_heads: int
+    head_dim: int
+    is_key_value: bool = False
+    """Keys are their own values, and stored once."""
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers to store."""
+        return self.num_heads * self.head_dim * (1 if self.is_key_value else 2)
+
+    def lay_out(self, memory: Tensor, block_size: int) -> LayerCache:
+        """The cache of one layer in a flat tensor of num_blocks * block_size * num_elements."""
+        shape = -1, block_size, self.num_heads, self.head_dim
+        if self.is_key_value:
+            keys = memory.view(shape)
+            return LayerCache(keys, keys)
+        keys, values = memory.chunk(2)
+        return LayerCache(keys.view(shape), values.view(shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from parallel.description import (
     Activation,
     Alibi,
     DecoderDescription,
+    LatentKV,
     LearnedPositions,
     MoeDescription,
     NormKind,
@@ -26,7 +27,6 @@ from parallel.description import (
     RouterScore,
 )
 from parallel.errors import CollectiveError, ParallelismError
-from parallel.kernels.base import LayerCache
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
 from parallel.mesh import Mesh
@@ -101,6 +101,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "experts": _EXPERTS,
     "whole experts": _EXPERTS,
     "sinks": {"num_kv_heads": 2, "has_attention_sinks": True, "sliding_windows": (None, 3, None)},
+    "latent": {
+        "num_kv_heads": 1,
+        "latent_kv": LatentKV(query_rank=10, rank=6, plain_dim=4, rotary_dim=4, value_dim=5, norm_eps=1e-6),
+        "rotaries": (RotaryDescription(dim=4, theta=100.0, is_interleaved=True),) * NUM_LAYERS,
+        "qkv_bias": True,
+        "output_bias": True,
+    },
 }
 
 
@@ -157,11 +164,9 @@ def _run_batch(mesh: Mesh, decoder: Decoder, link: StageLink, batch: int) -> Ten
     num_tokens = sum(lengths)
     meta = make_meta([(length, length) for length in lengths], block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, seed=batch)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    shape = (NUM_BLOCKS, BLOCK_SIZE, decoder.num_local_kv_heads, decoder.description.head_dim)
-    caches = [
-        LayerCache(torch.zeros(shape, dtype=decoder.dtype), torch.zeros(shape, dtype=decoder.dtype))
-        for _ in range(decoder.num_local_layers)
-    ]
+    entry = decoder.cache_entry
+    size = decoder.num_local_layers, NUM_BLOCKS * BLOCK_SIZE * entry.num_elements
+    caches = [entry.lay_out(layer, BLOCK_SIZE) for layer in torch.zeros(size, dtype=decoder.dtype)]
     token_ids = torch.randint(37, (num_tokens,), generator=torch.Generator().manual_seed(batch))
     hidden = decoder(token_ids if mesh.is_first_stage else link.recv(num_tokens), positions, caches, meta)
     if mesh.is_last_stage:
@@ -205,7 +210,7 @@ def test_fast_kernels_run_split(gloo_pool: GlooPool, option: str) -> None:
 @pytest.mark.parametrize(
     # a norm over all heads needs one more, of two numbers a token
     ("option", "per_layer"),
-    [("everything", 2), ("parallel", 1), ("after", 3), ("experts", 2), ("whole experts", 2)],
+    [("everything", 2), ("parallel", 1), ("after", 3), ("experts", 2), ("whole experts", 2), ("latent", 2)],
 )
 @pytest.mark.parametrize(("tp", "pp"), SHAPES)
 def test_all_reduces_are_few_per_layer_and_one_for_the_embedding(

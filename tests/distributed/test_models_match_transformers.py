@@ -85,11 +85,9 @@ def _allocate(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> tuple[list[
         _Sequence(list(prompt), [order.pop() for _ in range(need)], len(prompt))
         for prompt, need in zip(prompts, needs, strict=True)
     ]
-    shape = (num_blocks, BLOCK_SIZE, decoder.num_local_kv_heads, decoder.description.head_dim)
-    caches = [
-        LayerCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(decoder.num_local_layers)
-    ]
-    return sequences, caches
+    entry = decoder.cache_entry
+    memory = torch.full((decoder.num_local_layers, num_blocks * BLOCK_SIZE * entry.num_elements), torch.nan)
+    return sequences, [entry.lay_out(layer, BLOCK_SIZE) for layer in memory]
 
 
 def _step(

@@ -9,6 +9,7 @@ import torch
 from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.cpu import CpuDevice
+from parallel.kernels.base import CacheEntry
 from workers.config import CacheConfig
 from workers.errors import EngineConfigError
 from workers.kv_cache import allocate_caches, block_bytes, choose_num_blocks
@@ -17,14 +18,16 @@ from workers.kv_cache import allocate_caches, block_bytes, choose_num_blocks
 BLOCK_BYTES = 2 * 3 * 16 * 2 * 8 * 4
 
 
-def decoder() -> Decoder:
+HEADS = CacheEntry(num_heads=2, head_dim=8)
+
+
+def decoder(entry: CacheEntry = HEADS) -> Decoder:
     """As much of a decoder as the cache looks at."""
     fields: dict[str, Any] = {
         "num_local_layers": 3,
-        "num_local_kv_heads": 2,
+        "cache_entry": entry,
         "dtype": torch.float32,
         "device": torch.device("cpu"),
-        "description": SimpleNamespace(head_dim=8),
     }
     return cast(Decoder, SimpleNamespace(**fields))
 
@@ -100,3 +103,12 @@ def test_caches_are_zeros_of_the_fixed_layout() -> None:
             assert not tensor.any()
     caches[0].k_BPKH.fill_(1.0)
     assert not caches[0].v_BPKH.any()
+
+
+def test_keys_that_are_values_are_stored_once() -> None:
+    latents = decoder(CacheEntry(num_heads=1, head_dim=8, is_key_value=True))
+    assert block_bytes(latents, 16) == 3 * 16 * 8 * 4
+    keys, values = allocate_caches(latents, num_blocks=5, block_size=16)[0]
+    assert keys.shape == (5, 16, 1, 8)
+    keys.copy_(torch.rand(keys.shape))
+    assert torch.equal(values, keys)
