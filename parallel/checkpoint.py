@@ -1,6 +1,7 @@
 """Loads the weights of one rank from a Hugging Face folder of safetensors files, reading only the slices it holds.
 
 Which slices those are is said by the layers (shard.py), what their tensors are called by the family (families/).
+Matrices that are stored packed (quantization/) are unpacked on the way.
 A file is mapped, never read whole, and mapped anew after a few slices: the pages that were touched would else count as
 memory of this process until the last of them.
 """
@@ -8,7 +9,7 @@ memory of this process until the last of them.
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from parallel.families.layout import Location
 from parallel.families.registry import describe_model, family_of
 from parallel.kernels.base import Kernels
 from parallel.mesh import Mesh
+from parallel.quantization.fp8 import Fp8TilePacking
+from parallel.quantization.mxfp4 import Mxfp4Packing
+from parallel.quantization.packing import Packing, Stored
 from parallel.shard import Piece
 
 SINGLE_FILE = "model.safetensors"
@@ -37,7 +41,12 @@ STORED_DTYPES: Mapping[str, torch.dtype] = {
 }
 """Dtypes that weights may be stored in, by their names in safetensors."""
 
+PACKINGS: Sequence[Packing] = (Mxfp4Packing(), Fp8TilePacking())
+"""Ways to store a matrix in fewer bits, known by the tensors that they have beside or in place of its own."""
+
 _BATCH_ELEMENTS = 1 << 25
+_UNPACKED_ELEMENTS = 1 << 22
+"""At once: while it is unpacked a weight takes several times the memory that it is kept in."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +73,7 @@ def load_decoder(
         kernels: the operations that the decoder will call.
         expert_parallel: divide experts over the tensor-parallel ranks, each whole; else a part of every one to each.
         max_context: serve contexts no longer than this; None: what the config says.
-        progress: called with the fraction of this rank's bytes read so far, from the calling thread; ends with 1.0.
+        progress: called with the fraction of this rank's weights read so far, from the calling thread; ends with 1.0.
 
     Raises:
         ModelError: one of its kinds; the message names the file and the field or tensor.
@@ -90,15 +99,17 @@ def load_weights(decoder: Decoder, folder: Path, *, progress: Progress | None = 
         CheckpointError: a file is missing or corrupt, or a tensor is missing or has the wrong shape or dtype.
     """
     reads_by_file = _plan_reads(decoder, folder)
-    total = sum(_check_file(file, reads) for file, reads in reads_by_file.items())
-    done = 0
+    _check(reads_by_file)
+    total = sum(read.num_elements for reads in reads_by_file.values() for read in reads)
+    done = num_bytes = 0
     for file, batch in _batches(reads_by_file):
         with open_tensors(file) as tensors:
             for read in batch:
-                done += read.copy(tensors)
+                num_bytes += read.copy(tensors)
+                done += read.num_elements
                 if progress is not None:
                     progress(done / total)
-    return done
+    return num_bytes
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
@@ -154,16 +165,62 @@ class _Read:
             target = self.target.narrow(target_dim, start - self.start, stop - start)
             yield replace(self, start=start, stop=stop, target=target)
 
+    def stored(self, file: Path) -> Iterator[tuple[Path, Stored]]:
+        """What is read, and where; `file` holds the tensor of this name."""
+        yield file, Stored(self.name, self.shape, tuple(STORED_DTYPES))
+
     def copy(self, tensors: Any) -> int:
         """Fill the target from an open file; return the bytes that were read."""
-        index = (*[slice(None)] * self.dim, slice(self.start, self.stop))
-        if self.expert is not None:
-            index = (slice(self.expert, self.expert + 1), *index)
-        weights: Tensor = tensors.get_slice(self.name)[index]  # a view into the mapped file: nothing is read yet
-        if self.expert is not None:
-            weights = weights.squeeze(0)
+        stored = _StoredSlice(tensors, self.name, self.expert)
+        weights = stored[*[slice(None)] * self.dim, slice(self.start, self.stop)]
         self.target.copy_(weights.t() if self.is_transposed else weights)
-        return weights.numel() * weights.element_size()
+        return stored.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PackedRead(_Read):
+    """The same of a matrix that is stored packed: shape and dim are those of the matrix in the decoder."""
+
+    packing: Packing
+    values: Stored
+    scales: Stored
+    scales_file: Path | None
+    """None: beside the values."""
+
+    def stored(self, file: Path) -> Iterator[tuple[Path, Stored]]:
+        """Values and scales."""
+        yield file, self.values
+        yield self.scales_file or file, self.scales
+
+    def copy(self, tensors: Any) -> int:
+        """Fill the target, unpacked; return the bytes that were read."""
+        with nullcontext(tensors) if self.scales_file is None else open_tensors(self.scales_file) as others:
+            values = _StoredSlice(tensors, self.values.name, self.expert)
+            scales = _StoredSlice(others, self.scales.name, self.expert)
+            for part in self.cut(_UNPACKED_ELEMENTS):
+                rows, columns = map(range, self.shape)
+                if part.dim == 0:
+                    rows = range(part.start, part.stop)
+                else:
+                    columns = range(part.start, part.stop)
+                part.target.copy_(self.packing.read(values, scales, rows, columns))
+        return values.num_bytes + scales.num_bytes
+
+
+class _StoredSlice:
+    """A stored tensor, or the part of one expert of it, of which what is asked for is read."""
+
+    def __init__(self, tensors: Any, name: str, expert: int | None) -> None:
+        self._slice = tensors.get_slice(name)
+        self._experts = () if expert is None else (slice(expert, expert + 1),)
+        self.num_bytes = 0
+        """Read so far."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """A view into the mapped file."""
+        part: Tensor = self._slice[*self._experts, *index]
+        self.num_bytes += part.nbytes
+        return part.squeeze(0) if self._experts else part
 
 
 def _limit_context(description: DecoderDescription, max_context: int) -> DecoderDescription:
@@ -184,11 +241,55 @@ def _plan_reads(decoder: Decoder, folder: Path) -> dict[Path, list[_Read]]:
                 names = [read.name, *family.other_names(read.name)]
                 if description.tie_embeddings and piece.source == "embedding.weight":
                     names.append(family.tensor_name("head.weight"))  # some writers keep this one of two names
-                name = next((name for name in names if name in files), None)
-                if name is None:
-                    raise CheckpointError(f"{folder} has no tensor {read.name}; expected with shape {list(read.shape)}")
-                reads_by_file.setdefault(files[name], []).append(replace(read, name=name))
+                file, found = _find(read, names, files, folder)
+                reads_by_file.setdefault(file, []).append(found)
     return reads_by_file
+
+
+def _find(read: _Read, names: Sequence[str], files: Mapping[str, Path], folder: Path) -> tuple[Path, _Read]:
+    """The same read, as the checkpoint has its tensor under one of these names."""
+    for name in names:
+        packed = _find_packed(read, name, files, folder)
+        if packed is not None:
+            return packed
+        if name in files:
+            return files[name], replace(read, name=name)
+    raise _missing(read.name, read.shape, folder)
+
+
+def _find_packed(read: _Read, name: str, files: Mapping[str, Path], folder: Path) -> tuple[Path, _Read] | None:
+    """The same read of a matrix that is packed under this name; None: it is not, or not a matrix."""
+    num_leading = 0 if read.expert is None else 1
+    if len(read.shape) != num_leading + 2:
+        return None
+    num_rows, num_columns = read.shape[:-3:-1] if read.is_transposed else read.shape[-2:]
+    for packing in PACKINGS:
+        tensors = packing.stored(name, (num_rows, num_columns))
+        if not any(stored.name in files for stored in tensors if stored.name != name):
+            continue
+        values, scales = (stored._replace(shape=(*read.shape[:num_leading], *stored.shape)) for stored in tensors)
+        for stored in (values, scales):
+            if stored.name not in files:
+                raise _missing(stored.name, stored.shape, folder)
+        file, scales_file = files[values.name], files[scales.name]
+        return file, _PackedRead(
+            name=values.name,
+            shape=(num_rows, num_columns),
+            dim=1 - read.dim if read.is_transposed else read.dim,
+            start=read.start,
+            stop=read.stop,
+            target=read.target,
+            expert=read.expert,
+            packing=packing,
+            values=values,
+            scales=scales,
+            scales_file=None if scales_file == file else scales_file,
+        )
+    return None
+
+
+def _missing(name: str, shape: tuple[int, ...], folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder} has no tensor {name}; expected with shape {list(shape)}")
 
 
 def _reads(piece: Piece, location: Location, target: Tensor) -> Iterator[_Read]:
@@ -234,27 +335,32 @@ def _batches(reads_by_file: Mapping[Path, Sequence[_Read]]) -> Iterator[tuple[Pa
         yield file, batch
 
 
-def _check_file(file: Path, reads: Sequence[_Read]) -> int:
-    """Compare the file's header with what is expected of it; return how many bytes will be read."""
-    num_bytes = 0
+def _check(reads_by_file: Mapping[Path, Sequence[_Read]]) -> None:
+    """Compare the headers of all files with what is expected of them."""
+    expected: dict[Path, list[Stored]] = {}
+    for file, reads in reads_by_file.items():
+        for read in reads:
+            for place, stored in read.stored(file):
+                expected.setdefault(place, []).append(stored)
+    for file, tensors in expected.items():
+        _check_file(file, tensors)
+
+
+def _check_file(file: Path, expected: Sequence[Stored]) -> None:
     with open_tensors(file) as tensors:
         present = set(tensors.keys())
-        for read in reads:
-            expected = list(read.shape)
-            if read.name not in present:
-                raise CheckpointError(f"{file} has no tensor {read.name}; expected there with shape {expected}")
-            stored = tensors.get_slice(read.name)
-            if stored.get_shape() != expected:
+        for name, shape, dtypes in expected:
+            if name not in present:
+                raise CheckpointError(f"{file} has no tensor {name}; expected there with shape {list(shape)}")
+            stored = tensors.get_slice(name)
+            if stored.get_shape() != list(shape):
                 raise CheckpointError(
-                    f"{file}: tensor {read.name} has shape {stored.get_shape()}; expected {expected}, from config.json"
+                    f"{file}: tensor {name} has shape {stored.get_shape()}; expected {list(shape)}, from config.json"
                 )
-            dtype = STORED_DTYPES.get(stored.get_dtype())
-            if dtype is None:
+            if stored.get_dtype() not in dtypes:
                 raise CheckpointError(
-                    f"{file}: tensor {read.name} has dtype {stored.get_dtype()}; allowed: {', '.join(STORED_DTYPES)}"
+                    f"{file}: tensor {name} has dtype {stored.get_dtype()}; allowed: {', '.join(dtypes)}"
                 )
-            num_bytes += read.num_elements * dtype.itemsize
-    return num_bytes
 
 
 def _read_index(file: Path) -> dict[str, Path]:

@@ -11,14 +11,12 @@ TILE_SIZE = 128
 class Fp8TilePacking:
     """`name` itself in eight bits, and beside it `name`_scale_inv, which its tiles are multiplied with."""
 
-    name = "fp8 in tiles"
-
     def stored(self, name: str, shape: tuple[int, int]) -> tuple[Stored, Stored]:
         """See `Packing`. The last tiles are cut off where the matrix ends."""
         num_row_tiles, num_column_tiles = (-(-size // TILE_SIZE) for size in shape)
         return (
-            Stored(name, shape, "F8_E4M3"),
-            Stored(f"{name}_scale_inv", (num_row_tiles, num_column_tiles), "F32"),
+            Stored(name, shape, ("F8_E4M3",)),
+            Stored(f"{name}_scale_inv", (num_row_tiles, num_column_tiles), ("F32",)),
         )
 
     def read(self, values: Slice, scales: Slice, rows: range, columns: range) -> Tensor:

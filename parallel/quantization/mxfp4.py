@@ -24,15 +24,13 @@ _SCALES[255] = torch.nan
 class Mxfp4Packing:
     """Beside `name`: `name`_blocks and `name`_scales."""
 
-    name = "mxfp4"
-
     def stored(self, name: str, shape: tuple[int, int]) -> tuple[Stored, Stored]:
         """See `Packing`. The last block of a row is whole whatever the number of columns."""
         num_rows, num_columns = shape
         num_blocks = -(-num_columns // BLOCK_SIZE)
         return (
-            Stored(f"{name}_blocks", (num_rows, num_blocks, BLOCK_SIZE // 2), "U8"),
-            Stored(f"{name}_scales", (num_rows, num_blocks), "U8"),
+            Stored(f"{name}_blocks", (num_rows, num_blocks, BLOCK_SIZE // 2), ("U8",)),
+            Stored(f"{name}_scales", (num_rows, num_blocks), ("U8",)),
         )
 
     def read(self, values: Slice, scales: Slice, rows: range, columns: range) -> Tensor:

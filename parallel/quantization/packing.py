@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class Stored(NamedTuple):
-    """A tensor that a packing has in the checkpoint."""
+    """A tensor that the checkpoint must have."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
-    """Its name in safetensors."""
+    dtypes: tuple[str, ...]
+    """Allowed, by their names in safetensors."""
 
 
 class Slice(Protocol):
@@ -27,9 +27,6 @@ class Slice(Protocol):
 
 class Packing(Protocol):
     """One way to store matrices."""
-
-    name: str
-    """For messages."""
 
     def stored(self, name: str, shape: tuple[int, int]) -> tuple[Stored, Stored]:
         """Values and scales of a matrix [rows, columns] that would have this name if it were not packed."""
