@@ -145,7 +145,21 @@ def _derive_head_dim(fields: Fields) -> int:
     return hidden_size // num_heads
 
 
-def _refuse_quantized(fields: Fields) -> None:
+def accept_packing(fields: Fields, method: str, **options: object) -> Fields:
+    """The config as of a model with plain weights, where those that it says are packed are unpacked at loading.
+
+    Raises UnsupportedModelError when they are packed by another method, or with other options.
+    """
+    if "quantization_config" not in fields:
+        return fields
+    packing = fields.nested("quantization_config")
+    if packing.text("quant_method", "unknown") != method:
+        _refuse_quantized(fields, f"{method!r}, or weights not quantized")
+    refuse_other(packing, **options)
+    return fields.without("quantization_config")
+
+
+def _refuse_quantized(fields: Fields, supported: str = "weights not quantized") -> None:
     if "quantization_config" in fields:
         method = fields.nested("quantization_config").text("quant_method", "unknown")
-        raise UnsupportedModelError(f"quantization_config has method {method!r}; supported: weights not quantized")
+        raise UnsupportedModelError(f"quantization_config has method {method!r}; supported: {supported}")

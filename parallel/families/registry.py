@@ -10,6 +10,7 @@ from parallel.families.baichuan import BAICHUAN
 from parallel.families.bloom import BLOOM
 from parallel.families.cohere import COHERE
 from parallel.families.cohere2 import COHERE2
+from parallel.families.deepseek_v3 import DEEPSEEK_V3
 from parallel.families.falcon import FALCON
 from parallel.families.family import Family
 from parallel.families.fields import Fields, read_json_object
@@ -19,6 +20,7 @@ from parallel.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from parallel.families.glm4 import GLM4
 from parallel.families.gpt2 import GPT2
 from parallel.families.gpt_neox import GPT_NEOX
+from parallel.families.gpt_oss import GPT_OSS
 from parallel.families.gptj import GPTJ
 from parallel.families.granite import GRANITE
 from parallel.families.internlm2 import INTERNLM2
@@ -67,6 +69,8 @@ _ALL = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    DEEPSEEK_V3,
+    GPT_OSS,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

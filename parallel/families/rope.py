@@ -113,9 +113,9 @@ def _read_yarn(rope: Fields, max_positions: int, original_context: int) -> YarnS
     if attention_factor is None:
         mscale, mscale_all_dim = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
         if mscale and mscale_all_dim:
-            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+            attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
         else:
-            attention_factor = _yarn_mscale(factor, 1.0)
+            attention_factor = yarn_mscale(factor, 1.0)
     return YarnScaling(
         factor=factor,
         original_context=original_context,
@@ -126,7 +126,7 @@ def _read_yarn(rope: Fields, max_positions: int, original_context: int) -> YarnS
     )
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
     """How much longer queries and keys become: arXiv:2309.00071, equation 22."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from helpers import packed_models
 from parallel.families.registry import FAMILIES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,7 +47,9 @@ def render(test_ids: Sequence[str]) -> str:
     for name in sorted(FAMILIES):
         tps, pps = (sorted({shape[axis] for shape in shapes.get(name, ())}) for axis in (0, 1))
         eps = sorted(expert_parallel.get(name, ()))
-        columns = [f"`{name}`", _join(tps), _join(eps), _join(pps), "no", _join(options.get(name, [])), _note(name)]
+        packed = [option for option in options.get(name, ()) if f"{name}-{option}" in packed_models.NAMES]
+        others = [option for option in options.get(name, ()) if option not in packed]
+        columns = [f"`{name}`", _join(tps), _join(eps), _join(pps), _join(packed), _join(others), _note(name)]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
 

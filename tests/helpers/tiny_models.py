@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from helpers import converted_models
+from helpers import converted_models, packed_models
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -171,6 +171,18 @@ _MOE: dict[str, Any] = {
     "shared_expert_intermediate_size": 40,
 }
 
+_LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 _MOE_CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral"},
     "mixtral-window": {"model_type": "mixtral", "sliding_window": 12, "num_experts_per_tok": 1},
@@ -196,6 +208,33 @@ _MOE_CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": True,
     },
+    "deepseek_v3": {"model_type": "deepseek_v3", **_LATENTS, "first_k_dense_replace": 1},
+    "deepseek_v3-plain-queries": {
+        "model_type": "deepseek_v3",
+        **_LATENTS,
+        "q_lora_rank": None,
+        "attention_bias": True,
+        "rope_interleave": False,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7),
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 12,
+        "sliding_window": 12,
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=8.0, truncate=False),
+    },
+    "gpt_oss-no-bias": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "attention_bias": False,
+        "swiglu_limit": 1.0,
+        **_SLIDING_TWICE,
+        "sliding_window": 10,
+        **_rope("default"),
+    },
 }
 """Their experts have other sizes than their MLPs."""
 
@@ -203,8 +242,23 @@ _ORIGINALS: dict[str, dict[str, Any]] = {
     "llama-grouped": {"model_type": "llama"},
     "llama-grouped-bias": {"model_type": "llama", "attention_bias": True},
     "llama-multi-head": {"model_type": "llama", "num_key_value_heads": 4},
+    "gpt_oss-blocks": {
+        "model_type": "gpt_oss",
+        "intermediate_size": 96,
+        "head_dim": 8,
+        "sliding_window": 12,
+        **_rope("default"),
+    },
+    "deepseek_v3-tiles": {
+        "model_type": "deepseek_v3",
+        **_LATENTS,
+        "kv_lora_rank": 24,
+        "hidden_size": 144,
+        "intermediate_size": 272,
+        "first_k_dense_replace": 1,
+    },
 }
-"""What helpers/converted_models.py makes other models from."""
+"""What helpers/converted_models.py and helpers/packed_models.py make other models from."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """One plain model of each family."""
@@ -215,7 +269,7 @@ NAMES = tuple(_CONFIGS)
 DENSE_NAMES = (*_DENSE_CONFIGS, *converted_models.NAMES)
 """Models of the other dense families: named by the family, then what is special."""
 
-MOE_NAMES = tuple(_MOE_CONFIGS)
+MOE_NAMES = (*_MOE_CONFIGS, *packed_models.NAMES)
 """Models with experts, named likewise."""
 
 
@@ -228,6 +282,9 @@ def tiny_model(name: str) -> Path:
     folder = _root() / name
     if name in converted_models.NAMES:
         converted_models.write(name, tiny_model(converted_models.original_of(name)), folder)
+        return folder
+    if name in packed_models.NAMES:
+        packed_models.write(name, tiny_model(packed_models.original_of(name)), folder)
         return folder
     config = transformers.AutoConfig.for_model(**_values(name))
     torch.manual_seed(0)
@@ -255,6 +312,8 @@ def load_original(folder: Path) -> Any:
     if folder.name in converted_models.NAMES:
         original = tiny_model(converted_models.original_of(folder.name))
         return converted_models.load_original(folder.name, load_original.__wrapped__(original))
+    if folder.name in packed_models.NAMES:
+        folder = packed_models.plain_folder(folder)
     transformers.utils.logging.disable_progress_bar()
     # eager attention adds Falcon's ALiBi twice: in the scores and in the mask
     attention = "sdpa" if folder.name == "falcon-old-alibi" else "eager"
@@ -288,6 +347,9 @@ def _randomize(model: torch.nn.Module) -> None:
         gain = 2.0 if is_table else 6.0 if module in _OUTPUTS else 1.5
         is_transposed = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
         parameter.normal_(0.0, gain / parameter.shape[0 if is_transposed else 1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.2)
 
 
 _OUTPUTS = ("o_proj", "down_proj", "out_proj", "c_proj", "dense", "dense_4h_to_h", "fc2", "fc_out")
