@@ -48,7 +48,8 @@ def write_random_model(
 
     Args:
         folder: new or empty.
-        config: a Hugging Face config with at least model_type and the sizes; its dtype is replaced.
+        config: a Hugging Face config with at least model_type and the sizes; its dtype is replaced, its quantization
+            left out.
         seed: of the weights.
         dtype: of the weights.
         tokenizer: a folder whose tokenizer files are copied; the ids of its special tokens fill those that
@@ -189,7 +190,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
 
 
 def _complete_config(config: Mapping[str, Any], special_ids: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    complete = {key: value for key, value in config.items() if key != "dtype"}
+    complete = {key: value for key, value in config.items() if key not in ("dtype", "quantization_config")}
     complete |= special_ids
     complete["torch_dtype"] = next(name for name, value in DTYPES.items() if value is dtype)
     words = config["model_type"].split("_")

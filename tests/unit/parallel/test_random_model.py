@@ -68,11 +68,20 @@ def test_transformers_finds_every_tensor_of_other_layouts(tmp_path: Path, family
     assert 0.5 < logits.std() < 8.0
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8},
+    "qwen2_moe": {"num_experts": 8},
+    "qwen3_moe": {"num_experts": 8},
+    "deepseek_v3": {"n_routed_experts": 16, "num_key_value_heads": 8, "kv_lora_rank": 40, "first_k_dense_replace": 1},
+    "gpt_oss": {"num_local_experts": 8, "head_dim": 8, "quantization_config": {"quant_method": "mxfp4"}},
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
 def test_transformers_finds_every_expert(tmp_path: Path, family: str) -> None:
     sizes = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}
-    experts = {"num_local_experts": 8} if family == "mixtral" else {"num_experts": 8, "num_experts_per_tok": 2}
-    write_random_model(tmp_path, _config(family, **sizes, **experts), 0, torch.float32)
+    config = _config(family, num_experts_per_tok=2, **sizes) | EXPERTS[family]
+    write_random_model(tmp_path, config, 0, torch.float32)
 
     model, info = transformers_model(tmp_path)
     with torch.inference_mode():
