@@ -24,6 +24,11 @@ def describe(fields: Fields) -> DecoderDescription:
     """Read a DeepSeek V3 config. Layers past num_hidden_layers, which predict further tokens, are left unread."""
     fields = accept_packing(fields, "fp8", fmt="e4m3", weight_block_size=[128, 128])
     refuse_other(fields, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    return with_experts(describe_latents(fields), _read_experts(fields))
+
+
+def describe_latents(fields: Fields) -> DecoderDescription:
+    """Read everything but the experts, which DeepSeek V2 has alike."""
     latent = LatentKV(
         query_rank=fields.nullable_integer("q_lora_rank", 1536),
         rank=fields.integer("kv_lora_rank", 512),
@@ -40,7 +45,7 @@ def describe(fields: Fields) -> DecoderDescription:
     )
     description = describe_common(sizes, rope=rope)
     attention_bias = fields.boolean("attention_bias", False)
-    description = replace(
+    return replace(
         description,
         latent_kv=latent,
         num_kv_heads=1,
@@ -49,7 +54,6 @@ def describe(fields: Fields) -> DecoderDescription:
         qkv_bias=attention_bias,
         output_bias=attention_bias,
     )
-    return with_experts(description, _read_experts(fields))
 
 
 def _read_experts(fields: Fields) -> MoeDescription:
@@ -86,7 +90,7 @@ def _heads_of_latents(description: DecoderDescription) -> Fusion:
     return Fusion(num_groups=description.num_heads, part_rows=rows)
 
 
-_MODULE_NAMES = {
+LATENT_NAMES = {
     **LLAMA_MODULE_NAMES,
     **QWEN_EXPERT_NAMES,
     "mlp.router.choice_bias": "mlp.gate.e_score_correction_bias",
@@ -101,9 +105,6 @@ _MODULE_NAMES = {
     "attention.q_up": "self_attn.q_b_proj",
 }
 
-DEEPSEEK_V3 = Family(
-    model_type="deepseek_v3",
-    describe=describe,
-    module_names=_MODULE_NAMES,
-    fusions={"self_attn.kv_b_proj": _heads_of_latents},
-)
+LATENT_FUSIONS = {"self_attn.kv_b_proj": _heads_of_latents}
+
+DEEPSEEK_V3 = Family(model_type="deepseek_v3", describe=describe, module_names=LATENT_NAMES, fusions=LATENT_FUSIONS)

@@ -10,6 +10,7 @@ from parallel.families.baichuan import BAICHUAN
 from parallel.families.bloom import BLOOM
 from parallel.families.cohere import COHERE
 from parallel.families.cohere2 import COHERE2
+from parallel.families.deepseek_v2 import DEEPSEEK_V2
 from parallel.families.deepseek_v3 import DEEPSEEK_V3
 from parallel.families.falcon import FALCON
 from parallel.families.family import Family
@@ -69,6 +70,7 @@ _ALL = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,
 )

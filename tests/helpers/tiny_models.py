@@ -220,6 +220,14 @@ _MOE_CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         **_rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7),
     },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **_LATENTS,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.7),
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         "head_dim": 12,

@@ -27,7 +27,8 @@ def _describe(model_type: str, **values: Any) -> DecoderDescription:
 
 @pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"gemma3"}))
 def test_sizes_alone_make_a_model(model_type: str) -> None:
-    description = _describe(model_type, **({"rotary_dim": 8} if model_type == "gptj" else {}))
+    required = {"gptj": {"rotary_dim": 8}, "deepseek_v2": {"num_experts_per_tok": 6}}
+    description = _describe(model_type, **required.get(model_type, {}))
     assert description.family == model_type
     assert (description.num_layers, description.num_heads, description.hidden_size) == (4, 8, 64)
 

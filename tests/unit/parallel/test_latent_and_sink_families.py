@@ -1,4 +1,4 @@
-"""DeepSeek V3 and gpt-oss configs as they are published become descriptions; what is not supported is refused."""
+"""DeepSeek and gpt-oss configs as they are published become descriptions; what is not supported is refused."""
 
 from typing import Any
 
@@ -128,6 +128,21 @@ def test_published_deepseek_v3_is_read() -> None:
     )
 
 
+def test_experts_of_deepseek_v2_lite_are_read() -> None:
+    experts = {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+    routing = {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False, "n_group": 1}
+    changes = {"model_type": "deepseek_v2", "first_k_dense_replace": 1, "quantization_config": None}
+    description = _describe(DEEPSEEK_V3, **changes, **experts, **routing, routed_scaling_factor=1.0)
+    assert description.latent_kv == _describe(DEEPSEEK_V3).latent_kv
+    assert description.moe == MoeDescription(
+        num_experts=64,
+        num_chosen=6,
+        intermediate_size=1408,
+        shared_intermediate_size=2816,
+        dense_layers=frozenset({0}),
+    )
+
+
 def test_published_gpt_oss_is_read() -> None:
     description = _describe(GPT_OSS)
     assert description.has_attention_sinks
@@ -174,6 +189,11 @@ def test_queries_need_no_latent() -> None:
     [
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported in this family: 'sigmoid'"),
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method is 'greedy'; supported in this family: 'noaux_tc'"),
+        (
+            DEEPSEEK_V3 | {"model_type": "deepseek_v2"},
+            {"topk_method": "group_limited_greedy"},
+            "topk_method is 'group_limited_greedy'; supported in this family: 'greedy'",
+        ),
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq is 2; supported in this family: 1"),
         (
             DEEPSEEK_V3,
