@@ -1,0 +1,176 @@
+"""Decides how many replicas a model should have, from what was observed of it lately.
+
+Pure: observations and the time in, a number and its reason out. Who observes, and who starts and drains groups, is
+the controller. Every observation asks for a number of replicas; the wanted number follows once all observations of a
+delay agree, so that neither a burst nor a lull of a few seconds moves it:
+
+    up    when the least that any observation of the last `upscale_delay_s` asks for is more than what is wanted
+    down  when the most that any observation of the last `downscale_delay_s` asks for is less
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.errors import ClusterConfigError
+
+_MIN_FINISHED = 20
+"""Requests that must have finished before the share that was on time means something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalerConfig:
+    """When a model gets more or fewer replicas."""
+
+    min_replicas: int = 1
+    """0: none at all while nobody asks; the first request then waits for one."""
+    max_replicas: int = 1
+    target_requests: float = 32.0
+    """Requests, running and waiting, that each replica should have."""
+    target_kv_usage: float = 0.8
+    """Share of the KV blocks that should be in use, above 0 and at most 1."""
+    target_goodput: float = 0.95
+    """Share of the finished requests that should have met both latency targets; 0: latency does not count."""
+    window_s: float = 30.0
+    """An observation asks for what the mean of so long a time needs."""
+    upscale_delay_s: float = 15.0
+    downscale_delay_s: float = 300.0
+    idle_s: float = 900.0
+    """Time without any request before the last replica goes, where `min_replicas` is 0."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_replicas <= self.max_replicas or self.max_replicas < 1:
+            raise ClusterConfigError(
+                f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; "
+                "allowed: 0 <= min_replicas <= max_replicas, and max_replicas at least 1"
+            )
+        for name in ("target_kv_usage", "target_goodput"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ClusterConfigError(f"{name} is {getattr(self, name)}; allowed: 0 to 1")
+        for name in ("target_requests", "target_kv_usage", "window_s"):
+            if not getattr(self, name) > 0:
+                raise ClusterConfigError(f"{name} is {getattr(self, name)}; allowed: more than 0")
+        for name in ("upscale_delay_s", "downscale_delay_s", "idle_s"):
+            if not getattr(self, name) >= 0:
+                raise ClusterConfigError(f"{name} is {getattr(self, name)}; allowed: 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One look at a model: what its READY replicas and its routers have now, and what ended since the look before."""
+
+    time_s: float
+    """Of the clock that `decide` is given."""
+    num_ready: int
+    num_running: int
+    num_waiting: int
+    """In the queues of replicas and routers, those held because there is no replica included."""
+    kv_usage: float
+    """Mean over the READY replicas, 0 to 1."""
+    num_finished: int
+    num_on_time: int
+    """Of those finished: within the targets of both TTFT and TPOT."""
+
+    @property
+    def num_requests(self) -> int:
+        """All that are here."""
+        return self.num_running + self.num_waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """How many replicas there should be."""
+
+    replicas: int
+    reason: str
+    """For the log and `weft status`; empty when nothing changes."""
+
+
+class Autoscaler:
+    """Holds the rules of one model; `decide` is a pure function of its arguments."""
+
+    def __init__(self, config: AutoscalerConfig) -> None:
+        self._config = config
+
+    @property
+    def horizon_s(self) -> float:
+        """Observations older than this are never looked at."""
+        config = self._config
+        return max(config.upscale_delay_s, config.downscale_delay_s, config.idle_s) + config.window_s
+
+    def decide(self, observations: Sequence[Observation], wanted: int, now_s: float) -> Decision:
+        """What follows from these observations, oldest first, where `wanted` replicas are wanted now.
+
+        A delay counts only when the observations reach back so far: after a restart nothing shrinks too early.
+        """
+        config = self._config
+        if not config.min_replicas <= wanted <= config.max_replicas:
+            bounded = min(max(wanted, config.min_replicas), config.max_replicas)
+            return Decision(replicas=bounded, reason=f"{wanted} is out of bounds")
+        if not observations:
+            return Decision(replicas=wanted, reason="")
+        latest = observations[-1]
+        if wanted == 0:
+            if latest.num_requests:
+                return Decision(replicas=1, reason=f"{latest.num_requests} requests wait for the first replica")
+            return Decision(replicas=0, reason="")
+        asked = list(self._asked(observations))
+        least = min(_since(asked, now_s - config.upscale_delay_s), key=_replicas, default=None)
+        if least is not None and least.replicas > wanted and _reaches(observations, now_s - config.upscale_delay_s):
+            return least
+        most = max(_since(asked, now_s - config.downscale_delay_s), key=_replicas, default=None)
+        if most is not None and most.replicas < wanted and _reaches(observations, now_s - config.downscale_delay_s):
+            return most
+        if config.min_replicas == 0 and wanted == 1 and self._is_idle(observations, now_s):
+            return Decision(replicas=0, reason=f"no request for {config.idle_s:g} s")
+        return Decision(replicas=wanted, reason="")
+
+    def _asked(self, observations: Sequence[Observation]) -> Iterable[tuple[float, Decision]]:
+        """What each observation asks for, with the window before it."""
+        window: deque[Observation] = deque()
+        for observation in observations:
+            window.append(observation)
+            while window[0].time_s <= observation.time_s - self._config.window_s:
+                window.popleft()
+            yield observation.time_s, self._ask(window)
+
+    def _ask(self, window: deque[Observation]) -> Decision:
+        config, latest = self._config, window[-1]
+        requests = sum(each.num_requests for each in window) / len(window)
+        asked = Decision(
+            replicas=math.ceil(requests / config.target_requests),
+            reason=f"{requests:.1f} requests at {config.target_requests:g} a replica",
+        )
+        usage = sum(each.kv_usage for each in window) / len(window)
+        by_cache = math.ceil(round(latest.num_ready * usage / config.target_kv_usage, 6))
+        if by_cache > asked.replicas:
+            asked = Decision(replicas=by_cache, reason=f"{usage:.0%} of the KV blocks in use")
+        # requests that were served by fewer or more replicas tell nothing of those that are here now
+        same = [each for each in window if each.num_ready == latest.num_ready]
+        finished, on_time = sum(each.num_finished for each in same), sum(each.num_on_time for each in same)
+        if finished >= _MIN_FINISHED and on_time < config.target_goodput * finished:
+            share = on_time / finished
+            by_latency = latest.num_ready + math.ceil(latest.num_ready * (config.target_goodput - share))
+            if by_latency > asked.replicas:
+                asked = Decision(replicas=by_latency, reason=f"{share:.0%} of the requests on time")
+        return Decision(
+            replicas=min(max(asked.replicas, config.min_replicas, 1), config.max_replicas), reason=asked.reason
+        )
+
+    def _is_idle(self, observations: Sequence[Observation], now_s: float) -> bool:
+        since_s = now_s - self._config.idle_s
+        is_quiet = not any(each.num_requests or each.num_finished for each in observations if each.time_s > since_s)
+        return is_quiet and _reaches(observations, since_s)
+
+
+def _replicas(decision: Decision) -> int:
+    return decision.replicas
+
+
+def _since(asked: Iterable[tuple[float, Decision]], time_s: float) -> Iterable[Decision]:
+    return (decision for asked_s, decision in asked if asked_s >= time_s)
+
+
+def _reaches(observations: Sequence[Observation], time_s: float) -> bool:
+    return observations[0].time_s <= time_s

@@ -1,0 +1,194 @@
+"""The autoscaler in virtual time: delays, bounds, reasons, zero, and a day of a real service."""
+
+import gzip
+import json
+import math
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.autoscaler import Autoscaler, AutoscalerConfig, Decision, Observation
+from cluster.errors import ClusterConfigError
+
+TRACE = Path(__file__).parents[4] / "shared" / "traces" / "servegen_m_small_clients.jsonl.gz"
+CONFIG = AutoscalerConfig(min_replicas=1, max_replicas=8, target_requests=10, window_s=10, idle_s=60)
+
+
+def look(
+    time_s: float, *, ready: int = 1, running: int = 0, waiting: int = 0, kv: float = 0.0, on_time: str = "0/0"
+) -> Observation:
+    num_on_time, num_finished = (int(part) for part in on_time.split("/"))
+    return Observation(
+        time_s=time_s,
+        num_ready=ready,
+        num_running=running,
+        num_waiting=waiting,
+        kv_usage=kv,
+        num_finished=num_finished,
+        num_on_time=num_on_time,
+    )
+
+
+def decide(observations: list[Observation], wanted: int, config: AutoscalerConfig = CONFIG) -> Decision:
+    return Autoscaler(config).decide(observations, wanted, observations[-1].time_s)
+
+
+def test_load_scales_up_after_the_delay_and_says_why() -> None:
+    busy = [look(time_s, running=20, waiting=5) for time_s in range(16)]
+    assert decide(busy[:15], 1).replicas == 1
+    assert decide(busy, 1) == Decision(replicas=3, reason="25.0 requests at 10 a replica")
+
+
+def test_a_burst_shorter_than_the_delay_moves_nothing() -> None:
+    burst = [look(time_s, running=50 if 20 <= time_s < 25 else 5) for time_s in range(40)]
+    for stop in range(1, 41):
+        assert decide(burst[:stop], 1).replicas == 1
+
+
+def test_a_lull_shorter_than_the_delay_moves_nothing_and_a_longer_one_does() -> None:
+    lull = [look(time_s, ready=3, running=28 if time_s < 50 else 2) for time_s in range(400)]
+    assert decide(lull[:340], 3).replicas == 3
+    assert decide(lull, 3).replicas == 1
+
+
+def test_nothing_shrinks_before_the_observations_reach_back_far_enough() -> None:
+    assert decide([look(time_s, ready=3) for time_s in range(200)], 3).replicas == 3
+
+
+def test_full_kv_blocks_scale_up() -> None:
+    full = [look(time_s, ready=2, running=4, kv=0.95) for time_s in range(30)]
+    assert decide(full, 2) == Decision(replicas=3, reason="95% of the KV blocks in use")
+
+
+def test_missed_latency_targets_scale_up_by_what_is_missed() -> None:
+    late = [look(time_s, ready=4, running=4, on_time="3/6") for time_s in range(30)]
+    assert decide(late, 4) == Decision(replicas=6, reason="50% of the requests on time")
+    assert decide(late, 4, replace(CONFIG, target_goodput=0.0)).replicas == 4
+
+
+def test_requests_of_an_older_number_of_replicas_do_not_count() -> None:
+    """Else the requests that were late before a replica came would ask for one more, and one more."""
+    late = [look(time_s, ready=4, running=4, on_time="0/6") for time_s in range(30)]
+    grown = [look(30 + time_s, ready=8, running=4, on_time="6/6") for time_s in range(4)]
+    config = replace(CONFIG, upscale_delay_s=0.0, max_replicas=64)
+    assert decide(late, 4, config).replicas == 8
+    assert decide(late + grown, 8, config).replicas == 8
+
+
+def test_few_requests_prove_nothing() -> None:
+    assert decide([look(time_s, on_time="0/1") for time_s in range(16)], 1).replicas == 1
+
+
+def test_zero_and_back() -> None:
+    config = replace(CONFIG, min_replicas=0, downscale_delay_s=20)
+    quiet = [look(0, running=1), *[look(time_s) for time_s in range(1, 62)]]
+    assert decide(quiet[:60], 1, config).replicas == 1
+    assert decide(quiet, 1, config) == Decision(replicas=0, reason="no request for 60 s")
+    assert decide([*quiet, look(62, ready=0)], 0, config).replicas == 0
+    held = decide([*quiet, look(62, ready=0, waiting=1)], 0, config)
+    assert held == Decision(replicas=1, reason="1 requests wait for the first replica")
+    assert decide(quiet, 1, replace(config, min_replicas=1)).replicas == 1
+
+
+def test_bounds_hold_at_once() -> None:
+    assert decide([look(0)], 20).replicas == 8
+    assert decide([look(0)], 0).replicas == 1
+    assert decide([look(time_s, running=10_000) for time_s in range(40)], 1).replicas == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3 and max_replicas 2"),
+        ({"min_replicas": -1}, "min_replicas is -1"),
+        ({"target_kv_usage": 0.0}, "target_kv_usage is 0.0; allowed: more than 0"),
+        ({"target_goodput": 1.5}, "target_goodput is 1.5; allowed: 0 to 1"),
+        ({"upscale_delay_s": -1.0}, "upscale_delay_s is -1.0; allowed: 0 or more"),
+        ({"target_requests": math.nan}, "target_requests is nan"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ClusterConfigError, match=message):
+        AutoscalerConfig(**changes)  # type: ignore[arg-type]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    loads=st.lists(st.integers(0, 200), min_size=1, max_size=60),
+    wanted=st.integers(0, 20),
+    min_replicas=st.integers(0, 3),
+)
+def test_any_load_keeps_the_bounds_and_a_steady_one_settles(loads: list[int], wanted: int, min_replicas: int) -> None:
+    config = replace(CONFIG, min_replicas=min_replicas, downscale_delay_s=30, idle_s=40)
+    autoscaler = Autoscaler(config)
+    seen: list[Observation] = []
+    changes = []
+    for time_s, load in enumerate(loads + [loads[-1]] * 120):
+        seen.append(look(time_s, ready=wanted, running=load))
+        decision = autoscaler.decide(seen, wanted, time_s)
+        assert min_replicas <= decision.replicas <= config.max_replicas
+        assert (decision.replicas != wanted) == bool(decision.reason)
+        if decision.replicas != wanted:
+            changes.append(time_s)
+            wanted = decision.replicas
+    steady = min(max(math.ceil(loads[-1] / 10), min_replicas), 8)
+    assert wanted == steady
+    assert not changes or changes[-1] < len(loads) + 110
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="../shared/traces is absent")
+def test_a_day_of_a_real_service_is_served_with_far_fewer_replica_hours() -> None:
+    """Replicas take a minute to start; hardly a request waits, at part of the cost of always having enough."""
+    rates = day_of_arrivals()
+    peak, service_s, capacity = max(rates), 6.0, 10
+    scale = 40 * capacity / service_s / peak  # the busiest moment needs some 40 replicas
+    config = AutoscalerConfig(min_replicas=2, max_replicas=64, target_requests=0.7 * capacity)
+    autoscaler, step_s = Autoscaler(config), 10
+    seen: deque[Observation] = deque()
+    wanted, starting, ready, waiting = 30, deque[int](), 30, 0.0
+    replica_s = late = total = 0.0
+    num_changes = 0
+    for time_s in range(0, 24 * 3600, step_s):
+        while starting and starting[0] <= time_s:
+            starting.popleft()
+            ready += 1
+        arriving = rates[time_s // 600] * scale * step_s
+        served = min(waiting + arriving, ready * capacity * step_s / service_s)
+        waiting += arriving - served
+        total += arriving
+        late += min(arriving, waiting)
+        running = served * service_s / step_s
+        seen.append(
+            look(time_s, ready=ready, running=round(running), waiting=round(waiting), kv=running / capacity / ready)
+        )
+        while seen[0].time_s < time_s - autoscaler.horizon_s - step_s:
+            seen.popleft()
+        decision = autoscaler.decide(list(seen), wanted, time_s)
+        num_changes += decision.replicas != wanted
+        starting.extend([time_s + 60] * (decision.replicas - wanted))
+        for _ in range(wanted - decision.replicas):
+            if starting:
+                starting.pop()
+            else:
+                ready -= 1
+        wanted = decision.replicas
+        replica_s += (ready + len(starting)) * step_s
+    most = max(math.ceil(rate * scale * service_s / (0.7 * capacity)) for rate in rates)
+    assert late < 0.01 * total
+    assert replica_s < 0.75 * most * 24 * 3600
+    assert num_changes < 24 * 12
+
+
+def day_of_arrivals() -> list[float]:
+    """Requests per second of all clients together, for each of the 144 windows of ten minutes."""
+    rates = [0.0] * 144
+    with gzip.open(TRACE, "rt") as lines:
+        for line in lines:
+            for start_s, rate, *_ in json.loads(line)["windows"]:
+                if start_s < 24 * 3600:
+                    rates[int(start_s) // 600] += rate
+    return rates
