@@ -10,8 +10,9 @@ import sys
 import uvloop
 
 from router.app import BoundAddresses, run_router
-from router.config import PolicyName, RouterConfig, StaticModel
+from router.config import LinkConfig, PolicyName, RouterConfig, StaticModel
 from router.errors import RouterConfigError, RouterError
+from router.tls import TlsFiles
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,6 +61,15 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", type=PolicyName, choices=list(PolicyName), default=PolicyName.PREFIX_AFFINITY, metavar="POLICY",
         help=f"one of {', '.join(PolicyName)} (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument("--api-keys", metavar="FILE", help="API keys (see docs/security.md); default: none are needed")
+    for prefix, what in (
+        ("tls", "the gRPC and HTTP listeners"),
+        ("inner-tls", "connections to controller and replicas"),
+    ):
+        parser.add_argument(f"--{prefix}-cert", metavar="PEM", help=f"certificate chain of {what}")
+        parser.add_argument(f"--{prefix}-key", metavar="PEM", help="its key")
+        parser.add_argument(f"--{prefix}-ca", metavar="PEM", help="authorities that the other side must come from")
+    parser.add_argument("--inner-tls-name", metavar="NAME", help="name in the certificates of the other side")
     parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="for requests in flight at the end")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser
@@ -74,9 +84,22 @@ def _config(options: argparse.Namespace) -> RouterConfig:
         grpc_port=options.port,
         http_port=None if options.http_port == -1 else options.http_port,
         metrics_port=None if options.metrics_port == -1 else options.metrics_port,
+        api_keys=options.api_keys,
+        tls=_tls(options.tls_cert, options.tls_key, options.tls_ca),
+        link=LinkConfig(
+            tls=_tls(options.inner_tls_cert, options.inner_tls_key, options.inner_tls_ca, options.inner_tls_name)
+        ),
         policy=options.policy,
         grace_s=options.grace,
     )
+
+
+def _tls(cert: str | None, key: str | None, ca: str | None, name: str | None = None) -> TlsFiles | None:
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None:
+        raise RouterConfigError("TLS has a certificate or a key only; allowed: both")
+    return TlsFiles(cert_file=cert, key_file=key, ca_file=ca, server_name=name)
 
 
 def _static_model(text: str) -> StaticModel:

@@ -5,10 +5,12 @@ import logging
 import math
 import random
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,9 +20,11 @@ from router.config import RouterConfig
 from router.directory import Directory
 from router.dispatch import Dispatcher
 from router.errors import RouterConfigError
+from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
 from router.openai import create_app
 from router.server import GrpcListener
+from router.tls import TlsFiles
 from router.tokenizer import ModelTokenizer
 from router.tokenizer_pool import Tokenizer, TokenizerPool
 
@@ -64,6 +68,7 @@ async def run_router(
         pool = TokenizerPool(load_tokenizer, num_threads=config.tokenizer_threads)
         stack.callback(pool.close)
         dispatcher = Dispatcher(config, directory=directory, admission=admission, pool=pool, metrics=metrics, rng=rng)
+        keys = None if config.api_keys is None else KeyRing(Path(config.api_keys), time.monotonic)
         metrics_address = None
         if config.metrics_port is not None:
             listener = MetricsListener(metrics, config.host, config.metrics_port)
@@ -75,14 +80,20 @@ async def run_router(
                 dispatcher,
                 max_body_bytes=config.max_message_bytes,
                 ready=lambda: directory.is_ready and not stop.is_set(),
+                keys=keys,
             )
-            http = _HttpListener(app, host=config.host, port=config.http_port, grace_s=config.grace_s)
+            http = _HttpListener(app, host=config.host, port=config.http_port, grace_s=config.grace_s, tls=config.tls)
             stack.callback(http.close)
         grpc = GrpcListener(
-            dispatcher, host=config.host, port=config.grpc_port, max_message_bytes=config.max_message_bytes
+            dispatcher,
+            host=config.host,
+            port=config.grpc_port,
+            max_message_bytes=config.max_message_bytes,
+            tls=config.tls,
+            keys=keys,
         )
         addresses = BoundAddresses(grpc=grpc.address, http=http.address if http else None, metrics=metrics_address)
-        async with _serving(grpc, http, directory, changed, grace_s=config.grace_s):
+        async with _serving(grpc, http, directory, changed, keys=keys, grace_s=config.grace_s):
             logger.info("router %s serves %s", config.router_id, addresses)
             on_ready(addresses)
             await stop.wait()
@@ -91,12 +102,19 @@ async def run_router(
 
 @asynccontextmanager
 async def _serving(
-    grpc: GrpcListener, http: "_HttpListener | None", directory: Directory, changed: asyncio.Event, *, grace_s: float
+    grpc: GrpcListener,
+    http: "_HttpListener | None",
+    directory: Directory,
+    changed: asyncio.Event,
+    *,
+    keys: KeyRing | None,
+    grace_s: float,
 ) -> AsyncIterator[None]:
     """Follow the replicas and serve for the length of the block; then stop in the order in which nobody is cut off."""
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(directory.run(), name="directory")
         showing = tasks.create_task(_show_readiness(directory, changed, grpc), name="readiness")
+        reloading = tasks.create_task(keys.follow(), name="keys") if keys else None
         await grpc.start()
         serving = tasks.create_task(http.serve(), name="http") if http else None
         try:
@@ -112,6 +130,8 @@ async def _serving(
             if serving is not None:
                 await asyncio.wait((serving,))
             following.cancel()
+            if reloading is not None:
+                reloading.cancel()
 
 
 async def _show_readiness(directory: Directory, changed: asyncio.Event, grpc: GrpcListener) -> None:
@@ -124,8 +144,8 @@ async def _show_readiness(directory: Directory, changed: asyncio.Event, grpc: Gr
 class _HttpListener:
     """uvicorn in our event loop, on a socket that is bound before anything starts."""
 
-    def __init__(self, app: Starlette, *, host: str, port: int, grace_s: float) -> None:
-        """Bind. Raises RouterConfigError when the port is taken."""
+    def __init__(self, app: Starlette, *, host: str, port: int, grace_s: float, tls: TlsFiles | None) -> None:
+        """Bind. Raises RouterConfigError when the port is taken or a TLS file cannot be read."""
         self._socket = _bind(host, port)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self.has_started = asyncio.Event()
@@ -139,6 +159,10 @@ class _HttpListener:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=math.ceil(grace_s),
+            ssl_certfile=tls.cert_file if tls else None,
+            ssl_keyfile=tls.key_file if tls else None,
+            ssl_ca_certs=tls.ca_file if tls else None,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.ca_file else ssl.CERT_NONE,
         )
         self._server = _QuietServer(settings, self.has_started)
 

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from weft.v1 import inference_pb2 as pb
 
+from router.keys import Tenant
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
@@ -33,6 +35,8 @@ class GenerateCall:
     """Empty: the dispatcher makes one."""
     timeout_s: float | None = None
     """Time left to the client's deadline."""
+    tenant: Tenant | None = None
+    """Whose API key came with it; None: none is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ from router.client_values import (
     Prompt,
     ServerError,
     TokenLogprobs,
+    UnauthenticatedError,
     UnavailableError,
     Usage,
     generate_request,
@@ -66,6 +67,7 @@ __all__ = [
     "OverloadedError",
     "ServerError",
     "TokenLogprobs",
+    "UnauthenticatedError",
     "UnavailableError",
     "Usage",
 ]
@@ -85,15 +87,28 @@ _READY_POLL_S = 0.1
 class Client:
     """A connection to a router. Safe to use from several threads at once."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        timeout_s: float | None = None,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
         """Connect lazily: an address where nobody listens shows at the first call.
 
         Args:
             target: host:port of the router's gRPC listener.
             timeout_s: deadline of each call that names none; None: none.
+            api_key: sent with every call; None: none.
+            credentials: for TLS, from `grpc.ssl_channel_credentials`; None: plain text.
         """
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._metadata = _metadata(api_key)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
         self._stub = InferenceStub(self._channel)
 
     def close(self) -> None:
@@ -126,7 +141,7 @@ class Client:
             ClientError: one of its subclasses.
         """
         request = generate_request(prompt, messages, options)
-        call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s))
+        call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=self._metadata)
         try:
             with _typed_errors():
                 for response in call:
@@ -153,18 +168,20 @@ class Client:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
         request = tokenize_request(prompt, model, add_special_tokens)
         with _typed_errors():
-            return tuple(self._stub.Tokenize(request, timeout=self._timeout_s).token_ids)
+            return tuple(self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         with _typed_errors():
-            return self._stub.Detokenize(request, timeout=self._timeout_s).text
+            return self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata).text
 
     def models(self) -> list[ModelInfo]:
         """Return the models that the cluster serves."""
         with _typed_errors():
-            return to_models(self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
+            return to_models(
+                self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
+            )
 
     def wait_ready(self, timeout_s: float, *, model: str = "", replicas: int = 1) -> None:
         """Wait until so many replicas of the model take requests; of any model, where none is named.
@@ -176,7 +193,9 @@ class Client:
         while (left_s := deadline - time.monotonic()) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
             with suppress(UnavailableError, DeadlineError), _typed_errors():
-                response = self._stub.ListModels(pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True)
+                response = self._stub.ListModels(
+                    pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True, metadata=self._metadata
+                )
                 if _is_ready(to_models(response), model, replicas):
                     return
             time.sleep(min(_READY_POLL_S, max(deadline - time.monotonic(), 0)))
@@ -186,10 +205,21 @@ class Client:
 class AsyncClient:
     """A connection to a router for asyncio; create and use it on one event loop."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        timeout_s: float | None = None,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
         """Connect lazily; see Client."""
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._metadata = _metadata(api_key)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
         self._stub = InferenceStub(self._channel)
 
     async def close(self) -> None:
@@ -213,7 +243,7 @@ class AsyncClient:
     ) -> AsyncGenerator[Delta, None]:
         """Stream a generation; see Client.generate. Leaving the loop, or cancelling its task, cancels the call."""
         request = generate_request(prompt, messages, options)
-        call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s))
+        call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=self._metadata)
         try:
             with _typed_errors():
                 async for response in call:
@@ -242,18 +272,22 @@ class AsyncClient:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
         request = tokenize_request(prompt, model, add_special_tokens)
         with _typed_errors():
-            return tuple((await self._stub.Tokenize(request, timeout=self._timeout_s)).token_ids)
+            return tuple(
+                (await self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata)).token_ids
+            )
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         with _typed_errors():
-            return (await self._stub.Detokenize(request, timeout=self._timeout_s)).text
+            return (await self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)).text
 
     async def models(self) -> list[ModelInfo]:
         """Return the models that the cluster serves."""
         with _typed_errors():
-            return to_models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
+            return to_models(
+                await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
+            )
 
     async def wait_ready(self, timeout_s: float, *, model: str = "", replicas: int = 1) -> None:
         """Wait until so many replicas of the model take requests; see Client.wait_ready."""
@@ -261,11 +295,17 @@ class AsyncClient:
         while (left_s := deadline - time.monotonic()) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
             with suppress(UnavailableError, DeadlineError), _typed_errors():
-                response = await self._stub.ListModels(pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True)
+                response = await self._stub.ListModels(
+                    pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True, metadata=self._metadata
+                )
                 if _is_ready(to_models(response), model, replicas):
                     return
             await asyncio.sleep(min(_READY_POLL_S, max(deadline - time.monotonic(), 0)))
         raise _not_ready(timeout_s, model, replicas)
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
+    return None if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 ClientError                    any other status; `code` has it
 ├── BadRequestError            INVALID_ARGUMENT     the message says what was seen and what is allowed; also
 │                                                   RESOURCE_EXHAUSTED for a message that is too large
+├── UnauthenticatedError       UNAUTHENTICATED      no API key, or one that the router does not know
 ├── NotFoundError              NOT_FOUND            unknown model
-├── OverloadedError            RESOURCE_EXHAUSTED   the router is full; try again after `retry_after_s`
+├── OverloadedError            RESOURCE_EXHAUSTED   the router is full, or a key's rate used up; see `retry_after_s`
 ├── UnavailableError           UNAVAILABLE          no router there, or no replica is ready
 ├── DeadlineError              DEADLINE_EXCEEDED    `timeout_s` passed
 ├── CallCancelledError         CANCELLED            the router, or closing the client, ended the call
@@ -39,12 +40,16 @@ class BadRequestError(ClientError):
     """The request cannot be served as it is; the message says what was seen and what is allowed."""
 
 
+class UnauthenticatedError(ClientError):
+    """The router wants an API key, and this call had none that it knows."""
+
+
 class NotFoundError(ClientError):
     """No such model."""
 
 
 class OverloadedError(ClientError):
-    """The router is full; try again after `retry_after_s`."""
+    """The router is full, or the API key has used its rate; try again after `retry_after_s`."""
 
 
 class UnavailableError(ClientError):
@@ -65,6 +70,7 @@ class ServerError(ClientError):
 
 _ERRORS: Mapping[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: BadRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from router.errors import RouterConfigError
+from router.tls import TlsFiles
 
 
 class PolicyName(StrEnum):
@@ -78,6 +79,8 @@ class LinkConfig:
     backoff_s: float = 0.05
     """Wait before the second dial; doubles with each failure, and half of it is random."""
     max_backoff_s: float = 2.0
+    tls: TlsFiles | None = None
+    """Of the cluster's inner connections; None: they are not encrypted."""
 
     def __post_init__(self) -> None:
         _at_least("connect_timeout_s", self.connect_timeout_s, 0)
@@ -130,6 +133,10 @@ class RouterConfig:
     """OpenAI-compatible HTTP; None: off."""
     metrics_port: int | None = 9464
     """Prometheus; None: off."""
+    tls: TlsFiles | None = None
+    """Of the gRPC and HTTP listeners; None: plain text."""
+    api_keys: str | None = None
+    """File of the API keys (keys.py); None: everybody may ask."""
     policy: PolicyName = PolicyName.PREFIX_AFFINITY
     max_message_bytes: int = 4 << 20
     """A larger message from a client is refused."""

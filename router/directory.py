@@ -20,6 +20,7 @@ from router.policy import Policy, ReplicaView
 from router.prefix_index import PrefixIndex, ReplicaId
 from router.prefix_policy import make_policy
 from router.replica import Endpoint, ReplicaLink
+from router.tls import connect
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +248,7 @@ class Directory:
         num_failures = 0
         while True:
             try:
-                async with grpc.aio.insecure_channel(address, options=_CONTROL_OPTIONS) as channel:
+                async with connect(address, link.tls, _CONTROL_OPTIONS) as channel:
                     request = control_pb2.WatchReplicasRequest(router_id=self._config.router_id)
                     async for response in ControlStub(channel).WatchReplicas(request):
                         num_failures = 0

@@ -58,14 +58,20 @@ class Dispatcher:
         try:
             route = self._directory.resolve(call.model)
             meter.model = route.name
+            if call.tenant is not None:
+                call.tenant.admit()
             with self._admission.enter() as place:
                 request = await _until(deadline_s, self._prepare(call, route, deadline_s))
+                if call.tenant is not None:
+                    call.tenant.spend(len(request.prompt_token_ids))
                 await place.start(deadline_s)
                 flight = self._flight(request, route)
                 try:
                     while not outcome:
                         delta = await flight.next()
                         meter.receive(len(delta.token_ids))
+                        if call.tenant is not None:
+                            call.tenant.spend(len(delta.token_ids))
                         if delta.finished is not None:
                             outcome = _OUTCOMES.get(delta.finished.reason, "stop")
                         yield delta
@@ -136,7 +142,7 @@ class Dispatcher:
             prompt_token_ids=token_ids,
             sampling=sampling,
             priority=call.priority,
-            cache_salt=call.cache_salt,
+            cache_salt=call.cache_salt if call.tenant is None else call.tenant.salted(call.cache_salt),
             deadline_s=deadline_s,
         )
 

@@ -2,8 +2,10 @@
 
 RouterError
 ├── InvalidRequestError      INVALID_ARGUMENT     400   says what was seen and what is allowed
+├── UnauthenticatedError     UNAUTHENTICATED      401   no API key, or one that is not known
 ├── ModelNotFoundError       NOT_FOUND            404   lists the models served
 ├── OverloadedError          RESOURCE_EXHAUSTED   429   the admission queue is full; has a retry hint
+│   └── RateLimitedError                                an API key has used its rate
 ├── NoReplicaError           UNAVAILABLE          503   no replica is ready for the model
 ├── DeadlineError            DEADLINE_EXCEEDED    504   the client's deadline passed
 ├── ReplicaFailedError       INTERNAL             500   replicas failed, and so did the retries elsewhere
@@ -35,6 +37,13 @@ class InvalidRequestError(RouterError):
         """The request field at fault, where there is one; the OpenAI front names it `param`."""
 
 
+class UnauthenticatedError(RouterError):
+    """The request has no API key, or one that is not known."""
+
+    code = StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
 class ModelNotFoundError(RouterError):
     """No such model; the message lists those served."""
 
@@ -51,6 +60,10 @@ class OverloadedError(RouterError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitedError(OverloadedError):
+    """An API key has used its rate of requests or tokens."""
 
 
 class NoReplicaError(RouterError):

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.call import Dispatch, GenerateDelta
 from router.errors import ModelNotFoundError, RouterError
+from router.keys import KeyRing, Tenant
 from router.openai_render import (
     ChatRenderer,
     CompletionRenderer,
@@ -55,7 +57,11 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def create_app(
-    dispatch: Dispatch, *, max_body_bytes: int = 4 << 20, ready: Callable[[], bool] | None = None
+    dispatch: Dispatch,
+    *,
+    max_body_bytes: int = 4 << 20,
+    ready: Callable[[], bool] | None = None,
+    keys: KeyRing | None = None,
 ) -> Starlette:
     """Build the HTTP front.
 
@@ -63,8 +69,9 @@ def create_app(
         dispatch: serves the calls.
         max_body_bytes: a longer request body is refused.
         ready: whether /ready says yes; None: when some model has a replica that takes requests.
+        keys: who may ask under /v1; None: everybody.
     """
-    front = _Front(dispatch, max_body_bytes=max_body_bytes, ready=ready)
+    front = _Front(dispatch, max_body_bytes=max_body_bytes, ready=ready, keys=keys)
     return Starlette(
         routes=[
             Route("/v1/models", front.list_models),
@@ -87,26 +94,38 @@ def create_app(
 class _Front:
     """The endpoints."""
 
-    def __init__(self, dispatch: Dispatch, *, max_body_bytes: int, ready: Callable[[], bool] | None) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        *,
+        max_body_bytes: int,
+        ready: Callable[[], bool] | None,
+        keys: KeyRing | None,
+    ) -> None:
         self._dispatch = dispatch
+        self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._ready = ready if ready is not None else self._has_ready_replica
         self._names = TokenNames(dispatch)
         self._started_at = int(time.time())
 
     async def complete(self, request: Request) -> "_Exchange":
+        tenant = self._identify(request)
         body = await _read_body(request, self._max_body_bytes)
-        return self._exchange(parse_request(body, CompletionRequest), CompletionRenderer)
+        return self._exchange(parse_request(body, CompletionRequest), CompletionRenderer, tenant)
 
     async def chat(self, request: Request) -> "_Exchange":
+        tenant = self._identify(request)
         body = await _read_body(request, self._max_body_bytes)
-        return self._exchange(parse_request(body, ChatCompletionRequest), ChatRenderer)
+        return self._exchange(parse_request(body, ChatCompletionRequest), ChatRenderer, tenant)
 
     async def list_models(self, request: Request) -> Response:
+        self._identify(request)
         cards = [render_model(card, self._started_at) for card in self._dispatch.list_models()]
         return _json({"object": "list", "data": cards})
 
     async def get_model(self, request: Request) -> Response:
+        self._identify(request)
         name = request.path_params["model"]
         cards = {card.name: card for card in self._dispatch.list_models()}
         if name not in cards:
@@ -126,9 +145,15 @@ class _Front:
         except PackageNotFoundError:  # run from a source tree
             return _json({"version": "unknown"})
 
-    def _exchange(self, asked: CompletionRequest | ChatCompletionRequest, kind: type[Renderer]) -> "_Exchange":
+    def _identify(self, request: Request) -> Tenant | None:
+        """Who asks. Raises UnauthenticatedError where keys are needed and this one is none."""
+        return None if self._keys is None else self._keys.identify(request.headers.get("authorization"))
+
+    def _exchange(
+        self, asked: CompletionRequest | ChatCompletionRequest, kind: type[Renderer], tenant: Tenant | None
+    ) -> "_Exchange":
         response_id = kind.id_prefix + uuid.uuid4().hex
-        calls = asked.calls(response_id)
+        calls = tuple(replace(call, tenant=tenant) for call in asked.calls(response_id))
         renderer = kind(
             calls,
             response_id=response_id,

@@ -13,7 +13,13 @@ from typing import Any
 from weft.v1 import inference_pb2 as pb
 
 from router.call import Dispatch, GenerateCall, GenerateDelta, ModelCard
-from router.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, RouterError
+from router.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    RouterError,
+    UnauthenticatedError,
+)
 
 Json = dict[str, Any]
 
@@ -281,6 +287,8 @@ def render_error(error: RouterError) -> Json:
         field, code = "model", "model_not_found"
     elif isinstance(error, OverloadedError):
         code = "rate_limit_exceeded"
+    elif isinstance(error, UnauthenticatedError):
+        code = "invalid_api_key"
     return error_body(str(error), error.http_status, param=field, code=code)
 
 

@@ -25,6 +25,7 @@ from router.errors import ProtocolError
 from router.inbox import Inbox
 from router.load import LoadEstimate
 from router.prefix_index import PrefixIndex, ReplicaId
+from router.tls import connect
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ class ReplicaLink:
         """Serve one connection to its end; return why it ended."""
         try:
             async with (
-                grpc.aio.insecure_channel(self.endpoint.address, options=CHANNEL_OPTIONS) as channel,
+                connect(self.endpoint.address, self._config.tls, CHANNEL_OPTIONS) as channel,
                 asyncio.TaskGroup() as tasks,
             ):
                 call: _Call = ReplicaStub(channel).Connect()

@@ -6,6 +6,7 @@ A thin transcoder: it turns wire messages into calls, deltas into wire messages,
 import logging
 from collections.abc import Awaitable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -17,6 +18,8 @@ from weft.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_
 from router.call import ChatMessage, Dispatch
 from router.convert import chat_messages, generate_call, generate_response
 from router.errors import InvalidRequestError, OverloadedError, RouterConfigError, RouterError
+from router.keys import KeyRing, Tenant
+from router.tls import TlsFiles, bind
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +34,17 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServer(InferenceServicer):
     """Serves weft.v1.Inference."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, keys: KeyRing | None) -> None:
         self._dispatch = dispatch
+        self._keys = keys
 
     async def Generate(  # type: ignore[override] # noqa: N802 - the stubs know no handler that writes to its context
         self, request: pb.GenerateRequest, context: _Context
     ) -> None:
         """Stream the deltas of one call; a client that cancels, or its deadline, cancels this task and so the call."""
         try:
-            call = generate_call(request, timeout_s=context.time_remaining())
+            tenant = self._identify(context)
+            call = replace(generate_call(request, timeout_s=context.time_remaining()), tenant=tenant)
             async with aclosing(self._dispatch.generate(call)) as deltas:
                 async for delta in deltas:
                     await context.write(generate_response(delta))
@@ -52,9 +57,10 @@ class InferenceServer(InferenceServicer):
         self, request: pb.TokenizeRequest, context: _Context
     ) -> pb.TokenizeResponse:
         """Return the token ids of a prompt."""
-        return await _answer(context, self._tokenize(request))
+        return await _answer(context, self._tokenize(request, context))
 
-    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    async def _tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
+        self._identify(context)
         prompt: str | tuple[ChatMessage, ...]
         match request.WhichOneof("prompt"):
             case "text":
@@ -75,9 +81,10 @@ class InferenceServer(InferenceServicer):
         context: _Context,
     ) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
-        return await _answer(context, self._detokenize(request))
+        return await _answer(context, self._detokenize(request, context))
 
-    async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+    async def _detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
+        self._identify(context)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         text = await self._dispatch.detokenize(request.model, tuple(request.token_ids), skip_special_tokens=skip)
         return pb.DetokenizeResponse(text=text)
@@ -88,6 +95,10 @@ class InferenceServer(InferenceServicer):
         context: _Context,
     ) -> pb.ListModelsResponse:
         """Return the models served now."""
+        return await _answer(context, self._list_models(context))
+
+    async def _list_models(self, context: _Context) -> pb.ListModelsResponse:
+        self._identify(context)
         return pb.ListModelsResponse(
             models=[
                 pb.Model(
@@ -100,18 +111,37 @@ class InferenceServer(InferenceServicer):
             ]
         )
 
+    def _identify(self, context: _Context) -> Tenant | None:
+        """Who asks. Raises UnauthenticatedError where keys are needed and this one is none."""
+        if self._keys is None:
+            return None
+        metadata = dict(context.invocation_metadata() or ())
+        authorization = metadata.get("authorization")
+        return self._keys.identify(authorization if isinstance(authorization, str) else None)
+
 
 class GrpcListener:
     """A gRPC server with the Inference service, health and reflection."""
 
-    def __init__(self, dispatch: Dispatch, *, host: str, port: int, max_message_bytes: int) -> None:
-        """Bind. Raises RouterConfigError when the port is taken.
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        *,
+        host: str,
+        port: int,
+        max_message_bytes: int,
+        tls: TlsFiles | None = None,
+        keys: KeyRing | None = None,
+    ) -> None:
+        """Bind. Raises RouterConfigError when the port is taken or a TLS file cannot be read.
 
         Args:
             dispatch: serves the calls.
             host: address to bind.
             port: 0 for a free one.
             max_message_bytes: a larger message is refused with RESOURCE_EXHAUSTED.
+            tls: None for plain text.
+            keys: who may ask; health and reflection need no key. None: everybody.
         """
         self._server = grpc.aio.server(
             options=(
@@ -123,13 +153,13 @@ class GrpcListener:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             )
         )
-        add_InferenceServicer_to_server(InferenceServer(dispatch), self._server)
+        add_InferenceServicer_to_server(InferenceServer(dispatch, keys), self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # type: ignore[no-untyped-call]
         names = (READINESS_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = bind(self._server, f"{host}:{port}", tls)
         except RuntimeError as error:
             raise RouterConfigError(f"gRPC cannot listen on {host}:{port}: the port is taken or not ours") from error
         self.address = f"{host}:{bound}"

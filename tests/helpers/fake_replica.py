@@ -15,6 +15,8 @@ from weft.v1 import inference_pb2 as pb
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 
+from router.tls import TlsFiles, bind
+
 EOS = 299
 VOCAB_SIZE = 300
 HASH_KEY = b"fake"
@@ -73,11 +75,13 @@ class FakeReplica(ReplicaServicer):
         block_size: int = 4,
         max_context: int = 512,
         paused: bool = False,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.model = model
         self.block_size = block_size
         self.max_context = max_context
+        self._tls = tls
         self.resident: set[bytes] = set()
         self.submits: list[replica_pb2.Submit] = []
         self.aborts: list[str] = []
@@ -99,7 +103,7 @@ class FakeReplica(ReplicaServicer):
     async def start(self, port: int = 0) -> str:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_ReplicaServicer_to_server(self, self._server)
-        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        bound = bind(self._server, f"127.0.0.1:{port}", self._tls)
         await self._server.start()
         self._engine = asyncio.create_task(self._run())
         self.address = f"127.0.0.1:{bound}"

@@ -81,8 +81,8 @@ class RunningRouter:
             answer.add(response)
         return answer
 
-    async def wait_ready(self, num_replicas: int, model: str = "tiny") -> None:
-        await poll(lambda: self._num_ready(model), num_replicas)
+    async def wait_ready(self, num_replicas: int, model: str = "tiny", timeout_s: float = 10.0) -> None:
+        await poll(lambda: self._num_ready(model), num_replicas, timeout_s)
 
     async def metric(self, name: str, **labels: str) -> float:
         """Return the value of one series; 0 when there is none."""

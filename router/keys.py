@@ -1,0 +1,197 @@
+"""Who may ask, and how much: API keys from a file, with a rate of requests and of tokens for each.
+
+The file holds no key, only the SHA-256 of each; `weft key` makes both. It is read again when it changes:
+
+    keys:
+      - name: alice                  # in metrics and logs
+        sha256: 2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b
+        requests_per_minute: 600     # optional, as are the following
+        tokens_per_minute: 1000000
+        isolate_cache: true          # shares no cached prefix with other keys
+
+Each router counts for itself: behind n routers a key has up to n times its rate. Owned by the event loop.
+"""
+
+import asyncio
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from router.errors import RateLimitedError, RouterConfigError, UnauthenticatedError
+
+logger = logging.getLogger(__name__)
+
+_SCHEME = "bearer "
+_RELOAD_S = 5.0
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One key as the file has it."""
+
+    name: str
+    sha256: str
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    isolate_cache: bool = False
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: list[KeyEntry]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A rate with room for one minute's worth at once; what is spent beyond is owed."""
+
+    per_minute: float
+    level: float
+    filled_s: float
+
+    def wait_s(self, now_s: float) -> float:
+        """Time until something may be taken; 0: now."""
+        self.level = min(max(self.per_minute, 1.0), self.level + (now_s - self.filled_s) * self.per_minute / 60)
+        self.filled_s = now_s
+        return 0.0 if self.level >= 1 else (1 - self.level) * 60 / self.per_minute
+
+    def take(self, amount: float) -> None:
+        """Take this much, whether it is there or not."""
+        self.level -= amount
+
+
+class Tenant:
+    """Who holds a key, and what is left of its rates."""
+
+    def __init__(self, entry: KeyEntry, clock: Callable[[], float]) -> None:
+        self.name = entry.name
+        self.isolate_cache = entry.isolate_cache
+        self._clock = clock
+        self._requests = _bucket(entry.requests_per_minute, clock())
+        self._tokens = _bucket(entry.tokens_per_minute, clock())
+
+    def admit(self) -> None:
+        """Count one request. Raises RateLimitedError, and counts nothing, when either rate is used up."""
+        now_s = self._clock()
+        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            wait_s = 0.0 if bucket is None else bucket.wait_s(now_s)
+            if bucket is not None and wait_s > 0:
+                raise RateLimitedError(
+                    f"key {self.name!r} has used its {what}; allowed: {bucket.per_minute:g} a minute",
+                    retry_after_s=wait_s,
+                )
+        if self._requests is not None:
+            self._requests.take(1)
+
+    def spend(self, num_tokens: int) -> None:
+        """Count tokens of a prompt or of an answer. A request that is under way is never cut off for them."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens)
+
+    def salted(self, cache_salt: str) -> str:
+        """The cache salt of a request of this tenant that asks for `cache_salt`."""
+        return f"{self.name}/{cache_salt}" if self.isolate_cache else cache_salt
+
+    def keep_rates_of(self, before: "Tenant") -> None:
+        """Go on with what was left of the rates that have not changed."""
+        for name in ("_requests", "_tokens"):
+            old, new = getattr(before, name), getattr(self, name)
+            if old is not None and new is not None and old.per_minute == new.per_minute:
+                setattr(self, name, old)
+
+
+class KeyRing:
+    """The known keys. Tells who a client is, and follows the file."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        """Read the file. Raises RouterConfigError when it cannot be read or says something that is not allowed."""
+        self._path = path
+        self._clock = clock
+        self._version = _version(path)
+        self._tenants = self._read()
+
+    def identify(self, authorization: str | None) -> Tenant:
+        """Whose key this is; `authorization` as in the HTTP header or gRPC metadata of this name.
+
+        Raises:
+            UnauthenticatedError: there is none, or it is not known.
+        """
+        if not authorization or authorization[: len(_SCHEME)].lower() != _SCHEME:
+            raise UnauthenticatedError("the request has no API key; allowed: 'authorization: Bearer KEY'")
+        tenant = self._tenants.get(hash_key(authorization[len(_SCHEME) :].strip()))
+        if tenant is None:
+            raise UnauthenticatedError("the API key is not known")
+        return tenant
+
+    async def follow(self) -> None:
+        """Read the file again whenever it changes, for ever. One that is broken is reported, and the old keys stay."""
+        while True:
+            await asyncio.sleep(_RELOAD_S)
+            self.reload()
+
+    def reload(self) -> None:
+        """Read the file if it has changed."""
+        version = _version(self._path)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            tenants = self._read()
+        except RouterConfigError as error:
+            logger.error("the API keys stay as they were: %s", error)
+            return
+        before = {tenant.name: tenant for tenant in self._tenants.values()}
+        for tenant in tenants.values():
+            if tenant.name in before:
+                tenant.keep_rates_of(before[tenant.name])
+        self._tenants = tenants
+        logger.info("%d API keys from %s", len(tenants), self._path)
+
+    def _read(self) -> Mapping[str, Tenant]:
+        try:
+            entries = msgspec.convert(yaml.safe_load(self._path.read_bytes()), _File).keys
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
+            raise RouterConfigError(f"the API keys in {self._path} cannot be read: {error}") from error
+        for entry in entries:
+            _check(entry, self._path)
+        for what in ("name", "sha256"):
+            values = [getattr(entry, what) for entry in entries]
+            twice = next((value for value in values if values.count(value) > 1), None)
+            if twice is not None:
+                raise RouterConfigError(f"{self._path}: {what} {twice!r} appears twice; allowed: once")
+        return {entry.sha256: Tenant(entry, self._clock) for entry in entries}
+
+
+def hash_key(key: str) -> str:
+    """What the file has of a key. Keys are long and random, so a plain hash is enough."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _check(entry: KeyEntry, path: Path) -> None:
+    if not entry.name:
+        raise RouterConfigError(f"{path}: a key has no name")
+    if not _HASH.fullmatch(entry.sha256):
+        raise RouterConfigError(f"{path}: sha256 of {entry.name!r} is no 64 hexadecimal digits in lower case")
+    for field in ("requests_per_minute", "tokens_per_minute"):
+        rate = getattr(entry, field)
+        if rate is not None and not rate > 0:
+            raise RouterConfigError(f"{path}: {field} of {entry.name!r} is {rate}; allowed: more than 0")
+
+
+def _bucket(per_minute: float | None, now_s: float) -> Bucket | None:
+    # a rate below one a minute still has room for one
+    return None if per_minute is None else Bucket(per_minute, max(per_minute, 1.0), now_s)
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Changes with the file; a Kubernetes secret is a link that is swapped, so the link is followed."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino

@@ -1,0 +1,172 @@
+"""API keys: who may ask through both front ends, and how much; the file, its errors, and its changes."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import router_config, running_router
+
+from router.client import AsyncClient, OverloadedError, UnauthenticatedError
+from router.errors import RateLimitedError, RouterConfigError
+from router.errors import UnauthenticatedError as NotKnown
+from router.keys import KeyRing, hash_key
+
+ALICE = "wk-alice"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write(*entries: dict[str, object]) -> Path:
+        path = tmp_path / "keys.yaml"
+        path.write_text(yaml.safe_dump({"keys": [{"name": "alice", "sha256": hash_key(ALICE), **e} for e in entries]}))
+        return path
+
+    return write
+
+
+def ring(path: Path, now_s: list[float] | None = None) -> KeyRing:
+    now_s = now_s or [0.0]
+    return KeyRing(path, lambda: now_s[0])
+
+
+def test_a_known_key_is_found_and_others_are_refused(write: Callable[..., Path]) -> None:
+    keys = ring(write({}))
+    assert keys.identify(f"Bearer {ALICE}").name == "alice"
+    assert keys.identify(f"bearer  {ALICE} ").name == "alice"
+    for authorization in (None, "", ALICE, f"Basic {ALICE}", "Bearer", "Bearer wk-bob", f"Bearer {hash_key(ALICE)}"):
+        with pytest.raises(NotKnown):
+            keys.identify(authorization)
+
+
+def test_requests_and_tokens_are_limited_and_come_back_with_time(write: Callable[..., Path]) -> None:
+    now_s = [100.0]
+    alice = ring(write({"requests_per_minute": 2, "tokens_per_minute": 600}), now_s).identify(f"Bearer {ALICE}")
+    alice.admit()
+    alice.admit()
+    with pytest.raises(RateLimitedError, match="'alice' has used its requests; allowed: 2 a minute") as refused:
+        alice.admit()
+    assert refused.value.retry_after_s == pytest.approx(30)
+    now_s[0] += 30
+    alice.admit()
+    alice.spend(900)
+    now_s[0] += 30
+    with pytest.raises(RateLimitedError, match="its tokens; allowed: 600 a minute") as refused:
+        alice.admit()
+    assert refused.value.retry_after_s == pytest.approx(0.1)  # 900 of 600 taken, 300 came back: one is missing
+    now_s[0] += 0.11
+    alice.admit()
+
+
+def test_a_slow_rate_still_allows_one(write: Callable[..., Path]) -> None:
+    now_s = [0.0]
+    alice = ring(write({"requests_per_minute": 0.5}), now_s).identify(f"Bearer {ALICE}")
+    alice.admit()
+    now_s[0] += 119
+    with pytest.raises(RateLimitedError):
+        alice.admit()
+    now_s[0] += 1.1
+    alice.admit()
+
+
+def test_an_isolated_key_shares_no_prefix(write: Callable[..., Path]) -> None:
+    path = write({"isolate_cache": True}, {"name": "bob", "sha256": hash_key("wk-bob")})
+    assert ring(path).identify(f"Bearer {ALICE}").salted("x") == "alice/x"
+    assert ring(path).identify("Bearer wk-bob").salted("x") == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("keys: [", "cannot be read"),
+        ("key: []", "unknown field|missing required field"),
+        ("keys: [{name: a, sha256: 00}]", "Expected `str`"),
+        ("keys: [{name: a, sha256: abc}]", "sha256 of 'a' is no 64 hexadecimal digits"),
+        (f"keys: [{{name: '', sha256: {hash_key('a')}}}]", "a key has no name"),
+        (f"keys: [{{name: a, sha256: {hash_key('a')}, requests_per_minute: 0}}]", "requests_per_minute of 'a' is 0"),
+        (f"keys: [{{name: a, sha256: {hash_key('a')}, tokens: 1}}]", "unknown field `tokens`"),
+        (
+            f"keys: [{{name: a, sha256: {hash_key('a')}}}, {{name: a, sha256: {hash_key('b')}}}]",
+            "name 'a' appears twice",
+        ),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "keys.yaml").write_text(text)
+    with pytest.raises(RouterConfigError, match=message):
+        ring(tmp_path / "keys.yaml")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RouterConfigError, match="No such file"):
+        ring(tmp_path / "keys.yaml")
+
+
+def test_a_changed_file_is_read_again_and_rates_go_on(
+    write: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ring(write({"requests_per_minute": 1}))
+    keys.identify(f"Bearer {ALICE}").admit()
+    path = write({"requests_per_minute": 1}, {"name": "bob", "sha256": hash_key("wk-bob")})
+    keys.reload()
+    assert keys.identify("Bearer wk-bob").name == "bob"
+    with pytest.raises(RateLimitedError):
+        keys.identify(f"Bearer {ALICE}").admit()
+    path.write_text("keys: [broken")
+    keys.reload()
+    assert "the API keys stay as they were" in caplog.text
+    assert keys.identify("Bearer wk-bob").name == "bob"
+    write({"name": "bob", "sha256": hash_key("wk-bob")})
+    keys.reload()
+    with pytest.raises(NotKnown):
+        keys.identify(f"Bearer {ALICE}")
+
+
+async def test_both_front_ends_want_a_key_and_keep_its_rate(write: Callable[..., Path]) -> None:
+    path = write({"requests_per_minute": 2, "isolate_cache": True})
+    async with FakeReplica("a") as a:
+        config = router_config(a.address, api_keys=str(path), http_port=0)
+        async with (
+            running_router(config) as router,
+            httpx.AsyncClient(base_url=f"http://{router.addresses.http}") as http,
+        ):
+            async with AsyncClient(router.addresses.grpc, api_key=ALICE, timeout_s=10) as client:
+                await client.wait_ready(10)
+                assert (await client.complete("hi", max_tokens=2)).usage.completion_tokens == 2
+                body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
+                known = {"authorization": f"Bearer {ALICE}"}
+                assert (await http.post("/v1/completions", json=body, headers=known)).status_code == 200
+                with pytest.raises(OverloadedError, match="has used its requests") as refused:
+                    await client.complete("hi", max_tokens=2)
+                assert refused.value.retry_after_s is not None
+                answer = await http.post("/v1/completions", json=body, headers=known)
+                assert answer.status_code == 429
+                assert int(answer.headers["retry-after"]) >= 1
+            for key in (None, "wk-bob"):
+                async with AsyncClient(router.addresses.grpc, api_key=key, timeout_s=10) as stranger:
+                    for call in (
+                        stranger.complete("hi"),
+                        stranger.models(),
+                        stranger.tokenize("hi"),
+                        stranger.detokenize([1]),
+                    ):
+                        with pytest.raises(UnauthenticatedError):
+                            await call
+                headers = {} if key is None else {"authorization": f"Bearer {key}"}
+                for response in await asyncio.gather(
+                    http.post("/v1/completions", json=body, headers=headers),
+                    http.post("/v1/chat/completions", json={}, headers=headers),
+                    http.get("/v1/models", headers=headers),
+                    http.get("/v1/models/tiny", headers=headers),
+                ):
+                    assert response.status_code == 401
+                    assert response.json()["error"]["code"] == "invalid_api_key"
+            assert (await http.get("/health")).status_code == 200
+            async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())  # type: ignore[no-untyped-call]
+        assert {submit.cache_salt for submit in a.submits} == {"alice/"}
