@@ -1,6 +1,7 @@
 """Who may ask, and how much: API keys from a file, with a rate of requests and of tokens for each.
 
-The file holds no key, only the SHA-256 of each; `weft key` makes both. It is read again when it changes:
+The file holds no key, only the SHA-256 of each; `python -m router.keys NAME` makes both. It is read again when it
+changes:
 
     keys:
       - name: alice                  # in metrics and logs
@@ -12,10 +13,12 @@ The file holds no key, only the SHA-256 of each; `weft key` makes both. It is re
 Each router counts for itself: behind n routers a key has up to n times its rate. Owned by the event loop.
 """
 
+import argparse
 import asyncio
 import hashlib
 import logging
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,3 +198,17 @@ def _version(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino
+
+
+def main() -> None:
+    """Make a key for a name; print it once, and its entry for the file."""
+    parser = argparse.ArgumentParser(prog="python -m router.keys", description="Make an API key.")
+    parser.add_argument("name", help="whose it is")
+    name = parser.parse_args().name
+    key = f"wk-{secrets.token_urlsafe(32)}"
+    print(f"# the key, shown this once: {key}")
+    print(yaml.safe_dump([{"name": name, "sha256": hash_key(key)}], sort_keys=False), end="")
+
+
+if __name__ == "__main__":
+    main()
