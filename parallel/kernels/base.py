@@ -62,6 +62,9 @@ class AttentionMeta:
                    already in the cache       | this step's tokens (also written to the cache this step)
 
     Sequences of one query token come first: the first `num_decodes` of them are such.
+
+    A step has one for each group of layers (layer_groups.py), and the layers of the groups alternate. All but
+    `block_tables` and `slot_mapping` is the same object in each of them.
     """
 
     query_starts: Tensor
@@ -69,7 +72,8 @@ class AttentionMeta:
     context_lens: Tensor
     """[S] int32, on the device: tokens in the cache after this step."""
     block_tables: Tensor
-    """[S, M] int32, on the device: block ids; entries past the context are 0 and must not be read."""
+    """[S, M] int32, on the device: block ids. What an entry past the context refers to must not be read, nor one whose
+    tokens all lie before the sliding window of each query: that block may be another sequence's by now."""
     slot_mapping: Tensor
     """[T] int64, on the device: block id * block size + offset, where each token's key and value go."""
     num_decodes: int

@@ -92,8 +92,8 @@ class CpuPagedAttention:
     """Computes `Kernels.attention` without a soft cap. Holds the plan of the step in progress: one thread only."""
 
     def __init__(self) -> None:
-        self._meta: AttentionMeta | None = None
-        self._plans: dict[tuple[int | None, bool, torch.Size], _Plan] = {}
+        self._step: Tensor | None = None
+        self._plans: dict[tuple[int, int | None, bool, torch.Size], tuple[AttentionMeta, _Plan]] = {}
         self._workspaces: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
@@ -121,14 +121,13 @@ class CpuPagedAttention:
             _attend_chunk(q_TNH, out_TNH, keys, values, chunk, params.scale)
 
     def _plan(self, cache: LayerCache, meta: AttentionMeta, window: int | None, *, has_decodes: bool = True) -> _Plan:
-        if meta is not self._meta:
-            self._meta = meta
+        if meta.query_starts is not self._step:  # shared by all metas of a step
+            self._step = meta.query_starts
             self._plans.clear()
-        key = (window, has_decodes, cache.k_BPKH.shape)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = _Planner(cache, meta, window, self._workspace).plan(has_decodes=has_decodes)
-        return plan
+        key = (id(meta), window, has_decodes, cache.k_BPKH.shape)
+        if key not in self._plans:  # the meta is kept with its plan, so that no other one gets its id
+            self._plans[key] = meta, _Planner(cache, meta, window, self._workspace).plan(has_decodes=has_decodes)
+        return self._plans[key][1]
 
     def _workspace(self, cache: LayerCache, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Room for the keys and the values of this many tokens, at least."""

@@ -127,10 +127,12 @@ class ReferenceKernels:
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         for sequence, (start, stop) in enumerate(pairwise(meta.query_starts_host)):
             context_len = meta.context_lens_host[sequence]
-            table = meta.block_tables[sequence, : -(-context_len // block_size)]
-            k_CKH = cache.k_BPKH[table].flatten(0, 1)[:context_len]
-            v_CKH = cache.v_BPKH[table].flatten(0, 1)[:context_len]
-            out_TNH[start:stop] = _attend(q_TNH[start:stop], k_CKH, v_CKH, params)
+            first_block = _first_seen(context_len - (stop - start), params) // block_size
+            first_key = first_block * block_size
+            table = meta.block_tables[sequence, first_block : -(-context_len // block_size)]
+            k_CKH = cache.k_BPKH[table].flatten(0, 1)[: context_len - first_key]
+            v_CKH = cache.v_BPKH[table].flatten(0, 1)[: context_len - first_key]
+            out_TNH[start:stop] = _attend(q_TNH[start:stop], k_CKH, v_CKH, first_key, params)
         return out_TNH
 
 
@@ -150,8 +152,13 @@ def _rotate_interleaved(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor
     return torch.cat([pairs.flatten(-2).to(x_TXH.dtype), rest], dim=-1)
 
 
-def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, params: AttentionParams) -> Tensor:
-    """One sequence, whose queries are its last tokens."""
+def _first_seen(query: int, params: AttentionParams) -> int:
+    """The first position that the query at this position sees."""
+    return 0 if params.sliding_window is None else max(0, query - params.sliding_window + 1)
+
+
+def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, first_key: int, params: AttentionParams) -> Tensor:
+    """One sequence, whose queries are its last tokens; its keys are those from position `first_key` on."""
     num_queries, _, head_dim = q_QNH.shape
     num_keys, num_kv_heads, _ = k_CKH.shape
     q_KGQH = q_QNH.float().reshape(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -162,7 +169,8 @@ def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, params: AttentionParams
     if params.soft_cap is not None:
         scores_KGQC = params.soft_cap * torch.tanh(scores_KGQC / params.soft_cap)
     if params.key_bias_NP is not None:
-        scores_KGQC = scores_KGQC + params.key_bias_NP[:, :num_keys].view(num_kv_heads, -1, 1, num_keys)
+        bias_NC = params.key_bias_NP[:, first_key : first_key + num_keys]
+        scores_KGQC = scores_KGQC + bias_NC.unflatten(0, (num_kv_heads, -1)).unsqueeze(2)
     keys = torch.arange(num_keys, device=q_QNH.device)
     queries = keys[num_keys - num_queries :, None]
     is_hidden = keys > queries

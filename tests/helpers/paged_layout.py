@@ -1,7 +1,7 @@
 """Random paged caches: sequences of given lengths in scattered blocks, and the same keys and values densely."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -84,3 +84,13 @@ def meta_of_one(meta: AttentionMeta, row: int) -> AttentionMeta:
         query_starts_host=[0, 1],
         context_lens_host=[context],
     )
+
+
+def without_unseen_blocks(meta: AttentionMeta, window: int, *, block_size: int) -> AttentionMeta:
+    """The same step for a group of layers with a window: entries out of sight lead to block 0, which holds NaN."""
+    tables = meta.block_tables.clone()
+    starts, contexts = meta.query_starts_host, meta.context_lens_host
+    for row, context in enumerate(contexts):
+        first_query = context - (starts[row + 1] - starts[row])
+        tables[row, : max(0, first_query - window + 1) // block_size] = 0
+    return replace(meta, block_tables=tables)

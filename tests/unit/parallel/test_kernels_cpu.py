@@ -6,7 +6,7 @@ reference's at most, so a few units in the last place of the largest value (2**-
 
 import pytest
 import torch
-from helpers.paged_layout import make_layout, meta_of_one
+from helpers.paged_layout import make_layout, meta_of_one, without_unseen_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -120,6 +120,17 @@ def test_one_kernels_object_serves_layers_with_different_windows_and_steps(kerne
             assert_close(
                 kernels.attention(q, cache, meta, params), ReferenceKernels().attention(q, cache, meta, params)
             )
+
+
+@pytest.mark.parametrize("window", [1, 6, 30])
+def test_layers_of_alternating_groups_read_their_own_blocks_within_the_window(kernels: Kernels, window: int) -> None:
+    spans = [(1, 40), (1, 8), (1, 33), (5, 5), (7, 50)]
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
+    sliding = without_unseen_blocks(meta, window, block_size=4)  # block 0 holds NaN
+    for _ in range(2):
+        for own, size in ((meta, None), (sliding, window)):
+            params = AttentionParams(scale=0.25, sliding_window=size)
+            assert_close(kernels.attention(q, cache, own, params), ReferenceKernels().attention(q, cache, meta, params))
 
 
 def test_result_does_not_depend_on_the_other_sequences(kernels: Kernels) -> None:

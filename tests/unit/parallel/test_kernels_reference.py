@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.paged_layout import make_layout
+from helpers.paged_layout import make_layout, without_unseen_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -83,6 +83,26 @@ def test_attention_equals_torch_on_any_layout(
         for i in range(len(spans))
     ]
     torch.testing.assert_close(result, torch.cat(expected), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [1, 4, 9, 40])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_nothing_is_read_of_blocks_before_the_window(window: int, block_size: int) -> None:
+    layout = make_layout(SPANS, num_kv_heads=2, head_dim=8, block_size=block_size)
+    q, bias = _randn(layout.meta.query_starts_host[-1], 4, 8), _randn(4, 64, seed=1)
+    params = AttentionParams(scale=0.3, sliding_window=window, key_bias_NP=bias)
+    meta = without_unseen_blocks(layout.meta, window, block_size=block_size)
+
+    assert not torch.equal(meta.block_tables, layout.meta.block_tables)
+    result = KERNELS.attention(q, layout.cache, meta, params)
+
+    assert torch.equal(result, KERNELS.attention(q, layout.cache, layout.meta, params))
+    assert not result.isnan().any()
+    for own, keys, values in zip((slice(0, 1), slice(1, 2)), layout.keys, layout.values, strict=False):
+        scores = torch.einsum("qnh,cnh->nqc", q[own], keys.repeat_interleave(2, 1)) * 0.3 + bias[:, None, : len(keys)]
+        weights = scores.masked_fill(~_visible(1, len(keys), window), float("-inf")).softmax(-1)
+        expected = torch.einsum("nqc,cnh->qnh", weights, values.repeat_interleave(2, 1))
+        torch.testing.assert_close(result[own], expected, rtol=0, atol=TOLERANCE)
 
 
 def test_soft_cap_bends_the_scores() -> None:
