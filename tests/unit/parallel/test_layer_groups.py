@@ -1,0 +1,76 @@
+"""Layers fall into groups whose blocks have one size, on every stage."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.layer_groups import LayerGroups, group_layers
+from parallel.shard import layer_range
+
+
+def alternate(pattern: str, num_layers: int, window: int) -> list[int | None]:
+    """One window per layer: `s` slides, `f` sees everything."""
+    return [window if pattern[i % len(pattern)] == "s" else None for i in range(num_layers)]
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_layers_of_one_kind_are_one_group(window: int | None, num_stages: int) -> None:
+    groups = group_layers([window] * 32, num_stages=num_stages, max_context=32768)
+    assert groups.windows == (window,)
+    assert set(groups.group_of_layer) == {0}
+    assert groups.num_planes == ((32,) if num_stages == 1 else (11, 11, 10))
+    assert groups.plane_of_layer[:10] == tuple(range(10))
+
+
+def test_window_as_long_as_the_context_is_none() -> None:
+    groups = group_layers([64, None, 64], num_stages=1, max_context=64)
+    assert groups.windows == (None,)
+
+
+@pytest.mark.parametrize(
+    ("name", "windows", "max_context", "expected", "num_planes"),
+    [
+        ("gemma 2, 27b", alternate("sf", 46, 4096), 8192, {None: 1, 4096: 1}, 23),
+        ("gemma 3, 4b", alternate("sssssf", 34, 1024), 131072, {None: 1, 1024: 6}, 5),
+        ("gemma 3, 27b", alternate("sssssf", 62, 1024), 131072, {None: 1, 1024: 6}, 10),
+        ("command r7b", alternate("sssf", 32, 4096), 131072, {None: 1, 4096: 3}, 8),
+        ("gpt-oss, 20b", alternate("sf", 24, 128), 131072, {None: 1, 128: 1}, 12),
+        ("upper layers slide", [None] * 28 + [4096] * 20, 32768, {None: 1, 4096: 1}, 28),
+    ],
+)
+def test_published_models(
+    name: str, windows: list[int | None], max_context: int, expected: dict[int | None, int], num_planes: int
+) -> None:
+    groups = group_layers(windows, num_stages=1, max_context=max_context)
+    assert Counter(groups.windows) == expected
+    assert groups.num_planes == (num_planes,)
+
+
+def _check(groups: LayerGroups, windows: list[int | None], num_stages: int, max_context: int) -> None:
+    for stage in range(num_stages):
+        layers = layer_range(len(windows), stage, num_stages)
+        places = [(groups.group_of_layer[i], groups.plane_of_layer[i]) for i in layers]
+        assert len(set(places)) == len(places), "two layers of a stage at one place"
+        assert all(plane < groups.num_planes[stage] for _, plane in places)
+    for i, window in enumerate(windows):
+        seen = groups.windows[groups.group_of_layer[i]]
+        assert seen == window or (seen is None and window is not None and window >= max_context)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    windows=st.lists(st.sampled_from([None, 8, 8, 32, 100]), min_size=1, max_size=24),
+    num_stages=st.integers(1, 4),
+    max_context=st.sampled_from([64, 1000]),
+)
+def test_every_layer_has_a_place_of_its_own_in_a_group_of_its_kind(
+    windows: list[int | None], num_stages: int, max_context: int
+) -> None:
+    num_stages = min(num_stages, len(windows))
+    groups = group_layers(windows, num_stages=num_stages, max_context=max_context)
+    _check(groups, windows, num_stages, max_context)
+    assert len(groups.windows) <= 8
+    assert set(groups.group_of_layer) == set(range(len(groups.windows))), "a group without layers"
