@@ -17,6 +17,7 @@ from parallel.description import DecoderDescription
 from parallel.embedding import InputEmbedding, VocabParallelHead
 from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache
 from parallel.layer import LayerContext
+from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
 from parallel.norm import Norm, make_norm
 from parallel.rotary import RotaryTable
@@ -55,6 +56,10 @@ class Decoder:
         )
         self.layer_indices = layer_range(description.num_layers, mesh.pp.rank, mesh.pp.size)
         """Of the whole model, those that this stage holds."""
+        self.layer_groups = group_layers(
+            description.sliding_windows, num_stages=mesh.pp.size, max_context=description.max_context
+        )
+        """Of the whole model: which layers have a block table in common, and where in a block each one's cache is."""
         bias_NP = self._key_bias()
         self._layers = [make_decoder_layer(description, i, bias_NP, context=context) for i in self.layer_indices]
         rotaries = [description.rotaries[i] for i in self.layer_indices]
@@ -91,14 +96,16 @@ class Decoder:
         num_heads = len(kv_head_range(description.num_kv_heads, axis.rank, axis.size))
         return CacheEntry(num_heads=num_heads, head_dim=description.head_dim)
 
-    def forward(self, x: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], meta: AttentionMeta) -> Tensor:
+    def forward(
+        self, x: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
+    ) -> Tensor:
         """Run this stage's layers on a step's packed tokens. All ranks of the stage call it with the same tokens.
 
         Args:
             x: token ids, [T] int64, on the first stage; elsewhere the previous stage's result, which is overwritten.
             positions_T: [T] int64, each below `description.max_context`.
             caches: one for each layer of this stage; this step's keys and values are written to them.
-            meta: where the tokens belong.
+            metas: where the tokens belong in each of the caches.
 
         Returns:
             [T, E], the same on all ranks of the stage: normed, for `logits`, on the last stage; elsewhere what the next
@@ -110,7 +117,7 @@ class Decoder:
         x_TE = x if self._embedding is None else self._embedding(x, positions_T)
         angles: list[Angles] = [rotation(positions_T) for rotation in self._rotations]
         residual_TE: Tensor | None = None
-        for layer, rotation, cache in zip(self._layers, self._rotation_of_layer, caches, strict=True):
+        for layer, rotation, cache, meta in zip(self._layers, self._rotation_of_layer, caches, metas, strict=True):
             x_TE, residual_TE = layer(x_TE, residual_TE, angles[rotation], cache, meta)
         assert residual_TE is not None, "every stage has a layer"
         if self._final_norm is None:

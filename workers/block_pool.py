@@ -1,6 +1,7 @@
 """Physical KV blocks: who owns them, which hold known content, and which is evicted next.
 
 Knows block ids and hashes; sequences are kv_cache_manager.py's. Every operation is O(1) for each block it touches.
+Each group of layers has an index of its own, for it computes other keys and values from the same tokens.
 
     owned    at least one reference; maybe in the hash index
     free     no reference; maybe still in the index, so that a later sequence can share its content before it is evicted
@@ -17,14 +18,15 @@ class BlockPool:
     before its head, as `free` asks, thereby has leaves evicted before the blocks that lead to them.
     """
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool, num_groups: int = 1) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; allowed: at least 1")
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self._num_references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._index: dict[bytes, int] = {}
+        self._group_of = [0] * num_blocks  # of blocks that have a hash
+        self._indexes: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         # Next to be evicted first. Not a plain dict: finding its first key is slow after many deletions in front.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._stored: dict[bytes, None] = {}  # dicts serve as sets in order of insertion
@@ -46,9 +48,9 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def lookup(self, block_hash: bytes) -> int | None:
-        """Return the block that holds this content; the next `allocate` may evict it unless it is shared before."""
-        return self._index.get(block_hash)
+    def lookup(self, block_hash: bytes, group: int = 0) -> int | None:
+        """Return the group's block of this content; the next `allocate` may evict it unless it is shared before."""
+        return self._indexes[group].get(block_hash)
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks would leave the free list if they were shared."""
@@ -61,14 +63,18 @@ class BlockPool:
                 del self._free[block]
             self._num_references[block] += 1
 
-    def commit(self, block: int, block_hash: bytes) -> None:
+    def commit(self, block: int, block_hash: bytes, group: int = 0) -> None:
         """Index an owned block's content. Where another block holds the same, that one stays in the index."""
-        if not self.enable_prefix_caching or block_hash in self._index:
+        index = self._indexes[group]
+        if not self.enable_prefix_caching or block_hash in index:
             return
         assert self._num_references[block], f"block {block} is free"
         assert self._hash_of[block] is None, f"block {block} holds other content"
-        self._index[block_hash] = block
+        index[block_hash] = block
         self._hash_of[block] = block_hash
+        self._group_of[block] = group
+        if len(self._indexes) > 1 and not self._is_resident(block_hash):
+            return
         if block_hash in self._evicted:
             del self._evicted[block_hash]  # back within one period: nothing to report
         else:
@@ -85,15 +91,18 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes (stored, evicted) since the last call: a net difference, no hash is in both."""
+        """Return the hashes (stored, evicted) since the last call: a net difference, no hash is in both.
+
+        A hash is stored when the last group gets a block of it, and evicted when the first one loses its own.
+        """
         events = list(self._stored), list(self._evicted)
         self._stored.clear()
         self._evicted.clear()
         return events
 
     def resident_hashes(self) -> list[bytes]:
-        """Return every hash in the index, for a snapshot; events not yet taken are contained in it."""
-        return list(self._index)
+        """Return every hash that all groups have, for a snapshot; events not yet taken are contained in it."""
+        return [block_hash for block_hash in self._indexes[0] if self._is_resident(block_hash)]
 
     def check_integrity(self, owners: Mapping[int, int]) -> None:
         """Raise AssertionError unless block b has exactly `owners[b]` references, and free list and index agree."""
@@ -102,18 +111,27 @@ class BlockPool:
                 f"block {block} has {num_references} references and {owners.get(block, 0)} owners"
             )
             assert (block in self._free) == (num_references == 0), f"block {block} is both free and owned, or neither"
-        indexed = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
-        assert {block_hash: block for block, block_hash in indexed.items()} == self._index, "index and blocks disagree"
-        assert len(indexed) == len(self._index), "two blocks are indexed under one hash"
+        indexed: list[dict[bytes, int]] = [{} for _ in self._indexes]
+        for block, block_hash in enumerate(self._hash_of):
+            if block_hash is not None:
+                assert block_hash not in indexed[self._group_of[block]], "two blocks are indexed under one hash"
+                indexed[self._group_of[block]][block_hash] = block
+        assert indexed == self._indexes, "index and blocks disagree"
         assert not self._stored.keys() & self._evicted.keys(), "a hash is both stored and evicted"
 
     def _evict(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is None:
             return
-        del self._index[block_hash]
+        was_resident = self._is_resident(block_hash)
+        del self._indexes[self._group_of[block]][block_hash]
         self._hash_of[block] = None
+        if not was_resident:
+            return
         if block_hash in self._stored:
             del self._stored[block_hash]
         else:
             self._evicted[block_hash] = None
+
+    def _is_resident(self, block_hash: bytes) -> bool:
+        return all(block_hash in index for index in self._indexes)

@@ -58,6 +58,11 @@ class SchedulerConfig:
         if self.policy not in ("fcfs", "priority"):
             raise EngineConfigError(f"policy is {self.policy!r}; allowed: 'fcfs', 'priority'")
 
+    @property
+    def max_chunk_tokens(self) -> int:
+        """The most tokens of one sequence in a step."""
+        return self.prefill_chunk_tokens or self.max_num_batched_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:

@@ -79,8 +79,6 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        # the last token of a sequence is sampled and never computed
-        self.max_context = min(max_context, executor.num_blocks * config.cache.block_size + 1)
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.num_blocks = executor.num_blocks
@@ -89,8 +87,18 @@ class Engine:
         self._tokens = tokens
         self._clock = clock
         cache = config.cache
-        self._pool = BlockPool(executor.num_blocks, enable_prefix_caching=cache.enable_prefix_caching)
-        manager = KVCacheManager(self._pool, block_size=cache.block_size, hash_key=config.hash_key)
+        self._pool = BlockPool(
+            executor.num_blocks, enable_prefix_caching=cache.enable_prefix_caching, num_groups=len(executor.windows)
+        )
+        manager = KVCacheManager(
+            self._pool,
+            block_size=cache.block_size,
+            hash_key=config.hash_key,
+            windows=executor.windows,
+            max_chunk_tokens=config.scheduler.max_chunk_tokens,
+        )
+        # the last token of a sequence is sampled and never computed
+        self.max_context = min(max_context, manager.max_sequence_tokens(max_context) + 1)
         self._scheduler = Scheduler(
             config.scheduler,
             manager,

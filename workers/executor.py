@@ -20,6 +20,8 @@ class Executor(Protocol):
 
     num_blocks: int
     """Of the KV cache, the same on every rank."""
+    windows: tuple[int | None, ...]
+    """Of the groups of layers that have a block table, as in LayerGroups."""
     max_in_flight: int
     """Plans to submit before the first is collected, so that no stage waits."""
 
@@ -43,6 +45,7 @@ class LocalExecutor:
 
     def __init__(self, runner: ModelRunner, *, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.windows = runner.windows
         self._runner = runner
         self._outputs: deque[ModelOutput] = deque()
 
@@ -82,6 +85,7 @@ class GroupExecutor:
     ) -> None:
         """`last_rank` is the one that samples, 0 for this one; `leave` ends this process's part in the group."""
         self.num_blocks = num_blocks
+        self.windows = runner.windows
         self.max_in_flight = num_stages
         self._runner = runner
         self._link = link

@@ -1,7 +1,8 @@
 """From a plan to tensors: ids, positions and attention meta, out of what this rank remembers of each slot.
 
 Host state is numpy, so that a step costs a few vectorized operations however many sequences it has. Array letters as
-in parallel/kernels/base.py: T packed tokens, S sequences of the step, M blocks in the longest table.
+in parallel/kernels/base.py: T packed tokens, S sequences of the step, M entries of the longest table; G groups of
+layers, each of which has its own block in an entry.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ class StepInputs:
     """[T] int64, on the device."""
     positions: Tensor
     """[T] int64, on the device."""
-    meta: AttentionMeta
+    metas: list[AttentionMeta]
+    """One for each group of layers."""
     sample_rows: Tensor | None
     """int64, on the device: the packed tokens after which sequences sample; None: all of them, in order."""
     sample_slots: Int64Array
@@ -39,14 +41,17 @@ class StepInputs:
 class InputBuilder:
     """The tokens and block tables of every slot, kept by applying plans in order. One per rank."""
 
-    def __init__(self, *, num_slots: int, max_context: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, num_slots: int, max_context: int, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         self._block_size = block_size
         self._device = device
-        self._max_blocks = -(-max_context // block_size)
+        max_entries = -(-max_context // block_size)
+        self._max_blocks = max_entries * num_groups
         self._max_context = max_context
         # Untouched pages of zeros cost no memory.
         self._tokens = np.zeros((num_slots, max_context), np.int32)
-        self._tables = np.zeros((num_slots, self._max_blocks), np.int32)
+        self._tables = np.zeros((num_slots, max_entries, num_groups), np.int32)
         self._num_tokens = [0] * num_slots
         self._num_blocks = [0] * num_slots
 
@@ -68,7 +73,7 @@ class InputBuilder:
         num_tokens = len(new.token_ids)
         self._tokens[new.slot, :num_tokens] = new.token_ids
         self._num_tokens[new.slot] = num_tokens
-        self._tables[new.slot, : self._num_blocks[new.slot]] = 0
+        self._tables[new.slot].reshape(-1)[: self._num_blocks[new.slot]] = 0
         self._num_blocks[new.slot] = 0
 
     def _append(self, shares: Sequence[ScheduledSequence]) -> None:
@@ -111,33 +116,37 @@ class InputBuilder:
             positions = np.arange(num_tokens) + np.repeat(starts - query_ends + nums, nums)
             token_slots = np.repeat(slots, nums)
         block_index = positions // self._block_size
-        slot_mapping = self._tables[token_slots, block_index] * np.int64(self._block_size)
-        slot_mapping += positions - block_index * self._block_size
+        slots_GT = self._tables[token_slots, block_index].T * np.int64(self._block_size)
+        slots_GT += positions - block_index * self._block_size
         max_context_len = int(ends.max())
-        tables_SM = self._tables[slots, : -(-max_context_len // self._block_size)]
+        tables_GSM = self._tables[slots, : -(-max_context_len // self._block_size)].transpose(2, 0, 1)
         query_starts = np.zeros(num_seqs + 1, np.int64)
         query_starts[1:] = query_ends
         all_sample = num_decodes == num_seqs and bool(samples.all())
         sample_rows = np.empty(0, np.int64) if all_sample else query_ends[samples] - 1
 
-        wide = self._to_device([self._tokens[token_slots, positions], positions, slot_mapping, sample_rows], np.int64)
-        narrow = self._to_device([query_starts, ends, tables_SM.reshape(-1)], np.int32)
-        meta = AttentionMeta(
-            query_starts=narrow[0],
-            context_lens=narrow[1],
-            block_tables=narrow[2].view(num_seqs, -1),
-            slot_mapping=wide[2],
-            num_decodes=num_decodes,
-            max_query_len=int(nums.max()),
-            max_context_len=max_context_len,
-            query_starts_host=query_starts.tolist(),
-            context_lens_host=ends.tolist(),
-        )
+        wide = self._to_device([self._tokens[token_slots, positions], positions, sample_rows, *slots_GT], np.int64)
+        narrow = self._to_device([query_starts, ends, *(table.reshape(-1) for table in tables_GSM)], np.int32)
+        max_query_len, query_starts_host, context_lens_host = int(nums.max()), query_starts.tolist(), ends.tolist()
+        metas = [
+            AttentionMeta(
+                query_starts=narrow[0],
+                context_lens=narrow[1],
+                block_tables=block_table.view(num_seqs, -1),
+                slot_mapping=slot_mapping,
+                num_decodes=num_decodes,
+                max_query_len=max_query_len,
+                max_context_len=max_context_len,
+                query_starts_host=query_starts_host,
+                context_lens_host=context_lens_host,
+            )
+            for block_table, slot_mapping in zip(narrow[2:], wide[3:], strict=True)
+        ]
         return StepInputs(
             token_ids=wide[0],
             positions=wide[1],
-            meta=meta,
-            sample_rows=None if all_sample else wide[3],
+            metas=metas,
+            sample_rows=None if all_sample else wide[2],
             sample_slots=slots[samples],
             sample_positions=ends[samples],
         )

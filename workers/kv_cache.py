@@ -20,8 +20,8 @@ MIN_BLOCKS = 2
 
 
 def block_bytes(decoder: Decoder, block_size: int) -> int:
-    """Return what one block takes on this rank, in all its layers."""
-    return decoder.num_local_layers * block_size * decoder.cache_entry.num_elements * decoder.dtype.itemsize
+    """Return what one block takes on this rank, in all its planes: as much as one layer in each."""
+    return _num_planes(decoder) * block_size * decoder.cache_entry.num_elements * decoder.dtype.itemsize
 
 
 def num_blocks_within(*, total_bytes: int, memory_fraction: float, peak_bytes: int, block_bytes: int) -> int:
@@ -65,11 +65,18 @@ def choose_num_blocks(config: CacheConfig, decoder: Decoder, device: Device, pro
 
 
 def allocate_caches(decoder: Decoder, *, num_blocks: int, block_size: int) -> list[LayerCache]:
-    """Return the cache of each layer of this rank, zeroed. On a CPU untouched blocks cost no memory."""
-    entry = decoder.cache_entry
-    shape = (decoder.num_local_layers, num_blocks * block_size * entry.num_elements)
+    """Return the cache of each layer of this rank, zeroed. On a CPU untouched blocks cost no memory.
+
+    Layers of different groups have a plane in common: whose keys are in it depends on which group has the block.
+    """
+    entry, groups = decoder.cache_entry, decoder.layer_groups
+    shape = (_num_planes(decoder), num_blocks * block_size * entry.num_elements)
     zeros = _lazy_zeros(shape, decoder.dtype) if decoder.device.type == "cpu" else _zeros(shape, decoder)
-    return [entry.lay_out(memory, block_size) for memory in zeros]
+    return [entry.lay_out(zeros[groups.plane_of_layer[i]], block_size) for i in decoder.layer_indices]
+
+
+def _num_planes(decoder: Decoder) -> int:
+    return decoder.layer_groups.num_planes[decoder.mesh.pp.rank]
 
 
 def _zeros(shape: tuple[int, ...], decoder: Decoder) -> Tensor:

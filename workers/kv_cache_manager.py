@@ -1,24 +1,68 @@
 """The scheduler's only view of memory: which blocks a sequence finds, gets, makes known and gives back.
 
-A sequence's blocks lie in its `block_table`; at most the last of them is not full. The tensors are in kv_cache.py.
+A sequence's blocks lie in its `block_table`, an entry for each `block_size` tokens; at most the last is not full. Where
+the layers form several groups (parallel/layer_groups.py), an entry holds a block for each group, side by side. The
+tensors are in kv_cache.py.
+
+A group with a sliding window holds the last blocks only. `num_reached` is how many full blocks before a block border
+the token at that border sees; as soon as a block is full, those further back are given back:
+
+    window 10, blocks of 4 tokens: num_reached = 3          tokens |0123|4567|89ab|cdef|...
+    16 tokens computed: the next sees 7 to 15, and          blocks | -  | B1 | B2 | B3 |
+    the first block is free
+
+Both which blocks a sequence holds and which it needs to start from a cached prefix thus follow from one number, that of
+its full blocks. What a table says in front of them means nothing.
 """
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from weft.block_hash import block_hash, root_hash
 
 from workers.block_pool import BlockPool
 from workers.sequence import Sequence
 
+_UNLIMITED = 1 << 62
+_NO_BLOCK = 0
+"""In a table where a group has no block: whatever a rank may use as an index."""
+
+
+class _SlidingGroup(NamedTuple):
+    group: int
+    num_reached: int
+
 
 class KVCacheManager:
     """The paged cache of one replica, counted in blocks."""
 
-    def __init__(self, pool: BlockPool, *, block_size: int, hash_key: bytes) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        hash_key: bytes,
+        windows: tuple[int | None, ...] = (None,),
+        max_chunk_tokens: int = _UNLIMITED,
+    ) -> None:
+        """`windows` as in LayerGroups; `max_chunk_tokens` is the most that the scheduler computes of one sequence."""
         self.block_size = block_size
         self._pool = pool
         self._hash_key = hash_key
+        self._num_groups = len(windows)
+        self._full = [group for group, window in enumerate(windows) if window is None]
+        self._sliding = [
+            _SlidingGroup(group, self.num_blocks_for(window - 1))
+            for group, window in enumerate(windows)
+            if window is not None
+        ]
+        if self._sliding:  # what a chunk takes for a step and gives back is to be a small part of the pool
+            most = max(1, pool.num_blocks // 4 // len(self._sliding)) * block_size
+            max_chunk_tokens = min(max_chunk_tokens, most)
+        self.max_chunk_tokens = max_chunk_tokens
+        """The most tokens to compute of one sequence in a step."""
 
     @property
     def num_blocks(self) -> int:
@@ -36,15 +80,26 @@ class KVCacheManager:
         return 1 - self._pool.num_free / self._pool.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks this many tokens take."""
+        """Return how many blocks this many tokens take in one group, none given back."""
         return -(-num_tokens // self.block_size)
 
-    def num_missing_blocks(self, sequence: Sequence) -> int:
-        """Return how many more blocks the sequence needs to hold all tokens that it has now."""
-        return self.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
+    def max_sequence_tokens(self, limit: int) -> int:
+        """Return how many tokens of one sequence the whole pool can hold, or `limit` if that is less."""
+        lengths = range(1, self.num_blocks_for(limit) + 1)
+        most = bisect_right(
+            lengths, self.num_blocks, key=lambda length: self._num_missing(length, 0, _UNLIMITED, num_full=0)
+        )
+        return min(limit, most * self.block_size)
+
+    def num_reserved_blocks(self, sequence: Sequence) -> int:
+        """Return how many more blocks a running sequence may hold with its tokens and one more block of them."""
+        num_blocks = self.num_blocks_for(len(sequence.token_ids)) + 1
+        num_entries = len(sequence.block_table) // self._num_groups
+        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+        return self._num_missing(num_blocks, num_entries, num_left, num_full=sequence.num_full_blocks)
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
-        """Return the cached blocks that the sequence could start from; good until the next call that allocates.
+        """Return a block table of what the sequence could start from; good until the next call that allocates.
 
         Never the whole sequence: at least one token is left to compute, since the next one needs its logits.
         """
@@ -52,64 +107,142 @@ class KVCacheManager:
             return []
         max_blocks = (len(sequence.token_ids) - 1) // self.block_size
         self._extend_hashes(sequence, max_blocks)
-        blocks: list[int] = []
-        for name in sequence.block_hashes[:max_blocks]:
-            block = self._pool.lookup(name)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        hashes = sequence.block_hashes[:max_blocks]
+        columns = {group: list(self._leading_blocks(hashes, group)) for group in self._full}
+        num_blocks = min(map(len, columns.values()), default=max_blocks)
+        if self._num_groups == 1 and not self._sliding:
+            return columns[0]
+        num_blocks = self._fit_windows(hashes, num_blocks)
+        for group, num_reached in self._sliding:
+            first = max(0, num_blocks - num_reached)
+            found = [self._pool.lookup(name, group) for name in hashes[first:num_blocks]]
+            columns[group] = [_NO_BLOCK] * first + [block for block in found if block is not None]
+        return [columns[group][i] for i in range(num_blocks) for group in range(self._num_groups)]
 
     def fits(self, sequence: Sequence, prefix: list[int], *, reserve: int) -> bool:
         """Return whether all tokens of a sequence without blocks would fit now, with `reserve` blocks left free."""
-        num_taken = self.num_missing_blocks(sequence) - len(prefix) + self._pool.count_free(prefix)
+        num_prefix = len(prefix) // self._num_groups
+        num_blocks = self.num_blocks_for(len(sequence.token_ids))
+        num_left = len(sequence.token_ids) - num_prefix * self.block_size
+        num_taken = self._num_missing(num_blocks, num_prefix, num_left, num_full=num_prefix)
+        num_taken += self._pool.count_free(self._held(prefix, num_prefix))
         return num_taken + reserve <= self._pool.num_free
 
     def share(self, sequence: Sequence, prefix: list[int]) -> None:
         """Let a sequence without blocks start with what `match_prefix` found for it."""
-        self._pool.share(prefix)
+        num_prefix = len(prefix) // self._num_groups
+        self._pool.share(self._held(prefix, num_prefix))
         sequence.block_table.extend(prefix)
-        sequence.num_committed_blocks = len(prefix)
+        sequence.num_full_blocks = num_prefix
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the block table for the next `num_tokens` to compute: all blocks this takes, or none and False."""
-        num_slots = len(sequence.block_table) * self.block_size
-        num_excess = sequence.num_computed_tokens + num_tokens - num_slots
-        if num_excess <= 0:
+        num_tokens += sequence.num_computed_tokens
+        if num_tokens * self._num_groups <= len(sequence.block_table) * self.block_size:
             return True
-        num_new = self.num_blocks_for(num_excess)
+        num_new = self.num_blocks_for(num_tokens) * self._num_groups - len(sequence.block_table)
         if num_new > self._pool.num_free:
             return False
         sequence.block_table.extend(self._pool.allocate(num_new))
         return True
 
     def commit(self, sequence: Sequence) -> None:
-        """Make known every full block of computed tokens that is not yet, so that others can share it.
+        """Make known every block that has become full, so that others can share it; give back what is out of sight.
 
         A block that another sequence made known first stays this sequence's own copy.
         """
-        num_full = sequence.num_computed_tokens // self.block_size
-        if num_full == sequence.num_committed_blocks or not self._pool.enable_prefix_caching:
+        num_full, first = sequence.num_computed_tokens // self.block_size, sequence.num_full_blocks
+        if num_full == first:
             return
-        self._extend_hashes(sequence, num_full)
-        for i in range(sequence.num_committed_blocks, num_full):
-            self._pool.commit(sequence.block_table[i], sequence.block_hashes[i])
-        sequence.num_committed_blocks = num_full
+        if self._pool.enable_prefix_caching:
+            self._extend_hashes(sequence, num_full)
+            for i in range(first, num_full):
+                for group in range(self._num_groups):
+                    block = sequence.block_table[i * self._num_groups + group]
+                    self._pool.commit(block, sequence.block_hashes[i], group)
+        sequence.num_full_blocks = num_full
+        for group, num_reached in self._sliding:
+            start, stop = (max(0, num - num_reached) * self._num_groups + group for num in (first, num_full))
+            self._pool.free(sequence.block_table[start : stop : self._num_groups])
 
     def free(self, sequence: Sequence) -> None:
         """Give back all blocks of a sequence."""
-        self._pool.free(reversed(sequence.block_table))  # reversed: the tail of a chain is evicted first
+        held = self._held(sequence.block_table, sequence.num_full_blocks)
+        self._pool.free(reversed(held))  # reversed: the tail of a chain is evicted first
         sequence.block_table.clear()
-        sequence.num_committed_blocks = 0
+        sequence.num_full_blocks = 0
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Raise AssertionError unless exactly these sequences own blocks, each no more than one block too many."""
         owners: Counter[int] = Counter()
         for sequence in holders:
-            owners.update(sequence.block_table)
-            assert len(set(sequence.block_table)) == len(sequence.block_table), "a block is twice in one table"
-            assert self.num_missing_blocks(sequence) >= 0, f"{sequence.request_id} has more blocks than tokens need"
+            held = self._held(sequence.block_table, sequence.num_full_blocks)
+            owners.update(held)
+            assert len(set(held)) == len(held), "a block is twice in one table"
+            num_entries, remainder = divmod(len(sequence.block_table), self._num_groups)
+            assert not remainder, f"{sequence.request_id} has a part of an entry"
+            assert num_entries <= self.num_blocks_for(len(sequence.token_ids)), (
+                f"{sequence.request_id} has more blocks than tokens need"
+            )
+            assert sequence.num_full_blocks * self.block_size <= sequence.num_computed_tokens, "full before computed"
         self._pool.check_integrity(owners)
+
+    # How much a sequence holds
+
+    def _held(self, table: list[int], num_full: int) -> list[int]:
+        """The blocks that a table with this many full entries stands for, those to be evicted last first."""
+        if not self._sliding:
+            return table
+        held = [table[i + group] for i in range(0, len(table), self._num_groups) for group in self._full]
+        for group, num_reached in self._sliding:
+            held += table[max(0, num_full - num_reached) * self._num_groups + group :: self._num_groups]
+        return held
+
+    def _num_missing(self, num_blocks: int, num_entries: int, num_left: int, *, num_full: int) -> int:
+        """How many blocks more than in `num_entries`, `num_full` of them full, are held at once on the way to
+        `num_blocks` entries, with `num_left` tokens to compute.
+
+        A chunk of n tokens begins in the block after the full ones and ends at most 1 + (n - 1) / block_size further:
+
+            blocks  | free | free | num_reached ...... | begun | of the chunk |
+                                                   num_full
+        """
+        num_missing = (num_blocks - num_entries) * len(self._full)
+        if self._sliding:
+            num_of_chunk = 1 + self.num_blocks_for(min(num_left, self.max_chunk_tokens) - 1)
+            for _, num_reached in self._sliding:
+                num_free = max(0, num_full - num_reached)
+                most = min(num_blocks - num_free, num_reached + num_of_chunk)
+                num_missing += max(0, most - (num_entries - num_free))
+        return num_missing
+
+    # The hash chain
+
+    def _leading_blocks(self, hashes: list[bytes], group: int) -> Iterator[int]:
+        for name in hashes:
+            block = self._pool.lookup(name, group)
+            if block is None:
+                return
+            yield block
+
+    def _fit_windows(self, hashes: list[bytes], num_blocks: int) -> int:
+        """The most leading blocks, at most `num_blocks`, at whose end each group with a window has what it sees."""
+        num_agreed = 0
+        while num_agreed < len(self._sliding):
+            num_agreed = 0
+            for group, num_reached in self._sliding:
+                num_fitting = self._fit_window(hashes, num_blocks, group, num_reached)
+                num_agreed += num_fitting == num_blocks
+                num_blocks = num_fitting
+        return num_blocks
+
+    def _fit_window(self, hashes: list[bytes], num_blocks: int, group: int, num_reached: int) -> int:
+        i = num_blocks
+        while i > max(0, num_blocks - num_reached):
+            i -= 1
+            if self._pool.lookup(hashes[i], group) is None:
+                num_blocks = i
+        return num_blocks
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Continue the cached hash chain; earlier tokens never change, so that what is there stays true."""

@@ -12,8 +12,8 @@ class LengthLimits:
 
     max_context: int
     """Tokens of prompt and output together."""
-    block_size: int
-    num_blocks: int
+    cache_tokens: int
+    """Tokens of one sequence that the whole pool can hold."""
 
     def max_num_tokens(self, request: Request) -> int:
         """Return the tokens of prompt and output at which the request ends at the latest."""
@@ -34,9 +34,9 @@ class LengthLimits:
             raise InvalidRequestError(
                 f"{num_generated} tokens are generated already; allowed: fewer than max_tokens ({max_tokens})"
             )
-        num_computed, capacity = self.max_num_tokens(request) - 1, self.num_blocks * self.block_size
-        if num_computed > capacity:  # the last token is never computed
+        num_computed = self.max_num_tokens(request) - 1  # the last token is never computed
+        if num_computed > self.cache_tokens:
             raise InvalidRequestError(
                 f"a prompt of {num_prompt} tokens with max_tokens {max_tokens} puts {num_computed} tokens into the "
-                f"KV cache; allowed: {capacity}, all of it"
+                f"KV cache; allowed: {self.cache_tokens}, all of it"
             )

@@ -25,6 +25,10 @@ class ModelRunner:
         self._device = device
         self._config = config
         self._caches: list[LayerCache] = []
+        groups = decoder.layer_groups
+        self.windows = groups.windows
+        """Of each group of layers that has a block table, its sliding window."""
+        self._group_of_layer = [groups.group_of_layer[i] for i in decoder.layer_indices]
         self._link = StageLink(
             mesh, hidden_size=decoder.description.hidden_size, dtype=decoder.dtype, device=decoder.device
         )
@@ -51,7 +55,8 @@ class ModelRunner:
         """
         inputs = self._inputs.build(plan)
         x = inputs.token_ids if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
-        hidden = self._decoder(x, inputs.positions, self._caches, inputs.meta)
+        metas = [inputs.metas[group] for group in self._group_of_layer]
+        hidden = self._decoder(x, inputs.positions, self._caches, metas)
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
             return None
@@ -74,6 +79,7 @@ class ModelRunner:
             max_context=self._decoder.description.max_context,
             block_size=self._config.cache.block_size,
             device=self._decoder.device,
+            num_groups=len(self.windows),
         )
         samples = self._mesh.is_last_stage and self._mesh.tp.rank == 0
         return inputs, Sampler(device=self._decoder.device, num_slots=num_slots) if samples else None
@@ -81,14 +87,14 @@ class ModelRunner:
     def _profile(self) -> None:
         """Run the largest step: the whole token budget, as many sampled rows as there can be, all in one block."""
         self.allocate(1)
-        self.run(_largest_plan(self._config, self._decoder.description.max_context))
+        self.run(_largest_plan(self._config, self._decoder.description.max_context, num_groups=len(self.windows)))
         if not self._mesh.is_last_stage:
             self._link.flush()
         self._caches = []
         self._inputs, self._sampler = self._new_state()
 
 
-def _largest_plan(config: EngineConfig, max_context: int) -> StepPlan:
+def _largest_plan(config: EngineConfig, max_context: int, *, num_groups: int) -> StepPlan:
     """Every slot taken, the token budget spent: one token for each sequence, and the rest shared by the last ones."""
     budget, num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     lengths = np.ones(num_seqs, np.int64)
@@ -97,7 +103,7 @@ def _largest_plan(config: EngineConfig, max_context: int) -> StepPlan:
     sampling = SamplingParams(top_p=0.9, logprobs=1)
     new, scheduled = [], []
     for slot, length in enumerate(lengths.tolist()):
-        num_blocks = -(-length // config.cache.block_size)
+        num_blocks = -(-length // config.cache.block_size) * num_groups
         new.append(NewSequence(slot, [0] * length, length, sampling, []))
         scheduled.append(ScheduledSequence(slot, 0, length, [], [0] * num_blocks, True))
     return StepPlan(0, [], new, scheduled)

@@ -30,7 +30,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     new_token_ids: list[int]
     """Tokens sampled since this slot was last planned, to append to what the rank knows."""
     new_blocks: list[int]
-    """Block ids to append to the slot's block table."""
+    """Block ids to append to the slot's block table; with several groups of layers, one for each side by side."""
     samples: bool
     """The share ends at the sequence's last token: sample the next one."""
 

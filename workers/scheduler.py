@@ -82,7 +82,8 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._config = config
         self._cache = cache
-        self._limits = LengthLimits(max_context=max_context, block_size=cache.block_size, num_blocks=cache.num_blocks)
+        self._limits = LengthLimits(max_context=max_context, cache_tokens=cache.max_sequence_tokens(max_context))
+        self._max_chunk_tokens = min(config.max_chunk_tokens, cache.max_chunk_tokens)
         self._eos_token_ids = eos_token_ids
         self._max_in_flight = max_in_flight
         self._sequences: dict[RequestId, Sequence] = {}  # not ended
@@ -256,7 +257,7 @@ class Scheduler:
         return decodes, prefills
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        return min(_num_left(sequence), self._config.prefill_chunk_tokens or budget, budget)
+        return min(_num_left(sequence), self._max_chunk_tokens, budget)
 
     def _share(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         """Give a running sequence its share of the step, preempting later ones for its blocks.
@@ -302,7 +303,7 @@ class Scheduler:
 
     def _admit(self, batch: Batch, now_s: float) -> None:
         """Start waiting sequences while there are slots, budget and memory. None overtakes one that has to wait."""
-        reserve = sum(self._cache.num_missing_blocks(sequence) + 1 for sequence in self._running)
+        reserve = sum(self._cache.num_reserved_blocks(sequence) for sequence in self._running)
         while batch.budget and self._free_slots:
             sequence = self._waiting.peek()
             if sequence is None:
@@ -315,11 +316,11 @@ class Scheduler:
             self._start(sequence, now_s)
             batch.new.append(sequence)
             self._share(batch, sequence, self._chunk(sequence, batch.budget))
-            reserve += self._cache.num_missing_blocks(sequence) + 1
+            reserve += self._cache.num_reserved_blocks(sequence)
 
     def _start(self, sequence: Sequence, now_s: float) -> None:
         """Make a waiting sequence, which has its prefix blocks, a running one."""
-        num_cached = len(sequence.block_table) * self._cache.block_size
+        num_cached = sequence.num_full_blocks * self._cache.block_size
         sequence.num_computed_tokens = num_cached
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s

@@ -53,12 +53,13 @@ class Sequence:
     num_planned_tokens: int = 0
     """Leading tokens that the ranks know."""
     num_planned_blocks: int = 0
-    """Leading entries of `block_table` that the ranks know."""
+    """Leading numbers in `block_table` that the ranks know."""
     block_table: list[int] = field(default_factory=list)
+    """Block ids; with several groups of layers, one for each side by side, then those of the next entry."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the full blocks, as far as it was needed; stays valid through preemption."""
-    num_committed_blocks: int = 0
-    """Leading blocks that were offered to the hash index."""
+    num_full_blocks: int = 0
+    """Leading entries of the block table whose tokens are computed; they were offered to the hash index."""
 
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

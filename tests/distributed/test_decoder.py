@@ -168,7 +168,9 @@ def _run_batch(mesh: Mesh, decoder: Decoder, link: StageLink, batch: int) -> Ten
     size = decoder.num_local_layers, NUM_BLOCKS * BLOCK_SIZE * entry.num_elements
     caches = [entry.lay_out(layer, BLOCK_SIZE) for layer in torch.zeros(size, dtype=decoder.dtype)]
     token_ids = torch.randint(37, (num_tokens,), generator=torch.Generator().manual_seed(batch))
-    hidden = decoder(token_ids if mesh.is_first_stage else link.recv(num_tokens), positions, caches, meta)
+    hidden = decoder(
+        token_ids if mesh.is_first_stage else link.recv(num_tokens), positions, caches, [meta] * len(caches)
+    )
     if mesh.is_last_stage:
         return decoder.logits(hidden)
     link.send(hidden)

@@ -100,7 +100,7 @@ def _step(
 ) -> None:
     query_lens = [sequence.next_query_len(chunk) for sequence in sequences]
     ids, positions, meta = _inputs(sequences, query_lens)
-    hidden = decoder(ids if mesh.is_first_stage else link.recv(len(ids)), positions, caches, meta)
+    hidden = decoder(ids if mesh.is_first_stage else link.recv(len(ids)), positions, caches, [meta] * len(caches))
     next_tokens = torch.zeros(len(sequences), dtype=torch.int64)
     if mesh.is_last_stage:
         logits = decoder.logits(hidden)  # of all positions, to compare them

@@ -23,10 +23,18 @@ from workers.tokenizer import TokenTable
 class FakeExecutor:
     """Runs plans on the fake model. `fail` makes the group fail at the next step."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, max_in_flight: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_in_flight: int = 1,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
         self.num_blocks = num_blocks
+        self.windows = windows
         self.max_in_flight = max_in_flight
-        self.model = FakeModel(block_size)
+        self.model = FakeModel(block_size, windows)
         self.is_closed = False
         self.failure: GroupFailedError | None = None
         self.on_submit: Callable[[StepPlan], None] | None = None
@@ -55,6 +63,7 @@ class LimitedExecutor:
     def __init__(self, executor: Executor, num_blocks: int) -> None:
         assert num_blocks <= executor.num_blocks
         self.num_blocks = num_blocks
+        self.windows = executor.windows
         self.max_in_flight = executor.max_in_flight
         self.submit = executor.submit
         self.collect = executor.collect

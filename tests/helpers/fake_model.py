@@ -1,7 +1,8 @@
 """A model without tensors: follows plans as a rank does, tokens in place of keys and values, and samples by a hash.
 
-Each cache cell holds the position and token that was computed into it. The fake reads every sequence back through its
-block table: a block that was shared wrongly, reused too early or never computed raises an AssertionError.
+Each cache cell holds the group of layers, the position and a checksum of the tokens up to it, for which it was
+computed. The fake reads what a step's tokens see of every sequence back through its block table: a block that was
+shared wrongly, reused too early or never computed raises an AssertionError.
 """
 
 import zlib
@@ -38,6 +39,8 @@ def run_alone(
 class _Slot:
     token_ids: list[int]
     is_failing: bool
+    checksums: list[int] = field(default_factory=list)
+    """Of the tokens up to each one."""
     block_table: list[int] = field(default_factory=list)
 
 
@@ -46,11 +49,13 @@ class FakeModel:
     """One rank's view of the plans. `failing_prompts`: prompts for which sampling fails with an error."""
 
     block_size: int
+    windows: tuple[int | None, ...] = (None,)
+    """Of each group of layers."""
     failing_prompts: set[tuple[int, ...]] = field(default_factory=set)
     num_computed_tokens: int = 0
     """Tokens computed since the start."""
     _slots: dict[int, _Slot] = field(default_factory=dict)
-    _cells: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _cells: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     _next_number: int = 0
 
     def run(self, plan: StepPlan) -> ModelOutput:
@@ -65,7 +70,9 @@ class FakeModel:
         num_ones = lengths.count(1)
         assert lengths[:num_ones] == [1] * num_ones, "the one-token shares are not first"
         assert len({share.slot for share in plan.scheduled}) == len(plan.scheduled), "a slot is twice in a plan"
-        sampled = [token for share in plan.scheduled if (token := self._compute(share)) is not None]
+        for share in plan.scheduled:  # every token is written before any is read, as in a layer
+            self._compute(share)
+        sampled = [token for share in plan.scheduled if (token := self._sample(share)) is not None]
         return ModelOutput(plan.number, sampled)
 
     def _introduce(self, new: NewSequence) -> None:
@@ -73,7 +80,7 @@ class FakeModel:
         prompt = tuple(new.token_ids[: new.num_prompt_tokens])
         self._slots[new.slot] = _Slot(token_ids=list(new.token_ids), is_failing=prompt in self.failing_prompts)
 
-    def _compute(self, share: ScheduledSequence) -> SampledToken | None:
+    def _compute(self, share: ScheduledSequence) -> None:
         slot = self._slots[share.slot]
         slot.token_ids.extend(share.new_token_ids)
         slot.block_table.extend(share.new_blocks)
@@ -81,17 +88,35 @@ class FakeModel:
         assert share.num_tokens > 0
         assert end <= len(slot.token_ids)
         assert share.samples == (end == len(slot.token_ids))
-        assert len(slot.block_table) == -(-end // self.block_size), "more blocks than tokens need, or too few"
-        for position in range(share.start, end):
-            self._cells[self._cell(slot, position)] = (position, slot.token_ids[position])
+        num_entries, remainder = divmod(len(slot.block_table), len(self.windows))
+        assert (num_entries, remainder) == (-(-end // self.block_size), 0), "more blocks than tokens need, or too few"
+        for token in slot.token_ids[len(slot.checksums) : end]:
+            slot.checksums.append(zlib.crc32(token.to_bytes(4, "little"), slot.checksums[-1] if slot.checksums else 0))
+        for group in range(len(self.windows)):
+            self._write(slot, group, share.start, end)
         self.num_computed_tokens += share.num_tokens
-        seen = [self._cells.get(self._cell(slot, position)) for position in range(end)]
-        assert seen == list(enumerate(slot.token_ids[:end])), "the cache holds something else than the sequence"
+
+    def _sample(self, share: ScheduledSequence) -> SampledToken | None:
+        slot = self._slots[share.slot]
+        for group, window in enumerate(self.windows):
+            self._read(
+                slot, group, 0 if window is None else max(0, share.start - window + 1), share.start + share.num_tokens
+            )
         if not share.samples:
             return None
         if slot.is_failing:
             return SampledToken(share.slot, -1, error="logits are not finite")
         return SampledToken(share.slot, next_token(slot.token_ids))
 
-    def _cell(self, slot: _Slot, position: int) -> int:
-        return slot.block_table[position // self.block_size] * self.block_size + position % self.block_size
+    def _write(self, slot: _Slot, group: int, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            self._cells[self._cell(slot, group, position)] = (group, position, slot.checksums[position])
+
+    def _read(self, slot: _Slot, group: int, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            seen = self._cells.get(self._cell(slot, group, position))
+            assert seen == (group, position, slot.checksums[position]), "the cache holds something else"
+
+    def _cell(self, slot: _Slot, group: int, position: int) -> int:
+        entry, offset = divmod(position, self.block_size)
+        return slot.block_table[entry * len(self.windows) + group] * self.block_size + offset

@@ -37,12 +37,19 @@ class ScheduledModel:
         max_context: int = 1000,
         eos_token_ids: frozenset[int] = frozenset(),
         enable_prefix_caching: bool = True,
+        windows: tuple[int | None, ...] = (None,),
         **config: Any,
     ) -> None:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
         self.config = SchedulerConfig(**settings)
-        self.pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
-        self.cache = KVCacheManager(self.pool, block_size=block_size, hash_key=b"test")
+        self.pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching, num_groups=len(windows))
+        self.cache = KVCacheManager(
+            self.pool,
+            block_size=block_size,
+            hash_key=b"test",
+            windows=windows,
+            max_chunk_tokens=self.config.max_chunk_tokens,
+        )
         self.scheduler = Scheduler(
             self.config,
             self.cache,
@@ -50,7 +57,7 @@ class ScheduledModel:
             eos_token_ids=eos_token_ids,
             max_in_flight=max_in_flight,
         )
-        self.model = FakeModel(block_size)
+        self.model = FakeModel(block_size, windows)
         self.now_s = 0.0
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason | str] = {}

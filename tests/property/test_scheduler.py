@@ -83,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_chunk_tokens=st.none() | st.integers(1, 6),
         enable_prefix_caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
+        windows=st.sampled_from([(None,), (None,), (5,), (1,), (2, 9), (None, 3), (None, None, 4, 7), (None, 12)]),
     )
     def build(self, *, max_num_seqs: int, extra_budget: int, max_in_flight: int, **settings: Any) -> None:
         self.served = ScheduledModel(
@@ -95,6 +96,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             **settings,
         )
         self.max_in_flight = max_in_flight
+        self.block_size = self.served.cache.block_size
+        self.num_groups = len(self.served.model.windows)
         self.requests: dict[str, Request] = {}
         self.sequences: list[Sequence] = []
         self.num_drawn = 0
@@ -117,7 +120,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         except InvalidRequestError:
             num_tokens = min(len(request.prompt_token_ids) + request.sampling.max_tokens, MAX_CONTEXT)
-            assert num_tokens - 1 > served.cache.num_blocks * served.cache.block_size
+            assert num_tokens - 1 > served.cache.max_sequence_tokens(MAX_CONTEXT)
+            assert (num_tokens - 1) * self.num_groups > (served.cache.num_blocks - self.num_groups) * self.block_size
             return False
         self.requests[request.request_id] = request
         return True
@@ -154,8 +158,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_decodes(self, decodes: list[Sequence], num_running: int, *, has_preempted: bool) -> None:
         """A decode is left out only for want of blocks, or because it belongs to the next plan in flight."""
         skipped = [sequence for sequence in decodes if sequence.slot >= 0 and not sequence.in_flight]
-        if has_preempted or not self.served.cache.num_free_blocks:
-            full = [s for s in skipped if s.num_computed_tokens == len(s.block_table) * self.served.cache.block_size]
+        if has_preempted or self.served.cache.num_free_blocks < self.num_groups:
+            num_slots = self.block_size / self.num_groups  # for each number in a table
+            full = [s for s in skipped if s.num_computed_tokens == len(s.block_table) * num_slots]
             assert len(full) == len(skipped) or self.max_in_flight > 1
         else:
             assert len(decodes) - len(skipped) >= min(len(decodes), -(-num_running // self.max_in_flight))

@@ -35,17 +35,22 @@ def test_chunks_and_decodes_are_packed_one_after_the_other() -> None:
     )  # fmt: skip
     assert step.token_ids.tolist() == [99, 22, 23, 24, 25]
     assert step.positions.tolist() == [3, 2, 3, 4, 5]
-    assert step.meta.query_starts.tolist() == step.meta.query_starts_host == [0, 1, 5]
-    assert step.meta.context_lens.tolist() == step.meta.context_lens_host == [4, 6]
-    assert step.meta.block_tables.tolist() == [[7, 0], [3, 9]]
-    assert step.meta.slot_mapping.tolist() == [7 * 4 + 3, 3 * 4 + 2, 3 * 4 + 3, 9 * 4, 9 * 4 + 1]
-    assert (step.meta.num_decodes, step.meta.max_query_len, step.meta.max_context_len) == (1, 4, 6)
+    assert step.metas[0].query_starts.tolist() == step.metas[0].query_starts_host == [0, 1, 5]
+    assert step.metas[0].context_lens.tolist() == step.metas[0].context_lens_host == [4, 6]
+    assert step.metas[0].block_tables.tolist() == [[7, 0], [3, 9]]
+    assert step.metas[0].slot_mapping.tolist() == [7 * 4 + 3, 3 * 4 + 2, 3 * 4 + 3, 9 * 4, 9 * 4 + 1]
+    assert (step.metas[0].num_decodes, step.metas[0].max_query_len, step.metas[0].max_context_len) == (1, 4, 6)
     assert step.sample_rows is not None
     assert step.sample_rows.tolist() == [0]
     assert step.sample_slots.tolist() == [2]
     assert step.sample_positions.tolist() == [4]
-    assert step.token_ids.dtype == step.positions.dtype == step.meta.slot_mapping.dtype == torch.int64
-    assert step.meta.query_starts.dtype == step.meta.context_lens.dtype == step.meta.block_tables.dtype == torch.int32
+    assert step.token_ids.dtype == step.positions.dtype == step.metas[0].slot_mapping.dtype == torch.int64
+    assert (
+        step.metas[0].query_starts.dtype
+        == step.metas[0].context_lens.dtype
+        == step.metas[0].block_tables.dtype
+        == torch.int32
+    )
 
 
 def test_a_batch_of_decodes_needs_no_row_index() -> None:
@@ -56,7 +61,7 @@ def test_a_batch_of_decodes_needs_no_row_index() -> None:
         ])
     )  # fmt: skip
     assert step.sample_rows is None
-    assert step.meta.num_decodes == 2
+    assert step.metas[0].num_decodes == 2
 
 
 def test_a_one_token_chunk_that_does_not_sample_keeps_the_row_index() -> None:
@@ -74,7 +79,7 @@ def test_a_slot_taken_again_forgets_tokens_and_blocks() -> None:
         ])
     )  # fmt: skip
     assert step.token_ids.tolist()[:2] == [50, 51]
-    assert step.meta.block_tables.tolist() == [[8, 0, 0], [4, 5, 6]]
+    assert step.metas[0].block_tables.tolist() == [[8, 0, 0], [4, 5, 6]]
 
 
 def test_random_plans_equal_a_plain_reading_of_them() -> None:
@@ -115,12 +120,12 @@ def test_random_plans_equal_a_plain_reading_of_them() -> None:
         places = [(share.slot, share.start + i) for share in shares for i in range(share.num_tokens)]
         assert step.token_ids.tolist() == [known[slot][position] for slot, position in places]
         assert step.positions.tolist() == [position for _, position in places]
-        assert step.meta.slot_mapping.tolist() == [
+        assert step.metas[0].slot_mapping.tolist() == [
             tables[slot][position // BLOCK] * BLOCK + position % BLOCK for slot, position in places
         ]
-        for share, row in zip(shares, step.meta.block_tables.tolist(), strict=True):
+        for share, row in zip(shares, step.metas[0].block_tables.tolist(), strict=True):
             table = tables[share.slot]
             assert row == (table + [0] * len(row))[: len(row)]
-        assert step.meta.num_decodes == sum(share.num_tokens == 1 for share in shares)
+        assert step.metas[0].num_decodes == sum(share.num_tokens == 1 for share in shares)
         rows = range(len(places)) if step.sample_rows is None else step.sample_rows.tolist()
         assert [places[row] for row in rows] == [(s.slot, s.start + s.num_tokens - 1) for s in shares if s.samples]

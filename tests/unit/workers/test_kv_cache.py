@@ -10,6 +10,8 @@ from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.cpu import CpuDevice
 from parallel.kernels.base import CacheEntry
+from parallel.layer_groups import group_layers
+from parallel.mesh import Mesh
 from workers.config import CacheConfig
 from workers.errors import EngineConfigError
 from workers.kv_cache import allocate_caches, block_bytes, choose_num_blocks
@@ -21,10 +23,12 @@ BLOCK_BYTES = 2 * 3 * 16 * 2 * 8 * 4
 HEADS = CacheEntry(num_heads=2, head_dim=8)
 
 
-def decoder(entry: CacheEntry = HEADS) -> Decoder:
+def decoder(entry: CacheEntry = HEADS, *, windows: tuple[int | None, ...] = (None, None, None)) -> Decoder:
     """As much of a decoder as the cache looks at."""
     fields: dict[str, Any] = {
-        "num_local_layers": 3,
+        "layer_groups": group_layers(windows, num_stages=1, max_context=1000),
+        "layer_indices": range(len(windows)),
+        "mesh": Mesh.single(),
         "cache_entry": entry,
         "dtype": torch.float32,
         "device": torch.device("cpu"),
@@ -72,6 +76,16 @@ def choose(config: CacheConfig, device: Device | None = None) -> int:
 
 def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
     assert block_bytes(decoder(), 16) == BLOCK_BYTES
+
+
+def test_layers_of_different_groups_share_planes() -> None:
+    alternating = decoder(windows=(None, 8, None, 8, None))
+    caches = allocate_caches(alternating, num_blocks=5, block_size=16)
+
+    assert block_bytes(alternating, 16) == BLOCK_BYTES
+    places = [cache.k_BPKH.data_ptr() for cache in caches]
+    assert places[0] == places[1] != places[2] == places[3] != places[4]
+    assert len({*places, *(cache.v_BPKH.data_ptr() for cache in caches)}) == 6
 
 
 def test_a_given_number_is_taken() -> None:
