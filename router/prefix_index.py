@@ -1,4 +1,4 @@
-"""Which replicas hold which KV blocks: the leading blocks of a prompt that each replica could reuse.
+"""Which replicas hold which KV blocks: how much of a prompt each replica could reuse.
 
 Knows hashes and replica ids; replica.py feeds it from frames, directory.py asks. Holds exactly what replicas said they
 hold, so its size is bounded by their caches. Owned by the event loop.
@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NewType
 
 ReplicaId = NewType("ReplicaId", str)
-
-_NOBODY: frozenset[ReplicaId] = frozenset()
 
 
 class PrefixIndex:
@@ -52,19 +50,18 @@ class PrefixIndex:
             self._remove_holder(block, replica_id)
 
     def match(self, hashes: Sequence[bytes]) -> Mapping[ReplicaId, int]:
-        """Return, for each replica that holds the first block, how many leading blocks it holds without a gap."""
+        """Return, for each replica that holds any of these blocks, how many there are up to the last one that it holds.
+
+        Blocks may be missing before that: where all layers have a sliding window, a replica does without them.
+        """
         lengths: dict[ReplicaId, int] = {}
-        remaining = set(self._holders.get(hashes[0], ())) if hashes else set()
-        num_matched = 0
-        for block in hashes:
-            holders = self._holders.get(block, _NOBODY)
-            if not remaining <= holders:  # rarely: holders of a prefix mostly hold the same of it
-                lengths.update(dict.fromkeys(remaining - holders, num_matched))
-                remaining &= holders
-            if not remaining:
+        for length in range(len(hashes), 0, -1):
+            holders = self._holders.get(hashes[length - 1])
+            if holders is None or holders <= lengths.keys():
+                continue
+            lengths.update(dict.fromkeys(holders - lengths.keys(), length))
+            if len(lengths) == len(self._blocks):
                 break
-            num_matched += 1
-        lengths.update(dict.fromkeys(remaining, num_matched))
         return lengths
 
     def _remove_holder(self, block: bytes, replica_id: ReplicaId) -> None:

@@ -36,9 +36,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     def match(self, prompt: list[bytes]) -> None:
         matched = self.index.match(prompt)
         for replica, blocks in self.held.items():
-            length = 0
-            while length < len(prompt) and prompt[length] in blocks:
-                length += 1
+            length = max((i + 1 for i, block in enumerate(prompt) if block in blocks), default=0)
             assert matched.get(replica, 0) == length
         assert matched.keys() <= self.held.keys()
 
