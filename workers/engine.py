@@ -99,6 +99,11 @@ class Engine:
         )
         # the last token of a sequence is sampled and never computed
         self.max_context = min(max_context, manager.max_sequence_tokens(max_context) + 1)
+        longest = manager.num_blocks_of(self.max_context - 1)
+        logger.info(
+            "KV cache: a sequence of %d tokens takes up to %d of %d blocks: room for %.1f at once",
+            *(self.max_context, longest, executor.num_blocks, executor.num_blocks / max(1, longest)),
+        )
         self._scheduler = Scheduler(
             config.scheduler,
             manager,

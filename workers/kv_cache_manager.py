@@ -83,13 +83,14 @@ class KVCacheManager:
         """Return how many blocks this many tokens take in one group, none given back."""
         return -(-num_tokens // self.block_size)
 
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Return the most blocks that a sequence holds at once while so many tokens of it are computed."""
+        return self._num_missing(self.num_blocks_for(num_tokens), 0, num_tokens, num_full=0)
+
     def max_sequence_tokens(self, limit: int) -> int:
         """Return how many tokens of one sequence the whole pool can hold, or `limit` if that is less."""
-        lengths = range(1, self.num_blocks_for(limit) + 1)
-        most = bisect_right(
-            lengths, self.num_blocks, key=lambda length: self._num_missing(length, 0, _UNLIMITED, num_full=0)
-        )
-        return min(limit, most * self.block_size)
+        lengths = range(self.block_size, limit + self.block_size, self.block_size)
+        return min(limit, bisect_right(lengths, self.num_blocks, key=self.num_blocks_of) * self.block_size)
 
     def num_reserved_blocks(self, sequence: Sequence) -> int:
         """Return how many more blocks a running sequence may hold with its tokens and one more block of them."""

@@ -85,8 +85,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         windows=st.sampled_from([(None,), (None,), (5,), (1,), (2, 9), (None, 3), (None, None, 4, 7), (None, 12)]),
     )
-    def build(self, *, max_num_seqs: int, extra_budget: int, max_in_flight: int, **settings: Any) -> None:
+    def build(
+        self,
+        *,
+        num_blocks: int,
+        windows: tuple[int | None, ...],
+        max_num_seqs: int,
+        extra_budget: int,
+        max_in_flight: int,
+        **settings: Any,
+    ) -> None:
         self.served = ScheduledModel(
+            num_blocks=num_blocks * len(windows),
+            windows=windows,
             max_context=MAX_CONTEXT,
             eos_token_ids=EOS_TOKEN_IDS,
             max_num_seqs=max_num_seqs,

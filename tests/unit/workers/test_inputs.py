@@ -129,3 +129,30 @@ def test_random_plans_equal_a_plain_reading_of_them() -> None:
         assert step.metas[0].num_decodes == sum(share.num_tokens == 1 for share in shares)
         rows = range(len(places)) if step.sample_rows is None else step.sample_rows.tolist()
         assert [places[row] for row in rows] == [(s.slot, s.start + s.num_tokens - 1) for s in shares if s.samples]
+
+
+def test_each_group_of_layers_has_tables_and_slots_of_its_own() -> None:
+    inputs = InputBuilder(num_slots=4, max_context=64, block_size=BLOCK, device=torch.device("cpu"), num_groups=2)
+    inputs.build(
+        StepPlan(0, [], [new(1, list(range(6))), new(2, [9])], [
+            ScheduledSequence(2, 0, 1, [], [5, 6], True),
+            ScheduledSequence(1, 0, 6, [], [7, 8, 9, 10], True),
+        ])
+    )  # fmt: skip
+    step = inputs.build(
+        StepPlan(1, [], [], [
+            ScheduledSequence(2, 1, 1, [3], [], True),
+            ScheduledSequence(1, 6, 3, [1, 2, 3], [11, 12], True),
+        ])
+    )  # fmt: skip
+    first, second = step.metas
+    assert first.block_tables.tolist() == [[5, 0, 0], [7, 9, 11]]
+    assert second.block_tables.tolist() == [[6, 0, 0], [8, 10, 12]]
+    assert first.block_tables.is_contiguous()
+    assert second.block_tables.is_contiguous()
+    assert first.slot_mapping.tolist() == [5 * 4 + 1, 9 * 4 + 2, 9 * 4 + 3, 11 * 4]
+    assert second.slot_mapping.tolist() == [6 * 4 + 1, 10 * 4 + 2, 10 * 4 + 3, 12 * 4]
+    assert first.query_starts is second.query_starts
+    assert first.context_lens is second.context_lens
+    step = inputs.build(StepPlan(2, [1], [new(1, [4])], [ScheduledSequence(1, 0, 1, [], [3, 4], True)]))
+    assert inputs._tables[1, :3].tolist() == [[3, 4], [0, 0], [0, 0]]

@@ -9,9 +9,15 @@ from workers.kv_cache_manager import KVCacheManager
 from workers.sequence import Sequence
 
 
-def make_cache(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> KVCacheManager:
-    pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
-    return KVCacheManager(pool, block_size=4, hash_key=b"key")
+def make_cache(
+    num_blocks: int = 8,
+    *,
+    enable_prefix_caching: bool = True,
+    windows: tuple[int | None, ...] = (None,),
+    max_chunk_tokens: int = 1000,
+) -> KVCacheManager:
+    pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching, num_groups=len(windows))
+    return KVCacheManager(pool, block_size=4, hash_key=b"key", windows=windows, max_chunk_tokens=max_chunk_tokens)
 
 
 def make_sequence(num_tokens: int, *, first: int = 0, cache_salt: str = "") -> Sequence:
@@ -202,3 +208,143 @@ def test_usage_is_the_owned_fraction() -> None:
     cache.free(sequence)
 
     assert cache.usage == 0.0
+
+
+# Groups of layers, and sliding windows
+
+
+def num_owned(cache: KVCacheManager) -> int:
+    return cache.num_blocks - cache.num_free_blocks
+
+
+def test_blocks_out_of_sight_are_given_back_when_a_block_is_full() -> None:
+    cache = make_cache(windows=(10,))
+    sequence = make_sequence(24)
+
+    owned = []
+    for num_tokens in (4, 4, 4, 3, 1, 4, 1):
+        compute(cache, sequence, num_tokens)
+        owned.append(num_owned(cache))
+
+    # with 16 tokens computed the next one sees 7 to 15: three blocks; the fifth block is the one it begins
+    assert owned == [1, 2, 3, 4, 3, 3, 4]
+    cache.check_integrity([sequence])
+    cache.free(sequence)
+    cache.check_integrity([])
+
+
+@pytest.mark.parametrize(("window", "num_held"), [(1, 0), (2, 1), (5, 1), (6, 2), (9, 2), (10, 3)])
+def test_a_block_is_given_back_by_the_token_that_no_longer_sees_it(window: int, num_held: int) -> None:
+    """At a border of blocks of four tokens, the next token sees window - 1 before it."""
+    cache = make_cache(num_blocks=20, windows=(window,))
+    compute(cache, make_sequence(60), 40)
+    assert num_owned(cache) == num_held
+
+
+def test_a_group_that_sees_everything_keeps_everything() -> None:
+    cache = make_cache(num_blocks=20, windows=(None, 6))
+    sequence = make_sequence(32)
+    for _ in range(32):
+        compute(cache, sequence, 1)
+
+    assert num_owned(cache) == 8 + 2
+    cache.check_integrity([sequence])
+
+
+def test_prefix_needs_only_what_is_in_sight_of_its_end() -> None:
+    cache = make_cache(num_blocks=5, windows=(6,))
+    chain = make_sequence(20)
+    for _ in range(20):
+        compute(cache, chain, 1)
+    held = chain.block_table[3:]
+    other = make_sequence(9, first=100)
+    compute(cache, other, 9)  # evicts what the chain has given back
+
+    prefix = cache.match_prefix(make_sequence(24))
+
+    assert prefix == [0, 0, 0, *held]
+    assert cache.match_prefix(make_sequence(20)) == []  # after four blocks the third would be in sight
+    cache.free(other)
+    later = make_sequence(24)
+    assert cache.fits(later, prefix, reserve=2)
+    assert not cache.fits(later, prefix, reserve=3)
+    cache.share(later, prefix)
+    later.num_computed_tokens = 20
+    cache.check_integrity([chain, later])
+    cache.free(chain)
+    assert num_owned(cache) == 2
+    compute(cache, later, 4)
+    assert num_owned(cache) == 2
+    cache.free(later)
+    cache.check_integrity([])
+
+
+def test_prefix_ends_where_all_groups_can_go_on() -> None:
+    """Lowering the end for one group takes from another one what it had in sight, so that it is looked at again."""
+    pool = BlockPool(20, enable_prefix_caching=True, num_groups=2)
+    cache = KVCacheManager(pool, block_size=4, hash_key=b"key", windows=(5, 9))
+    hashes = block_hashes(root_hash(b"key"), list(range(21)), 4)
+    for group, known in enumerate(((0, 2, 4), (0, 2, 3))):  # the one sees one block back, the other two
+        blocks = pool.allocate(len(known))
+        for block, i in zip(blocks, known, strict=True):
+            pool.commit(block, hashes[i], group)
+    # five blocks: the second group has no 4; four blocks: the first has no 3; three: the second has no 1; one: both do
+
+    assert len(cache.match_prefix(make_sequence(21))) == 1 * 2
+
+
+def test_hash_is_resident_while_every_group_has_it() -> None:
+    pool = BlockPool(4, enable_prefix_caching=True, num_groups=2)
+    blocks = pool.allocate(4)
+    for group in (0, 1):
+        pool.commit(blocks[group], b"both", group)
+    pool.commit(blocks[2], b"one", 0)
+
+    assert pool.resident_hashes() == [b"both"]
+    assert pool.take_events() == ([b"both"], [])
+    pool.free([blocks[1]])
+    pool.allocate(1)
+    assert pool.resident_hashes() == []
+    assert pool.take_events() == ([], [b"both"])
+    pool.free([blocks[0], blocks[2]])
+    pool.allocate(2)
+    assert pool.take_events() == ([], [])
+
+
+def test_what_a_sequence_can_have_of_the_pool() -> None:
+    assert make_cache(10).max_sequence_tokens(1000) == 40
+    assert make_cache(10, windows=(None, None)).max_sequence_tokens(1000) == 20
+    # a window of three blocks, the begun one, and of a chunk at most a quarter of the pool
+    assert make_cache(10, windows=(10,)).max_sequence_tokens(1000) == 1000
+    assert make_cache(5, windows=(10,)).max_sequence_tokens(1000) == 1000
+    assert make_cache(4, windows=(10,)).max_sequence_tokens(1000) == 16
+    assert make_cache(4, windows=(10,), max_chunk_tokens=1).max_sequence_tokens(1000) == 1000
+    # 4 + 2 blocks (8 tokens) for the window, the other 34 for the group that sees everything
+    assert make_cache(40, windows=(None, 10), max_chunk_tokens=8).max_sequence_tokens(1000) == 34 * 4
+
+
+def test_a_chunk_takes_a_small_part_of_the_pool() -> None:
+    assert make_cache(40).max_chunk_tokens == 1000
+    assert make_cache(40, windows=(10,)).max_chunk_tokens == 40
+    assert make_cache(40, windows=(None, 10, 10)).max_chunk_tokens == 20
+    assert make_cache(40, windows=(10,), max_chunk_tokens=7).max_chunk_tokens == 7
+
+
+def test_room_is_kept_for_the_window_and_not_for_the_whole_sequence() -> None:
+    cache = make_cache(num_blocks=12, windows=(10,), max_chunk_tokens=4)
+    long = make_sequence(400)
+    assert cache.fits(long, [], reserve=12 - (3 + 1 + 1))
+    assert not cache.fits(long, [], reserve=12 - (3 + 1 + 1) + 1)
+    short = make_sequence(6)
+    assert cache.fits(short, [], reserve=10)
+    assert not cache.fits(short, [], reserve=11)
+
+    for _ in range(399 // 4):
+        assert num_owned(cache) + cache.num_reserved_blocks(long) <= 5
+        compute(cache, long, 4)
+    compute(cache, long, 3)
+
+    assert (num_owned(cache), cache.num_reserved_blocks(long)) == (4, 0)
+    compute(cache, long, 1)
+    long.token_ids.append(1)
+    assert (num_owned(cache), cache.num_reserved_blocks(long)) == (3, 1)

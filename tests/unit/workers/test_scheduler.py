@@ -720,3 +720,98 @@ def test_pending_tokens_count_what_waits_to_be_computed() -> None:
         pending.append(served.scheduler.num_pending_tokens)
 
     assert pending == [17, 4 + 5, 5]
+
+
+# Sliding windows
+
+
+def peak_owned(served: ScheduledModel) -> int:
+    """Run to the end; the most blocks that were held after a plan was made."""
+    peak = 0
+    while served.scheduler.has_unfinished:
+        served.launch()
+        peak = max(peak, served.cache.num_blocks - served.cache.num_free_blocks)
+        served.collect()
+        served.scheduler.check_integrity()
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ((33,), 8 + 1 + 2),  # eight blocks in sight of a border, a begun one, two more of a chunk of eight tokens
+        ((32,), 8 + 1 + 2),
+        ((1,), 0 + 1 + 1),  # the chunks begin where blocks do
+        ((None, 33), 125 + 8 + 1),
+        ((None, 33, 33), 125 + 2 * (8 + 1)),
+    ],
+)
+def test_long_sequence_holds_windows_and_a_chunk(windows: tuple[int | None, ...], expected: int) -> None:
+    """400 tokens of prompt and 100 generated: 125 blocks of four in a group that sees everything."""
+    served = ScheduledModel(windows=windows, num_blocks=160, prefill_chunk_tokens=8)
+    request = make_request("a", prompt(400), max_tokens=101)
+    served.add(request)
+
+    peak = peak_owned(served)
+
+    assert served.tokens["a"] == run_alone(request)
+    assert expected - 2 <= peak <= expected
+    assert served.cache.num_blocks_of(500) >= peak
+
+
+def test_windows_let_more_sequences_run_at_once() -> None:
+    """Eight of 200 tokens in 40 blocks, each of which holds three to five; without a window each would need 50."""
+    served = ScheduledModel(windows=(9,), num_blocks=40, prefill_chunk_tokens=4, max_num_batched_tokens=16)
+    requests = [make_request(str(i), prompt(150, first=i), max_tokens=50) for i in range(8)]
+    for request in requests:
+        served.add(request)
+
+    peak = 0
+    while served.scheduler.has_unfinished:
+        served.step()
+        peak = max(peak, served.scheduler.num_running)
+
+    assert served.tokens == {request.request_id: run_alone(request) for request in requests}
+    assert peak == 8
+    assert served.scheduler.counters.num_preemptions == 0
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_chunks_adapt_to_a_pool_smaller_than_the_token_budget(max_in_flight: int) -> None:
+    served = ScheduledModel(windows=(9,), num_blocks=12, max_in_flight=max_in_flight, max_num_batched_tokens=500)
+    request = make_request("a", prompt(300), max_tokens=30)
+    served.add(request)
+    plan = served.launch()
+    assert shares(plan) == [(0, 0, 3 * 4)]  # a quarter of the pool
+
+    served.run()
+
+    assert served.tokens["a"] == run_alone(request)
+
+
+def test_request_that_the_windows_make_fit_is_accepted() -> None:
+    served = ScheduledModel(windows=(None, 9), num_blocks=20, prefill_chunk_tokens=4)
+    # the window takes 2 + 2 blocks, so that 16 are left to what sees everything
+    with pytest.raises(InvalidRequestError, match="puts 65 tokens into the KV cache; allowed: 64"):
+        served.submit("long", prompt(50), max_tokens=16)
+    request = make_request("a", prompt(50), max_tokens=15)
+    served.add(request)
+
+    served.run()
+
+    assert served.tokens["a"] == run_alone(request)
+
+
+def test_failover_and_preemption_give_the_same_tokens_under_windows() -> None:
+    requests = [make_request(str(i), prompt(4, first=i), max_tokens=60) for i in range(4)]
+    served = ScheduledModel(windows=(None, 17), num_blocks=36, max_num_batched_tokens=16)
+    for request in requests:
+        served.add(request)
+    served.run()
+    assert served.scheduler.counters.num_preemptions > 0
+    assert served.tokens == {request.request_id: run_alone(request) for request in requests}
+
+    elsewhere = ScheduledModel(windows=(None, 17), num_blocks=36, max_num_batched_tokens=16)
+    elsewhere.submit("1", prompt(4, first=1), generated=tuple(served.tokens["1"][:37]), max_tokens=60)
+    elsewhere.run()
+    assert elsewhere.tokens["1"] == served.tokens["1"]
