@@ -25,8 +25,8 @@ PROMPT = [11 * i % 149 + 3 for i in range(70)]
 
 ALL_SLIDE = {"mistral-window": 24, "phi3-partial": 12}
 """Models, and the window of all their layers."""
-ALTERNATE = {"gemma2-caps": 32, "qwen2-window": 42, "cohere2": 40}
-"""Models with two, three and three groups of layers, and hardly the blocks for one sequence of MAX_CONTEXT."""
+ALTERNATE = {"gemma2-caps": 32, "gpt_oss": 34, "qwen2-window": 42, "cohere2": 40}
+"""Models with two, two, three and three groups of layers, and hardly the blocks for one sequence of MAX_CONTEXT."""
 
 
 @pytest.fixture(autouse=True)
