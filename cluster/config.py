@@ -27,6 +27,7 @@ from router.config import (
     PrefixPolicyConfig,
     RouterConfig,
 )
+from router.tls import TlsFiles
 from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from workers.errors import EngineConfigError
 
@@ -143,6 +144,10 @@ class RouterSection(_Section):
     """OpenAI-compatible HTTP; null: off."""
     metrics_port: Port | None = 9464
     """Prometheus; null: off."""
+    tls: TlsFiles | None = None
+    """Of the gRPC and HTTP listeners; null: plain text."""
+    api_keys: str | None = None
+    """File of the API keys (docs/security.md); null: everybody may ask."""
     policy: PolicyName = PolicyName.PREFIX_AFFINITY
     max_message_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
     tokenizer_threads: Annotated[int, Field(ge=1)] = 2

@@ -38,8 +38,8 @@ class NativeCpuKernels:
         self._torch = CpuKernels()
         self._chunks = CpuPagedAttention()
         self._params: dict[int, tuple[AttentionParams, LayerParams]] = {}
-        self._meta: AttentionMeta | None = None
-        self._layouts: dict[tuple[int, int, torch.Size], StepLayout] = {}
+        self._step: Tensor | None = None
+        self._layouts: dict[tuple[int, int, int, torch.Size], tuple[AttentionMeta, StepLayout]] = {}
 
     @classmethod
     def build(cls) -> "NativeCpuKernels":
@@ -165,14 +165,13 @@ class NativeCpuKernels:
         return q_TNH, k_TKH
 
     def _layout(self, num_heads: int, num_sequences: int, cache: LayerCache, meta: AttentionMeta) -> StepLayout:
-        if meta is not self._meta:
-            self._meta = meta
+        if meta.query_starts is not self._step:  # shared by all metas of a step
+            self._step = meta.query_starts
             self._layouts.clear()
-        key = (num_heads, num_sequences, cache.k_BPKH.shape)
-        layout = self._layouts.get(key)
-        if layout is None:
+        key = (id(meta), num_heads, num_sequences, cache.k_BPKH.shape)
+        if key not in self._layouts:
             _, block_size, num_kv_heads, head_dim = cache.k_BPKH.shape
-            layout = self._layouts[key] = StepLayout(
+            layout = StepLayout(
                 query_starts=meta.query_starts.data_ptr(),
                 context_lens=meta.context_lens.data_ptr(),
                 block_tables=meta.block_tables.data_ptr(),
@@ -184,7 +183,8 @@ class NativeCpuKernels:
                 head_dim=head_dim,
                 num_threads=self._num_threads,
             )
-        return layout
+            self._layouts[key] = meta, layout  # the meta is kept, so that no other one gets its id
+        return self._layouts[key][1]
 
     def _layer_params(self, params: AttentionParams) -> LayerParams:
         known = self._params.get(id(params))

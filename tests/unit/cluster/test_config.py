@@ -71,7 +71,7 @@ def test_each_model_has_its_own_hash_key() -> None:
     ("data", "message"),
     [
         ({"modle": []}, "modle: unknown key; allowed: models, host, router, controller, ray"),
-        ({"router": {"prot": 1}}, "router.prot: unknown key; allowed: port, http_port, metrics_port, policy"),
+        ({"router": {"prot": 1}}, "router.prot: unknown key; allowed: port, http_port, metrics_port, tls, api_keys"),
         ({"models": [{"tensor": 2}]}, "models[0].tensor: unknown key; allowed: path, name, replicas, tensor_parallel"),
         (
             {"models": [{}, {"cache": {"blocksize": 8}}]},
