@@ -3,14 +3,16 @@
 Everything here is synchronous and safe to use from several threads; dispatch.py runs it in a pool, off the event loop.
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
+from weft.tokenizer.declared import read_json_object
+from weft.tokenizer.errors import TokenizerError
+from weft.tokenizer.load import load_tokenizer
 
 from router.call import ChatMessage
 from router.chat_template import ChatTemplate, load_chat_template
@@ -30,8 +32,6 @@ class ModelTokenizer:
         generation_defaults: Mapping[str, float | int] | None = None,
     ) -> None:
         """Take parts already read; `from_folder` reads them."""
-        tokenizer.no_truncation()  # files saved by a training script may carry both
-        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._generation_defaults = MappingProxyType(dict(generation_defaults or {}))
@@ -39,27 +39,25 @@ class ModelTokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, *, now: Callable[[], datetime] = datetime.now) -> Self:
-        """Read tokenizer.json and, where there are some, the tokenizer's config, chat template and generation config.
+        """Read the tokenizer (weft/tokenizer/load.py says from which files), its chat template and generation config.
 
         Args:
             path: a folder in Hugging Face layout.
             now: the clock that chat templates may ask for the date.
 
         Raises:
-            ModelFilesError: tokenizer.json is missing, or one of the files is broken.
+            ModelFilesError: there is no tokenizer, or one of the files is broken.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ModelFilesError(f"{file} does not exist; the router needs the model's tokenizer in this form")
-        tokenizer = _read_tokenizer(file)
-        config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
-        _declare_tokens(tokenizer, config.get("added_tokens_decoder") or {}, special_tokens.values())
+        try:
+            loaded = load_tokenizer(folder)
+            generation_config = read_json_object(folder / "generation_config.json")
+        except TokenizerError as error:
+            raise ModelFilesError(str(error)) from error
         return cls(
-            tokenizer,
-            chat_template=load_chat_template(folder, config, special_tokens=special_tokens, now=now),
-            generation_defaults=_read_generation_defaults(folder / "generation_config.json"),
+            loaded.tokenizer,
+            chat_template=load_chat_template(folder, loaded.config, special_tokens=loaded.special_tokens, now=now),
+            generation_defaults=_read_generation_defaults(generation_config, folder / "generation_config.json"),
         )
 
     @property
@@ -107,62 +105,7 @@ class ModelTokenizer:
         return self.encode(self._chat_template.render(messages), add_special_tokens=False)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object, empty where there is no file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFilesError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFilesError(f"{file} holds a {type(value).__name__}; allowed: an object")
-    return value
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and its like; files write them as text or as an object with `content`."""
-    tokens = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens
-
-
-def _read_tokenizer(file: Path) -> Tokenizer:
-    """Read tokenizer.json, special tokens taken literally.
-
-    Files converted from sentencepiece may mark them `normalized`; then the "▁" that the normalizer puts before a text
-    also becomes part of the token's name, and decoding no longer knows it as special.
-    """
-    description = _read_json(file)
-    for token in description.get("added_tokens") or []:
-        if token.get("special"):
-            token["normalized"] = False
-    try:
-        return Tokenizer.from_str(json.dumps(description, ensure_ascii=False))
-    except Exception as error:  # the package raises bare Exception
-        raise ModelFilesError(f"{file} is not a tokenizer: {error}") from error
-
-
-def _declare_tokens(tokenizer: Tokenizer, added: Mapping[str, Mapping[str, Any]], special: Iterable[str]) -> None:
-    """Tell the tokenizer which entries are tokens in their own right: older files say it in tokenizer_config.json only.
-
-    Without it, a special token written out in a prompt would fall apart into pieces, and one that the model generates
-    would show in the text. No id changes: a token gets the id that the vocabulary or the order of the file gives it.
-    """
-    for token_id in sorted(added, key=int):
-        fields = dict(added[token_id])
-        if fields.get("special"):
-            fields["normalized"] = False
-        token = AddedToken(fields.pop("content"), **fields)
-        tokenizer.add_special_tokens([token]) if token.special else tokenizer.add_tokens([token])
-    tokenizer.add_special_tokens([token for token in special if tokenizer.token_to_id(token) is not None])
-
-
-def _read_generation_defaults(file: Path) -> dict[str, float | int]:
-    config = _read_json(file)
+def _read_generation_defaults(config: Mapping[str, Any], file: Path) -> dict[str, float | int]:
     defaults: dict[str, float | int] = {}
     for name in _DEFAULTED_FIELDS:
         value = config.get(name)

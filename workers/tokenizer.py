@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from weft.tokenizer.byte_level import BYTE_OF_CHAR
+from weft.tokenizer.errors import TokenizerError
+from weft.tokenizer.load import load_tokenizer
 
 from workers.errors import EngineConfigError
 
@@ -50,15 +53,11 @@ class TokenTable:
 
 
 def load_token_table(folder: Path) -> TokenTable:
-    """Read the tokenizer.json of a model folder; EngineConfigError when it is missing, broken or of unknown kind."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise EngineConfigError(f"{path} is missing; allowed: a model folder with a tokenizer.json")
+    """Read the tokenizer of a model folder; EngineConfigError when it is missing, broken or of unknown kind."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception
-        raise EngineConfigError(f"{path} cannot be read: {error}") from error
-    return TokenTable(tokenizer)
+        return TokenTable(load_tokenizer(folder).tokenizer)
+    except TokenizerError as error:
+        raise EngineConfigError(str(error)) from error
 
 
 def _decoder_state(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def _converters(decoder: dict[str, Any]) -> tuple[_Convert, _Convert]:
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes([_BYTE_OF_CHAR[char] for char in token])
+        return bytes([BYTE_OF_CHAR[char] for char in token])
     except KeyError:  # an added token, written as it is
         return token.encode()
 
@@ -136,12 +135,4 @@ def _sequence(steps: list[dict[str, Any]]) -> tuple[_Convert, _Convert]:
     return convert, convert_first
 
 
-def _byte_of_char() -> dict[str, int]:
-    """Printable Latin-1 characters stand for themselves, the other bytes for the characters from 256 on (GPT-2)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")

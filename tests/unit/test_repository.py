@@ -20,8 +20,8 @@ def test_generated_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
         capture_output=True,
         timeout=120,
     )
-    fresh = {path.name: path.read_text() for path in (tmp_path / "weft/v1").iterdir()}
-    committed = {path.name: path.read_text() for path in (REPOSITORY / "proto/weft/v1").glob("*_pb2*")}
+    fresh = {path.name: path.read_text() for path in tmp_path.glob("weft/*/*_pb2*")}
+    committed = {path.name: path.read_text() for path in REPOSITORY.glob("proto/weft/*/*_pb2*")}
     assert committed == fresh, "run `make proto` and commit the result"
 
 

@@ -136,11 +136,6 @@ def test_unknown_decoder_is_refused() -> None:
         TokenTable(tokenizer)
 
 
-def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineConfigError, match=r"tokenizer\.json is missing"):
-        load_token_table(tmp_path)
-
-
 def test_metaspace_drops_the_mark_of_the_first_token() -> None:
     vocab = {"▁Hello": 0, "▁world": 1, "<unk>": 2}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))

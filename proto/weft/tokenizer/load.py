@@ -1,0 +1,105 @@
+"""The one place where a model folder becomes a tokenizer: the router encodes with it, the engine decodes with it.
+
+The vocabulary is the first of these that is there:
+
+    tokenizer.json                   the form of the `tokenizers` package, read as it is
+    tokenizer.model, spiece.model    SentencePiece, or a tiktoken vocabulary under the same name (Llama 3)
+    *.tiktoken                       tiktoken
+    vocab.json and merges.txt        byte-level BPE as GPT-2 wrote it
+
+What the other JSON files say of single tokens is added to it (declared.py). No code of the folder is run.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from weft.tokenizer.declared import DeclaredTokens, read_declared_tokens, read_json_object
+from weft.tokenizer.errors import TokenizerError
+from weft.tokenizer.sentencepiece import convert_sentencepiece
+from weft.tokenizer.tiktoken import convert_tiktoken, is_tiktoken
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "*.tiktoken", "vocab.json", "merges.txt")
+"""Files that hold a vocabulary, as patterns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTokenizer:
+    """A folder's tokenizer, and what the files beside it say that is not the tokenizer's own business."""
+
+    tokenizer: Tokenizer
+    config: Mapping[str, Any]
+    """tokenizer_config.json; empty where there is none."""
+    special_tokens: Mapping[str, str]
+    """The text of "bos_token" and its like."""
+
+
+def load_tokenizer(folder: Path) -> LoadedTokenizer:
+    """Read the tokenizer of a folder in Hugging Face layout. Raises TokenizerError, which names the file."""
+    declared = read_declared_tokens(folder)
+    tokenizer = _read_vocabulary(folder, declared)
+    tokenizer.no_truncation()  # files saved by a training script may carry both
+    tokenizer.no_padding()
+    declared.apply(tokenizer)
+    declared.frame(tokenizer)
+    return LoadedTokenizer(tokenizer=tokenizer, config=declared.config, special_tokens=declared.named)
+
+
+def _read_vocabulary(folder: Path, declared: DeclaredTokens) -> Tokenizer:
+    if (file := folder / "tokenizer.json").is_file():
+        return _read_tokenizer_json(file)
+    for file in (folder / "tokenizer.model", folder / "spiece.model", *sorted(folder.glob("*.tiktoken"))):
+        if file.is_file():
+            return _convert(file, declared)
+    if (vocabulary := folder / "vocab.json").is_file() and (merges := folder / "merges.txt").is_file():
+        return _read_byte_level(vocabulary, merges)
+    raise TokenizerError(
+        f"{folder} has no tokenizer; looked for {', '.join(TOKENIZER_FILES[:-2])}, or vocab.json with merges.txt"
+    )
+
+
+def _read_tokenizer_json(file: Path) -> Tokenizer:
+    """Read tokenizer.json, special tokens taken literally.
+
+    Files converted from SentencePiece may mark them `normalized`; then the "▁" that the normalizer puts before a text
+    also becomes part of the token's name, and decoding no longer knows it as special.
+    """
+    description = read_json_object(file)
+    for token in description.get("added_tokens") or []:
+        if token.get("special"):
+            token["normalized"] = False
+    try:
+        return Tokenizer.from_str(json.dumps(description, ensure_ascii=False))
+    except Exception as error:  # the package raises bare Exception
+        raise TokenizerError(f"{file} is not a tokenizer: {error}") from error
+
+
+def _convert(file: Path, declared: DeclaredTokens) -> Tokenizer:
+    data = file.read_bytes()
+    try:
+        if file.suffix == ".tiktoken" or is_tiktoken(data):
+            return convert_tiktoken(data, name=file.name, names=declared.names)
+        return convert_sentencepiece(
+            data, names=declared.names, is_each_part_prefixed=_is_each_part_prefixed(declared.config)
+        )
+    except Exception as error:  # the package raises bare Exception
+        raise TokenizerError(f"{file}: {error}") from error
+
+
+def _is_each_part_prefixed(config: Mapping[str, Any]) -> bool:
+    """As `legacy` says; tokenizers with code of their own encode each part between special tokens by itself."""
+    return bool(config.get("legacy", "auto_map" in config))
+
+
+def _read_byte_level(vocabulary: Path, merges: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # the package raises bare Exception
+        raise TokenizerError(f"{vocabulary} and {merges.name} are not a vocabulary and its merges: {error}") from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -1,0 +1,155 @@
+"""Which files of a folder make its tokenizer, and what those beside it add."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.streaming import differing_streams
+from helpers.texts import made_texts, prompts
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from weft.tokenizer.errors import TokenizerError
+from weft.tokenizer.load import load_tokenizer
+
+from router.errors import ModelFilesError
+from router.tokenizer import ModelTokenizer
+from workers.errors import EngineConfigError
+from workers.tokenizer import load_token_table
+
+
+def write_json(folder: Path, **files: Any) -> Path:
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(value if isinstance(value, str) else json.dumps(value))
+    return folder
+
+
+def write_letters(folder: Path, *tokens: str) -> Path:
+    """A tokenizer.json of letters and some further entries."""
+    vocab = {token: index for index, token in enumerate([*"abc", *tokens])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_folder_without_a_vocabulary_says_what_was_looked_for(tmp_path: Path) -> None:
+    said = (
+        r"has no tokenizer; looked for tokenizer\.json, tokenizer\.model, spiece\.model, \*\.tiktoken, "
+        r"or vocab\.json with merges\.txt"
+    )
+    with pytest.raises(TokenizerError, match=said):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ModelFilesError, match=said):
+        ModelTokenizer.from_folder(tmp_path)
+    with pytest.raises(EngineConfigError, match=said):
+        load_token_table(tmp_path)
+
+
+def test_tokenizer_json_comes_before_other_files(tmp_path: Path) -> None:
+    write_letters(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"not read")
+
+    assert load_tokenizer(tmp_path).tokenizer.encode("cab").ids == [2, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["TinyStories-656K", "stories260K", "stories3M"])
+def test_special_tokens_are_special_to_router_and_engine(name: str, shared: Path) -> None:
+    """Those of TinyStories are declared `normalized`, in a tokenizer that puts a mark before every text."""
+    folder = shared / "models" / name
+    table, tokenizer = load_token_table(folder), ModelTokenizer.from_folder(folder)
+
+    assert [table.is_special(token_id) for token_id in range(4)] == [True, True, True, False]
+    (begin,) = tokenizer.encode("")
+    assert tokenizer.decode([begin, *tokenizer.encode("A cat", add_special_tokens=False)]) == "A cat"
+    name_of_begin = load_tokenizer(folder).special_tokens["bos_token"]
+    assert tokenizer.encode(f"A{name_of_begin}", add_special_tokens=False)[-1] == begin
+
+
+def test_vocabulary_and_merges_equal_the_tokenizer_json(shared: Path, tmp_path: Path) -> None:
+    original = load_tokenizer(shared / "tokenizers/gpt2").tokenizer
+    original.model.save(str(tmp_path))
+    write_json(tmp_path, tokenizer_config={"eos_token": "<|endoftext|>"})
+    texts = prompts(shared, 1000) + made_texts(("<|endoftext|>",))
+
+    tokenizer = load_tokenizer(tmp_path).tokenizer
+
+    ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
+    assert ids == [encoding.ids for encoding in original.encode_batch_fast(texts)]
+    assert tokenizer.decode_batch(ids) == original.decode_batch(ids)
+    assert differing_streams(tokenizer, ids) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "is_special"),
+    [
+        ({"tokenizer_config": {"added_tokens_decoder": {"3": {"content": "<x>", "special": True}}}}, True),
+        ({"tokenizer_config": {"added_tokens_decoder": {"3": {"content": "<x>", "special": False}}}}, False),
+        ({"tokenizer_config": {"eos_token": {"content": "<x>"}}}, True),
+        ({"tokenizer_config": {"additional_special_tokens": ["<x>"]}}, True),
+        ({"tokenizer_config": {"extra_special_tokens": {"image_token": "<x>"}}}, True),
+        ({"special_tokens_map": {"pad_token": "<x>"}}, True),
+        ({"special_tokens_map": {"additional_special_tokens": [{"content": "<x>"}]}}, True),
+        ({"added_tokens": {"<x>": 3}}, False),
+        ({"added_tokens": {"<x>": 3}, "special_tokens_map": {"eos_token": "<x>"}}, True),
+    ],
+)
+@pytest.mark.parametrize("is_in_vocabulary", [True, False])
+def test_files_beside_the_vocabulary_declare_tokens(
+    files: dict[str, Any], is_special: bool, is_in_vocabulary: bool, tmp_path: Path
+) -> None:
+    write_letters(tmp_path, *(["<x>"] if is_in_vocabulary else []))
+    has_place = "added_tokens" in str(files)
+
+    tokenizer = load_tokenizer(write_json(tmp_path, **files)).tokenizer
+
+    if not (has_place or is_in_vocabulary):  # the model has no such token
+        assert tokenizer.token_to_id("<x>") is None
+        return
+    ids = tokenizer.encode("a<x>b").ids
+    assert ids == [0, 3, 1]
+    assert tokenizer.decode(ids) == ("ab" if is_special else "a<x>b")
+
+
+def test_ids_between_vocabulary_and_declared_tokens_stay_free(tmp_path: Path) -> None:
+    write_json(write_letters(tmp_path), added_tokens={"<y>": 7, "<x>": 5})
+
+    tokenizer = load_tokenizer(tmp_path).tokenizer
+
+    assert tokenizer.encode("<x>a<y>").ids == [5, 0, 7]
+
+
+def test_frame_of_the_config_replaces_that_of_the_file(shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((shared / "tokenizers/llama2-32k/tokenizer.json").read_bytes())
+    for config, expected in (
+        ({}, [1, 263]),  # as tokenizer.json says
+        ({"bos_token": "<s>", "add_bos_token": False}, [263]),
+        ({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}, [1, 263, 2]),
+        ({"bos_token": None, "add_bos_token": True}, [263]),
+    ):
+        write_json(tmp_path, tokenizer_config=config)
+        assert load_tokenizer(tmp_path).tokenizer.encode("a").ids == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"tokenizer_config": "{"}, r"tokenizer_config\.json is not JSON"),
+        ({"special_tokens_map": "[]"}, r"special_tokens_map\.json holds a list; allowed: an object"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "y"}}}}, r"tokenizer_config\.json: the added"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"1": {}}}}, r"tokenizer_config\.json: the added tokens"),
+        ({"tokenizer_config": {"added_tokens_decoder": [1]}}, r"tokenizer_config\.json: the added tokens"),
+        ({"added_tokens": {"<x>": None}}, r"added_tokens\.json: the added tokens are not written as text and id"),
+        ({"tokenizer": "{}"}, r"tokenizer\.json is not a tokenizer"),
+    ],
+)
+def test_broken_file_is_named(files: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=said):
+        load_tokenizer(write_json(write_letters(tmp_path), **files))
+
+
+def test_broken_merges_are_named(tmp_path: Path) -> None:
+    write_json(tmp_path, vocab={"a": 0})
+    (tmp_path / "merges.txt").write_text("x y z\n")
+    with pytest.raises(TokenizerError, match=r"vocab\.json and merges\.txt are not a vocabulary and its merges"):
+        load_tokenizer(tmp_path)
