@@ -1,22 +1,20 @@
 """A model's chat template: from messages to the prompt text. Knows nothing of token ids; tokenizer.py encodes the text.
 
-The template comes with the model's weights, so the operator has chosen it as much as the weights. It runs in jinja2's
-immutable sandbox: it can compute and it can spend time, but it cannot reach files, the network or the interpreter.
+The template comes with the model's weights, so the operator has chosen it as much as the weights. All the same it runs
+in a sandbox (template_sandbox.py).
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
+from weft.tokenizer.declared import read_json_object
 
 from router.call import ChatMessage
 from router.errors import InvalidRequestError, ModelFilesError
+from router.template_sandbox import SandboxedTemplate
 
 ROLES = ("system", "user", "assistant", "tool")
 """What a message's role may be; a template may accept fewer."""
@@ -38,7 +36,7 @@ class ChatTemplate:
         Raises:
             jinja2.TemplateError: the text is not a template.
         """
-        self._template = _compile(source, now)
+        self._template = SandboxedTemplate(source, now=now)
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
@@ -57,11 +55,13 @@ class ChatTemplate:
                 )
         try:
             return self._template.render(
-                **self._special_tokens,
-                messages=[_as_dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
+                {
+                    **self._special_tokens,
+                    "messages": [_as_dict(message) for message in messages],
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": True,
+                }
             )
         except TemplateError as error:
             raise InvalidRequestError(
@@ -77,7 +77,10 @@ class ChatTemplate:
 def load_chat_template(
     folder: Path, config: Mapping[str, Any], *, special_tokens: Mapping[str, str], now: Callable[[], datetime]
 ) -> ChatTemplate | None:
-    """Find and compile a model's template: chat_template.jinja, else `chat_template` of tokenizer_config.json.
+    """Find and compile a model's template.
+
+    It is chat_template.jinja, else `chat_template` of tokenizer_config.json, else that of chat_template.json, where the
+    processors of models with images keep it.
 
     Args:
         folder: the model's folder.
@@ -89,15 +92,9 @@ def load_chat_template(
         The template, or None where the model has none.
 
     Raises:
-        ModelFilesError: there is one, and it is broken.
+        ModelFilesError, TokenizerError: there is one, and it is broken.
     """
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        origin = str(file)
-        source: str | None = file.read_text(encoding="utf-8")
-    else:
-        origin = f"chat_template of {folder / 'tokenizer_config.json'}"
-        source = _template_of_config(config.get("chat_template"), origin)
+    source, origin = _find_source(folder, config)
     if source is None:
         return None
     try:
@@ -106,8 +103,23 @@ def load_chat_template(
         raise ModelFilesError(f"{origin} does not compile: {error}") from error
 
 
-def _template_of_config(value: object, origin: str) -> str | None:
-    """Return the template of a config entry: the text itself, or the one called "default" of a list of named ones."""
+def _find_source(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return the text, None where there is none, and where it was found."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8"), str(file)
+    origin = f"chat_template of {folder / 'tokenizer_config.json'}"
+    source = _choose(config.get("chat_template"), origin)
+    if source is None and (file := folder / "chat_template.json").is_file():
+        origin = f"chat_template of {file}"
+        source = _choose(read_json_object(file).get("chat_template"), origin)
+    return source, origin
+
+
+def _choose(value: object, origin: str) -> str | None:
+    """Return the template of an entry: the text itself, or the one called "default" of several named ones.
+
+    Another one is usually called "tool_use", for conversations with tools; requests have none.
+    """
     match value:
         case None | str():
             return value
@@ -118,11 +130,13 @@ def _template_of_config(value: object, origin: str) -> str | None:
                 raise ModelFilesError(
                     f"{origin} is a list with an entry that lacks `name` or `template`; allowed: named templates"
                 ) from error
-            if _DEFAULT not in named:
-                raise ModelFilesError(f"{origin} names {sorted(named)}; one of them must be {_DEFAULT!r}")
-            return named[_DEFAULT]
+        case dict():
+            named = {str(name): str(template) for name, template in value.items()}
         case _:
-            raise ModelFilesError(f"{origin} is a {type(value).__name__}; allowed: text, or a list of named templates")
+            raise ModelFilesError(f"{origin} is a {type(value).__name__}; allowed: text, or named templates")
+    if _DEFAULT not in named:
+        raise ModelFilesError(f"{origin} names {sorted(named)}; one of them must be {_DEFAULT!r}")
+    return named[_DEFAULT]
 
 
 def _as_dict(message: ChatMessage) -> dict[str, str]:
@@ -130,45 +144,3 @@ def _as_dict(message: ChatMessage) -> dict[str, str]:
     if message.name:
         fields["name"] = message.name
     return fields
-
-
-def _compile(source: str, now: Callable[[], datetime]) -> Template:
-    """Compile with what templates in the field expect to find around them."""
-
-    def strftime_now(format: str) -> str:
-        return now().strftime(format)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment.from_string(source)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON as it is: jinja's own filter escapes for HTML, which a model has never seen."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; in serving, its body is rendered as it stands."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja reads it from the class)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body in a scope of its own."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)

@@ -170,17 +170,19 @@ def complete_sampling(
     Args:
         sampling: checked before.
         model_defaults: of the model's generation_config; they come before the protocol's.
-        max_tokens: what is left of the context.
+        max_tokens: for a request that sets none.
         seed: drawn for this request.
     """
     complete = pb.SamplingParams()
     for defaults in (_DEFAULTS, model_defaults):
         for name, value in defaults.items():
             setattr(complete, name, value)
-    complete.max_tokens = max_tokens
+    complete.max_tokens = max(max_tokens, sampling.min_tokens)
     complete.seed = seed
     complete.MergeFrom(sampling)
     complete.top_k = max(complete.top_k, 0)
+    if not sampling.HasField("min_tokens"):  # the client's own values were checked against each other
+        complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
     return complete
 
 

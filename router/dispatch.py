@@ -133,8 +133,8 @@ class Dispatcher:
         check_length(len(token_ids), call.sampling, max_context)
         sampling = complete_sampling(
             call.sampling,
-            tokenizer.generation_defaults,
-            max_tokens=max_context - len(token_ids),
+            tokenizer.generation_defaults.sampling,
+            max_tokens=tokenizer.generation_defaults.max_tokens(len(token_ids), max_context - len(token_ids)),
             seed=self._rng.getrandbits(64),
         )
         return PreparedRequest(

@@ -3,11 +3,10 @@
 Everything here is synchronous and safe to use from several threads; dispatch.py runs it in a pool, off the event loop.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
 from tokenizers import Tokenizer
 from weft.tokenizer.declared import read_json_object
@@ -17,8 +16,7 @@ from weft.tokenizer.load import load_tokenizer
 from router.call import ChatMessage
 from router.chat_template import ChatTemplate, load_chat_template
 from router.errors import InvalidRequestError, ModelFilesError
-
-_DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+from router.generation_config import GenerationDefaults, read_generation_defaults
 
 
 class ModelTokenizer:
@@ -29,12 +27,12 @@ class ModelTokenizer:
         tokenizer: Tokenizer,
         *,
         chat_template: ChatTemplate | None = None,
-        generation_defaults: Mapping[str, float | int] | None = None,
+        generation_defaults: GenerationDefaults | None = None,
     ) -> None:
         """Take parts already read; `from_folder` reads them."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._generation_defaults = MappingProxyType(dict(generation_defaults or {}))
+        self._generation_defaults = generation_defaults or GenerationDefaults()
         self._vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -49,16 +47,16 @@ class ModelTokenizer:
             ModelFilesError: there is no tokenizer, or one of the files is broken.
         """
         folder = Path(path)
+        generation_config = folder / "generation_config.json"
         try:
             loaded = load_tokenizer(folder)
-            generation_config = read_json_object(folder / "generation_config.json")
+            return cls(
+                loaded.tokenizer,
+                chat_template=load_chat_template(folder, loaded.config, special_tokens=loaded.special_tokens, now=now),
+                generation_defaults=read_generation_defaults(read_json_object(generation_config), generation_config),
+            )
         except TokenizerError as error:
             raise ModelFilesError(str(error)) from error
-        return cls(
-            loaded.tokenizer,
-            chat_template=load_chat_template(folder, loaded.config, special_tokens=loaded.special_tokens, now=now),
-            generation_defaults=_read_generation_defaults(generation_config, folder / "generation_config.json"),
-        )
 
     @property
     def vocab_size(self) -> int:
@@ -66,12 +64,8 @@ class ModelTokenizer:
         return self._vocab_size
 
     @property
-    def generation_defaults(self) -> Mapping[str, float | int]:
-        """What generation_config.json sets of temperature, top_p, top_k, min_p and repetition_penalty.
-
-        Only what is written there, and whatever `do_sample` says: clients of an API choose greedy decoding by
-        temperature 0, so a file with `do_sample: false` and no temperature leaves the API's own default in place.
-        """
+    def generation_defaults(self) -> GenerationDefaults:
+        """What generation_config.json sets for requests that leave it open."""
         return self._generation_defaults
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -103,17 +97,3 @@ class ModelTokenizer:
                 field="messages",
             )
         return self.encode(self._chat_template.render(messages), add_special_tokens=False)
-
-
-def _read_generation_defaults(config: Mapping[str, Any], file: Path) -> dict[str, float | int]:
-    defaults: dict[str, float | int] = {}
-    for name in _DEFAULTED_FIELDS:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelFilesError(f"{name} in {file} is {value!r}; allowed: a number")
-        if name == "top_k" and value != int(value):
-            raise ModelFilesError(f"{name} in {file} is {value!r}; allowed: a whole number")
-        defaults[name] = int(value) if name == "top_k" else value
-    return defaults

@@ -1,11 +1,12 @@
 """The tokenizers of the served models, loaded once each, and the threads in which text work runs off the event loop."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, Protocol, TypeVar
 
 from router.call import ChatMessage
+from router.generation_config import GenerationDefaults
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,8 +20,8 @@ class Tokenizer(Protocol):
         """Entries of the vocabulary."""
 
     @property
-    def generation_defaults(self) -> Mapping[str, float | int]:
-        """Sampling values that the model's generation_config sets."""
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's generation_config sets for requests that leave it open."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text."""

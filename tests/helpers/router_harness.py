@@ -1,7 +1,7 @@
 """A whole router in the test's event loop: real gRPC to fake replicas, tokens that are bytes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from router.app import BoundAddresses, run_router
 from router.call import ChatMessage
 from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
 from router.errors import InvalidRequestError
+from router.generation_config import GenerationDefaults
 
 if TYPE_CHECKING:
     from weft.v1.inference_pb2_grpc import InferenceAsyncStub
@@ -27,7 +28,7 @@ class ByteTokenizer:
     """One token a byte, and a beginning-of-sequence token before a plain prompt."""
 
     vocab_size = 300
-    generation_defaults: Mapping[str, float | int] = {"top_k": 40}
+    generation_defaults = GenerationDefaults(sampling={"top_k": 40})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         return (*((BOS,) if add_special_tokens else ()), *text.encode())
