@@ -79,6 +79,11 @@ def _has_entries(fields: Fields, name: str) -> bool:
 
 def _read_scaling(fields: Fields, rope: Fields, max_positions: int) -> RotaryScaling | None:
     kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "mrope" or "mrope_section" in rope:  # newer configs say "default", and the sections
+        raise UnsupportedModelError(
+            "the rotary embedding is mrope: it turns by the time, height and width of image patches, which a token of "
+            f"text does not have; supported: text models with {', '.join(KINDS)}"
+        )
     match kind:
         case "default":
             return None

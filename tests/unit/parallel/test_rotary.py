@@ -157,10 +157,27 @@ def test_yarn_without_factor_takes_the_ratio_of_contexts() -> None:
     assert scaled.factor == 4.0  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", ["mrope", "proportional", ""])
+@pytest.mark.parametrize("kind", ["proportional", "xpos", ""])
 def test_unknown_kind_is_refused_with_the_known_ones(kind: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"rope_type is '{kind}'; supported: default, linear, dynamic"):
         _describe(_config(rope_type=kind, factor=2.0))
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"type": "mrope", "mrope_section": [2, 3, 3]},
+        {"rope_type": "mrope", "mrope_section": [2, 3, 3]},
+        {"rope_type": "default", "mrope_section": [2, 3, 3]},  # as newer versions of transformers rewrite it
+    ],
+)
+def test_rotation_by_image_patches_is_refused_with_the_reason(name: str, rope: dict[str, Any]) -> None:
+    config = {key: value for key, value in _config().items() if key != "rope_parameters"} | {name: rope}
+    with pytest.raises(
+        UnsupportedModelError, match="is mrope: it turns by the time, height and width of image patches"
+    ):
+        _describe(config)
 
 
 @pytest.mark.parametrize(
