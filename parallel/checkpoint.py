@@ -1,56 +1,42 @@
-"""Loads the weights of one rank from a Hugging Face folder of safetensors files, reading only the slices it holds.
+"""Loads the weights of one rank from a Hugging Face folder, reading only the slices it holds, several at once.
 
-Which slices those are is said by the layers (shard.py), what their tensors are called by the family (families/).
-Matrices that are stored packed (quantization/) are unpacked on the way.
-A file is mapped, never read whole, and mapped anew after a few slices: the pages that were touched would else count as
-memory of this process until the last of them.
+What those are is planned by weight_reads.py; their files are opened by weight_files.py. A file is mapped, never read
+whole, and mapped anew for every few slices: the pages that were touched would else count as memory of this process
+until the last of them. A part of the decoder is laid out for the kernels, which may copy it, before the next is read.
 """
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from parallel.decoder import Decoder
 from parallel.description import DecoderDescription
 from parallel.errors import CheckpointError, ConfigError
-from parallel.families.layout import Location
-from parallel.families.registry import describe_model, family_of
+from parallel.families.registry import describe_model
+from parallel.host_memory import release_free_memory
 from parallel.kernels.base import Kernels
 from parallel.mesh import Mesh
-from parallel.quantization.fp8 import Fp8TilePacking
-from parallel.quantization.mxfp4 import Mxfp4Packing
-from parallel.quantization.packing import Packing, Stored
-from parallel.shard import Piece
+from parallel.quantization.packing import Stored
+from parallel.weight_files import locate_tensors, open_tensors
+from parallel.weight_reads import WeightRead, plan_reads
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
-STORED_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-"""Dtypes that weights may be stored in, by their names in safetensors."""
-
-PACKINGS: Sequence[Packing] = (Mxfp4Packing(), Fp8TilePacking())
-"""Ways to store a matrix in fewer bits, known by the tensors that they have beside or in place of its own."""
-
-_BATCH_ELEMENTS = 1 << 25
-_UNPACKED_ELEMENTS = 1 << 22
-"""At once: while it is unpacked a weight takes several times the memory that it is kept in."""
+_NUM_READERS = 4
+_MAPPED_FRACTION = 0.05
+"""Pages of files that are mapped at once, as a part of the rank's own weights."""
+_MIN_BATCH_BYTES = 1 << 18
+_STORED_BYTES = 4  # of an element, but for rare float64
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[float], None]
+
+_Finish = Callable[[], None]
+_Plan = Mapping[Path, Sequence[WeightRead]]
+"""The reads of each file."""
 
 
 def load_decoder(
@@ -67,7 +53,7 @@ def load_decoder(
     """Build this rank's part of the model in a folder, with its weights.
 
     Args:
-        folder: config.json and safetensors files in Hugging Face layout.
+        folder: config.json and weight files in Hugging Face layout.
         mesh: which part is this rank's.
         device, dtype: where and as what the weights are held, whatever they are stored as.
         kernels: the operations that the decoder will call.
@@ -84,8 +70,7 @@ def load_decoder(
     decoder = Decoder(
         description, mesh=mesh, device=device, dtype=dtype, kernels=kernels, expert_parallel=expert_parallel
     )
-    bytes_read = load_weights(decoder, folder, progress=progress)
-    decoder.finish_loading()
+    bytes_read = _load(decoder, folder, progress, lay_out=_lay_out)
     logger.info("rank %d read %d bytes of weights from %s", mesh.rank, bytes_read, folder)
     return decoder
 
@@ -98,129 +83,47 @@ def load_weights(decoder: Decoder, folder: Path, *, progress: Progress | None = 
     Raises:
         CheckpointError: a file is missing or corrupt, or a tensor is missing or has the wrong shape or dtype.
     """
-    reads_by_file = _plan_reads(decoder, folder)
-    _check(reads_by_file)
-    total = sum(read.num_elements for reads in reads_by_file.values() for read in reads)
+    return _load(decoder, folder, progress, lay_out=lambda finish: None)
+
+
+def _load(decoder: Decoder, folder: Path, progress: Progress | None, lay_out: Callable[[_Finish], None]) -> int:
+    """Fill part by part, and lay out each before the next: a copy that the kernels make is only ever one of a part."""
+    plans, finishes = _plan(decoder, folder)
+    _check(plans)
+    total = sum(read.num_elements for plan in plans for reads in plan.values() for read in reads)
+    own_bytes = total * decoder.dtype.itemsize
+    max_touched = max(int(own_bytes * _MAPPED_FRACTION), _NUM_READERS * _MIN_BATCH_BYTES) // _STORED_BYTES
     done = num_bytes = 0
-    for file, batch in _batches(reads_by_file):
-        with open_tensors(file) as tensors:
-            for read in batch:
-                num_bytes += read.copy(tensors)
-                done += read.num_elements
+    with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="weights") as readers:
+        while plans:
+            # Nothing here may keep the weights of a part that is laid out: the kernels have their own.
+            for batch_elements, batch_bytes in _copy(_batches(plans.pop(0), max_touched), max_touched, readers):
+                done += batch_elements
+                num_bytes += batch_bytes
                 if progress is not None:
                     progress(done / total)
+            lay_out(finishes.pop(0))
     return num_bytes
 
 
-def locate_tensors(folder: Path) -> dict[str, Path]:
-    """The file that holds each tensor of a checkpoint. Raises CheckpointError."""
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.is_file():
-        with open_tensors(single) as tensors:
-            return dict.fromkeys(tensors.keys(), single)
-    if index.is_file():
-        return _read_index(index)
-    raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; allowed: weights in safetensors files")
-
-
-@contextmanager
-def open_tensors(file: Path) -> Iterator[Any]:
-    """A safetensors file, mapped until the end of the block. Raises CheckpointError when it is missing or corrupt."""
-    try:
-        tensors = safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
-    with tensors:
-        yield tensors
+def _lay_out(finish: _Finish) -> None:
+    finish()
+    release_free_memory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """One slice to copy: `start : stop` along `dim` of the tensor called `name`, the other dims whole."""
+class _Batch:
+    """Reads of one file that share a mapping."""
 
-    name: str
-    shape: tuple[int, ...]
-    """That the tensor must have."""
-    dim: int
-    start: int
-    stop: int
-    target: Tensor
-    """The part of a parameter that the slice fills; on disk it may be transposed."""
-    is_transposed: bool = False
-    expert: int | None = None
-    """Where the tensor holds all experts along a first dim: the one that is read; `dim` counts those after it."""
+    file: Path
+    reads: Sequence[WeightRead]
+    num_touched: int
+    """Elements in the pages that are read."""
 
-    @property
-    def num_elements(self) -> int:
-        """Of the slice."""
-        return self.target.numel()
-
-    def cut(self, max_elements: int) -> Iterator["_Read"]:
-        """The same slice as several of at most so many elements each."""
-        num_parts = -(-self.num_elements // max_elements) or 1
-        step = -(-(self.stop - self.start) // num_parts) or 1
-        target_dim = self.target.dim() - 1 - self.dim if self.is_transposed else self.dim
-        for start in range(self.start, self.stop, step):
-            stop = min(start + step, self.stop)
-            target = self.target.narrow(target_dim, start - self.start, stop - start)
-            yield replace(self, start=start, stop=stop, target=target)
-
-    def stored(self, file: Path) -> Iterator[tuple[Path, Stored]]:
-        """What is read, and where; `file` holds the tensor of this name."""
-        yield file, Stored(self.name, self.shape, tuple(STORED_DTYPES))
-
-    def copy(self, tensors: Any) -> int:
-        """Fill the target from an open file; return the bytes that were read."""
-        stored = _StoredSlice(tensors, self.name, self.expert)
-        weights = stored[*[slice(None)] * self.dim, slice(self.start, self.stop)]
-        self.target.copy_(weights.t() if self.is_transposed else weights)
-        return stored.num_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PackedRead(_Read):
-    """The same of a matrix that is stored packed: shape and dim are those of the matrix in the decoder."""
-
-    packing: Packing
-    values: Stored
-    scales: Stored
-    scales_file: Path | None
-    """None: beside the values."""
-
-    def stored(self, file: Path) -> Iterator[tuple[Path, Stored]]:
-        """Values and scales."""
-        yield file, self.values
-        yield self.scales_file or file, self.scales
-
-    def copy(self, tensors: Any) -> int:
-        """Fill the target, unpacked; return the bytes that were read."""
-        with nullcontext(tensors) if self.scales_file is None else open_tensors(self.scales_file) as others:
-            values = _StoredSlice(tensors, self.values.name, self.expert)
-            scales = _StoredSlice(others, self.scales.name, self.expert)
-            for part in self.cut(_UNPACKED_ELEMENTS):
-                rows, columns = map(range, self.shape)
-                if part.dim == 0:
-                    rows = range(part.start, part.stop)
-                else:
-                    columns = range(part.start, part.stop)
-                part.target.copy_(self.packing.read(values, scales, rows, columns))
-        return values.num_bytes + scales.num_bytes
-
-
-class _StoredSlice:
-    """A stored tensor, or the part of one expert of it, of which what is asked for is read."""
-
-    def __init__(self, tensors: Any, name: str, expert: int | None) -> None:
-        self._slice = tensors.get_slice(name)
-        self._experts = () if expert is None else (slice(expert, expert + 1),)
-        self.num_bytes = 0
-        """Read so far."""
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        """A view into the mapped file."""
-        part: Tensor = self._slice[*self._experts, *index]
-        self.num_bytes += part.nbytes
-        return part.squeeze(0) if self._experts else part
+    def copy(self) -> tuple[int, int]:
+        """Fill the targets; return how many elements they have, and the bytes that were read."""
+        with open_tensors(self.file) as tensors:
+            return sum(read.num_elements for read in self.reads), sum(read.copy(tensors) for read in self.reads)
 
 
 def _limit_context(description: DecoderDescription, max_context: int) -> DecoderDescription:
@@ -229,118 +132,63 @@ def _limit_context(description: DecoderDescription, max_context: int) -> Decoder
     return replace(description, max_context=max_context)
 
 
-def _plan_reads(decoder: Decoder, folder: Path) -> dict[Path, list[_Read]]:
-    description = decoder.description
-    family = family_of(description)
+def _plan(decoder: Decoder, folder: Path) -> tuple[list[_Plan], list[_Finish]]:
+    """The reads of each part of the decoder, and what is to be called after them."""
     files = locate_tensors(folder)
-    reads_by_file: dict[Path, list[_Read]] = {}
-    for parameter in decoder.sharded_parameters():
-        for piece in parameter.pieces:
-            location = family.locate(piece.source, description)
-            for read in _reads(piece, location, parameter.target(piece)):
-                names = [read.name, *family.other_names(read.name)]
-                if description.tie_embeddings and piece.source == "embedding.weight":
-                    names.append(family.tensor_name("head.weight"))  # some writers keep this one of two names
-                file, found = _find(read, names, files, folder)
-                reads_by_file.setdefault(file, []).append(found)
-    return reads_by_file
+    plans: list[_Plan] = []
+    finishes: list[_Finish] = []
+    for part in decoder.parts():
+        plan: dict[Path, list[WeightRead]] = {}
+        for parameter in part.parameters:
+            for file, read in plan_reads(parameter, files, decoder.description, folder):
+                plan.setdefault(file, []).append(read)
+        plans.append(plan)
+        finishes.append(part.finish_loading)
+    return plans, finishes
 
 
-def _find(read: _Read, names: Sequence[str], files: Mapping[str, Path], folder: Path) -> tuple[Path, _Read]:
-    """The same read, as the checkpoint has its tensor under one of these names."""
-    for name in names:
-        packed = _find_packed(read, name, files, folder)
-        if packed is not None:
-            return packed
-        if name in files:
-            return files[name], replace(read, name=name)
-    raise _missing(read.name, read.shape, folder)
-
-
-def _find_packed(read: _Read, name: str, files: Mapping[str, Path], folder: Path) -> tuple[Path, _Read] | None:
-    """The same read of a matrix that is packed under this name; None: it is not, or not a matrix."""
-    num_leading = 0 if read.expert is None else 1
-    if len(read.shape) != num_leading + 2:
-        return None
-    num_rows, num_columns = read.shape[:-3:-1] if read.is_transposed else read.shape[-2:]
-    for packing in PACKINGS:
-        tensors = packing.stored(name, (num_rows, num_columns))
-        if not any(stored.name in files for stored in tensors if stored.name != name):
-            continue
-        values, scales = (stored._replace(shape=(*read.shape[:num_leading], *stored.shape)) for stored in tensors)
-        for stored in (values, scales):
-            if stored.name not in files:
-                raise _missing(stored.name, stored.shape, folder)
-        file, scales_file = files[values.name], files[scales.name]
-        return file, _PackedRead(
-            name=values.name,
-            shape=(num_rows, num_columns),
-            dim=1 - read.dim if read.is_transposed else read.dim,
-            start=read.start,
-            stop=read.stop,
-            target=read.target,
-            expert=read.expert,
-            packing=packing,
-            values=values,
-            scales=scales,
-            scales_file=None if scales_file == file else scales_file,
-        )
-    return None
-
-
-def _missing(name: str, shape: tuple[int, ...], folder: Path) -> CheckpointError:
-    return CheckpointError(f"{folder} has no tensor {name}; expected with shape {list(shape)}")
-
-
-def _reads(piece: Piece, location: Location, target: Tensor) -> Iterator[_Read]:
-    """The slices of stored tensors that fill `target`, the place of `piece`."""
-    shape = location.stored_shape(piece.full_shape)
-    if "{row}" in location.name:
-        assert piece.dim == 0, "tensors that are stored by row are cut by row"
-        for row in range(piece.start, piece.stop):
-            name = location.name.format(row=row)
-            yield _Read(name=name, shape=shape, dim=0, start=0, stop=shape[0], target=target[row - piece.start])
-        return
-    runs = [range(piece.start, piece.stop)]
-    if location.fusion is not None:
-        assert piece.dim == 0, "matrices are fused, and cut, by rows"
-        runs = list(location.fusion.runs(location.part, piece.start, piece.stop))
-    done = 0
-    for run in runs:
-        yield _Read(
-            name=location.name,
-            shape=shape,
-            dim=len(piece.full_shape) - 1 - piece.dim if location.is_transposed else piece.dim,
-            start=run.start,
-            stop=run.stop,
-            target=target.narrow(piece.dim, done, len(run)),
-            is_transposed=location.is_transposed,
-            expert=location.expert,
-        )
-        done += len(run)
-
-
-def _batches(reads_by_file: Mapping[Path, Sequence[_Read]]) -> Iterator[tuple[Path, list[_Read]]]:
-    """Reads of one file that together are small, in order; a large slice is cut up."""
-    for file, reads in reads_by_file.items():
-        batch: list[_Read] = []
-        num_elements = 0
+def _batches(plan: _Plan, max_touched: int) -> Iterator[_Batch]:
+    """Reads of one file, in order, as many as one reader may map; a slice that lies in one piece is cut up for that."""
+    limit = max_touched // _NUM_READERS or 1
+    for file, reads in plan.items():
+        batch: list[WeightRead] = []
+        num_touched = 0
         for read in reads:
-            for part in read.cut(_BATCH_ELEMENTS):
-                if batch and num_elements + part.num_elements > _BATCH_ELEMENTS:
-                    yield file, batch
-                    batch, num_elements = [], 0
+            for part in read.cut(limit) if read.dim == 0 else (read,):
+                if batch and num_touched + part.num_touched > limit:
+                    yield _Batch(file=file, reads=batch, num_touched=num_touched)
+                    batch, num_touched = [], 0
                 batch.append(part)
-                num_elements += part.num_elements
-        yield file, batch
+                num_touched += part.num_touched
+        yield _Batch(file=file, reads=batch, num_touched=num_touched)
 
 
-def _check(reads_by_file: Mapping[Path, Sequence[_Read]]) -> None:
+def _copy(batches: Iterable[_Batch], max_touched: int, readers: ThreadPoolExecutor) -> Iterator[tuple[int, int]]:
+    """Copy several at a time, as long as they touch no more than that together; yield what each gives.
+
+    A batch that alone touches more than that is copied alone.
+    """
+    running: dict[Future[tuple[int, int]], int] = {}
+
+    def finished() -> Iterator[tuple[int, int]]:
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            del running[future]
+            yield future.result()
+
+    for batch in batches:
+        while running and (len(running) == _NUM_READERS or sum(running.values()) + batch.num_touched > max_touched):
+            yield from finished()
+        running[readers.submit(batch.copy)] = batch.num_touched
+    while running:
+        yield from finished()
+
+
+def _check(plans: Iterable[_Plan]) -> None:
     """Compare the headers of all files with what is expected of them."""
     expected: dict[Path, list[Stored]] = {}
-    for file, reads in reads_by_file.items():
-        for read in reads:
-            for place, stored in read.stored(file):
+    for plan in plans:
+        for file, reads in plan.items():
+            for place, stored in (stored for read in reads for stored in read.stored(file)):
                 expected.setdefault(place, []).append(stored)
     for file, tensors in expected.items():
         _check_file(file, tensors)
@@ -361,17 +209,3 @@ def _check_file(file: Path, expected: Sequence[Stored]) -> None:
                 raise CheckpointError(
                     f"{file}: tensor {name} has dtype {stored.get_dtype()}; allowed: {', '.join(dtypes)}"
                 )
-
-
-def _read_index(file: Path) -> dict[str, Path]:
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): file.parent / part for name, part in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not an index of safetensors files: {error!r}") from error
-    for part in set(files.values()):
-        if part.parent != file.parent:
-            raise CheckpointError(f"{file} names {part}; allowed: files beside it")
-        if not part.is_file():
-            raise CheckpointError(f"{part} does not exist, but {file.name} names it")
-    return files

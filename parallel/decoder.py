@@ -5,7 +5,8 @@ after them. Within a stage every layer is divided over the tensor-parallel axis.
 the cache from the caller.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ from parallel.mesh import Mesh
 from parallel.norm import Norm, make_norm
 from parallel.rotary import RotaryTable
 from parallel.shard import ShardedParameter, check_split, even_range, kv_head_range, layer_range
+
+
+class DecoderPart(NamedTuple):
+    """A part of a decoder that is loaded by itself."""
+
+    parameters: tuple[ShardedParameter, ...]
+    finish_loading: Callable[[], None]
+    """Lays the weights out for the kernels; once, when they are filled."""
 
 
 class Decoder:
@@ -137,25 +146,30 @@ class Decoder:
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """Every parameter of this rank, once, and the slices of the full tensors that fill it."""
-        if self._embedding is not None:
-            yield from self._embedding.sharded_parameters()
-        for index, layer in zip(self.layer_indices, self._layers, strict=True):
-            yield from layer.sharded_parameters(f"layers.{index}")
-        if self._final_norm is not None:
-            yield from self._final_norm.sharded_parameters("final_norm")
-        if self._head is not None:
-            yield from self._head.sharded_parameters()
+        for part in self.parts():
+            yield from part.parameters
 
     def finish_loading(self) -> None:
         """Lay all weights out for the kernels; once, when they are filled."""
+        for part in self.parts():
+            part.finish_loading()
+
+    def parts(self) -> list["DecoderPart"]:
+        """What can be filled and laid out by itself, in this order.
+
+        The head, whose matrix is the largest, comes early: while kernels copy it, the layers are not there yet.
+        """
+        parts = []
         if self._embedding is not None:
-            self._embedding.finish_loading()
-        for layer in self._layers:
-            layer.finish_loading()
-        if self._final_norm is not None:
-            self._final_norm.finish_loading()
+            parts.append(DecoderPart((*self._embedding.sharded_parameters(),), self._embedding.finish_loading))
         if self._head is not None:
-            self._head.finish_loading()
+            parts.append(DecoderPart((*self._head.sharded_parameters(),), self._head.finish_loading))
+        for index, layer in zip(self.layer_indices, self._layers, strict=True):
+            parts.append(DecoderPart((*layer.sharded_parameters(f"layers.{index}"),), layer.finish_loading))
+        if self._final_norm is not None:
+            norm = self._final_norm
+            parts.append(DecoderPart((*norm.sharded_parameters("final_norm"),), norm.finish_loading))
+        return parts
 
     def _key_bias(self) -> Tensor | None:
         """One table for all layers."""

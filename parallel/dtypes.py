@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from parallel.checkpoint import STORED_DTYPES, locate_tensors, open_tensors
 from parallel.device.base import Device
 from parallel.errors import CheckpointError, ConfigError
 from parallel.families.fields import Fields, read_json_object
+from parallel.weight_files import STORED_DTYPES, locate_tensors, open_tensors
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.checkpoint import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
 from parallel.decoder import Decoder
 from parallel.description import DecoderDescription
 from parallel.dtypes import DTYPES
@@ -24,6 +23,8 @@ from parallel.families.fields import read_json_object
 from parallel.families.registry import describe_config, family_of
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Mesh
+from parallel.weight_files import STORED_DTYPES
+from parallel.weight_index import SAFETENSORS
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -125,7 +126,7 @@ def _write_weights(
 ) -> None:
     shards = list(_split(tensors, max_shard_bytes // dtype.itemsize))
     if len(shards) == 1:
-        _write_safetensors(folder / SINGLE_FILE, shards[0], seed, dtype)
+        _write_safetensors(folder / SAFETENSORS.single, shards[0], seed, dtype)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -133,7 +134,7 @@ def _write_weights(
         _write_safetensors(file, shard, seed, dtype)
         weight_map |= {tensor.name: file.name for tensor in shard}
     total_size = sum(tensor.num_elements for tensor in tensors) * dtype.itemsize
-    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    _write_json(folder / SAFETENSORS.index, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def _split(tensors: Sequence[_TensorPlan], max_elements: int) -> Iterator[list[_TensorPlan]]:

@@ -10,7 +10,7 @@ from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from parallel.checkpoint import INDEX_FILE, SINGLE_FILE, load_decoder, load_weights
+from parallel.checkpoint import load_decoder, load_weights
 from parallel.decoder import Decoder
 from parallel.description import DecoderDescription
 from parallel.dtypes import checkpoint_dtype, resolve_dtype
@@ -18,8 +18,10 @@ from parallel.errors import CheckpointError, ConfigError
 from parallel.families.registry import describe_model, family_of
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
+from parallel.weight_index import PICKLED, SAFETENSORS
 
 CPU = torch.device("cpu")
+SINGLE_FILE, INDEX_FILE = SAFETENSORS.single, SAFETENSORS.index
 
 
 def _mesh(tp_rank: int = 0, tp: int = 1, stage: int = 0, pp: int = 1) -> Mesh:
@@ -154,13 +156,14 @@ def test_sharded_checkpoint_loads_as_the_single_file_does(folder: Path) -> None:
         assert torch.equal(a.tensor, b.tensor)
 
 
-@pytest.mark.parametrize("batch_elements", [1, 100, 5000])
+@pytest.mark.parametrize("batch_bytes", [1, 400, 20000])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slices_read_in_small_parts_are_the_same(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, batch_elements: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, batch_bytes: int
 ) -> None:
     whole, whole_bytes = _load(folder, _mesh(tp_rank=rank, tp=2))
-    monkeypatch.setattr("parallel.checkpoint._BATCH_ELEMENTS", batch_elements)
+    monkeypatch.setattr("parallel.checkpoint._MAPPED_FRACTION", 0.0)
+    monkeypatch.setattr("parallel.checkpoint._MIN_BATCH_BYTES", batch_bytes)
 
     parts, parts_bytes = _load(folder, _mesh(tp_rank=rank, tp=2))
 
@@ -182,7 +185,8 @@ def test_weights_are_converted_to_the_dtype_asked_for(folder: Path, stored: torc
     assert torch.equal(norm.tensor, weight.to(torch.bfloat16))
 
 
-def test_progress_grows_to_one(folder: Path) -> None:
+def test_progress_grows_to_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.checkpoint._MIN_BATCH_BYTES", 1 << 12)
     seen: list[float] = []
 
     load_decoder(
@@ -247,9 +251,10 @@ DAMAGED = {
 }
 
 
+@pytest.mark.parametrize("is_pickled", [False, True])
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("damage", ["missing", "renamed", "transposed", "dtype"])
-def test_damaged_tensor_of_any_layout_is_named(tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_tensor_of_any_layout_is_named(tmp_path: Path, name: str, damage: str, is_pickled: bool) -> None:
     folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
     tensor, shape = DAMAGED[name]
     weight = load_file(folder / SINGLE_FILE)[tensor]
@@ -268,6 +273,9 @@ def test_damaged_tensor_of_any_layout_is_named(tmp_path: Path, name: str, damage
         case _:
             _rewrite(folder, **{tensor: weight.to(torch.int32)})
             message = rf"tensor {tensor} has dtype I32; allowed: F64, F32, F16, BF16"
+    if is_pickled:
+        torch.save(load_file(folder / SINGLE_FILE), folder / PICKLED.single)
+        (folder / SINGLE_FILE).unlink()
     with pytest.raises(CheckpointError, match=message.replace("[", r"\[").replace("]", r"\]")):
         _load(folder)
 
@@ -286,13 +294,14 @@ def test_ranks_read_their_slices_of_fused_tensors_only(name: str) -> None:
     assert abs(read[0] - read[1]) <= shared
 
 
-@pytest.mark.parametrize("batch_elements", [1, 100])
+@pytest.mark.parametrize("batch_bytes", [1, 400])
 @pytest.mark.parametrize("name", ["gpt2", "falcon"])
 def test_fused_slices_read_in_small_parts_are_the_same(
-    monkeypatch: pytest.MonkeyPatch, name: str, batch_elements: int
+    monkeypatch: pytest.MonkeyPatch, name: str, batch_bytes: int
 ) -> None:
     whole, _ = _load(tiny_model(name), _mesh(tp_rank=1, tp=2))
-    monkeypatch.setattr("parallel.checkpoint._BATCH_ELEMENTS", batch_elements)
+    monkeypatch.setattr("parallel.checkpoint._MAPPED_FRACTION", 0.0)
+    monkeypatch.setattr("parallel.checkpoint._MIN_BATCH_BYTES", batch_bytes)
     parts, _ = _load(tiny_model(name), _mesh(tp_rank=1, tp=2))
     for a, b in zip(whole.sharded_parameters(), parts.sharded_parameters(), strict=True):
         assert torch.equal(a.tensor, b.tensor)
@@ -360,7 +369,7 @@ def test_corrupt_file_is_named(folder: Path, damage, is_sharded: bool) -> None: 
 
 def test_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / SINGLE_FILE).unlink()
-    with pytest.raises(CheckpointError, match=f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"):
+    with pytest.raises(CheckpointError, match=f"{folder} has no weights; looked for {SINGLE_FILE}, {INDEX_FILE}, py"):
         _load(folder)
 
 

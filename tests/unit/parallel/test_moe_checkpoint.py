@@ -9,7 +9,7 @@ import torch
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
 
-from parallel.checkpoint import SINGLE_FILE, load_weights
+from parallel.checkpoint import load_weights
 from parallel.decoder import Decoder
 from parallel.description import ClampedGate, DecoderDescription, MoeDescription, RouterScore
 from parallel.errors import CheckpointError
@@ -20,6 +20,7 @@ from parallel.families.fields import Fields
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
+from parallel.weight_index import SAFETENSORS
 
 EXPERT_NAMES = {
     "mixtral": "model.layers.1.block_sparse_moe.experts.5.w2.weight",
@@ -44,7 +45,7 @@ def _load(folder: Path, *, rank: int = 0, tp: int = 1, expert_parallel: bool = F
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("name", EXPERT_NAMES)
 def test_each_of_two_ranks_reads_its_part(name: str, expert_parallel: bool) -> None:
-    tensors = load_file(tiny_model(name) / SINGLE_FILE)
+    tensors = load_file(tiny_model(name) / SAFETENSORS.single)
     full = sum(tensor.nbytes for tensor in tensors.values())
     routers = ("gate.weight", "shared_expert_gate.weight")
     shared = sum(tensor.nbytes for key, tensor in tensors.items() if tensor.dim() == 1 or key.endswith(routers))
@@ -57,9 +58,9 @@ def test_each_of_two_ranks_reads_its_part(name: str, expert_parallel: bool) -> N
 
 def test_rank_needs_no_tensor_of_the_experts_of_others(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "model"))
-    tensors = load_file(folder / SINGLE_FILE)
+    tensors = load_file(folder / SAFETENSORS.single)
     kept = {key: value for key, value in tensors.items() if not any(f"experts.{i}." in key for i in range(4))}
-    save_file(kept, folder / SINGLE_FILE, metadata={"format": "pt"})
+    save_file(kept, folder / SAFETENSORS.single, metadata={"format": "pt"})
 
     decoder, _ = _load(folder, rank=1, tp=2, expert_parallel=True)
 
@@ -74,11 +75,11 @@ def test_rank_needs_no_tensor_of_the_experts_of_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["missing", "transposed"])
 def test_damaged_expert_is_named(tmp_path: Path, name: str, damage: str) -> None:
     folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
-    tensors, key = load_file(folder / SINGLE_FILE), EXPERT_NAMES[name]
+    tensors, key = load_file(folder / SAFETENSORS.single), EXPERT_NAMES[name]
     weight = tensors.pop(key)
     if damage == "transposed":
         tensors[key] = weight.t().contiguous()
-    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    save_file(tensors, folder / SAFETENSORS.single, metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as caught:
         _load(folder)
     assert f"tensor {key}" in str(caught.value)
@@ -124,15 +125,16 @@ STACKED_CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("batch_elements", [1, 100, 1 << 20])
+@pytest.mark.parametrize("batch_bytes", [1, 100, 1 << 20])
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_experts_in_one_tensor_are_read_by_slices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expert_parallel: bool, batch_elements: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expert_parallel: bool, batch_bytes: int
 ) -> None:
     monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "stacked": STACKED})
-    monkeypatch.setattr("parallel.checkpoint._BATCH_ELEMENTS", batch_elements)
+    monkeypatch.setattr("parallel.checkpoint._MAPPED_FRACTION", 0.0)
+    monkeypatch.setattr("parallel.checkpoint._MIN_BATCH_BYTES", batch_bytes)
     write_random_model(tmp_path, STACKED_CONFIG, 0, torch.float32)
-    tensors = load_file(tmp_path / SINGLE_FILE)
+    tensors = load_file(tmp_path / SAFETENSORS.single)
     gate_up, bias = tensors["model.layers.1.mlp.experts.gate_up_proj"], "model.layers.1.mlp.experts.gate_up_proj_bias"
     assert gate_up.shape == (6, 8, 40)
     assert tensors[bias].shape == (6, 40)

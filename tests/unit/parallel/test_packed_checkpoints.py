@@ -11,12 +11,13 @@ from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from parallel.checkpoint import INDEX_FILE, SINGLE_FILE, load_weights
+from parallel.checkpoint import load_weights
 from parallel.decoder import Decoder
 from parallel.errors import CheckpointError
 from parallel.families.registry import describe_model
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
+from parallel.weight_index import SAFETENSORS
 
 NAMES = ("gpt_oss-mxfp4", "deepseek_v3-fp8")
 SCALES = {
@@ -45,9 +46,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def _damage(folder: Path, name: str, tensor: Tensor | None) -> None:
-    tensors = load_file(folder / SINGLE_FILE)
+    tensors = load_file(folder / SAFETENSORS.single)
     del tensors[name]
-    save_file(tensors if tensor is None else tensors | {name: tensor}, folder / SINGLE_FILE)
+    save_file(tensors if tensor is None else tensors | {name: tensor}, folder / SAFETENSORS.single)
 
 
 def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -66,19 +67,19 @@ def test_each_rank_unpacks_what_transformers_does(name: str, rank: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_are_unpacked_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = _load(tiny_model(name), 1, tp=2)
-    monkeypatch.setattr("parallel.checkpoint._UNPACKED_ELEMENTS", 500)
+    monkeypatch.setattr("parallel.weight_reads._UNPACKED_ELEMENTS", 500)
     parts, _ = _load(tiny_model(name), 1, tp=2)
     assert _equal(whole, parts)
 
 
 def test_scales_may_be_in_another_file(folder: Path) -> None:
     whole, num_bytes = _load(folder)
-    tensors = load_file(folder / SINGLE_FILE)
-    (folder / SINGLE_FILE).unlink()
+    tensors = load_file(folder / SAFETENSORS.single)
+    (folder / SAFETENSORS.single).unlink()
     files = {name: f"{'scales' if '_scale' in name else 'rest'}.safetensors" for name in tensors}
     for file in set(files.values()):
         save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
-    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
+    (folder / SAFETENSORS.index).write_text(json.dumps({"weight_map": files}))
     assert _equal(_load(folder)[0], whole)
     assert _load(folder)[1] == num_bytes
 
@@ -96,7 +97,7 @@ def test_missing_scales_are_named(folder: Path) -> None:
 
 def test_wrong_scales_are_named(folder: Path) -> None:
     name = SCALES[folder.name]
-    scales = load_file(folder / SINGLE_FILE)[name]
+    scales = load_file(folder / SAFETENSORS.single)[name]
     _damage(folder, name, scales[:-1].clone() if len(scales) > 1 else torch.ones(2, 1))
     with pytest.raises(CheckpointError, match=f"tensor {name} has shape .*; expected"):
         _load(folder)

@@ -11,11 +11,12 @@ import torch
 from helpers.tiny_models import FAMILIES, load_original
 from safetensors.torch import load_file
 
-from parallel.checkpoint import INDEX_FILE, SINGLE_FILE, load_decoder
+from parallel.checkpoint import load_decoder
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Mesh
 from parallel.random_model import write_random_model
+from parallel.weight_index import SAFETENSORS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -104,7 +105,7 @@ def test_weft_loads_it(tmp_path: Path, dtype: torch.dtype) -> None:
 
     load_decoder(tmp_path, mesh=Mesh.single(), device=torch.device("cpu"), dtype=dtype, kernels=ReferenceKernels())
 
-    tensors = load_file(tmp_path / SINGLE_FILE)
+    tensors = load_file(tmp_path / SAFETENSORS.single)
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == str(dtype).removeprefix("torch.")
 
@@ -112,7 +113,7 @@ def test_weft_loads_it(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_seed_and_name_decide_the_weights(tmp_path: Path) -> None:
     for name, seed, layers in (("a", 1, 3), ("b", 1, 3), ("c", 2, 3), ("d", 1, 2)):
         write_random_model(tmp_path / name, _config(num_hidden_layers=layers), seed, torch.float32)
-    a, b, c, d = (load_file(tmp_path / name / SINGLE_FILE) for name in "abcd")
+    a, b, c, d = (load_file(tmp_path / name / SAFETENSORS.single) for name in "abcd")
 
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not any(torch.equal(a[name], c[name]) for name in a)
@@ -124,10 +125,10 @@ def test_large_model_is_written_in_shards_of_the_same_weights(tmp_path: Path) ->
     write_random_model(tmp_path / "single", _config(), 0, torch.bfloat16)
     write_random_model(tmp_path / "sharded", _config(), 0, torch.bfloat16, max_shard_bytes=50_000)
 
-    index = json.loads((tmp_path / "sharded" / INDEX_FILE).read_text())
+    index = json.loads((tmp_path / "sharded" / SAFETENSORS.index).read_text())
     files = sorted((tmp_path / "sharded").glob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    single = load_file(tmp_path / "single" / SINGLE_FILE)
+    single = load_file(tmp_path / "single" / SAFETENSORS.single)
 
     assert len(files) > 2
     assert all(file.stat().st_size < 55_000 for file in files)
@@ -154,7 +155,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path)], cwd=REPOSITORY, check=True, capture_output=True, text=True
     )
 
-    model_kib = (tmp_path / "large" / SINGLE_FILE).stat().st_size // 1024
+    model_kib = (tmp_path / "large" / SAFETENSORS.single).stat().st_size // 1024
     assert model_kib > 380_000
     assert int(result.stdout) < model_kib / 2
 

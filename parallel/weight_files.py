@@ -1,0 +1,124 @@
+"""Opens weight files, whatever their format, as maps of which only the slices that are asked for are read.
+
+safetensors     a header and plain bytes
+*.bin           a zip file of plain bytes and a pickle, of which torch reads tensors only (`weights_only`)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from parallel.errors import CheckpointError
+from parallel.weight_index import FORMATS, find_weights, read_index
+
+STORED_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Dtypes that weights may be stored in, by their names in safetensors."""
+
+_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in STORED_DTYPES.items()} | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file."""
+
+    def get_shape(self) -> list[int]:
+        """Of the whole tensor."""
+
+    def get_dtype(self) -> str:
+        """By its name in safetensors."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """A view into the mapped file: nothing is read yet."""
+
+
+class StoredTensors(Protocol):
+    """The tensors of an open file."""
+
+    def keys(self) -> Sequence[str]:
+        """Their names."""
+
+    def get_slice(self, name: str) -> StoredTensor:
+        """One of them."""
+
+
+def locate_tensors(folder: Path) -> dict[str, Path]:
+    """The file that holds each tensor of a checkpoint. Raises CheckpointError."""
+    found = find_weights(folder)
+    if found.name in (weights.single for weights in FORMATS):
+        with open_tensors(found) as tensors:
+            return dict.fromkeys(tensors.keys(), found)
+    files = {name: folder / part for name, part in read_index(found).items()}
+    for part in sorted(set(files.values())):
+        if not part.is_file():
+            raise CheckpointError(f"{part} does not exist, but {found.name} names it")
+    return files
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[StoredTensors]:
+    """A weight file, mapped until the end of the block. Raises CheckpointError when it is missing or corrupt."""
+    if file.suffix == ".bin":
+        yield _PickledTensors(_load(file))
+        return
+    try:
+        tensors = safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
+    with tensors:
+        yield tensors
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        values: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"{file} is not a complete file of tensors, saved by PyTorch 1.6 or later: {reason}"
+        ) from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} holds a {type(values).__name__}; allowed: tensors by name")
+    return {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+class _PickledTensors:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> "_PickledTensor":
+        return _PickledTensor(self._tensors[name].detach())
+
+
+class _PickledTensor:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self._tensor[index]

@@ -1,0 +1,226 @@
+"""Which slices of which stored tensors fill a parameter, and how each of them is copied.
+
+Names and layouts are the family's (families/), slices the layers' (shard.py). Matrices that are stored packed
+(quantization/) are unpacked on the way.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from parallel.description import DecoderDescription
+from parallel.errors import CheckpointError
+from parallel.families.layout import Location
+from parallel.families.registry import family_of
+from parallel.quantization.fp8 import Fp8TilePacking
+from parallel.quantization.mxfp4 import Mxfp4Packing
+from parallel.quantization.packing import Packing, Stored
+from parallel.shard import Piece, ShardedParameter
+from parallel.weight_files import STORED_DTYPES, StoredTensors, open_tensors
+
+PACKINGS: Sequence[Packing] = (Mxfp4Packing(), Fp8TilePacking())
+"""Ways to store a matrix in fewer bits, known by the tensors that they have beside or in place of its own."""
+
+_UNPACKED_ELEMENTS = 1 << 22
+"""At once: while it is unpacked a weight takes several times the memory that it is kept in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRead:
+    """One slice to copy: `start : stop` along `dim` of the tensor called `name`, the other dims whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    """That the tensor must have."""
+    dim: int
+    start: int
+    stop: int
+    target: Tensor
+    """The part of a parameter that the slice fills; on disk it may be transposed."""
+    is_transposed: bool = False
+    expert: int | None = None
+    """Where the tensor holds all experts along a first dim: the one that is read; `dim` counts those after it."""
+
+    @property
+    def num_elements(self) -> int:
+        """Of the slice."""
+        return self.target.numel()
+
+    @property
+    def num_touched(self) -> int:
+        """Elements in the pages that are read: of a slice that does not lie in one piece, all of the tensor."""
+        return self.num_elements if self.dim == 0 else math.prod(self.shape[-self.target.dim() :])
+
+    def cut(self, max_elements: int) -> Iterator["WeightRead"]:
+        """The same slice as several of at most so many elements each."""
+        num_parts = -(-self.num_elements // max_elements) or 1
+        step = -(-(self.stop - self.start) // num_parts) or 1
+        target_dim = self.target.dim() - 1 - self.dim if self.is_transposed else self.dim
+        for start in range(self.start, self.stop, step):
+            stop = min(start + step, self.stop)
+            target = self.target.narrow(target_dim, start - self.start, stop - start)
+            yield replace(self, start=start, stop=stop, target=target)
+
+    def stored(self, file: Path) -> Iterator[tuple[Path, Stored]]:
+        """What is read, and where; `file` holds the tensor of this name."""
+        yield file, Stored(self.name, self.shape, tuple(STORED_DTYPES))
+
+    def copy(self, tensors: StoredTensors) -> int:
+        """Fill the target from an open file; return the bytes that were read."""
+        stored = _StoredSlice(tensors, self.name, self.expert)
+        weights = stored[*[slice(None)] * self.dim, slice(self.start, self.stop)]
+        self.target.copy_(weights.t() if self.is_transposed else weights)
+        return stored.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PackedRead(WeightRead):
+    """The same of a matrix that is stored packed: shape and dim are those of the matrix in the decoder."""
+
+    packing: Packing
+    values: Stored
+    scales: Stored
+    scales_file: Path | None
+    """None: beside the values."""
+
+    def stored(self, file: Path) -> Iterator[tuple[Path, Stored]]:
+        """Values and scales."""
+        yield file, self.values
+        yield self.scales_file or file, self.scales
+
+    def copy(self, tensors: StoredTensors) -> int:
+        """Fill the target, unpacked; return the bytes that were read."""
+        with nullcontext(tensors) if self.scales_file is None else open_tensors(self.scales_file) as others:
+            values = _StoredSlice(tensors, self.values.name, self.expert)
+            scales = _StoredSlice(others, self.scales.name, self.expert)
+            for part in self.cut(_UNPACKED_ELEMENTS):
+                rows, columns = map(range, self.shape)
+                if part.dim == 0:
+                    rows = range(part.start, part.stop)
+                else:
+                    columns = range(part.start, part.stop)
+                part.target.copy_(self.packing.read(values, scales, rows, columns))
+        return values.num_bytes + scales.num_bytes
+
+
+class _StoredSlice:
+    """A stored tensor, or the part of one expert of it, of which what is asked for is read."""
+
+    def __init__(self, tensors: StoredTensors, name: str, expert: int | None) -> None:
+        self._slice = tensors.get_slice(name)
+        self._experts = () if expert is None else (slice(expert, expert + 1),)
+        self.num_bytes = 0
+        """Read so far."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """A view into the mapped file."""
+        part: Tensor = self._slice[*self._experts, *index]
+        self.num_bytes += part.nbytes
+        return part.squeeze(0) if self._experts else part
+
+
+def plan_reads(
+    parameter: ShardedParameter, files: Mapping[str, Path], description: DecoderDescription, folder: Path
+) -> Iterator[tuple[Path, WeightRead]]:
+    """What fills a parameter, and the file that each of it is read from.
+
+    Args:
+        parameter: of a decoder of this description.
+        files: where each tensor of the checkpoint is.
+        description: also says the family.
+        folder: for messages.
+
+    Raises:
+        CheckpointError: there is no such tensor.
+    """
+    family = family_of(description)
+    for piece in parameter.pieces:
+        location = family.locate(piece.source, description)
+        for read in _reads(piece, location, parameter.target(piece)):
+            names = [read.name, *family.other_names(read.name)]
+            if description.tie_embeddings and piece.source == "embedding.weight":
+                names.append(family.tensor_name("head.weight"))  # some writers keep this one of two names
+            yield _find(read, names, files, folder)
+
+
+def _find(read: WeightRead, names: Sequence[str], files: Mapping[str, Path], folder: Path) -> tuple[Path, WeightRead]:
+    """The same read, as the checkpoint has its tensor under one of these names."""
+    for name in names:
+        packed = _find_packed(read, name, files, folder)
+        if packed is not None:
+            return packed
+        if name in files:
+            return files[name], replace(read, name=name)
+    raise _missing(read.name, read.shape, folder)
+
+
+def _find_packed(
+    read: WeightRead, name: str, files: Mapping[str, Path], folder: Path
+) -> tuple[Path, WeightRead] | None:
+    """The same read of a matrix that is packed under this name; None: it is not, or not a matrix."""
+    num_leading = 0 if read.expert is None else 1
+    if len(read.shape) != num_leading + 2:
+        return None
+    num_rows, num_columns = read.shape[:-3:-1] if read.is_transposed else read.shape[-2:]
+    for packing in PACKINGS:
+        tensors = packing.stored(name, (num_rows, num_columns))
+        if not any(stored.name in files for stored in tensors if stored.name != name):
+            continue
+        values, scales = (stored._replace(shape=(*read.shape[:num_leading], *stored.shape)) for stored in tensors)
+        for stored in (values, scales):
+            if stored.name not in files:
+                raise _missing(stored.name, stored.shape, folder)
+        file, scales_file = files[values.name], files[scales.name]
+        return file, _PackedRead(
+            name=values.name,
+            shape=(num_rows, num_columns),
+            dim=1 - read.dim if read.is_transposed else read.dim,
+            start=read.start,
+            stop=read.stop,
+            target=read.target,
+            expert=read.expert,
+            packing=packing,
+            values=values,
+            scales=scales,
+            scales_file=None if scales_file == file else scales_file,
+        )
+    return None
+
+
+def _missing(name: str, shape: tuple[int, ...], folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder} has no tensor {name}; expected with shape {list(shape)}")
+
+
+def _reads(piece: Piece, location: Location, target: Tensor) -> Iterator[WeightRead]:
+    """The slices of stored tensors that fill `target`, the place of `piece`."""
+    shape = location.stored_shape(piece.full_shape)
+    if "{row}" in location.name:
+        assert piece.dim == 0, "tensors that are stored by row are cut by row"
+        for row in range(piece.start, piece.stop):
+            name = location.name.format(row=row)
+            yield WeightRead(name=name, shape=shape, dim=0, start=0, stop=shape[0], target=target[row - piece.start])
+        return
+    runs = [range(piece.start, piece.stop)]
+    if location.fusion is not None:
+        assert piece.dim == 0, "matrices are fused, and cut, by rows"
+        runs = list(location.fusion.runs(location.part, piece.start, piece.stop))
+    done = 0
+    sizes = shape[-len(piece.full_shape) :]
+    for run in runs:
+        dim = len(sizes) - 1 - piece.dim if location.is_transposed else piece.dim
+        dim, part = (0, range(sizes[0])) if len(run) == sizes[dim] else (dim, run)  # the whole lies in one piece
+        yield WeightRead(
+            name=location.name,
+            shape=shape,
+            dim=dim,
+            start=part.start,
+            stop=part.stop,
+            target=target.narrow(piece.dim, done, len(run)),
+            is_transposed=location.is_transposed,
+            expert=location.expert,
+        )
+        done += len(run)

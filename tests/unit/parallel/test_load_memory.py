@@ -1,0 +1,89 @@
+"""What a rank holds while it loads: never more than its own weights and a tenth, pages of mapped files included."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from parallel.random_model import write_random_model
+from parallel.weight_index import PICKLED, SAFETENSORS
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 6144,
+    "hidden_size": 640,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+}
+
+RANK = """
+import json, sys
+from pathlib import Path
+import torch
+from parallel.checkpoint import load_decoder
+from parallel.decoder import Decoder
+from parallel.families.registry import describe_model
+from parallel.kernels.select import select_kernels
+from parallel.mesh import Axis, Mesh
+
+small, large, tp_size, dtype = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), getattr(torch, sys.argv[4])
+torch.set_num_threads(1)
+device = torch.device("cpu")
+kernels = select_kernels(device, dtype)
+mesh = Mesh(tp=Axis(size=tp_size, rank=tp_size - 1), pp=Axis(size=1, rank=0))
+
+def status():
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(fields[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS", "RssAnon", "RssFile")}
+
+load_decoder(small, mesh=mesh, device=device, dtype=dtype, kernels=kernels)  # what is loaded once: libraries, threads
+shape = Decoder(describe_model(large), mesh=mesh, device=torch.device("meta"), dtype=dtype, kernels=kernels)
+own = sum(parameter.tensor.nbytes for parameter in shape.sharded_parameters())
+Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+before = status()
+decoder = load_decoder(large, mesh=mesh, device=device, dtype=dtype, kernels=kernels)
+after = status()
+peak, kept = after["VmHWM"] - before["VmRSS"], after["RssAnon"] - before["RssAnon"]
+print(json.dumps({"own": own, "peak": peak, "kept": kept}))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 207 MB in float32, and a small one, in both formats."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"small": {"num_hidden_layers": 1, "vocab_size": 64}, "large": {}}
+    for name, values in sizes.items():
+        source, pickled = folder / f"{name}-safetensors", folder / f"{name}-bin"
+        write_random_model(source, CONFIG | values, 0, torch.float32)
+        pickled.mkdir()
+        (pickled / "config.json").write_text((source / "config.json").read_text())
+        torch.save(load_file(source / SAFETENSORS.single), pickled / PICKLED.single)
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to reset the peak of memory")
+@pytest.mark.parametrize(
+    ("form", "tp_size", "dtype"),
+    [("safetensors", 1, "float32"), ("safetensors", 2, "bfloat16"), ("bin", 1, "bfloat16"), ("bin", 2, "float32")],
+)
+def test_peak_is_the_ranks_own_weights_and_a_tenth(models: Path, form: str, tp_size: int, dtype: str) -> None:
+    arguments = [models / f"small-{form}", models / f"large-{form}", str(tp_size), dtype]
+    command = [sys.executable, "-c", RANK, *arguments]
+    result = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=120)
+
+    seen = json.loads(result.stdout)
+
+    itemsize = getattr(torch, dtype).itemsize
+    assert seen["own"] == pytest.approx(207e6 * itemsize / 4 / tp_size, rel=0.01)
+    assert seen["own"] * 0.9 < seen["peak"] < seen["own"] * 1.1, seen

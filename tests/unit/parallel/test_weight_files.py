@@ -1,0 +1,138 @@
+"""pytorch_model.bin, single and in parts: the same weights as from safetensors, and nothing in it is run."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+from parallel.checkpoint import load_weights
+from parallel.decoder import Decoder
+from parallel.dtypes import checkpoint_dtype
+from parallel.errors import CheckpointError
+from parallel.families.registry import describe_model
+from parallel.kernels.reference import ReferenceKernels
+from parallel.mesh import Axis, Mesh
+from parallel.weight_files import locate_tensors, open_tensors
+from parallel.weight_index import PICKLED, SAFETENSORS
+
+
+def _weights(folder: Path, tp_rank: int = 0, tp: int = 1) -> list[Tensor]:
+    mesh = Mesh(tp=Axis(size=tp, rank=tp_rank), pp=Axis(size=1, rank=0))
+    cpu = torch.device("cpu")
+    decoder = Decoder(describe_model(folder), mesh=mesh, device=cpu, dtype=torch.float32, kernels=ReferenceKernels())
+    load_weights(decoder, folder)
+    return [parameter.tensor for parameter in decoder.sharded_parameters()]
+
+
+def _pickled(name: str, folder: Path, num_parts: int = 1) -> Path:
+    """A tiny model whose weights are in .bin files, the matrices with their columns one after the other."""
+    shutil.copytree(tiny_model(name), folder)
+    tensors = load_file(folder / SAFETENSORS.single)
+    (folder / SAFETENSORS.single).unlink()
+    tensors = {key: value.t().contiguous().t() if value.dim() == 2 else value for key, value in tensors.items()}
+    if num_parts == 1:
+        torch.save(tensors, folder / PICKLED.single)
+        return folder
+    weight_map = {key: f"pytorch_model-{index % num_parts:05}.bin" for index, key in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        torch.save({key: tensors[key] for key in tensors if weight_map[key] == file}, folder / file)
+    (folder / PICKLED.index).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
+def test_weights_are_those_of_safetensors(name: str, num_parts: int, tmp_path: Path) -> None:
+    folder = _pickled(name, tmp_path / "model", num_parts)
+
+    for rank in range(2):
+        for a, b in zip(_weights(tiny_model(name), rank, 2), _weights(folder, rank, 2), strict=True):
+            assert torch.equal(a, b)
+    assert checkpoint_dtype(folder) == torch.float32
+
+
+def test_safetensors_come_before_pickles(tmp_path: Path) -> None:
+    folder = _pickled("llama", tmp_path / "model")
+    assert set(locate_tensors(folder).values()) == {folder / PICKLED.single}
+
+    shutil.copy(tiny_model("llama") / SAFETENSORS.single, folder)
+
+    assert set(locate_tensors(folder).values()) == {folder / SAFETENSORS.single}
+
+
+def test_dtypes_have_the_names_of_safetensors(tmp_path: Path) -> None:
+    dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn)
+    torch.save({str(i): torch.zeros(2).to(dtype) for i, dtype in enumerate(dtypes)} | {"step": 3}, tmp_path / "a.bin")
+
+    with open_tensors(tmp_path / "a.bin") as tensors:
+        names = [tensors.get_slice(name).get_dtype() for name in map(str, range(len(dtypes)))]
+
+    assert names == ["BF16", "F16", "F64", "I64", "U8", "F8_E4M3"]
+
+
+class _Runs:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
+    folder = _pickled("llama", tmp_path / "model")
+    torch.save({"lm_head.weight": _Runs(tmp_path / "was-run")}, folder / PICKLED.single)
+
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is not a complete file of tensors"):
+        _weights(folder)
+
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:-100], lambda data: data[:50], lambda data: b"", lambda data: b"\xff" * len(data)],
+    ids=["truncated", "cut", "empty", "garbage"],
+)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_corrupt_file_is_named(num_parts: int, damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    folder = _pickled("llama", tmp_path / "model", num_parts)
+    file = sorted(folder.glob("*.bin"))[-1]
+    file.write_bytes(damage(file.read_bytes()))
+
+    with pytest.raises(CheckpointError, match=f"{file} is not a complete file of tensors"):
+        _weights(folder)
+
+
+def test_file_of_an_old_pytorch_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """It cannot be mapped: each rank would read all of it."""
+    folder = _pickled("llama", tmp_path / "model")
+    tensors = torch.load(folder / PICKLED.single, weights_only=True)
+    torch.save(tensors, folder / PICKLED.single, _use_new_zipfile_serialization=False)
+
+    with pytest.raises(CheckpointError, match=r"saved by PyTorch 1\.6 or later: mmap can only be used with"):
+        _weights(folder)
+
+
+def test_file_that_holds_no_mapping_is_refused(tmp_path: Path) -> None:
+    folder = _pickled("llama", tmp_path / "model")
+    torch.save([torch.zeros(3)], folder / PICKLED.single)
+
+    with pytest.raises(CheckpointError, match="holds a list; allowed: tensors by name"):
+        _weights(folder)
+
+
+def test_missing_part_is_named(tmp_path: Path) -> None:
+    folder = _pickled("llama", tmp_path / "model", 3)
+    (folder / "pytorch_model-00001.bin").unlink()
+
+    with pytest.raises(CheckpointError, match=r"pytorch_model-00001\.bin does not exist, but pytorch_model\.bin"):
+        _weights(folder)
