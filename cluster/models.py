@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from cluster.errors import ModelNotFoundError
+from parallel.weight_index import FORMATS, read_index
 
 DEFAULT_MODEL = "weft-tiny"
 """Served when nobody names a model."""
@@ -12,7 +13,6 @@ PACKAGED = {DEFAULT_MODEL: Path(__file__).parent / "default_model" / "weights"}
 """Models that come with the program."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 
 def resolve_model(source: str) -> Path:
@@ -34,15 +34,34 @@ def resolve_model(source: str) -> Path:
 
 
 def _fetch(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download  # every rank imports this file, and hardly any fetches
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_WANTED_FILES)))
+        return _download(hub_id)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         message = f"model {hub_id!r} is no folder here, and the hub did not give it: {reason}"
         raise ModelNotFoundError(message) from error
+
+
+def _download(hub_id: str) -> Path:
+    """Fetch the small files, which say what the weights are called; then the weights, in the first format there is.
+
+    Repositories often have them twice and more: in other formats, in one file, in folders for other programs.
+    """
+    from huggingface_hub import snapshot_download  # every rank imports this file, and hardly any fetches
+    from weft.tokenizer.load import TOKENIZER_FILES
+
+    small = ["*.json", "*.jinja", *TOKENIZER_FILES]
+    folder = Path(snapshot_download(hub_id, allow_patterns=small, ignore_patterns="*/*"))
+    _require_config(folder, hub_id)
+    for weights in FORMATS:
+        index = folder / weights.index
+        names = sorted(set(read_index(index).values())) if index.is_file() else [weights.single]
+        snapshot_download(hub_id, revision=folder.name, allow_patterns=names)  # of the same commit
+        if all((folder / name).is_file() for name in names):
+            break
+    return folder
 
 
 def _require_config(folder: Path, source: str) -> Path:

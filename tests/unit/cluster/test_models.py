@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from cluster import models
 from cluster.errors import ModelNotFoundError
@@ -42,27 +41,3 @@ def test_file_is_no_model(folder: Path) -> None:
 def test_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
-
-
-def test_hub_id_is_fetched_with_the_files_that_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def download(repo_id: str, *, allow_patterns: list[str]) -> str:
-        asked.append((repo_id, allow_patterns))
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve_model("org/model-1.0") == folder
-    assert asked[0][0] == "org/model-1.0"
-    assert "*.safetensors" in asked[0][1]
-    assert not any(pattern in ("*", "*.bin") for pattern in asked[0][1])
-
-
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("offline\nlong story"), ConnectionError("no route")])
-def test_hub_that_does_not_answer_is_a_typed_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repo_id: str, *, allow_patterns: list[str]) -> str:
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ModelNotFoundError, match=r"the hub did not give it: (offline|no route)$"):
-        resolve_model("org/model")
