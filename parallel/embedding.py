@@ -180,7 +180,9 @@ class VocabParallelHead:
         assert self._weight_VE is not None, "finish_loading is called once"
         if self._description.is_head_normalized:
             self._weight_VE = F.normalize(self._weight_VE)
-        self._linear = self._kernels.pack_linear(self._weight_VE, self._bias_V)
+        is_shared = self._is_tied and not self._description.is_head_normalized
+        lay_out = self._kernels.share_linear if is_shared else self._kernels.pack_linear
+        self._linear = lay_out(self._weight_VE, self._bias_V)
         self._weight_VE = self._bias_V = None
 
 

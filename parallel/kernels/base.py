@@ -125,6 +125,9 @@ class Kernels(Protocol):
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
         """Lay out a weight [out, in], once, after loading. The caller drops its own references to both tensors."""
 
+    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
+        """As pack_linear, for a weight that the caller keeps and uses besides: nothing is copied."""
+
     def pack_experts(self, weights: ExpertWeights) -> "PackedExperts":
         """Lay out the experts of a layer, once, after loading. The caller drops its own references to them."""
 

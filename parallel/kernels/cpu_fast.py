@@ -22,7 +22,7 @@ from parallel.kernels.base import (
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_linear import pack_linear
-from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
 
 
 class CpuKernels:
@@ -36,6 +36,10 @@ class CpuKernels:
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
         return pack_linear(weight_OI, bias_O)
+
+    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+        """See `Kernels.share_linear`."""
+        return ReferenceLinear(weight_OI, bias_O)
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""

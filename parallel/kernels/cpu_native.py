@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from parallel.description import Activation
 from parallel.kernels.base import (
@@ -49,6 +50,14 @@ class NativeCpuKernels:
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
         return self._torch.pack_linear(weight_OI, bias_O)
+
+    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+        """See `Kernels.share_linear`."""
+        operations = self._operations.get(weight_OI.dtype)
+        fits = not (weight_OI.shape[0] % LANES or weight_OI.shape[1] % LANES) and weight_OI.is_contiguous()
+        if operations is None or bias_O is not None or not fits:
+            return self._torch.share_linear(weight_OI, bias_O)
+        return RowLinear(weight_OI, operations, self._num_threads)
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
@@ -200,6 +209,28 @@ class NativeCpuKernels:
             )
             known = self._params[id(params)] = params, made  # the tensors that `made` points to stay alive
         return known[1]
+
+
+class RowLinear:
+    """A weight as it was loaded, read at the speed of memory for few rows; more of them are torch's business."""
+
+    def __init__(self, weight_OI: Tensor, operations: Operations, num_threads: int) -> None:
+        self._weight_OI = weight_OI
+        self._operations = operations
+        self._num_threads = num_threads
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See `PackedLinear`."""
+        num_rows = len(x_TI)
+        if num_rows > self._operations.most_rows or x_TI.stride(1) != 1:
+            return F.linear(x_TI, self._weight_OI)
+        num_out, num_in = self._weight_OI.shape
+        out_TO = x_TI.new_empty(num_rows, num_out)
+        self._operations.multiply_rows(
+            *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), num_rows),
+            *(self._weight_OI.data_ptr(), num_out, num_in, self._num_threads),
+        )
+        return out_TO
 
 
 def _has_dense_heads(x_TNH: Tensor) -> bool:

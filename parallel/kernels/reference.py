@@ -61,6 +61,10 @@ class ReferenceKernels:
         """Keep the weight as it is."""
         return ReferenceLinear(weight_OI, bias_O)
 
+    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> ReferenceLinear:
+        """Keep the weight as it is."""
+        return ReferenceLinear(weight_OI, bias_O)
+
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """Keep them as they are."""
         return ReferenceExperts(weights)

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "linear.h"
 
 using namespace weft;
 
@@ -20,6 +21,11 @@ using namespace weft;
         const Tensors<T> tensors{static_cast<T*>(out), static_cast<const T*>(q), q_token_stride,                         \
                                  static_cast<const T*>(keys), static_cast<const T*>(values)};                            \
         PagedAttention<T>(tensors, *layout, *params).run();                                                              \
+    }                                                                                                                    \
+    EXPORT void weft_multiply_rows_##NAME(void* out, const void* x, int64_t x_row_stride, int num_rows,                  \
+                                          const void* weight, int64_t num_out, int num_in, int num_threads) {            \
+        multiply_rows(static_cast<T*>(out), static_cast<const T*>(x), x_row_stride, num_rows,                            \
+                      static_cast<const T*>(weight), num_out, num_in, num_threads);                                      \
     }                                                                                                                    \
     EXPORT void weft_rms_norm_##NAME(void* out, const void* x, int64_t num_outer, int64_t num_inner,   \
                                      int64_t outer_stride, int64_t size, void* residual, const void* weight,     \
@@ -49,3 +55,5 @@ using namespace weft;
     }
 
 FOR_EACH_TYPE(DEFINE)
+
+EXPORT int weft_most_rows(void) { return most_rows(); }

@@ -17,6 +17,7 @@ LANES = 16
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "attention": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
+    "multiply_rows": (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int),
     "rms_norm": (c_void_p, c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_float, c_int),
     "silu_mul": (c_void_p, c_void_p, c_int64, c_int64, c_int),
     "rotary": (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_int),
@@ -59,6 +60,9 @@ class Operations:
     """The kernels of one dtype. Arguments as in kernels.cpp: addresses, strides in elements, and the threads last."""
 
     attention: Callable[..., None]
+    multiply_rows: Callable[..., None]
+    most_rows: int
+    """Rows up to which `multiply_rows` is worth its call."""
     rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
     rotary: Callable[..., None]
@@ -75,10 +79,10 @@ def load_operations(library: Path) -> dict[torch.dtype, Operations]:
 
 
 def _operations(library: ctypes.CDLL, dtype: str) -> Operations:
-    functions = {}
+    functions: dict[str, Any] = {}
     for name, arguments in _SIGNATURES.items():
         function = library[f"weft_{name}_{dtype}"]
         function.argtypes = arguments
         function.restype = None
         functions[name] = function
-    return Operations(**functions)
+    return Operations(**functions, most_rows=library.weft_most_rows())

@@ -10,6 +10,7 @@ from helpers.paged_layout import make_layout, meta_of_one, without_unseen_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from parallel.description import Activation
 from parallel.errors import DeviceError
@@ -283,6 +284,23 @@ def test_packed_linear_equals_reference(
         assert_close(packed(x), plain(x))
         wide = torch.randn(num_tokens, 2 * num_in).to(dtype)
         assert_close(packed(wide[:, num_in:]), plain(wide[:, num_in:]))  # a slice of a fused output
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_out", "num_in"), [(96, 64), (64, 48), (40, 64), (320, 1024)])
+def test_shared_linear_equals_reference_and_copies_nothing(
+    kernels: Kernels, dtype: torch.dtype, num_out: int, num_in: int
+) -> None:
+    torch.manual_seed(6)
+    weight = (torch.randn(num_out, num_in) * num_in**-0.5).to(dtype)
+    shared = kernels.share_linear(weight, None)
+    for num_tokens in (1, 2, 3, 4, 7, 16, 17, 33, 48, 65):
+        x = torch.randn(num_tokens, 2 * num_in).to(dtype)[:, num_in:]
+        assert_close(shared(x), F.linear(x, weight))
+    weight.zero_()
+    assert shared(x).abs().max() == 0
+    bias = torch.randn(num_out).to(dtype)
+    assert_close(kernels.share_linear(weight, bias)(x), bias.expand(len(x), -1))
 
 
 def test_layout_follows_dtype_and_size() -> None:

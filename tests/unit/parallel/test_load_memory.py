@@ -62,7 +62,11 @@ print(json.dumps({"own": own, "peak": peak, "kept": kept}))
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 207 MB in float32, and a small one, in both formats."""
     folder = tmp_path_factory.mktemp("models")
-    sizes = {"small": {"num_hidden_layers": 1, "vocab_size": 64}, "large": {}}
+    sizes = {
+        "small": {"num_hidden_layers": 1, "vocab_size": 64},
+        "large": {},
+        "tied": {"tie_word_embeddings": True, "vocab_size": 2 * 6144},
+    }
     for name, values in sizes.items():
         source, pickled = folder / f"{name}-safetensors", folder / f"{name}-bin"
         write_random_model(source, CONFIG | values, 0, torch.float32)
@@ -74,11 +78,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to reset the peak of memory")
 @pytest.mark.parametrize(
-    ("form", "tp_size", "dtype"),
-    [("safetensors", 1, "float32"), ("safetensors", 2, "bfloat16"), ("bin", 1, "bfloat16"), ("bin", 2, "float32")],
+    ("name", "form", "tp_size", "dtype"),
+    [
+        ("large", "safetensors", 1, "float32"),
+        ("large", "safetensors", 2, "bfloat16"),
+        ("large", "bin", 1, "bfloat16"),
+        ("large", "bin", 2, "float32"),
+        ("tied", "safetensors", 1, "bfloat16"),
+    ],
 )
-def test_peak_is_the_ranks_own_weights_and_a_tenth(models: Path, form: str, tp_size: int, dtype: str) -> None:
-    arguments = [models / f"small-{form}", models / f"large-{form}", str(tp_size), dtype]
+def test_peak_is_the_ranks_own_weights_and_a_tenth(
+    models: Path, name: str, form: str, tp_size: int, dtype: str
+) -> None:
+    arguments = [models / f"small-{form}", models / f"{name}-{form}", str(tp_size), dtype]
     command = [sys.executable, "-c", RANK, *arguments]
     result = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=120)
 

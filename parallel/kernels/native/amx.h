@@ -1,0 +1,121 @@
+// The same product by matrix tiles, where the CPU has them: 16 rows of the matrix, as they lie, times 16 rows of x.
+
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
+#define WEFT_HAS_AMX
+
+#include <algorithm>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <vector>
+
+#include "threads.h"
+#include "vector.h"
+
+namespace weft {
+
+constexpr int TILE = 16;      // rows of a tile, and pairs of bf16 in one of its rows
+constexpr int TILE_K = 32;    // bf16 values in a row
+
+// Whether the kernel lets this process use tiles; asked once.
+inline bool may_use_tiles() {
+    static const bool may = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+    return may;
+}
+
+// Eight full tiles for as long as this lives. What was configured before comes back: oneDNN remembers what it has set.
+class TileScope {
+  public:
+    TileScope() {
+        _tile_storeconfig(&before_);
+        Config config{};
+        config.palette = 1;
+        for (int i = 0; i < 8; i++) config.rows[i] = TILE, config.column_bytes[i] = 64;
+        _tile_loadconfig(&config);
+    }
+    ~TileScope() { _tile_loadconfig(&before_); }
+    TileScope(const TileScope&) = delete;
+
+  private:
+    struct alignas(64) Config {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t column_bytes[16];
+        uint8_t rows[16];
+    };
+    Config before_;
+};
+
+// x in the layout of a right-hand tile: [TILE_K block][TILE rows of x][pair][row][2], rows past the last are 0.
+inline void pack_rows(const BFloat16* x, int64_t x_row_stride, int num_rows, int num_in, std::vector<BFloat16>& packed) {
+    const int row_blocks = (num_rows + TILE - 1) / TILE;
+    packed.assign(size_t(num_in) * row_blocks * TILE, BFloat16{0});
+    for (int row = 0; row < num_rows; row++)
+        for (int k = 0; k < num_in; k++) {
+            const size_t block = size_t(k / TILE_K) * row_blocks + row / TILE;
+            packed[(block * TILE + k % TILE_K / 2) * TILE_K + row % TILE * 2 + k % 2] = x[row * x_row_stride + k];
+        }
+}
+
+// out[row, o .. o + 15] from sums[o][row].
+inline void write_transposed(BFloat16* out, int64_t num_out, int num_rows, const float* sums) {
+    const __m512i places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                              _mm512_set1_epi32(TILE));
+    for (int row = 0; row < num_rows; row++)
+        store(out + row * num_out, (Floats)_mm512_i32gather_ps(places, sums + row, 4));
+}
+
+// As multiply_rows; num_out a multiple of 32, num_in of TILE_K.
+inline void multiply_rows_by_tiles(BFloat16* out, const BFloat16* x, int64_t x_row_stride, int num_rows,
+                                   const BFloat16* weight, int64_t num_out, int num_in, int num_threads) {
+    constexpr int64_t RUN = 256;  // outputs of an item
+    static thread_local std::vector<BFloat16> buffer;
+    pack_rows(x, x_row_stride, num_rows, num_in, buffer);
+    const BFloat16* packed = buffer.data();
+    const int row_blocks = (num_rows + TILE - 1) / TILE;
+    const int64_t weight_stride = int64_t(num_in) * sizeof(BFloat16);
+    for_each_item((num_out + RUN - 1) / RUN, num_threads, [=](int64_t item) {
+        const TileScope scope;
+        alignas(64) float sums[TILE * TILE];
+        for (int64_t o = item * RUN; o < std::min(num_out, (item + 1) * RUN); o += 2 * TILE)
+            for (int block = 0; block < row_blocks; block += 2) {
+                const bool has_two = block + 1 < row_blocks;
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+                for (int k = 0; k < num_in; k += TILE_K) {
+                    const BFloat16* left = weight + o * num_in + k;
+                    const BFloat16* right = packed + (size_t(k / TILE_K) * row_blocks + block) * TILE * TILE_K;
+                    _tile_loadd(4, left, weight_stride);
+                    _tile_loadd(5, left + TILE * num_in, weight_stride);
+                    _tile_loadd(6, right, 64);
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_dpbf16ps(1, 5, 6);
+                    if (has_two) {
+                        _tile_loadd(7, right + TILE * TILE_K, 64);
+                        _tile_dpbf16ps(2, 4, 7);
+                        _tile_dpbf16ps(3, 5, 7);
+                    }
+                }
+                BFloat16* to = out + int64_t(block) * TILE * num_out + o;
+                const int first_rows = std::min(TILE, num_rows - block * TILE);
+                _tile_stored(0, sums, 64);
+                write_transposed(to, num_out, first_rows, sums);
+                _tile_stored(1, sums, 64);
+                write_transposed(to + TILE, num_out, first_rows, sums);
+                if (has_two) {
+                    const int rows = std::min(TILE, num_rows - (block + 1) * TILE);
+                    _tile_stored(2, sums, 64);
+                    write_transposed(to + TILE * num_out, num_out, rows, sums);
+                    _tile_stored(3, sums, 64);
+                    write_transposed(to + TILE * num_out + TILE, num_out, rows, sums);
+                }
+            }
+    });
+}
+
+}  // namespace weft
+
+#endif

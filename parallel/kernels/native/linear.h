@@ -1,0 +1,84 @@
+// A product of few rows with a matrix as it lies, [out, in]: as fast as memory gives the matrix.
+
+#pragma once
+
+#include <algorithm>
+
+#include "amx.h"
+#include "attention.h"
+
+namespace weft {
+
+// sums[row * OUTS + o] = x[row] . weight[o] for ROWS rows of x and OUTS rows of the matrix: each that is loaded is used
+// for all of the other, and LANES sums are under way at once.
+template <int ROWS, int OUTS, class T>
+void multiply_tile(const T* x, int64_t x_row_stride, const T* weight, int num_in, float* sums) {
+    static_assert(ROWS * OUTS == LANES);
+    Floats totals[LANES] = {};
+    int i = 0;
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == 2)
+        for (; i + 2 * LANES <= num_in; i += 2 * LANES)
+            for (int o = 0; o < OUTS; o++) {
+                const __m512bh w = (__m512bh)_mm512_loadu_si512(weight + int64_t(o) * num_in + i);
+                for (int row = 0; row < ROWS; row++) {
+                    const __m512bh other = (__m512bh)_mm512_loadu_si512(x + row * x_row_stride + i);
+                    Floats& total = totals[row * OUTS + o];
+                    total = (Floats)_mm512_dpbf16_ps((__m512)total, w, other);
+                }
+            }
+#endif
+    for (; i < num_in; i += LANES)
+        for (int o = 0; o < OUTS; o++) {
+            const Floats w = load(weight + int64_t(o) * num_in + i);
+            for (int row = 0; row < ROWS; row++) totals[row * OUTS + o] += w * load(x + row * x_row_stride + i);
+        }
+    store(sums, sum_each(totals));
+}
+
+// The same for one run of outputs and all rows of x. ROWS rows at a time while there are so many, then half of them.
+template <int ROWS, class T>
+void multiply_run(T* out, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int64_t begin, int64_t end,
+                  int64_t num_out, int num_in) {
+    constexpr int OUTS = LANES / ROWS;
+    for (int64_t o = begin; o < end; o += LANES) {  // what is read here stays in the first-level cache for all rows
+        int row = 0;
+        for (; row + ROWS <= num_rows; row += ROWS)
+            for (int64_t part = o; part < o + LANES; part += OUTS) {
+                float sums[LANES];
+                multiply_tile<ROWS, OUTS>(x + row * x_row_stride, x_row_stride, weight + part * num_in, num_in, sums);
+                for (int r = 0; r < ROWS; r++)
+                    for (int i = 0; i < OUTS; i++) put(out + (row + r) * num_out + part + i, sums[r * OUTS + i]);
+            }
+        if constexpr (ROWS > 1)
+            if (row < num_rows)
+                multiply_run<ROWS / 2>(out + row * num_out, x + row * x_row_stride, x_row_stride, num_rows - row, weight, o,
+                                       o + LANES, num_out, num_in);
+    }
+}
+
+// Rows up to which this is faster than torch's product with a matrix that is not laid out for it.
+inline int most_rows() {
+#ifdef WEFT_HAS_AMX
+    if (may_use_tiles()) return 64;
+#endif
+    return 4;
+}
+
+// out[row, o] = x[row] . weight[o], sums in float32. num_in and num_out are multiples of LANES.
+template <class T>
+void multiply_rows(T* out, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int64_t num_out,
+                   int num_in, int num_threads) {
+#ifdef WEFT_HAS_AMX
+    if constexpr (sizeof(T) == 2)
+        if (num_in % TILE_K == 0 && num_out % (2 * TILE) == 0 && may_use_tiles())
+            return multiply_rows_by_tiles(out, x, x_row_stride, num_rows, weight, num_out, num_in, num_threads);
+#endif
+    constexpr int64_t RUN = 16 * LANES;  // outputs of an item
+    for_each_item((num_out + RUN - 1) / RUN, num_threads, [=](int64_t item) {
+        multiply_run<4>(out, x, x_row_stride, num_rows, weight, item * RUN, std::min(num_out, (item + 1) * RUN), num_out,
+                        num_in);
+    });
+}
+
+}  // namespace weft
