@@ -248,7 +248,8 @@ def _sources(mesh: Mesh) -> list[str]:
 
 def test_last_stage_reads_a_tied_embedding_of_its_own(gloo_pool: GlooPool) -> None:
     first, last = gloo_pool.run(_sources, pp=2)
-    assert first[0] == last[-1] == "embedding.weight"
+    assert first[0] == "embedding.weight"
+    assert "embedding.weight" in last
     assert {source.split(".")[1] for source in first if source.startswith("layers")} == {"0", "1"}
     assert {source.split(".")[1] for source in last if source.startswith("layers")} == {"2"}
 
