@@ -227,6 +227,12 @@ def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
     router: Annotated[str, typer.Option(help="host:port of the router's gRPC service.")] = DEFAULT_ROUTER,
     model: Annotated[str, typer.Option(help="Default: the only model served.")] = "",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="WEFT_API_KEY", show_envvar=True, help="Where the router wants one.")
+    ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="Speak TLS to a router whose certificate these authorities signed (PEM).")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
@@ -263,6 +269,8 @@ def generate(
     run_generate(
         sys.stdin.read() if prompt == "-" else prompt,
         router=router,
+        api_key=api_key,
+        tls_ca=tls_ca,
         model=model,
         is_chat=chat,
         system=system,

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any
+
+import grpc
 
 from cluster.errors import RequestError
 from router.client import Client, ClientError
@@ -14,6 +17,8 @@ def generate(
     prompt: str,
     *,
     router: str,
+    api_key: str | None = None,
+    tls_ca: Path | None = None,
     model: str,
     is_chat: bool,
     system: str | None,
@@ -31,7 +36,7 @@ def generate(
     messages = _conversation(prompt, system) if is_chat else None
     collector = Collector()
     try:
-        with Client(router) as client:
+        with Client(router, api_key=api_key, credentials=_credentials(tls_ca)) as client:
             for delta in client.generate(None if is_chat else prompt, messages=messages, **options):
                 collector.add(delta)
                 if stream:
@@ -46,6 +51,15 @@ def generate(
         return
     print("" if stream else completion.text)
     print(summary(completion), file=sys.stderr)
+
+
+def _credentials(tls_ca: Path | None) -> grpc.ChannelCredentials | None:
+    if tls_ca is None:
+        return None
+    try:
+        return grpc.ssl_channel_credentials(tls_ca.read_bytes())
+    except OSError as error:
+        raise RequestError(f"{tls_ca} cannot be read: {error.strerror}") from error
 
 
 def summary(completion: Completion) -> str:
