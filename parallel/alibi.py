@@ -7,7 +7,7 @@ the same, and one row serves every query.
 import torch
 from torch import Tensor
 
-from parallel.description import Alibi
+from parallel.position_description import Alibi
 
 
 def key_bias(alibi: Alibi, heads: range, max_context: int, *, device: torch.device) -> Tensor:

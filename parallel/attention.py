@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from parallel.description import DecoderDescription, ResidualKind, RotaryDescription
+from parallel.description import DecoderDescription, ResidualKind
 from parallel.kernels.base import AttentionMeta, AttentionParams, Kernels, LayerCache
 from parallel.layer import LayerContext
 from parallel.linear import PartialRowParallelLinear, QKVParallelLinear, RowParallelLinear
+from parallel.position_description import RotaryDescription
 from parallel.qk_norm import make_qk_norm
 from parallel.shard import Piece, ShardedParameter
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.collectives import all_reduce, gather_to_first
-from parallel.description import DecoderDescription, LearnedPositions
+from parallel.description import DecoderDescription
 from parallel.kernels.base import PackedLinear
 from parallel.layer import LayerContext
 from parallel.norm import Norm, make_norm
+from parallel.position_description import LearnedPositions
 from parallel.shard import Piece, ShardedParameter, vocab_range, vocab_rows
 
 

@@ -1,6 +1,6 @@
 """Rotary position embedding: the cosines and sines of every position, computed once and looked up.
 
-How a head is turned with them is `Kernels.rotary`; which scaling a model uses is said in description.py.
+How a head is turned with them is `Kernels.rotary`; which scaling a model uses is said in position_description.py.
 
 A key stays in the paged cache, under the hash of its tokens, after the request that wrote it: so its rotation may
 depend on its own position and on nothing else. Two scalings are defined by the length of the sequence, and are made a
@@ -20,7 +20,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from parallel.description import (
+from parallel.position_description import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

@@ -7,13 +7,14 @@ of its training that models made from it have too.
 
 from dataclasses import replace
 
-from parallel.description import Alibi, DecoderDescription
+from parallel.description import DecoderDescription
 from parallel.families.common import describe_common
 from parallel.families.family import LLAMA_MODULE_NAMES, Family
 from parallel.families.fields import Fields
 from parallel.families.layout import stacked_qkv
 from parallel.families.rope import WHOLE_HEADS
 from parallel.families.slopes import alibi_slopes
+from parallel.position_description import Alibi
 
 _VOCAB_SIZE_2 = 125_696
 

@@ -2,19 +2,13 @@
 
 from dataclasses import replace
 
-from parallel.description import (
-    DecoderDescription,
-    LatentKV,
-    MoeDescription,
-    RotaryDescription,
-    RouterScore,
-    YarnScaling,
-)
+from parallel.description import DecoderDescription, LatentKV, MoeDescription, RouterScore
 from parallel.families.common import accept_packing, describe_common, refuse_other, with_experts
 from parallel.families.family import LLAMA_MODULE_NAMES, QWEN_EXPERT_NAMES, Family
 from parallel.families.fields import Fields
 from parallel.families.layout import Fusion
 from parallel.families.rope import Rope, yarn_mscale
+from parallel.position_description import RotaryDescription, YarnScaling
 
 _LATENT_EPS = 1e-6
 """Whatever the config says of the other norms."""

@@ -7,13 +7,14 @@ old (RW)                           every head its own key and value; one block a
 
 from dataclasses import replace
 
-from parallel.description import Alibi, DecoderDescription, NormKind, ResidualKind
+from parallel.description import DecoderDescription, NormKind, ResidualKind
 from parallel.families.common import describe_common
 from parallel.families.family import Family
 from parallel.families.fields import Fields
 from parallel.families.layout import grouped_qkv
 from parallel.families.rope import WHOLE_HEADS
 from parallel.families.slopes import alibi_slopes
+from parallel.position_description import Alibi
 
 
 def describe(fields: Fields) -> DecoderDescription:

@@ -5,12 +5,13 @@ The published models with vision have the text model's config under `text_config
 
 from dataclasses import replace
 
-from parallel.description import DecoderDescription, NormKind, QKNorm, QKNormScope, RotaryDescription
+from parallel.description import DecoderDescription, NormKind, QKNorm, QKNormScope
 from parallel.families.common import periodic_layer_types, read_layer_types, windows_of
 from parallel.families.family import Family
 from parallel.families.fields import Fields
 from parallel.families.gemma2 import SANDWICH_NAMES, describe_sandwich
 from parallel.families.rope import Rope, read_rotary
+from parallel.position_description import RotaryDescription
 
 _DEFAULTS = {
     "vocab_size": 262208,

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from parallel.description import DecoderDescription, LearnedPositions, NormKind
+from parallel.description import DecoderDescription, NormKind
 from parallel.families.common import describe_common, refuse_other
 from parallel.families.family import Family
 from parallel.families.fields import Fields
 from parallel.families.layout import stacked_qkv
+from parallel.position_description import LearnedPositions
 
 _NAMES = {
     "hidden_size": "n_embd",

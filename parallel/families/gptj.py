@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from parallel.description import DecoderDescription, NormKind, ResidualKind, RotaryDescription
+from parallel.description import DecoderDescription, NormKind, ResidualKind
 from parallel.families.common import describe_common
 from parallel.families.family import Family
 from parallel.families.fields import Fields
+from parallel.position_description import RotaryDescription
 
 _NAMES = {
     "hidden_size": "n_embd",

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
-from parallel.description import Activation, Alibi, DecoderDescription, NormKind
+from parallel.description import Activation, DecoderDescription, NormKind
 from parallel.families.common import describe_common, refuse_other
 from parallel.families.family import Family
 from parallel.families.fields import Fields
 from parallel.families.layout import stacked_qkv
 from parallel.families.slopes import mpt_slopes
+from parallel.position_description import Alibi
 
 _NAMES = {
     "hidden_size": "d_model",

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from parallel.description import DecoderDescription, LearnedPositions, NormKind
+from parallel.description import DecoderDescription, NormKind
 from parallel.families.common import describe_common, refuse_other
 from parallel.families.family import Family
 from parallel.families.fields import Fields
+from parallel.position_description import LearnedPositions
 
 _NAMES = {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}
 _POSITION_OFFSET = 2

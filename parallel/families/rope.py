@@ -7,7 +7,9 @@ transformers 5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000
 import math
 from dataclasses import dataclass
 
-from parallel.description import (
+from parallel.errors import UnsupportedModelError
+from parallel.families.fields import Fields
+from parallel.position_description import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -16,8 +18,6 @@ from parallel.description import (
     RotaryScaling,
     YarnScaling,
 )
-from parallel.errors import UnsupportedModelError
-from parallel.families.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 

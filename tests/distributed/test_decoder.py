@@ -13,17 +13,14 @@ from torch import Tensor
 from parallel.decoder import Decoder
 from parallel.description import (
     Activation,
-    Alibi,
     DecoderDescription,
     LatentKV,
-    LearnedPositions,
     MoeDescription,
     NormKind,
     NormPlace,
     QKNorm,
     QKNormScope,
     ResidualKind,
-    RotaryDescription,
     RouterScore,
 )
 from parallel.errors import CollectiveError, ParallelismError
@@ -31,6 +28,7 @@ from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
 from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
+from parallel.position_description import Alibi, LearnedPositions, RotaryDescription
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 1), (1, 2), (2, 2), (4, 1)]

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from parallel.description import DecoderDescription, RotaryDescription
+from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.registry import describe_config, describe_model, family_of
+from parallel.position_description import RotaryDescription
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,

@@ -4,17 +4,10 @@ from typing import Any
 
 import pytest
 
-from parallel.description import (
-    ClampedGate,
-    DecoderDescription,
-    LatentKV,
-    MoeDescription,
-    RotaryDescription,
-    RouterScore,
-    YarnScaling,
-)
+from parallel.description import ClampedGate, DecoderDescription, LatentKV, MoeDescription, RouterScore
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.registry import describe_config
+from parallel.position_description import RotaryDescription, YarnScaling
 
 # https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json
 DEEPSEEK_V3: dict[str, Any] = {

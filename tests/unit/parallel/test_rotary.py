@@ -7,9 +7,10 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from parallel.description import DecoderDescription, LongRopeScaling
+from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.registry import describe_config
+from parallel.position_description import LongRopeScaling
 from parallel.rotary import RotaryTable
 
 POSITIONS = (0, 1, 2047, 2048, 8191, 32767, 32768)
