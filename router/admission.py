@@ -20,7 +20,7 @@ class Admission:
     """Hands out places."""
 
     def __init__(self, config: AdmissionConfig, clock: Callable[[], float]) -> None:
-        self._config = config
+        self.config = config
         self._clock = clock
         self._num_entered = 0
         self._num_in_flight = 0
@@ -50,10 +50,10 @@ class Admission:
         Raises:
             OverloadedError: as many requests are in flight and wait as may.
         """
-        if self._num_entered >= self._config.max_in_flight + self._config.max_queued:
+        if self._num_entered >= self.config.max_in_flight + self.config.max_queued:
             raise OverloadedError(
                 f"{self._num_in_flight} requests are in flight and {self.num_queued} wait; allowed: "
-                f"{self._config.max_in_flight} in flight and {self._config.max_queued} waiting",
+                f"{self.config.max_in_flight} in flight and {self.config.max_queued} waiting",
                 retry_after_s=self.retry_after_s,
             )
         self._num_entered += 1
@@ -66,7 +66,7 @@ class Admission:
                 self._end()
 
     async def _start(self, place: "Place", deadline_s: float | None) -> None:
-        if self._num_in_flight < self._config.max_in_flight and self._next_waiter() is None:
+        if self._num_in_flight < self.config.max_in_flight and self._next_waiter() is None:
             self._num_in_flight += 1
             place.has_started = True
             return

@@ -58,7 +58,7 @@ async def run_router(
     Raises:
         RouterConfigError: a port is taken.
     """
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(config.metrics)
     rng = random.Random()
     changed = asyncio.Event()
     directory = Directory(config, rng, changed.set)

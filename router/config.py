@@ -107,6 +107,23 @@ class FailoverConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """What counts as good, and how much is counted apart."""
+
+    slo_ttft_s: float = 1.0
+    """Target of the time to the first token; a request that meets both targets gives goodput."""
+    slo_tpot_s: float = 0.1
+    """Target of the mean time of each further token."""
+    max_tenants: int = 64
+    """Cache salts that have series of their own, where no API key tells who asks; all others share one."""
+
+    def __post_init__(self) -> None:
+        _at_least("slo_ttft_s", self.slo_ttft_s, 0)
+        _at_least("slo_tpot_s", self.slo_tpot_s, 0)
+        _at_least("max_tenants", self.max_tenants, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StaticModel:
     """A model that is served without a controller."""
 
@@ -148,6 +165,7 @@ class RouterConfig:
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
     failover: FailoverConfig = field(default_factory=FailoverConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
         if (self.control is None) == (not self.models):

@@ -15,7 +15,7 @@ from router.call import ChatMessage, GenerateCall, GenerateDelta, ModelCard
 from router.config import RouterConfig
 from router.convert import check_call, check_chat, check_length, check_token_ids, complete_sampling
 from router.directory import Directory, ModelRoute
-from router.errors import DeadlineError, NoReplicaError, RouterError
+from router.errors import DeadlineError, NoReplicaError, RateLimitedError, RouterError
 from router.flight import Flight, PreparedRequest
 from router.metrics import RouterMetrics
 from router.tokenizer_pool import Tokenizer, TokenizerPool
@@ -58,13 +58,16 @@ class Dispatcher:
         try:
             route = self._directory.resolve(call.model)
             meter.model = route.name
+            meter.tenant = self._metrics.tenants.name(call.tenant, call.cache_salt)
             if call.tenant is not None:
                 call.tenant.admit()
             with self._admission.enter() as place:
                 request = await _until(deadline_s, self._prepare(call, route, deadline_s))
+                meter.num_prompt_tokens = len(request.prompt_token_ids)
                 if call.tenant is not None:
                     call.tenant.spend(len(request.prompt_token_ids))
                 await place.start(deadline_s)
+                meter.start()
                 flight = self._flight(request, route)
                 try:
                     while not outcome:
@@ -74,11 +77,12 @@ class Dispatcher:
                             call.tenant.spend(len(delta.token_ids))
                         if delta.finished is not None:
                             outcome = _OUTCOMES.get(delta.finished.reason, "stop")
+                            meter.num_cached_tokens = delta.finished.usage.cached_tokens
                         yield delta
                 finally:
                     flight.close()
         except RouterError as error:
-            outcome = error.code.name.lower()
+            outcome = "rate_limited" if isinstance(error, RateLimitedError) else error.code.name.lower()
             raise
         except (asyncio.CancelledError, GeneratorExit):
             # gRPC cancels at the deadline too, a little before or after this clock says so.

@@ -4,17 +4,19 @@ Names begin with weft_router_ and end in their unit. Gauges are read when somebo
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from router.admission import Admission
-from router.directory import Directory
+from router.config import MetricsConfig
+from router.directory import Directory, ModelRoute
 from router.errors import RouterConfigError
+from router.tenants import NO_TENANT, TenantNames
 
 _BUCKETS_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
@@ -22,13 +24,25 @@ _BUCKETS_S = (
 )
 """1 ms to 100 s, each at most twice the one before."""
 
+_OUTCOMES = (
+    *("stop", "length", "abort", "cancelled", "invalid_argument", "rate_limited"),
+    *("deadline_exceeded", "resource_exhausted", "unavailable", "internal"),
+)
+"""How a request to a model can end."""
+_FAULTS = ("deadline_exceeded", "resource_exhausted", "unavailable", "internal")
+"""Outcomes that are the service's and not the client's doing."""
+_RESULTS = ("met", "ttft_missed", "tpot_missed", "failed")
+"""How a request did by the targets."""
+
 
 class RouterMetrics:
     """All metrics of one router. Counting happens on the event loop, reading in the listener's thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: MetricsConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
+        self.config = config or MetricsConfig()
         self.clock = clock
+        self.tenants = TenantNames(self.config.max_tenants)
         self.requests = self._counter("requests", "Requests that ended, by how.", "outcome")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that reached a replica.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens that came from replicas.")
@@ -43,10 +57,32 @@ class RouterMetrics:
         self.tpot = self._histogram("tpot_seconds", "Time per output token after the first, mean of a request.")
         self.itl = self._histogram("itl_seconds", "Gaps between a request's tokens; those that come together share it.")
         self.e2e = self._histogram("e2e_seconds", "From a request's arrival to its end, finished requests only.")
+        self.queue = self._histogram("queue_seconds", "From a request's arrival to its place in flight.")
+        self.slo_requests = self._counter("slo_requests", "Requests by how they met the targets.", "result")
+        self.good_tokens = self._counter("good_tokens", "Generated tokens of requests that met both targets.")
+        self.tenant_requests = self._counter("tenant_requests", "Requests that ended, by tenant.", "tenant", "outcome")
+        self.tenant_prompt_tokens = self._counter("tenant_prompt_tokens", "Prompt tokens, by tenant.", "tenant")
+        self.tenant_cached_tokens = self._counter("tenant_cached_tokens", "Those found in caches.", "tenant")
+        self.tenant_generation_tokens = self._counter("tenant_generation_tokens", "Generated tokens.", "tenant")
+        self.tenant_ttft = Summary(
+            "weft_router_tenant_ttft_seconds", "To the first token.", ("model", "tenant"), registry=self.registry
+        )
+
+    def prepare(self, model: str) -> None:
+        """Make a served model's series, at zero: `rate` does not see the event that a series begins with."""
+        for outcome in _OUTCOMES:
+            self.requests.labels(model, outcome)
+        for result in _RESULTS:
+            self.slo_requests.labels(model, result)
+        for counter in (
+            *(self.prompt_tokens, self.generation_tokens, self.predicted_tokens, self.cached_tokens),
+            *(self.failovers, self.retries, self.good_tokens),
+        ):
+            counter.labels(model)
 
     def watch(self, admission: Admission, directory: Directory) -> None:
         """Also report the state of these two."""
-        self.registry.register(_StateCollector(admission, directory))
+        self.registry.register(_StateCollector(self, admission, directory))
 
     def request(self) -> "RequestMeter":
         """Return the meter of a request that arrives now."""
@@ -71,6 +107,15 @@ class RequestMeter:
         self._itl: Histogram | None = None
         self.model = ""
         """Empty until the model is known to be served, so that clients cannot make up label values."""
+        self.tenant = NO_TENANT
+        self.num_prompt_tokens = 0
+        """0 until the request is known to be valid."""
+        self.num_cached_tokens = 0
+        """As its usage tells."""
+
+    def start(self) -> None:
+        """Note that the request got its place in flight."""
+        self._metrics.queue.labels(self.model).observe(self._metrics.clock() - self._arrived_s)
 
     def receive(self, num_tokens: int) -> None:
         """Note tokens that came together."""
@@ -81,50 +126,105 @@ class RequestMeter:
         if self._itl is None:
             self._itl = self._metrics.itl.labels(self.model)
             self._metrics.ttft.labels(self.model).observe(now_s - self._arrived_s)
+            self._metrics.tenant_ttft.labels(self.model, self.tenant).observe(now_s - self._arrived_s)
             self._first_s = self._last_s = now_s
             gaps -= 1  # before the first token there is no gap
         for _ in range(gaps):
             self._itl.observe((now_s - self._last_s) / gaps)
         self._last_s = now_s
         self._num_tokens += num_tokens
+        self._metrics.generation_tokens.labels(self.model).inc(num_tokens)
 
     def end(self, outcome: str, *, is_finished: bool) -> None:
         """Note the end; the times of requests that did not finish would say nothing."""
-        self._metrics.requests.labels(self.model, outcome).inc()
-        if self._num_tokens:
-            self._metrics.generation_tokens.labels(self.model).inc(self._num_tokens)
+        metrics = self._metrics
+        metrics.requests.labels(self.model, outcome).inc()
+        self._count_tenant(outcome)
+        tpot_s = None
+        if self._first_s is not None and self._num_tokens > 1:
+            tpot_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
+        result = self._result(outcome, tpot_s, is_finished=is_finished)
+        if result is not None:
+            metrics.slo_requests.labels(self.model, result).inc()
         if not is_finished:
             return
-        self._metrics.e2e.labels(self.model).observe(self._metrics.clock() - self._arrived_s)
-        if self._first_s is not None and self._num_tokens > 1:
-            self._metrics.tpot.labels(self.model).observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+        metrics.e2e.labels(self.model).observe(metrics.clock() - self._arrived_s)
+        if tpot_s is not None:
+            metrics.tpot.labels(self.model).observe(tpot_s)
+        if result == "met":
+            metrics.good_tokens.labels(self.model).inc(self._num_tokens)
+
+    def _result(self, outcome: str, tpot_s: float | None, *, is_finished: bool) -> str | None:
+        """Return how the request did by the targets; None when its client ended it, or never began it well."""
+        config = self._metrics.config
+        if self._first_s is None:
+            if outcome == "deadline_exceeded":
+                return "ttft_missed"
+        elif self._first_s - self._arrived_s > config.slo_ttft_s:
+            return "ttft_missed"
+        if not is_finished:
+            return "failed" if outcome in _FAULTS else None
+        return "tpot_missed" if tpot_s is not None and tpot_s > config.slo_tpot_s else "met"
+
+    def _count_tenant(self, outcome: str) -> None:
+        metrics, labels = self._metrics, (self.model, self.tenant)
+        metrics.tenant_requests.labels(*labels, outcome).inc()
+        metrics.tenant_prompt_tokens.labels(*labels).inc(self.num_prompt_tokens)
+        metrics.tenant_cached_tokens.labels(*labels).inc(self.num_cached_tokens)
+        metrics.tenant_generation_tokens.labels(*labels).inc(self._num_tokens)
 
 
 class _StateCollector(Collector):
     """Gauges read from the router's state, in the listener's thread: copies of dicts, single reads of numbers."""
 
-    def __init__(self, admission: Admission, directory: Directory) -> None:
+    def __init__(self, metrics: RouterMetrics, admission: Admission, directory: Directory) -> None:
+        self._metrics = metrics
         self._admission = admission
         self._directory = directory
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Return all gauges as they are now."""
-        in_flight = _gauge("requests_in_flight", "Requests that replicas work on.")
-        in_flight.add_metric((), self._admission.num_in_flight)
-        queued = _gauge("requests_queued", "Requests that wait for a place in flight.")
-        queued.add_metric((), self._admission.num_queued)
-        ready = _gauge("replica_ready", "1 while a replica takes requests.", "model", "replica")
-        requests = _gauge("replica_requests", "Requests on a replica, as the router sees it.", "model", "replica")
-        tokens = _gauge("replica_pending_tokens", "Prompt tokens a replica has yet to compute.", "model", "replica")
-        blocks = _gauge("replica_indexed_blocks", "KV blocks a replica is known to hold.", "model", "replica")
-        for route in self._directory.routes:
-            for link in list(route.links.values()):
-                labels = (route.name, link.replica_id)
-                ready.add_metric(labels, float(link.is_ready))
-                requests.add_metric(labels, link.load.num_requests)
-                tokens.add_metric(labels, link.load.num_pending_tokens)
-                blocks.add_metric(labels, route.index.num_blocks(link.replica_id))
-        return (in_flight, queued, ready, requests, tokens, blocks)
+        routes = self._directory.routes
+        for route in routes:
+            self._metrics.prepare(route.name)
+        return (*self._own_state(), *_models_state(routes), *_replicas_state(routes))
+
+    def _own_state(self) -> Iterable[GaugeMetricFamily]:
+        config, targets = self._admission.config, self._metrics.config
+        numbers = (
+            ("requests_in_flight", "Requests that replicas work on.", self._admission.num_in_flight),
+            ("requests_queued", "Requests that wait for a place in flight.", self._admission.num_queued),
+            ("max_requests_in_flight", "Most requests in flight at once.", config.max_in_flight),
+            ("max_requests_queued", "Most requests that may wait; one more is refused.", config.max_queued),
+            ("slo_ttft_seconds", "Target of the time to the first token.", targets.slo_ttft_s),
+            ("slo_tpot_seconds", "Target of the time of each further token.", targets.slo_tpot_s),
+        )
+        for name, text, value in numbers:
+            family = _gauge(name, text)
+            family.add_metric((), value)
+            yield family
+
+
+def _models_state(routes: Sequence[ModelRoute]) -> Iterable[GaugeMetricFamily]:
+    ready = _gauge("ready_replicas", "Replicas that take requests now.", "model")
+    for route in routes:
+        ready.add_metric((route.name,), sum(link.is_ready for link in list(route.links.values())))
+    return (ready,)
+
+
+def _replicas_state(routes: Sequence[ModelRoute]) -> Iterable[GaugeMetricFamily]:
+    ready = _gauge("replica_ready", "1 while a replica takes requests.", "model", "replica")
+    requests = _gauge("replica_requests", "Requests on a replica, as the router sees it.", "model", "replica")
+    tokens = _gauge("replica_pending_tokens", "Prompt tokens a replica has yet to compute.", "model", "replica")
+    blocks = _gauge("replica_indexed_blocks", "KV blocks a replica is known to hold.", "model", "replica")
+    for route in routes:
+        for link in list(route.links.values()):
+            labels = (route.name, link.replica_id)
+            ready.add_metric(labels, float(link.is_ready))
+            requests.add_metric(labels, link.load.num_requests)
+            tokens.add_metric(labels, link.load.num_pending_tokens)
+            blocks.add_metric(labels, route.index.num_blocks(link.replica_id))
+    return (ready, requests, tokens, blocks)
 
 
 class MetricsListener:

@@ -102,7 +102,7 @@ class RunningRouter:
         async with asyncio.timeout(10):
             while sum(found.values()) < num_requests:
                 series = await self.series("weft_router_requests_total")
-                found = {labels["outcome"]: value for labels, value in series}
+                found = {labels["outcome"]: value for labels, value in series if value}
         return found
 
     async def scrape(self) -> str:

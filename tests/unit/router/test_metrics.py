@@ -1,0 +1,156 @@
+"""How a request is counted: by the targets, by tenant, and from zero on."""
+
+import pytest
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import poll, router_config, running_router, text_request
+
+from router.config import MetricsConfig
+from router.keys import KeyEntry, Tenant
+from router.metrics import RequestMeter, RouterMetrics
+from router.tenants import NO_TENANT, OTHER_TENANTS, TenantNames
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+CONFIG = MetricsConfig(slo_ttft_s=1.0, slo_tpot_s=0.1, max_tenants=2)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock: Clock) -> RouterMetrics:
+    return RouterMetrics(CONFIG, clock)
+
+
+def arrive(metrics: RouterMetrics) -> RequestMeter:
+    meter = metrics.request()
+    meter.model = "m"
+    return meter
+
+
+def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(f"weft_router_{name}", {"model": "m", **labels}) or 0.0
+
+
+@pytest.mark.parametrize(
+    ("first_s", "gap_s", "outcome", "result", "good_tokens"),
+    [
+        (1.0, 0.1, "stop", "met", 5),
+        (1.01, 0.1, "stop", "ttft_missed", 0),
+        (1.0, 0.11, "length", "tpot_missed", 0),
+        (0.5, 0.01, "internal", "failed", 0),
+        (1.01, 0.01, "cancelled", "ttft_missed", 0),
+        (0.5, 0.01, "cancelled", None, 0),
+        (None, 0, "deadline_exceeded", "ttft_missed", 0),
+        (None, 0, "resource_exhausted", "failed", 0),
+        (None, 0, "cancelled", None, 0),
+        (None, 0, "invalid_argument", None, 0),
+        (None, 0, "rate_limited", None, 0),
+    ],
+)
+def test_targets_decide_what_a_request_counts_as(
+    metrics: RouterMetrics,
+    clock: Clock,
+    first_s: float | None,
+    gap_s: float,
+    outcome: str,
+    result: str | None,
+    good_tokens: int,
+) -> None:
+    meter = arrive(metrics)
+    if first_s is not None:
+        clock.now_s = first_s
+        meter.receive(1)
+        clock.now_s += 4 * gap_s
+        meter.receive(4)
+    meter.end(outcome, is_finished=outcome in ("stop", "length"))
+    results = {
+        r: value(metrics, "slo_requests_total", result=r) for r in ("met", "ttft_missed", "tpot_missed", "failed")
+    }
+    assert {r for r, number in results.items() if number} == ({result} if result else set())
+    assert value(metrics, "good_tokens_total") == good_tokens
+    assert value(metrics, "requests_total", outcome=outcome) == 1
+
+
+def test_generated_tokens_are_counted_as_they_come(metrics: RouterMetrics) -> None:
+    meter = arrive(metrics)
+    meter.receive(1)
+    meter.receive(3)
+    assert value(metrics, "generation_tokens_total") == 4
+
+
+def test_wait_for_a_place_is_measured(metrics: RouterMetrics, clock: Clock) -> None:
+    meter = arrive(metrics)
+    clock.now_s = 0.25
+    meter.start()
+    assert value(metrics, "queue_seconds_sum") == 0.25
+
+
+def test_tenants_are_counted_apart(metrics: RouterMetrics, clock: Clock) -> None:
+    for salt, num_prompt_tokens in (("red", 10), ("blue", 20), ("red", 5)):
+        meter = arrive(metrics)
+        meter.tenant = metrics.tenants.name(None, salt)
+        meter.num_prompt_tokens, meter.num_cached_tokens = num_prompt_tokens, 4
+        clock.now_s += 0.5
+        meter.receive(2)
+        meter.end("stop", is_finished=True)
+    red = metrics.tenants.name(None, "red")
+    assert value(metrics, "tenant_requests_total", tenant=red, outcome="stop") == 2
+    assert value(metrics, "tenant_prompt_tokens_total", tenant=red) == 15
+    assert value(metrics, "tenant_cached_tokens_total", tenant=red) == 8
+    assert value(metrics, "tenant_generation_tokens_total", tenant=red) == 4
+    assert value(metrics, "tenant_ttft_seconds_sum", tenant=red) == 1.0
+
+
+def test_tenants_have_few_names_that_do_not_tell_their_salts() -> None:
+    names = TenantNames(2)
+    red, blue = names.name(None, "red"), names.name(None, "blue")
+    assert len({red, blue, NO_TENANT, OTHER_TENANTS}) == 4
+    assert "red" not in red
+    assert names.name(None, "") == NO_TENANT
+    assert names.name(None, "green") == OTHER_TENANTS
+    assert (names.name(None, "red"), names.name(None, "blue")) == (red, blue)
+
+
+def test_api_key_names_the_tenant_whatever_the_salt() -> None:
+    alice = Tenant(KeyEntry(name="alice", sha256="0" * 64), clock=lambda: 0.0)
+    assert TenantNames(0).name(alice, "red") == "alice"
+
+
+async def test_series_of_a_served_model_begin_at_zero() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
+        await router.wait_ready(1)
+        await poll(lambda: router.metric("weft_router_ready_replicas", model="tiny"), 1)
+        assert await router.series("weft_router_failovers_total") == [({"model": "tiny"}, 0)]
+        outcomes = {labels["outcome"] for labels, _ in await router.series("weft_router_requests_total")}
+        assert {"stop", "length", "internal", "unavailable", "resource_exhausted"} <= outcomes
+
+
+async def test_request_is_counted_for_its_tenant_with_its_usage() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
+        await router.wait_ready(1)
+        for _ in range(2):
+            await router.generate(text_request("x" * 12, max_tokens=3, cache_salt="red"))
+        await router.outcomes(2)
+        tenant = TenantNames(1).name(None, "red")
+        for name, number in (("prompt", 26), ("cached", 12), ("generation", 6)):
+            counted = await router.metric(f"weft_router_tenant_{name}_tokens_total", model="tiny", tenant=tenant)
+            assert counted == number, name
+        labels = {"model": "tiny", "tenant": tenant, "outcome": "length"}
+        assert await router.metric("weft_router_tenant_requests_total", **labels) == 2
+
+
+async def test_model_without_a_replica_is_told_as_such() -> None:
+    async with running_router(router_config("127.0.0.1:1", metrics_port=0)) as router:
+        assert await router.series("weft_router_ready_replicas") == [({"model": "tiny"}, 0)]
+        limits = ("weft_router_max_requests_in_flight", "weft_router_max_requests_queued")
+        assert [await router.metric(name) for name in limits] == [1024, 1024]
