@@ -1,15 +1,17 @@
-"""Rank 0 of a group: the engine, its gRPC service and its metrics, started and ended as one. Imports torch."""
+"""Rank 0 of a group: the engine and its gRPC service, started and ended as one. Imports torch."""
 
 import asyncio
 from collections.abc import Callable
 
-from cluster.metrics import EngineCollector, MetricsListener
-from cluster.rank_actor import RankSpec, ReplicaAddresses
+from cluster.metrics import EngineCollector
+from cluster.rank_actor import RankSpec
+from cluster.rank_metrics import MetricsListener
 from cluster.replica_server import ReplicaInfo, ReplicaServer
 from workers.async_engine import AsyncEngine
 from workers.config import EngineConfig
 from workers.engine import Engine, EngineLoad, StepResult, build_engine
 from workers.rank import Rendezvous
+from workers.stats import RankStats
 
 _TAKE_OBSERVATIONS_S = 1.0  # the engine keeps a bounded number of them
 
@@ -17,9 +19,11 @@ _TAKE_OBSERVATIONS_S = 1.0  # the engine keeps a bounded number of them
 class Leader:
     """The leading rank of one replica. `open_rendezvous`, if at all, then `start`, once each; `close` always."""
 
-    def __init__(self, spec: RankSpec, host: str) -> None:
+    def __init__(self, spec: RankSpec, host: str, metrics: MetricsListener) -> None:
+        """Args: `metrics` is the process's listener, which tells what the engine counts too."""
         self._spec = spec
         self._host = host
+        self._metrics = metrics
         self._rendezvous: Rendezvous | None = None
         self._failed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -27,23 +31,25 @@ class Leader:
         self._server: ReplicaServer | None = None
         self._load: EngineLoad | None = None
         self._collector: EngineCollector | None = None
-        self._metrics: MetricsListener | None = None
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Open the store where the ranks meet, and return its host and port. May be called off the event loop."""
         self._rendezvous = Rendezvous.open(self._host)
         return self._rendezvous.host, self._rendezvous.port
 
-    async def start(self, config: EngineConfig, progress: Callable[[float], None]) -> ReplicaAddresses:
-        """Load the model together with the other ranks, and serve."""
-        engine = await asyncio.to_thread(build_engine, config, rendezvous=self._rendezvous, progress=progress)
+    async def start(self, config: EngineConfig, progress: Callable[[float], None], stats: RankStats) -> str:
+        """Load the model together with the other ranks, serve, and return the replica's host:port."""
+        engine = await asyncio.to_thread(
+            build_engine, config, rendezvous=self._rendezvous, progress=progress, rank_stats=stats
+        )
         self._load = engine.load
         self._engine = AsyncEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
         self._server = ReplicaServer(_info(self._spec, config, engine), self._engine)
         self._engine.start()
         port = await self._server.start(self._host)
-        self._metrics = self._listen_metrics(engine)
-        return ReplicaAddresses(address=f"{self._host}:{port}", metrics_address=self._metrics.address)
+        self._collector = self._collect(engine, self._engine)
+        self._metrics.add(self._collector)
+        return f"{self._host}:{port}"
 
     async def wait_failed(self) -> None:
         """Wait for the engine to fail, and raise what it failed with."""
@@ -67,19 +73,17 @@ class Leader:
         """End the streams of routers at once, then the rest."""
         if self._server is not None:
             await self._server.stop()
-        if self._metrics is not None:
-            self._metrics.close()
         if self._engine is not None:
             await self._engine.stop()
 
-    def _listen_metrics(self, engine: Engine) -> MetricsListener:
-        self._collector = EngineCollector(
+    def _collect(self, engine: Engine, running: AsyncEngine) -> EngineCollector:
+        return EngineCollector(
             engine.stats,
             load=self._last_load,
+            num_cached_blocks=lambda: running.num_resident_blocks,
             block_size=engine.config.cache.block_size,
             labels={"model": self._spec.model, "replica": self._spec.replica_id},
         )
-        return MetricsListener(self._collector, self._host)
 
     def _last_load(self) -> EngineLoad:
         assert self._load is not None

@@ -5,14 +5,13 @@ Names begin with weft_ and end in their unit. Gauges and counters are read when 
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from workers.engine import EngineLoad
+from workers.request import FinishReason
 from workers.stats import EngineStats, Observations
 
 BUCKETS_S = (
@@ -20,6 +19,8 @@ BUCKETS_S = (
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0),
 )
 """1 ms to 100 s, each at most twice the one before; the router has the same."""
+_BUCKETS_SEQUENCES = tuple(float(1 << power) for power in range(11))
+_BUCKETS_TOKENS = tuple(float(1 << power) for power in range(15))
 
 
 class EngineCollector(Collector):
@@ -30,11 +31,13 @@ class EngineCollector(Collector):
         stats: EngineStats,
         *,
         load: Callable[[], EngineLoad],
+        num_cached_blocks: Callable[[], int],
         block_size: int,
         labels: Mapping[str, str],
     ) -> None:
         self._stats = stats
         self._load = load
+        self._num_cached_blocks = num_cached_blocks
         self._block_size = block_size
         self._names = tuple(labels)
         self._values = tuple(labels.values())
@@ -45,6 +48,8 @@ class EngineCollector(Collector):
             "weft_queue_seconds": _Histogram("From a request's arrival to its first step.", stats.queue_s),
             "weft_e2e_seconds": _Histogram("From a request's arrival at the engine to its end.", stats.e2e_s),
             "weft_step_seconds": _Histogram("From the submission of a step to its output.", stats.step_s),
+            "weft_step_sequences": _Histogram("Sequences in a step.", stats.step_sequences, _BUCKETS_SEQUENCES),
+            "weft_step_tokens": _Histogram("Tokens in a step, all sequences.", stats.step_tokens, _BUCKETS_TOKENS),
         }
 
     def take_observations(self) -> None:
@@ -67,14 +72,15 @@ class EngineCollector(Collector):
             self._gauge("weft_pending_tokens", "Prompt tokens not yet computed.", load.num_pending_tokens),
             self._gauge("weft_kv_usage_ratio", "Blocks in use by requests, of all; cached ones count as free.", used),
             self._gauge("weft_kv_blocks", "Blocks in the pool.", load.num_blocks),
+            self._gauge("weft_kv_cached_blocks", "Blocks that a prefix can be found in.", self._num_cached_blocks()),
             self._gauge("weft_kv_block_size_tokens", "Tokens in a block.", self._block_size),
         ]
 
     def _counters(self) -> list[Metric]:
         stats = self._stats
         finished = self._family("weft_requests_finished", "Requests that ended well, by how.", "reason")
-        for reason, number in dict(stats.num_finished).items():
-            finished.add_metric((*self._values, reason.value), number)
+        for reason in FinishReason:  # those that have not happened too: `rate` misses what a series begins with
+            finished.add_metric((*self._values, reason.value), stats.num_finished[reason])
         return [
             finished,
             self._counter("weft_requests_failed", "Requests that failed while they ran.", stats.num_failed),
@@ -109,42 +115,24 @@ class EngineCollector(Collector):
         return CounterMetricFamily(name, text, labels=(*self._names, *labels))
 
 
-class MetricsListener:
-    """Serves a collector over HTTP on a free port, from a thread of its own."""
-
-    def __init__(self, collector: EngineCollector, host: str) -> None:
-        """Bind and start."""
-        registry = CollectorRegistry()
-        registry.register(collector)
-        server, thread = start_http_server(0, host, registry)
-        self._server: WSGIServer = server
-        self._thread: threading.Thread = thread
-        self.address = f"{host}:{server.server_port}"
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 class _Histogram:
     """Observations of one kind, sorted into buckets."""
 
-    def __init__(self, text: str, observations: Observations) -> None:
+    def __init__(self, text: str, observations: Observations, bounds: Sequence[float] = BUCKETS_S) -> None:
         self._text = text
         self._observations = observations
-        self._counts = [0] * (len(BUCKETS_S) + 1)
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def take(self) -> None:
         for value in self._observations.take():
-            self._counts[bisect_left(BUCKETS_S, value)] += 1
+            self._counts[bisect_left(self._bounds, value)] += 1
             self._sum += value
 
     def family(self, name: str, label_names: tuple[str, ...], label_values: tuple[str, ...]) -> Metric:
         buckets, total = [], 0
-        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self._counts, strict=True):
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
             buckets.append((bound, total))
         family = HistogramMetricFamily(name, self._text, labels=label_names)

@@ -18,9 +18,11 @@ import ray
 from cluster.errors import ClusterError
 from cluster.logs import configure_logging
 from cluster.models import resolve_model
+from cluster.rank_metrics import MetricsListener, RankCollector
 from parallel.errors import ModelError
 from workers.config import EngineConfig
 from workers.errors import EngineConfigError
+from workers.stats import RankStats
 
 if TYPE_CHECKING:
     from cluster.leader import Leader
@@ -52,6 +54,8 @@ class RankPlace:
 
     node: str
     pid: int
+    metrics_address: str = ""
+    """Where Prometheus reads what it counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +88,17 @@ class RankActor:
         self._spec = spec
         self._host = ray.util.get_node_ip_address()
         self._progress = 0.0
+        self._stats = RankStats()
+        self._metrics = MetricsListener(self._host)
+        labels = {"model": spec.model, "replica": spec.replica_id, "rank": str(spec.rank)}
+        self._metrics.add(RankCollector(self._stats, loaded_ratio=lambda: self._progress, labels=labels))
         self._leader: Leader | None = None
         self._addresses: ReplicaAddresses | None = None
         self._is_ready = asyncio.Event()
 
     async def place(self) -> RankPlace:
         """Say where this rank runs."""
-        return RankPlace(node=self._host, pid=os.getpid())
+        return RankPlace(node=self._host, pid=os.getpid(), metrics_address=self._metrics.address)
 
     async def progress(self) -> float:
         """Say how much of this rank's weights is loaded, 0 to 1."""
@@ -131,7 +139,8 @@ class RankActor:
         leader = await asyncio.to_thread(self._import_leader)
         self._leader = leader
         try:
-            self._addresses = await leader.start(config, self._set_progress)
+            address = await leader.start(config, self._set_progress, self._stats)
+            self._addresses = ReplicaAddresses(address=address, metrics_address=self._metrics.address)
             self._is_ready.set()
             await leader.wait_failed()
         finally:
@@ -141,7 +150,7 @@ class RankActor:
         from cluster.leader import Leader  # torch: a second or two, off the event loop
 
         if self._leader is None:
-            self._leader = Leader(self._spec, self._host)
+            self._leader = Leader(self._spec, self._host, self._metrics)
         return self._leader
 
     def _open_rendezvous(self) -> tuple[str, int]:
@@ -150,7 +159,7 @@ class RankActor:
     def _follow(self, config: EngineConfig, host: str, port: int) -> None:
         from workers.rank import follow_group  # torch, off the event loop
 
-        follow_group(config, rank=self._spec.rank, host=host, port=port, progress=self._set_progress)
+        follow_group(config, rank=self._spec.rank, host=host, port=port, progress=self._set_progress, stats=self._stats)
 
     def _resolve(self) -> EngineConfig:
         """The model's folder on this node; the threads of this rank."""

@@ -5,6 +5,7 @@ Every rank of the axis makes the same calls in the same order. A peer that is go
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,15 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     axis.counts["all_reduce"] += 1
+    start_s = perf_counter()
     try:
         if axis.local is not None and x.nbytes <= MAX_BYTES:
             return axis.local.sum(x)
         dist.all_reduce(x, group=axis.group)
     except (RuntimeError, OSError) as error:
         raise _collective_error("all_reduce", axis, error) from error
+    finally:
+        axis.wait_s += perf_counter() - start_s
     return x
 
 
@@ -84,10 +88,13 @@ def _join(parts: Tensor, dim: int) -> Tensor:
 
 @contextmanager
 def _translated(kind: str, axis: Axis) -> Iterator[None]:
+    start_s = perf_counter()
     try:
         yield
     except (RuntimeError, OSError) as error:
         raise _collective_error(kind, axis, error) from error
+    finally:
+        axis.wait_s += perf_counter() - start_s
 
 
 def _collective_error(kind: str, axis: Axis, error: Exception) -> CollectiveError:

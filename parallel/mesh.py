@@ -28,6 +28,8 @@ class Axis:
     """A faster way for small tensors, where all ranks of the axis are on one machine's CPUs."""
     counts: Counter[str] = field(default_factory=Counter)
     """Collectives called on this rank, by kind; on an axis of size 1 there are none."""
+    wait_s: float = 0.0
+    """Time that this rank's host spent in them: on a CPU until the slowest rank was there, on CUDA for the launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

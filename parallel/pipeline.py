@@ -5,6 +5,7 @@ they were sent.
 """
 
 from collections import deque
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ class StageLink:
         """
         axis = self._axis
         assert axis.rank + 1 < axis.size, "the last stage sends to nobody"
+        start_s = perf_counter()
         try:
             # the receiver takes batches in order and waits for nothing from this rank, so this cannot deadlock
             while len(self._sending) >= axis.size:
@@ -41,6 +43,7 @@ class StageLink:
             raise CollectiveError(f"stage {axis.rank} cannot send to stage {axis.rank + 1}: {error}") from error
         assert work is not None
         axis.counts["send"] += 1
+        axis.wait_s += perf_counter() - start_s
         self._sending.append((work, hidden_TE))
 
     def recv(self, num_tokens: int) -> Tensor:
@@ -48,11 +51,13 @@ class StageLink:
         axis = self._axis
         assert axis.rank > 0, "the first stage receives from nobody"
         hidden_TE = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
+        start_s = perf_counter()
         try:
             dist.recv(hidden_TE, group=axis.group, group_src=axis.rank - 1)
         except RuntimeError as error:
             raise CollectiveError(f"stage {axis.rank} cannot receive from stage {axis.rank - 1}: {error}") from error
         axis.counts["recv"] += 1
+        axis.wait_s += perf_counter() - start_s
         return hidden_TE
 
     def flush(self) -> None:

@@ -110,6 +110,11 @@ class AsyncEngine:
         """Return what the results given to `on_step` so far add up to; the next one continues from here."""
         return Snapshot(block_hashes=list(self._resident), load=self._load)
 
+    @property
+    def num_resident_blocks(self) -> int:
+        """Blocks in the prefix cache, as of the last `on_step` call; may be read in any thread."""
+        return len(self._resident)
+
     def _command(self, command: Request | RequestId) -> None:
         with self._wake:  # held by the engine's thread for moments only
             self._commands.append(command)

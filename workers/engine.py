@@ -22,7 +22,7 @@ from workers.rank import Progress, Rendezvous, lead_group
 from workers.request import Finish, FinishReason, Request, RequestId, RequestOutput, Usage
 from workers.scheduler import Scheduler, TokenOutput
 from workers.sequence import Sequence
-from workers.stats import EngineStats
+from workers.stats import EngineStats, RankStats
 from workers.tokenizer import TokenTable, load_token_table
 
 logger = logging.getLogger(__name__)
@@ -250,8 +250,11 @@ class Engine:
         for token in self._scheduler.update(flight.plan, output, now_s):
             self._outputs.append(self._deliver(token, now_s))
         stats, counters = self.stats, self._scheduler.counters
+        num_tokens = sum(share.num_tokens for share in flight.plan.scheduled)
         stats.num_steps += 1
-        stats.num_computed_tokens += sum(share.num_tokens for share in flight.plan.scheduled)
+        stats.num_computed_tokens += num_tokens
+        stats.step_sequences.add(len(flight.plan.scheduled))
+        stats.step_tokens.add(num_tokens)
         stats.num_preemptions = counters.num_preemptions
         stats.num_recomputed_tokens = counters.num_recomputed_tokens
         stats.num_cached_tokens = counters.num_cached_tokens
@@ -317,7 +320,11 @@ class Engine:
 
 
 def build_engine(
-    config: EngineConfig, *, rendezvous: Rendezvous | None = None, progress: Progress | None = None
+    config: EngineConfig,
+    *,
+    rendezvous: Rendezvous | None = None,
+    progress: Progress | None = None,
+    rank_stats: RankStats | None = None,
 ) -> Engine:
     """Load everything and return the engine of a group whose rank 0 is this process.
 
@@ -325,6 +332,7 @@ def build_engine(
         config: the same on all ranks.
         rendezvous: where the group's other ranks come; None when there are none.
         progress: called with the fraction of this rank's weights read so far.
+        rank_stats: where to note what rank 0 does.
 
     Raises:
         ModelError, EngineConfigError: the model folder or the settings cannot be used.
@@ -334,7 +342,7 @@ def build_engine(
     description = describe_model(folder)
     tokens = load_token_table(folder)
     eos_token_ids = read_eos_token_ids(folder)
-    executor = lead_group(config, rendezvous=rendezvous, progress=progress)
+    executor = lead_group(config, rendezvous=rendezvous, progress=progress, stats=rank_stats)
     return Engine(
         config,
         executor,

@@ -1,5 +1,7 @@
 """One rank's part of a step: a plan's tensors through this stage's layers, and on the last stage to tokens."""
 
+import time
+
 import numpy as np
 import torch
 
@@ -14,12 +16,15 @@ from workers.kv_cache import allocate_caches, choose_num_blocks
 from workers.plan import ModelOutput, NewSequence, SampledToken, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 from workers.sampler import Sampler
+from workers.stats import RankStats
 
 
 class ModelRunner:
     """Executes plans in order, every rank the same ones. One thread. `allocate` comes before the first `run`."""
 
-    def __init__(self, decoder: Decoder, *, mesh: Mesh, device: Device, config: EngineConfig) -> None:
+    def __init__(
+        self, decoder: Decoder, *, mesh: Mesh, device: Device, config: EngineConfig, stats: RankStats | None = None
+    ) -> None:
         self._decoder = decoder
         self._mesh = mesh
         self._device = device
@@ -33,6 +38,9 @@ class ModelRunner:
             mesh, hidden_size=decoder.description.hidden_size, dtype=decoder.dtype, device=decoder.device
         )
         self._inputs, self._sampler = self._new_state()
+        self._stats = stats or RankStats()
+        axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
+        self._stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
 
     def choose_num_blocks(self) -> int:
         """Return how many cache blocks this rank can hold. All ranks call it; on CUDA they run a step together."""
@@ -53,6 +61,12 @@ class ModelRunner:
         Raises:
             CollectiveError: another rank of the group is gone.
         """
+        start_s = time.perf_counter()
+        output = self._run(plan)
+        self._stats.add_step(time.perf_counter() - start_s)
+        return output
+
+    def _run(self, plan: StepPlan) -> ModelOutput | None:
         inputs = self._inputs.build(plan)
         x = inputs.token_ids if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
         metas = [inputs.metas[group] for group in self._group_of_layer]

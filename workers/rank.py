@@ -38,6 +38,7 @@ from workers.config import EngineConfig
 from workers.errors import EngineConfigError, GroupFailedError
 from workers.executor import Executor, GroupExecutor, LocalExecutor, explain
 from workers.model_runner import ModelRunner
+from workers.stats import RankStats
 from workers.transport import LeaderLink, RankLink
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,11 @@ class Rendezvous:
 
 
 def lead_group(
-    config: EngineConfig, *, rendezvous: Rendezvous | None = None, progress: Progress | None = None
+    config: EngineConfig,
+    *,
+    rendezvous: Rendezvous | None = None,
+    progress: Progress | None = None,
+    stats: RankStats | None = None,
 ) -> Executor:
     """Load the model as rank 0, wait for the other ranks, and return what executes plans on all of them.
 
@@ -86,6 +91,7 @@ def lead_group(
         config: the same on all ranks.
         rendezvous: where the others come; None when there are none.
         progress: called with the fraction of this rank's weights read so far.
+        stats: where to note what this rank does.
 
     Raises:
         ModelError, EngineConfigError: this rank cannot use the model or the settings.
@@ -93,7 +99,7 @@ def lead_group(
     """
     if config.parallel.world_size == 1:
         _set_num_threads(config, num_local_ranks=1)
-        runner = _load(config, Mesh.single(), progress)
+        runner = _load(config, Mesh.single(), progress, stats)
         num_blocks = runner.choose_num_blocks()
         runner.allocate(num_blocks)
         return LocalExecutor(runner, num_blocks=num_blocks)
@@ -101,7 +107,7 @@ def lead_group(
         raise EngineConfigError(f"a group of {config.parallel.world_size} ranks needs a rendezvous")
     link = LeaderLink(rendezvous.host, range(1, config.parallel.world_size))
     try:
-        return _lead(config, link, rendezvous, progress)
+        return _lead(config, link, rendezvous, progress, stats)
     except Exception as error:
         failure = _blame(link, error)
         link.close(f"{type(failure).__name__}: {failure}")
@@ -111,8 +117,18 @@ def lead_group(
         raise failure from error
 
 
-def follow_group(config: EngineConfig, *, rank: int, host: str, port: int, progress: Progress | None = None) -> None:
+def follow_group(
+    config: EngineConfig,
+    *,
+    rank: int,
+    host: str,
+    port: int,
+    progress: Progress | None = None,
+    stats: RankStats | None = None,
+) -> None:
     """Be rank `rank` of the group whose leader's rendezvous is at (host, port), until the leader ends it.
+
+    `progress` and `stats` are as in lead_group.
 
     Raises:
         GroupFailedError: the leader is gone or ended the group because it failed, or a plan is not the next one.
@@ -125,7 +141,7 @@ def follow_group(config: EngineConfig, *, rank: int, host: str, port: int, progr
         try:
             link.report(0, JOIN_TIMEOUT_S)
             mesh = _join(config, rank, host, store)
-            runner = _load(config, mesh, progress)
+            runner = _load(config, mesh, progress, stats)
             link.report(0, LOAD_TIMEOUT_S)
             num_blocks = link.report(runner.choose_num_blocks(), LOAD_TIMEOUT_S)
             runner.allocate(num_blocks)
@@ -138,12 +154,18 @@ def follow_group(config: EngineConfig, *, rank: int, host: str, port: int, progr
             _leave()
 
 
-def _lead(config: EngineConfig, link: LeaderLink, rendezvous: Rendezvous, progress: Progress | None) -> Executor:
+def _lead(
+    config: EngineConfig,
+    link: LeaderLink,
+    rendezvous: Rendezvous,
+    progress: Progress | None,
+    stats: RankStats | None,
+) -> Executor:
     for rank, endpoint in link.endpoints.items():
         rendezvous.store.set(_endpoint_key(rank), endpoint)
     _meet(link, JOIN_TIMEOUT_S)
     mesh = _join(config, 0, rendezvous.host, rendezvous.store)
-    runner = _load(config, mesh, progress)
+    runner = _load(config, mesh, progress, stats)
     _meet(link, LOAD_TIMEOUT_S)
     num_blocks = runner.choose_num_blocks()
     num_blocks = min(num_blocks, *link.gather(LOAD_TIMEOUT_S).values())
@@ -202,7 +224,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None) -> ModelRunner:
+def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: RankStats | None) -> ModelRunner:
     folder = Path(config.model)
     device: Device = select_device(config.device, _local_rank(mesh.rank))
     dtype = resolve_dtype(config.dtype, folder, device)
@@ -216,7 +238,7 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None) -> ModelR
         max_context=config.max_context,
         progress=progress,
     )
-    return ModelRunner(decoder, mesh=mesh, device=device, config=config)
+    return ModelRunner(decoder, mesh=mesh, device=device, config=config, stats=stats)
 
 
 def _local_rank(rank: int) -> int:

@@ -1,26 +1,30 @@
-"""What one replica's engine has done, in plain numbers; cluster/metrics.py exports them.
+"""What one replica's engine, and each of its ranks, has done, in plain numbers; cluster/metrics.py exports them.
 
 The engine's thread writes, one other thread may read: counters are single numbers, observations are taken one by one.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from workers.request import FinishReason
+
+if TYPE_CHECKING:
+    from parallel.mesh import Axis  # torch
 
 MAX_OBSERVATIONS = 1 << 16
 """Kept of each kind until taken; older ones are dropped when nobody takes them."""
 
 
 class Observations:
-    """Values of one kind, in seconds, since they were last taken."""
+    """Values of one kind since they were last taken."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
 
-    def add(self, value_s: float) -> None:
+    def add(self, value: float) -> None:
         """Note one more."""
-        self._values.append(value_s)
+        self._values.append(value)
 
     def take(self) -> Iterator[float]:
         """Remove and return what there is; may run in another thread than `add`."""
@@ -65,3 +69,23 @@ class EngineStats:
         """From a request's arrival to its end."""
         self.step_s = Observations()
         """From the submission of a step to its output."""
+        self.step_sequences = Observations()
+        """In each step."""
+        self.step_tokens = Observations()
+        """In each step, over all sequences."""
+
+
+class RankStats:
+    """Totals of one rank since its start; the rank's own thread writes, any other may read."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.busy_s = 0.0
+        """Time in steps, waiting for other ranks included."""
+        self.axes: Mapping[str, Axis] = {}
+        """The rank's axes that have other ranks on them, by name: their collectives."""
+
+    def add_step(self, duration_s: float) -> None:
+        """Note a step that the rank has done its part of."""
+        self.num_steps += 1
+        self.busy_s += duration_s

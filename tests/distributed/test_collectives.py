@@ -1,6 +1,7 @@
 """Collectives on gloo: sums, order, counts, and what a dead peer means."""
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -154,3 +155,22 @@ def test_pool_reports_the_rank_that_failed_and_goes_on(gloo_pool: GlooPool) -> N
     with pytest.raises(RankFailedError, match=r"(?s)rank 1: .*ValueError: seen by the test"):
         gloo_pool.call(_fail_on, 1, ranks=2)
     assert gloo_pool.call(_fail_on, 9, ranks=2) == [0, 1]
+
+
+def _wait_for_a_late_rank(mesh: Mesh, kind: str) -> float:
+    before_s = mesh.tp.wait_s
+    if mesh.tp.rank == 1:
+        time.sleep(_LATE_S)
+    x = torch.ones(4)
+    {"all_reduce": all_reduce, "all_gather": all_gather, "gather": gather_to_first}[kind](x, mesh.tp)
+    return mesh.tp.wait_s - before_s
+
+
+_LATE_S = 0.1
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "gather"])
+def test_time_spent_waiting_for_others_is_counted(gloo_pool: GlooPool, kind: str) -> None:
+    first_s, late_s = gloo_pool.run(_wait_for_a_late_rank, kind, tp=2)
+    assert first_s > 0.9 * _LATE_S
+    assert 0 < late_s < first_s

@@ -4,7 +4,8 @@ from itertools import pairwise
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics import BUCKETS_S, EngineCollector, MetricsListener
+from cluster.metrics import BUCKETS_S, EngineCollector
+from cluster.rank_metrics import MetricsListener
 from workers.engine import EngineLoad
 from workers.request import FinishReason
 from workers.stats import EngineStats
@@ -32,20 +33,22 @@ def stats() -> EngineStats:
 @pytest.fixture
 def collector(stats: EngineStats) -> EngineCollector:
     load = EngineLoad(num_running=3, num_waiting=2, num_free_blocks=25, num_blocks=100, num_pending_tokens=40)
-    return EngineCollector(stats, load=lambda: load, block_size=16, labels=LABELS)
+    return EngineCollector(stats, load=lambda: load, num_cached_blocks=lambda: 60, block_size=16, labels=LABELS)
 
 
 def test_everything_an_inference_gateway_expects_is_there(stats: EngineStats, collector: EngineCollector) -> None:
     stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generation_tokens = 100, 64, 7
     stats.num_preemptions = 2
     stats.num_finished[FinishReason.STOP] = 5
-    listener = MetricsListener(collector, "127.0.0.1")
+    listener = MetricsListener("127.0.0.1")
+    listener.add(collector)
     try:
         seen = scrape(listener.address)
     finally:
         listener.close()
     assert {name: seen[name, ()] for name in _PLAIN} == _PLAIN
-    assert seen["weft_requests_finished_total", (("reason", "stop"),)] == 5
+    finished = {labels: value for (name, labels), value in seen.items() if name == "weft_requests_finished_total"}
+    assert finished == {(("reason", "stop"),): 5, (("reason", "length"),): 0, (("reason", "abort"),): 0}
 
 
 _PLAIN = {
@@ -53,6 +56,7 @@ _PLAIN = {
     "weft_requests_waiting": 2,
     "weft_kv_usage_ratio": 0.75,
     "weft_kv_blocks": 100,
+    "weft_kv_cached_blocks": 60,
     "weft_kv_block_size_tokens": 16,
     "weft_prompt_tokens_total": 100,
     "weft_cached_tokens_total": 64,
@@ -64,7 +68,8 @@ _PLAIN = {
 def test_latencies_go_into_cumulative_buckets_once(stats: EngineStats, collector: EngineCollector) -> None:
     for value_s in (0.0005, 0.001, 0.004, 1000.0):
         stats.ttft_s.add(value_s)
-    listener = MetricsListener(collector, "127.0.0.1")
+    listener = MetricsListener("127.0.0.1")
+    listener.add(collector)
     try:
         scrape(listener.address)
         seen = scrape(listener.address)  # a second reader sees the same
@@ -88,3 +93,16 @@ def test_observations_are_kept_beyond_what_the_engine_holds(stats: EngineStats, 
 def test_buckets_resolve_one_millisecond_to_hundred_seconds() -> None:
     assert (BUCKETS_S[0], BUCKETS_S[-1]) == (0.001, 100.0)
     assert all(1 < after / before <= 2 for before, after in pairwise(BUCKETS_S))
+
+
+def test_batch_sizes_go_into_powers_of_two(stats: EngineStats, collector: EngineCollector) -> None:
+    for num_sequences, num_tokens in ((1, 700), (3, 3), (4, 4)):
+        stats.step_sequences.add(num_sequences)
+        stats.step_tokens.add(num_tokens)
+    families = {family.name: family for family in collector.collect()}
+    buckets = {
+        name: {s.labels["le"]: s.value for s in families[name].samples if s.name.endswith("_bucket")}
+        for name in ("weft_step_sequences", "weft_step_tokens")
+    }
+    assert [buckets["weft_step_sequences"][le] for le in ("1.0", "2.0", "4.0", "+Inf")] == [1, 1, 3, 3]
+    assert [buckets["weft_step_tokens"][le] for le in ("4.0", "512.0", "1024.0")] == [2, 2, 3]

@@ -1,0 +1,69 @@
+"""What one rank counts, as Prometheus reads it, and the listener of its process. Imports no torch.
+
+A rank's metrics come from a listener of its own, so that one that hangs still tells which step it is at.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from workers.stats import RankStats
+
+
+class RankCollector(Collector):
+    """Turns a rank's statistics into metric families."""
+
+    def __init__(self, stats: RankStats, *, loaded_ratio: Callable[[], float], labels: Mapping[str, str]) -> None:
+        """Args: `loaded_ratio` tells how much of the rank's weights is loaded, 0 to 1."""
+        self._stats = stats
+        self._loaded_ratio = loaded_ratio
+        self._names = tuple(labels)
+        self._values = tuple(labels.values())
+
+    def collect(self) -> Iterable[Metric]:
+        """Return every metric as it is now."""
+        loaded = GaugeMetricFamily("weft_rank_loaded_ratio", "Part of the weights that is loaded.", labels=self._names)
+        loaded.add_metric(self._values, self._loaded_ratio())
+        steps = self._counter("weft_rank_steps", "Steps that the rank has done its part of.")
+        steps.add_metric(self._values, self._stats.num_steps)
+        busy = self._counter("weft_rank_busy_seconds", "Time in them, waiting for other ranks included.")
+        busy.add_metric(self._values, self._stats.busy_s)
+        return (loaded, steps, busy, *self._collectives())
+
+    def _collectives(self) -> Iterable[Metric]:
+        calls = self._counter("weft_rank_collectives", "Collectives and sends, by axis and kind.", "axis", "kind")
+        wait = self._counter("weft_rank_collective_seconds", "Time that the rank's host spent in them.", "axis")
+        for name, axis in self._stats.axes.items():
+            wait.add_metric((*self._values, name), axis.wait_s)
+            for kind, number in dict(axis.counts).items():
+                calls.add_metric((*self._values, name, kind), number)
+        return (calls, wait)
+
+    def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(name, text, labels=(*self._names, *labels))
+
+
+class MetricsListener:
+    """Serves collectors over HTTP on a free port, from a thread of its own."""
+
+    def __init__(self, host: str) -> None:
+        """Bind and start, with nothing to tell yet."""
+        self._registry = CollectorRegistry()
+        server, thread = start_http_server(0, host, self._registry)
+        self._server: WSGIServer = server
+        self._thread: threading.Thread = thread
+        self.address = f"{host}:{server.server_port}"
+
+    def add(self, collector: Collector) -> None:
+        """Tell this too."""
+        self._registry.register(collector)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

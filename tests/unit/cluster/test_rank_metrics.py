@@ -1,0 +1,52 @@
+"""What a rank tells Prometheus about its steps and collectives."""
+
+import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.rank_metrics import MetricsListener, RankCollector
+from parallel.mesh import Axis
+from workers.stats import RankStats
+
+LABELS = {"model": "m", "replica": "m-0.1", "rank": "1"}
+
+
+def scrape(listener: MetricsListener) -> dict[tuple[str, tuple[str, ...]], float]:
+    with urllib.request.urlopen(f"http://{listener.address}/metrics", timeout=5) as response:
+        text = response.read().decode()
+    return {
+        (sample.name, tuple(value for name, value in sample.labels.items() if name not in LABELS)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if LABELS.items() <= sample.labels.items()
+    }
+
+
+def test_steps_and_collectives_are_told_as_they_are_when_asked() -> None:
+    stats, loaded = RankStats(), [0.25]
+    listener = MetricsListener("127.0.0.1")
+    try:
+        listener.add(RankCollector(stats, loaded_ratio=lambda: loaded[0], labels=LABELS))
+        assert scrape(listener) == {
+            ("weft_rank_loaded_ratio", ()): 0.25,
+            ("weft_rank_steps_total", ()): 0,
+            ("weft_rank_busy_seconds_total", ()): 0,
+        }
+        loaded[0] = 1.0
+        axis = Axis(size=2)
+        stats.axes = {"tensor": axis}
+        axis.counts["all_reduce"] += 4
+        axis.counts["gather"] += 1
+        axis.wait_s += 0.5
+        stats.add_step(2.0)
+        stats.add_step(1.0)
+        assert scrape(listener) == {
+            ("weft_rank_loaded_ratio", ()): 1,
+            ("weft_rank_steps_total", ()): 2,
+            ("weft_rank_busy_seconds_total", ()): 3,
+            ("weft_rank_collectives_total", ("tensor", "all_reduce")): 4,
+            ("weft_rank_collectives_total", ("tensor", "gather")): 1,
+            ("weft_rank_collective_seconds_total", ("tensor",)): 0.5,
+        }
+    finally:
+        listener.close()
