@@ -23,6 +23,7 @@ from router.config import (
     BreakerConfig,
     FailoverConfig,
     LinkConfig,
+    MetricsConfig,
     PolicyName,
     PrefixPolicyConfig,
     RouterConfig,
@@ -32,6 +33,7 @@ from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerC
 from workers.errors import EngineConfigError
 
 DEFAULT_CONTROL_PORT = 50050
+DEFAULT_CONTROL_METRICS_PORT = 9465
 DEFAULT_HOST = "127.0.0.1"
 
 
@@ -58,6 +60,7 @@ class ClusterSpec:
     models: tuple[ModelSpec, ...]
     host: str
     control_port: int
+    control_metrics_port: int
     router: RouterConfig
     ray_address: str | None
     """None: a local Ray is started for this service alone."""
@@ -157,6 +160,7 @@ class RouterSection(_Section):
     breaker: BreakerConfig = BreakerConfig()
     link: LinkConfig = LinkConfig()
     failover: FailoverConfig = FailoverConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     def to_config(self, *, host: str, control: str) -> RouterConfig:
         """Return the router's own values."""
@@ -165,9 +169,18 @@ class RouterSection(_Section):
 
 
 class ControllerSection(_Section):
-    """The controller's gRPC service, for `weft status`, `weft stop` and routers."""
+    """The controller's gRPC service, for `weft status`, `weft stop` and routers, and its metrics."""
 
     port: Port = DEFAULT_CONTROL_PORT
+    metrics_port: Port | None = None
+    """Prometheus; null: 9465, or any free port where `port` is 0."""
+
+    @property
+    def actual_metrics_port(self) -> int:
+        """The port that null stands for, where it is null."""
+        if self.metrics_port is not None:
+            return self.metrics_port
+        return DEFAULT_CONTROL_METRICS_PORT if self.port else 0
 
 
 class RaySection(_Section):
@@ -224,6 +237,7 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
         models=tuple(models),
         host=file.host,
         control_port=file.controller.port,
+        control_metrics_port=file.controller.actual_metrics_port,
         router=file.router.to_config(host=file.host, control=control),
         ray_address=file.ray.address,
     )
@@ -246,6 +260,7 @@ def _check_ports(file: ClusterFile) -> None:
         "router.http_port": file.router.http_port,
         "router.metrics_port": file.router.metrics_port,
         "controller.port": file.controller.port,
+        "controller.metrics_port": file.controller.actual_metrics_port,
     }
     owner: dict[int, str] = {}
     for name, port in ports.items():

@@ -50,8 +50,11 @@ def bind_control_port(host: str, port: int) -> tuple[grpc.aio.Server, str]:
 class ControlServer(ControlServicer):
     """Serves one controller. Methods are called on its event loop."""
 
-    def __init__(self, state: ControlState, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, state: ControlState, *, metrics_address: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._state = state
+        self._metrics_address = metrics_address
         self._clock = clock
         self._started_s = clock()
         self._changed = asyncio.Condition()
@@ -102,6 +105,7 @@ class ControlServer(ControlServicer):
             routers=self._state.router_statuses(),
             version=metadata.version("weft"),
             uptime_s=self._clock() - self._started_s,
+            metrics_address=self._metrics_address,
         )
 
     async def Shutdown(  # noqa: N802

@@ -11,6 +11,7 @@ import ray
 
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.control_server import ControlServer, bind_control_port
+from cluster.controller_metrics import ControllerListener
 from cluster.formation import Formation, FormationListener, FormationSpec
 from cluster.lifecycle import RestartPolicy
 from cluster.logs import configure_logging
@@ -35,6 +36,7 @@ class Controller:
         self._changed = asyncio.Event()
         self._state: WantedState | None = None
         self._service: ControlServer | None = None
+        self._metrics: ControllerListener | None = None
 
     async def start(self) -> str:
         """Begin to serve, and return the control address. Raises ClusterError or ModelError."""
@@ -49,7 +51,8 @@ class Controller:
         self._state = WantedState(
             self._spec, routers=[router], form=self._form, changed=self._changed, policy=RestartPolicy()
         )
-        self._service = ControlServer(self._state)
+        self._metrics = ControllerListener(self._state, host=self._spec.host, port=self._spec.control_metrics_port)
+        self._service = ControlServer(self._state, metrics_address=self._metrics.address)
         await self._service.start(listener)
         return address
 
@@ -57,6 +60,7 @@ class Controller:
         """Reconcile until shut down; the actor ends soon after."""
         assert self._state is not None
         assert self._service is not None
+        assert self._metrics is not None
         while not self._state.is_stopped:
             self._changed.clear()
             self._state.reconcile()
@@ -67,6 +71,7 @@ class Controller:
             except TimeoutError:
                 pass
         await self._service.stop()
+        await self._metrics.close()
         asyncio.get_running_loop().call_later(_EXIT_DELAY_S, _end_this_actor)
 
     def _form(self, replica_id: str, model: ModelSpec, listener: FormationListener) -> Formation:

@@ -55,6 +55,7 @@ def _check_ports(spec: ClusterSpec) -> None:
         "router.http_port": router.http_port,
         "router.metrics_port": router.metrics_port,
         "controller.port": spec.control_port,
+        "controller.metrics_port": spec.control_metrics_port,
     }
     for name, port in ports.items():
         if port and not _is_free(spec.host, port):

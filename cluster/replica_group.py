@@ -117,7 +117,9 @@ class ReplicaGroup:
             tensor_parallel=parallel.tensor_parallel,
             pipeline_parallel=parallel.pipeline_parallel,
             ranks=[
-                control_pb2.RankStatus(rank=rank, node=place.node, pid=place.pid, alive=is_alive)
+                control_pb2.RankStatus(
+                    rank=rank, node=place.node, pid=place.pid, alive=is_alive, metrics_address=place.metrics_address
+                )
                 for rank, place in enumerate(self._places)
             ],
             restarts=self.lifecycle.restarts,

@@ -122,6 +122,8 @@ def print_addresses(
         if router.metrics_address:
             console.print(f"  metrics     http://{router.metrics_address}/metrics", highlight=False)
     console.print(f"  control     {control}", highlight=False)
+    if status.metrics_address:
+        console.print(f"  Prometheus  http://{status.metrics_address}/targets", highlight=False)
     if log_file is not None:
         console.print(f"  log         {log_file}", highlight=False)
     port = int(control.rpartition(":")[2])

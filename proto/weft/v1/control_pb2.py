@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/control.proto\x12\x07weft.v1\")\n\x14WatchReplicasRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"z\n\x15WatchReplicasResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x06models\x18\x02 \x03(\x0b\x32\x14.weft.v1.ServedModel\x12*\n\x08replicas\x18\x03 \x03(\x0b\x32\x18.weft.v1.ReplicaEndpoint\">\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\"E\n\x0fReplicaEndpoint\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x12\n\x10GetStatusRequest\"\x84\x01\n\x11GetStatusResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.weft.v1.ModelStatus\x12&\n\x07routers\x18\x02 \x03(\x0b\x32\x15.weft.v1.RouterStatus\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\"h\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12$\n\x06groups\x18\x04 \x03(\x0b\x32\x14.weft.v1.GroupStatus\"\xa7\x02\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.weft.v1.GroupState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x05 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x06 \x01(\r\x12\"\n\x05ranks\x18\x07 \x03(\x0b\x32\x13.weft.v1.RankStatus\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x18\n\x10seconds_in_state\x18\t \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x10\n\x08progress\x18\x0b \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x0c \x01(\t\"D\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05\x61live\x18\x04 \x01(\x08\"\xb4\x01\n\x0cRouterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x02 \x01(\t\x12\x14\n\x0chttp_address\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\r\n\x05\x61live\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\t \x01(\x08\"\"\n\x0fShutdownRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\x12\n\x10ShutdownResponse*\xbe\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_STATE_PENDING\x10\x01\x12\x18\n\x14GROUP_STATE_STARTING\x10\x02\x12\x15\n\x11GROUP_STATE_READY\x10\x03\x12\x18\n\x14GROUP_STATE_DRAINING\x10\x04\x12\x16\n\x12GROUP_STATE_FAILED\x10\x05\x12\x17\n\x13GROUP_STATE_STOPPED\x10\x06\x32\xe0\x01\n\x07\x43ontrol\x12P\n\rWatchReplicas\x12\x1d.weft.v1.WatchReplicasRequest\x1a\x1e.weft.v1.WatchReplicasResponse0\x01\x12\x42\n\tGetStatus\x12\x19.weft.v1.GetStatusRequest\x1a\x1a.weft.v1.GetStatusResponse\x12?\n\x08Shutdown\x12\x18.weft.v1.ShutdownRequest\x1a\x19.weft.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/control.proto\x12\x07weft.v1\")\n\x14WatchReplicasRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"z\n\x15WatchReplicasResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x06models\x18\x02 \x03(\x0b\x32\x14.weft.v1.ServedModel\x12*\n\x08replicas\x18\x03 \x03(\x0b\x32\x18.weft.v1.ReplicaEndpoint\">\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\"E\n\x0fReplicaEndpoint\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x12\n\x10GetStatusRequest\"\x9d\x01\n\x11GetStatusResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.weft.v1.ModelStatus\x12&\n\x07routers\x18\x02 \x03(\x0b\x32\x15.weft.v1.RouterStatus\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x07 \x01(\t\"h\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12$\n\x06groups\x18\x04 \x03(\x0b\x32\x14.weft.v1.GroupStatus\"\xa7\x02\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.weft.v1.GroupState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x05 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x06 \x01(\r\x12\"\n\x05ranks\x18\x07 \x03(\x0b\x32\x13.weft.v1.RankStatus\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x18\n\x10seconds_in_state\x18\t \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x10\n\x08progress\x18\x0b \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x0c \x01(\t\"]\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05\x61live\x18\x04 \x01(\x08\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\"\xb4\x01\n\x0cRouterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x02 \x01(\t\x12\x14\n\x0chttp_address\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\r\n\x05\x61live\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\t \x01(\x08\"\"\n\x0fShutdownRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\x12\n\x10ShutdownResponse*\xbe\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_STATE_PENDING\x10\x01\x12\x18\n\x14GROUP_STATE_STARTING\x10\x02\x12\x15\n\x11GROUP_STATE_READY\x10\x03\x12\x18\n\x14GROUP_STATE_DRAINING\x10\x04\x12\x16\n\x12GROUP_STATE_FAILED\x10\x05\x12\x17\n\x13GROUP_STATE_STOPPED\x10\x06\x32\xe0\x01\n\x07\x43ontrol\x12P\n\rWatchReplicas\x12\x1d.weft.v1.WatchReplicasRequest\x1a\x1e.weft.v1.WatchReplicasResponse0\x01\x12\x42\n\tGetStatus\x12\x19.weft.v1.GetStatusRequest\x1a\x1a.weft.v1.GetStatusResponse\x12?\n\x08Shutdown\x12\x18.weft.v1.ShutdownRequest\x1a\x19.weft.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPSTATE']._serialized_start=1205
-  _globals['_GROUPSTATE']._serialized_end=1395
+  _globals['_GROUPSTATE']._serialized_start=1255
+  _globals['_GROUPSTATE']._serialized_end=1445
   _globals['_WATCHREPLICASREQUEST']._serialized_start=34
   _globals['_WATCHREPLICASREQUEST']._serialized_end=75
   _globals['_WATCHREPLICASRESPONSE']._serialized_start=77
@@ -44,19 +44,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=336
   _globals['_GETSTATUSREQUEST']._serialized_end=354
   _globals['_GETSTATUSRESPONSE']._serialized_start=357
-  _globals['_GETSTATUSRESPONSE']._serialized_end=489
-  _globals['_MODELSTATUS']._serialized_start=491
-  _globals['_MODELSTATUS']._serialized_end=595
-  _globals['_GROUPSTATUS']._serialized_start=598
-  _globals['_GROUPSTATUS']._serialized_end=893
-  _globals['_RANKSTATUS']._serialized_start=895
-  _globals['_RANKSTATUS']._serialized_end=963
-  _globals['_ROUTERSTATUS']._serialized_start=966
-  _globals['_ROUTERSTATUS']._serialized_end=1146
-  _globals['_SHUTDOWNREQUEST']._serialized_start=1148
-  _globals['_SHUTDOWNREQUEST']._serialized_end=1182
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=1184
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=1202
-  _globals['_CONTROL']._serialized_start=1398
-  _globals['_CONTROL']._serialized_end=1622
+  _globals['_GETSTATUSRESPONSE']._serialized_end=514
+  _globals['_MODELSTATUS']._serialized_start=516
+  _globals['_MODELSTATUS']._serialized_end=620
+  _globals['_GROUPSTATUS']._serialized_start=623
+  _globals['_GROUPSTATUS']._serialized_end=918
+  _globals['_RANKSTATUS']._serialized_start=920
+  _globals['_RANKSTATUS']._serialized_end=1013
+  _globals['_ROUTERSTATUS']._serialized_start=1016
+  _globals['_ROUTERSTATUS']._serialized_end=1196
+  _globals['_SHUTDOWNREQUEST']._serialized_start=1198
+  _globals['_SHUTDOWNREQUEST']._serialized_end=1232
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=1234
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=1252
+  _globals['_CONTROL']._serialized_start=1448
+  _globals['_CONTROL']._serialized_end=1672
 # @@protoc_insertion_point(module_scope)

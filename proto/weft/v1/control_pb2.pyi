@@ -170,8 +170,11 @@ class GetStatusResponse(_message.Message):
     ROUTERS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
+    metrics_address: _builtins.str
+    """Where the controller's metrics and the list of all others' are, host:port."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
     @_builtins.property
@@ -183,10 +186,11 @@ class GetStatusResponse(_message.Message):
         routers: _abc.Iterable[Global___RouterStatus] | None = ...,
         version: _builtins.str = ...,
         uptime_s: _builtins.float = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "routers", b"routers", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics_address", b"metrics_address", "models", b"models", "routers", b"routers", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,10 +288,13 @@ class RankStatus(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     node: _builtins.str
     pid: _builtins.int
     alive: _builtins.bool
+    metrics_address: _builtins.str
+    """host:port where Prometheus reads what the rank counts; rank 0 also tells what the replica's engine counts."""
     def __init__(
         self,
         *,
@@ -295,10 +302,11 @@ class RankStatus(_message.Message):
         node: _builtins.str = ...,
         pid: _builtins.int = ...,
         alive: _builtins.bool = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "node", b"node", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "metrics_address", b"metrics_address", "node", b"node", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

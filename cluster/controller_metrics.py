@@ -1,0 +1,163 @@
+"""What the controller tells Prometheus: the state of the cluster, and where everything else is to be scraped.
+
+    GET /metrics    groups by state, replicas wanted and ready, restarts, routers
+    GET /targets    every router and rank, for `http_sd_configs`: their ports are chosen when they start
+
+Both are read from the controller's state when somebody asks, on the controller's event loop.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+from weft.v1 import control_pb2
+
+from cluster.control_server import ControlState
+from cluster.errors import StartError
+from cluster.status_view import state_name
+
+_STATES = ("pending", "starting", "ready", "draining", "failed", "stopped")
+_READ_TIMEOUT_S = 5.0
+"""An event loop that is busy for longer makes the scrape fail, which is the truth."""
+
+
+class ClusterState(NamedTuple):
+    """One moment's state."""
+
+    models: Sequence[control_pb2.ModelStatus]
+    routers: Sequence[control_pb2.RouterStatus]
+
+
+class ControllerCollector(Collector):
+    """Turns the cluster's state into metric families."""
+
+    def __init__(self, read: Callable[[], ClusterState]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Return every metric as it is now."""
+        state = self._read()
+        return (*_models(state.models), *_groups(state.models), *_routers(state.routers))
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not read the state."""
+        return ()
+
+
+def targets(state: ClusterState) -> list[dict[str, object]]:
+    """Return what `/targets` answers: an entry for each process, with its job and its place as labels."""
+    entries: list[dict[str, object]] = []
+    for router in state.routers:
+        if router.metrics_address:
+            labels = {"job": "weft-router", "router": router.router_id}
+            entries.append({"targets": [router.metrics_address], "labels": labels})
+    for model in state.models:
+        for group in model.groups:
+            for rank in group.ranks:
+                if rank.metrics_address:
+                    labels = {"job": "weft-rank", "node": rank.node}
+                    entries.append({"targets": [rank.metrics_address], "labels": labels})
+    return entries
+
+
+class ControllerListener:
+    """Serves both pages over HTTP, from threads of its own. Made and closed on the controller's event loop."""
+
+    def __init__(self, state: ControlState, *, host: str, port: int) -> None:
+        """Bind and start. Raises StartError when the port is taken."""
+        self._state = state
+        self._loop = asyncio.get_running_loop()
+        registry = CollectorRegistry()
+        registry.register(ControllerCollector(self._read))
+        pages = {
+            "/metrics": lambda: (CONTENT_TYPE_LATEST, generate_latest(registry)),
+            "/targets": lambda: ("application/json", msgspec.json.encode(targets(self._read()))),
+        }
+        try:
+            self._server = ThreadingHTTPServer((host, port), _handler(pages))
+        except OSError as error:
+            raise StartError(f"the controller's metrics cannot listen on {host}:{port}: {error.strerror}") from error
+        self._server.daemon_threads = True
+        self.address = f"{host}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stop serving."""
+        await asyncio.to_thread(self._server.shutdown)
+        self._server.server_close()
+
+    def _read(self) -> ClusterState:
+        return asyncio.run_coroutine_threadsafe(self._read_here(), self._loop).result(_READ_TIMEOUT_S)
+
+    async def _read_here(self) -> ClusterState:
+        return ClusterState(self._state.model_statuses(), self._state.router_statuses())
+
+
+def _handler(pages: dict[str, Callable[[], tuple[str, bytes]]]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = pages.get(self.path.partition("?")[0])
+            if page is None:
+                self.send_error(404, f"allowed: {', '.join(pages)}")
+                return
+            try:
+                content_type, body = page()
+            except TimeoutError:
+                self.send_error(503, "the controller is busy")
+                return
+            self.send_response(200)
+            self.send_header("content-type", content_type)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    return Handler
+
+
+def _models(models: Sequence[control_pb2.ModelStatus]) -> Iterable[Metric]:
+    wanted = GaugeMetricFamily("weft_cluster_replicas_wanted", "Replicas that a model should have.", labels=["model"])
+    ready = GaugeMetricFamily("weft_cluster_replicas_ready", "Replicas that take requests.", labels=["model"])
+    groups = GaugeMetricFamily("weft_cluster_groups", "Replica groups by state.", labels=["model", "state"])
+    for model in models:
+        states = [state_name(group) for group in model.groups]
+        wanted.add_metric([model.name], model.wanted_replicas)
+        ready.add_metric([model.name], states.count("ready"))
+        for state in _STATES:
+            groups.add_metric([model.name, state], states.count(state))
+    return (wanted, ready, groups)
+
+
+def _groups(models: Sequence[control_pb2.ModelStatus]) -> Iterable[Metric]:
+    labels = ["model", "group"]
+    restarts = CounterMetricFamily("weft_cluster_group_restarts", "Formations after the first.", labels=labels)
+    since = GaugeMetricFamily(
+        "weft_cluster_group_state_seconds", "Time that a group has been in its state.", labels=[*labels, "state"]
+    )
+    loaded = GaugeMetricFamily("weft_cluster_group_loaded_ratio", "Part of its weights that is loaded.", labels=labels)
+    for model in models:
+        for group in model.groups:
+            place = [model.name, group.group_id]
+            restarts.add_metric(place, group.restarts)
+            since.add_metric([*place, state_name(group)], group.seconds_in_state)
+            loaded.add_metric(place, group.progress)
+    return (restarts, since, loaded)
+
+
+def _routers(routers: Sequence[control_pb2.RouterStatus]) -> Iterable[Metric]:
+    alive = GaugeMetricFamily("weft_cluster_router_alive", "1 while a router serves.", labels=["router"])
+    restarts = CounterMetricFamily("weft_cluster_router_restarts", "Starts after the first.", labels=["router"])
+    for router in routers:
+        alive.add_metric([router.router_id], float(router.alive))
+        restarts.add_metric([router.router_id], router.restarts)
+    return (alive, restarts)

@@ -1,0 +1,102 @@
+"""What the controller tells Prometheus: the cluster's state, and where all other processes are."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from weft.v1 import control_pb2
+
+from cluster.control_server import ControlState
+from cluster.controller_metrics import ControllerListener
+from cluster.errors import StartError
+
+
+class State:
+    """A cluster with one group that serves and one that starts."""
+
+    def __init__(self) -> None:
+        ranks = [control_pb2.RankStatus(rank=i, node="n1", metrics_address=f"10.0.0.1:{7000 + i}") for i in range(2)]
+        self.model = control_pb2.ModelStatus(
+            name="m",
+            wanted_replicas=3,
+            groups=[
+                control_pb2.GroupStatus(
+                    group_id="m-0",
+                    state=control_pb2.GROUP_STATE_READY,
+                    ranks=ranks,
+                    restarts=2,
+                    seconds_in_state=7.0,
+                    progress=1.0,
+                ),
+                control_pb2.GroupStatus(group_id="m-1", state=control_pb2.GROUP_STATE_STARTING, progress=0.5),
+            ],
+        )
+        self.router = control_pb2.RouterStatus(
+            router_id="router-0", alive=True, restarts=1, metrics_address="10.0.0.2:9464"
+        )
+
+    def model_statuses(self) -> list[control_pb2.ModelStatus]:
+        asyncio.get_running_loop()  # the state belongs to the event loop
+        return [self.model]
+
+    def router_statuses(self) -> list[control_pb2.RouterStatus]:
+        return [self.router]
+
+
+@pytest.fixture
+async def listener() -> AsyncIterator[ControllerListener]:
+    listener = ControllerListener(cast(ControlState, State()), host="127.0.0.1", port=0)
+    yield listener
+    await listener.close()
+
+
+async def get(listener: ControllerListener, page: str) -> str:
+    url = f"http://{listener.address}{page}"
+    return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+
+
+async def test_state_is_told_in_gauges_and_counters(listener: ControllerListener) -> None:
+    families = text_string_to_metric_families(await get(listener, "/metrics"))
+    seen = {(s.name, *(s.labels[k] for k in sorted(s.labels))): s.value for family in families for s in family.samples}
+    assert seen == {
+        ("weft_cluster_replicas_wanted", "m"): 3,
+        ("weft_cluster_replicas_ready", "m"): 1,
+        ("weft_cluster_groups", "m", "pending"): 0,
+        ("weft_cluster_groups", "m", "starting"): 1,
+        ("weft_cluster_groups", "m", "ready"): 1,
+        ("weft_cluster_groups", "m", "draining"): 0,
+        ("weft_cluster_groups", "m", "failed"): 0,
+        ("weft_cluster_groups", "m", "stopped"): 0,
+        ("weft_cluster_group_restarts_total", "m-0", "m"): 2,
+        ("weft_cluster_group_restarts_total", "m-1", "m"): 0,
+        ("weft_cluster_group_state_seconds", "m-0", "m", "ready"): 7,
+        ("weft_cluster_group_state_seconds", "m-1", "m", "starting"): 0,
+        ("weft_cluster_group_loaded_ratio", "m-0", "m"): 1,
+        ("weft_cluster_group_loaded_ratio", "m-1", "m"): 0.5,
+        ("weft_cluster_router_alive", "router-0"): 1,
+        ("weft_cluster_router_restarts_total", "router-0"): 1,
+    }
+
+
+async def test_every_process_is_a_target_once(listener: ControllerListener) -> None:
+    assert json.loads(await get(listener, "/targets")) == [
+        {"targets": ["10.0.0.2:9464"], "labels": {"job": "weft-router", "router": "router-0"}},
+        {"targets": ["10.0.0.1:7000"], "labels": {"job": "weft-rank", "node": "n1"}},
+        {"targets": ["10.0.0.1:7001"], "labels": {"job": "weft-rank", "node": "n1"}},
+    ]
+
+
+async def test_other_pages_are_refused(listener: ControllerListener) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="allowed: /metrics, /targets"):
+        await get(listener, "/")
+
+
+async def test_taken_port_is_told(listener: ControllerListener) -> None:
+    port = int(listener.address.rpartition(":")[2])
+    with pytest.raises(StartError, match=f"metrics cannot listen on 127.0.0.1:{port}"):
+        ControllerListener(cast(ControlState, State()), host="127.0.0.1", port=port)
