@@ -19,6 +19,7 @@ serve: $(VENV)/.runtime
 	@$(BIN)/weft serve --tensor-parallel 2 --replicas 2 --detach
 
 test: lint
+	@deploy/prometheus/fetch.sh
 	@$(BIN)/python -m pytest
 
 lint: $(VENV)/.dev
