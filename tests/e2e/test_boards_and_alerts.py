@@ -1,0 +1,122 @@
+"""Every query of every dashboard, and every rule, on a live Prometheus that scrapes a live cluster under load.
+
+Named to come before test_cluster.py, at whose end the cluster is stopped.
+"""
+
+import asyncio
+import math
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import yaml
+from helpers.live_cluster import Ask, Cluster, ask_together
+from helpers.prometheus import Prometheus, running_prometheus
+from helpers.promql import PROMETHEUS, Query, panel_queries, variable_queries
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+SCRAPE_S = 0.5
+RATE_INTERVAL = "4s"
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def prometheus(session_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A server with the committed configuration, pointed at this cluster and quicker."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    every = f"{int(SCRAPE_S * 1000)}ms"
+    config["global"] = {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every}
+    controller = session_cluster.status().metrics_address
+    seen = yaml.safe_dump(config["scrape_configs"])
+    config["scrape_configs"] = yaml.safe_load(seen.replace("127.0.0.1:9465", controller).replace("15s", every))
+    for name in config["rule_files"]:
+        shutil.copy(PROMETHEUS / name, folder)
+    session_cluster.wait_whole()
+    with running_prometheus(config, folder) as server, load_on(session_cluster):
+        yield server
+
+
+@contextmanager
+def load_on(cluster: Cluster) -> Iterator[None]:
+    """Keep several tenants' requests, with prompts that repeat, on the cluster."""
+    stop = threading.Event()
+    thread = threading.Thread(target=_load, args=(cluster.grpc_address, stop))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _load(address: str, stop: threading.Event) -> None:
+    story = "Once upon a time there was a little dog that ran to the big tree and saw a red bird. "
+    asks = [
+        Ask(
+            prompt=story + "And then " * index,
+            options={"max_tokens": 12, "seed": index, "ignore_eos": True, "cache_salt": salt, "timeout_s": 60.0},
+        )
+        for index, salt in enumerate(("", "red", "blue", "red"))
+    ]
+    while not stop.is_set():
+        asyncio.run(ask_together(address, asks))
+
+
+def _fault(prometheus: Prometheus, query: Query) -> str | None:
+    """Return what is wrong with the answer to a query."""
+    series: list[Any] = prometheus.query(query.substituted(RATE_INTERVAL))
+    if not any(math.isfinite(float(each["value"][1])) for each in series):
+        return f"no data: {series}"
+    missing = query.legend_labels - set.intersection(*(set(each["metric"]) for each in series))
+    return f"the legend shows labels that the series lack: {missing}" if missing else None
+
+
+def test_every_panel_shows_data(prometheus: Prometheus) -> None:
+    waiting, faults = panel_queries(), {}
+    assert len(waiting) > 80
+    deadline_s = time.monotonic() + PATIENCE_S
+    while waiting and time.monotonic() < deadline_s:
+        faults = {query.place: fault for query in waiting if (fault := _fault(prometheus, query))}
+        waiting = [query for query in waiting if query.place in faults]
+        time.sleep(SCRAPE_S)
+    assert not faults, "\n".join(f"{place}: {fault}" for place, fault in faults.items())
+
+
+def test_every_variable_has_values(prometheus: Prometheus) -> None:
+    for variable in variable_queries():
+        selector = Query(place=variable.place, expression=variable.selector).substituted(RATE_INTERVAL)
+        assert prometheus.label_values(variable.label, selector), variable.place
+
+
+def test_every_process_of_the_cluster_is_scraped(prometheus: Prometheus, session_cluster: Cluster) -> None:
+    status = session_cluster.status()
+    wanted = {
+        status.metrics_address: "weft-controller",
+        **{router.metrics_address: "weft-router" for router in status.routers},
+        **{rank.metrics_address: "weft-rank" for group in session_cluster.groups() for rank in group.ranks},
+    }
+    assert len(wanted) == 1 + 1 + 2 * session_cluster.num_replicas
+    up = {each["metric"]["instance"]: each["metric"]["job"] for each in prometheus.query("up == 1")}
+    assert up == wanted
+
+
+def test_rules_work_on_what_is_scraped_and_nothing_is_alarming(prometheus: Prometheus) -> None:
+    rules = prometheus.rules()
+    assert len(rules) > 15
+    assert {rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"} == {}
+    for rule in rules:
+        if rule["type"] == "recording":
+            assert prometheus.query(rule["name"]), rule["name"]
+    assert [rule["name"] for rule in rules if rule.get("state") == "firing"] == []
+
+
+def test_index_of_the_router_is_what_replicas_hold(prometheus: Prometheus) -> None:
+    drift = [float(each["value"][1]) for each in prometheus.query("min_over_time(weft:index_drift:ratio[10s])")]
+    assert drift
+    assert set(drift) == {0.0}
