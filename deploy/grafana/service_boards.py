@@ -225,8 +225,8 @@ MODELS = Board(
 TENANTS = Board(
     name="tenants",
     title="Tenants",
-    text="Who uses the cluster. A tenant is a cache salt, told by its hash; `none` sent none, `other` are all that "
-    "came after the first router.metrics.max_tenants.",
+    text="Who uses the cluster. A tenant is the name of an API key, or the hash of a cache salt; `none` sent neither, "
+    "`other` are the salts after the first router.metrics.max_tenants.",
     variables={
         "model": MODELS_OF_ROUTERS,
         "tenant": f"label_values(weft_router_tenant_requests_total{{{MODEL}}}, tenant)",
