@@ -27,6 +27,7 @@ from router.config import (
     PolicyName,
     PrefixPolicyConfig,
     RouterConfig,
+    TracingConfig,
 )
 from router.tls import TlsFiles
 from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
@@ -162,10 +163,10 @@ class RouterSection(_Section):
     failover: FailoverConfig = FailoverConfig()
     metrics: MetricsConfig = MetricsConfig()
 
-    def to_config(self, *, host: str, control: str) -> RouterConfig:
+    def to_config(self, *, host: str, control: str, tracing: TracingConfig) -> RouterConfig:
         """Return the router's own values."""
         fields = {name: getattr(self, name) for name in RouterSection.model_fields if name != "port"}
-        return RouterConfig(control=control, host=host, grpc_port=self.port, **fields)
+        return RouterConfig(control=control, host=host, grpc_port=self.port, tracing=tracing, **fields)
 
 
 class ControllerSection(_Section):
@@ -198,6 +199,8 @@ class ClusterFile(_Section):
     """Address that the router and the controller bind; loopback unless told otherwise."""
     router: RouterSection = RouterSection()
     controller: ControllerSection = ControllerSection()
+    tracing: TracingConfig = TracingConfig()
+    """Spans of routers and replicas."""
     ray: RaySection = RaySection()
 
 
@@ -238,7 +241,7 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
         host=file.host,
         control_port=file.controller.port,
         control_metrics_port=file.controller.actual_metrics_port,
-        router=file.router.to_config(host=file.host, control=control),
+        router=file.router.to_config(host=file.host, control=control, tracing=file.tracing),
         ray_address=file.ray.address,
     )
 

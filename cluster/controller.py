@@ -81,6 +81,7 @@ class Controller:
             num_cluster_ranks=self._spec.num_ranks,
             may_grow=self._spec.ray_address is not None,
             log_level=self._log_level,
+            tracing=self._spec.router.tracing,
         )
         return Formation(spec, listener)
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import ModelSpec
 from cluster.placement import NodeResources, Placement, threads_per_rank, why_never, why_not
 from cluster.rank_actor import Outcome, RankActor, RankPlace, RankSpec, ReplicaAddresses
+from router.config import TracingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class FormationSpec:
     may_grow: bool
     """Nodes may join the cluster: a group that fits on none of today's waits for them."""
     log_level: str
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 class Formation:
@@ -121,6 +123,7 @@ class Formation:
                 engine=self._spec.model.engine,
                 num_threads=self._spec.model.engine.num_threads or num_threads[stage],
                 log_level=self._spec.log_level,
+                tracing=self._spec.tracing,
             )
             actor = _RANK_ACTOR.options(
                 num_cpus=placement.cpus_per_rank,

@@ -7,6 +7,7 @@ from cluster.metrics import EngineCollector
 from cluster.rank_actor import RankSpec
 from cluster.rank_metrics import MetricsListener
 from cluster.replica_server import ReplicaInfo, ReplicaServer
+from router.spans import make_tracer
 from workers.async_engine import AsyncEngine
 from workers.config import EngineConfig
 from workers.engine import Engine, EngineLoad, StepResult, build_engine
@@ -24,6 +25,7 @@ class Leader:
         self._spec = spec
         self._host = host
         self._metrics = metrics
+        self._tracer = make_tracer(spec.tracing, service="weft-replica", instance=spec.replica_id)
         self._rendezvous: Rendezvous | None = None
         self._failed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -44,7 +46,7 @@ class Leader:
         )
         self._load = engine.load
         self._engine = AsyncEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
-        self._server = ReplicaServer(_info(self._spec, config, engine), self._engine)
+        self._server = ReplicaServer(_info(self._spec, config, engine), self._engine, tracer=self._tracer)
         self._engine.start()
         port = await self._server.start(self._host)
         self._collector = self._collect(engine, self._engine)
@@ -75,6 +77,7 @@ class Leader:
             await self._server.stop()
         if self._engine is not None:
             await self._engine.stop()
+        await asyncio.to_thread(self._tracer.close)
 
     def _collect(self, engine: Engine, running: AsyncEngine) -> EngineCollector:
         return EngineCollector(

@@ -12,6 +12,8 @@ from cluster.errors import StartError
 from cluster.models import resolve_model
 from parallel.families.registry import describe_model
 from parallel.shard import check_split
+from router.errors import RouterConfigError
+from router.spans import check_tracing
 from workers.errors import EngineConfigError
 
 
@@ -20,9 +22,13 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
 
     Raises:
         ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
-        StartError: a port is taken.
+        StartError: a port is taken, or tracing is on and not installed.
     """
     models = tuple(_check_model(model) for model in spec.models)
+    try:
+        check_tracing(spec.router.tracing)
+    except RouterConfigError as error:
+        raise StartError(str(error)) from error
     if spec.ray_address is None:
         _check_ports(spec)
     return replace(spec, models=models)

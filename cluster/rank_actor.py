@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -20,6 +20,7 @@ from cluster.logs import configure_logging
 from cluster.models import resolve_model
 from cluster.rank_metrics import MetricsListener, RankCollector
 from parallel.errors import ModelError
+from router.config import TracingConfig
 from workers.config import EngineConfig
 from workers.errors import EngineConfigError
 from workers.stats import RankStats
@@ -46,6 +47,7 @@ class RankSpec:
     engine: EngineConfig
     num_threads: int
     log_level: str = "warning"
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,9 @@ from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 
 from cluster.replica_connection import OutboxLimits, RouterConnection
+from cluster.replica_spans import ReplicaSpans
 from cluster.replica_wire import to_failed, to_output, to_request
+from router.spans import NO_TRACER, Tracer
 from workers.async_engine import Snapshot
 from workers.engine import EngineLoad, StepResult
 from workers.errors import InvalidRequestError
@@ -72,12 +74,14 @@ class ReplicaServer(ReplicaServicer):
         info: ReplicaInfo,
         engine: ReplicaEngine,
         *,
+        tracer: Tracer = NO_TRACER,
         limits: OutboxLimits | None = None,
         hello_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info = info
         self._engine = engine
+        self._spans = ReplicaSpans(tracer, info.replica_id)
         self._limits = limits or OutboxLimits()
         self._hello_timeout_s = hello_timeout_s
         self._clock = clock
@@ -167,6 +171,7 @@ class ReplicaServer(ReplicaServicer):
         self._connections.pop(connection.number, None)
         for engine_id in connection.engine_ids:
             connection.close_request(engine_id)
+            self._spans.drop(engine_id, "the router's stream ended")
             self._engine.abort(engine_id)
         self._note_idle()
         logger.info("router %s disconnected", connection.router_id)
@@ -179,6 +184,7 @@ class ReplicaServer(ReplicaServicer):
                 case "abort":
                     engine_id = connection.engine_id(message.abort.request_id)
                     if connection.close_request(engine_id):
+                        self._spans.drop(engine_id, "aborted")
                         self._engine.abort(engine_id)
                 case other:
                     logger.warning("router %s sent %s, which has no meaning here", connection.router_id, other)
@@ -200,6 +206,7 @@ class ReplicaServer(ReplicaServicer):
             connection.close_request(engine_id)
             _refuse(connection, request_id, to_failed(error))
             return
+        self._spans.begin(engine_id, submit)
         self._engine.submit(request)
 
     def _note_idle(self) -> None:
@@ -219,6 +226,7 @@ class ReplicaServer(ReplicaServicer):
             outputs.setdefault(number, []).append(to_output(output, name))
             if output.finish is not None or output.error is not None:
                 connection.close_request(output.request_id)
+                self._spans.end(output)
         return outputs
 
     def _to_snapshot(self, state: Snapshot) -> replica_pb2.Snapshot:

@@ -10,7 +10,7 @@ import sys
 import uvloop
 
 from router.app import BoundAddresses, run_router
-from router.config import LinkConfig, PolicyName, RouterConfig, StaticModel
+from router.config import LinkConfig, PolicyName, RouterConfig, StaticModel, TraceProtocol, TracingConfig
 from router.errors import RouterConfigError, RouterError
 from router.tls import TlsFiles
 
@@ -70,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{prefix}-key", metavar="PEM", help="its key")
         parser.add_argument(f"--{prefix}-ca", metavar="PEM", help="authorities that the other side must come from")
     parser.add_argument("--inner-tls-name", metavar="NAME", help="name in the certificates of the other side")
+    parser.add_argument("--trace-endpoint", metavar="URL", help="OTLP collector for spans; default: no tracing")
+    parser.add_argument(
+        "--trace-protocol", type=TraceProtocol, choices=list(TraceProtocol), default=TraceProtocol.GRPC,
+        metavar="PROTOCOL", help=f"one of {', '.join(TraceProtocol)} (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--trace-ratio", type=float, default=1.0, metavar="R", help="part of requests to trace, 0 to 1")
     parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="for requests in flight at the end")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser
@@ -90,6 +96,9 @@ def _config(options: argparse.Namespace) -> RouterConfig:
             tls=_tls(options.inner_tls_cert, options.inner_tls_key, options.inner_tls_ca, options.inner_tls_name)
         ),
         policy=options.policy,
+        tracing=TracingConfig(
+            endpoint=options.trace_endpoint, protocol=options.trace_protocol, sample_ratio=options.trace_ratio
+        ),
         grace_s=options.grace,
     )
 

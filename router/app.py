@@ -24,6 +24,7 @@ from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
 from router.openai import create_app
 from router.server import GrpcListener
+from router.spans import Tracer, make_tracer
 from router.tls import TlsFiles
 from router.tokenizer import ModelTokenizer
 from router.tokenizer_pool import Tokenizer, TokenizerPool
@@ -46,6 +47,7 @@ async def run_router(
     stop: asyncio.Event,
     on_ready: Callable[[BoundAddresses], None],
     load_tokenizer: Callable[[str], Tokenizer] = ModelTokenizer.from_folder,
+    tracer: Tracer | None = None,
 ) -> None:
     """Serve until `stop` is set; then refuse new requests, let those in flight end within the grace, and return.
 
@@ -54,10 +56,12 @@ async def run_router(
         stop: set by the caller.
         on_ready: called once, when all listeners are bound and serve. Whether a replica is ready, health says.
         load_tokenizer: reads a model's tokenizer from its folder, in a thread.
+        tracer: makes the spans of requests; None: what the configuration says.
 
     Raises:
-        RouterConfigError: a port is taken.
+        RouterConfigError: a port is taken, or tracing is on and not installed.
     """
+    tracer = tracer or make_tracer(config.tracing, service="weft-router", instance=config.router_id)
     metrics = RouterMetrics(config.metrics)
     rng = random.Random()
     changed = asyncio.Event()
@@ -67,7 +71,10 @@ async def run_router(
     with ExitStack() as stack:
         pool = TokenizerPool(load_tokenizer, num_threads=config.tokenizer_threads)
         stack.callback(pool.close)
-        dispatcher = Dispatcher(config, directory=directory, admission=admission, pool=pool, metrics=metrics, rng=rng)
+        stack.callback(tracer.close)
+        dispatcher = Dispatcher(
+            config, directory=directory, admission=admission, pool=pool, metrics=metrics, rng=rng, tracer=tracer
+        )
         keys = None if config.api_keys is None else KeyRing(Path(config.api_keys), time.monotonic)
         metrics_address = None
         if config.metrics_port is not None:
@@ -81,6 +88,7 @@ async def run_router(
                 max_body_bytes=config.max_message_bytes,
                 ready=lambda: directory.is_ready and not stop.is_set(),
                 keys=keys,
+                reads_trace_context=tracer.is_on,
             )
             http = _HttpListener(app, host=config.host, port=config.http_port, grace_s=config.grace_s, tls=config.tls)
             stack.callback(http.close)
@@ -91,6 +99,7 @@ async def run_router(
             max_message_bytes=config.max_message_bytes,
             tls=config.tls,
             keys=keys,
+            reads_trace_context=tracer.is_on,
         )
         addresses = BoundAddresses(grpc=grpc.address, http=http.address if http else None, metrics=metrics_address)
         async with _serving(grpc, http, directory, changed, keys=keys, grace_s=config.grace_s):

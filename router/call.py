@@ -7,6 +7,7 @@ from typing import Protocol
 from weft.v1 import inference_pb2 as pb
 
 from router.keys import Tenant
+from router.spans import TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class GenerateCall:
     """Time left to the client's deadline."""
     tenant: Tenant | None = None
     """Whose API key came with it; None: none is needed."""
+    trace_context: TraceContext = ()
+    """Of the client's span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

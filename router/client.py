@@ -50,6 +50,7 @@ from router.client_values import (
     to_models,
     tokenize_request,
 )
+from router.spans import NO_TRACER, TraceContext, Tracer
 
 __all__ = [
     "AsyncClient",
@@ -94,6 +95,7 @@ class Client:
         timeout_s: float | None = None,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """Connect lazily: an address where nobody listens shows at the first call.
 
@@ -102,9 +104,11 @@ class Client:
             timeout_s: deadline of each call that names none; None: none.
             api_key: sent with every call; None: none.
             credentials: for TLS, from `grpc.ssl_channel_credentials`; None: plain text.
+            tracer: makes a span of each generation, from `router.spans.make_tracer` or `router.tracing.OtelTracer`.
         """
         self._timeout_s = timeout_s
         self._metadata = _metadata(api_key)
+        self._tracer = tracer
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
@@ -141,13 +145,15 @@ class Client:
             ClientError: one of its subclasses.
         """
         request = generate_request(prompt, messages, options)
-        call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=self._metadata)
-        try:
-            with _typed_errors():
-                for response in call:
-                    yield to_delta(response)
-        finally:
-            call.cancel()
+        with self._tracer.begin("weft.client") as span:
+            metadata = _with_context(self._metadata, span.context)
+            call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=metadata)
+            try:
+                with _typed_errors():
+                    for response in call:
+                        yield to_delta(response)
+            finally:
+                call.cancel()
 
     def complete(
         self,
@@ -212,10 +218,12 @@ class AsyncClient:
         timeout_s: float | None = None,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """Connect lazily; see Client."""
         self._timeout_s = timeout_s
         self._metadata = _metadata(api_key)
+        self._tracer = tracer
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
@@ -243,13 +251,15 @@ class AsyncClient:
     ) -> AsyncGenerator[Delta, None]:
         """Stream a generation; see Client.generate. Leaving the loop, or cancelling its task, cancels the call."""
         request = generate_request(prompt, messages, options)
-        call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=self._metadata)
-        try:
-            with _typed_errors():
-                async for response in call:
-                    yield to_delta(response)
-        finally:
-            call.cancel()
+        with self._tracer.begin("weft.client") as span:
+            metadata = _with_context(self._metadata, span.context)
+            call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=metadata)
+            try:
+                with _typed_errors():
+                    async for response in call:
+                        yield to_delta(response)
+            finally:
+                call.cancel()
 
     async def complete(
         self,
@@ -302,6 +312,10 @@ class AsyncClient:
                     return
             await asyncio.sleep(min(_READY_POLL_S, max(deadline - time.monotonic(), 0)))
         raise _not_ready(timeout_s, model, replicas)
+
+
+def _with_context(metadata: TraceContext | None, context: TraceContext) -> TraceContext | None:
+    return (*(metadata or ()), *context) if context else metadata
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:

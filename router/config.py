@@ -106,6 +106,30 @@ class FailoverConfig:
         _at_least("failover_wait_s", self.failover_wait_s, 0)
 
 
+class TraceProtocol(StrEnum):
+    """How spans are sent to a collector: OTLP over gRPC or over HTTP."""
+
+    GRPC = "grpc"
+    HTTP = "http"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingConfig:
+    """Spans of requests, by OpenTelemetry."""
+
+    endpoint: str | None = None
+    """URL of an OTLP collector, such as http://127.0.0.1:4317; with HTTP .../v1/traces. None: off."""
+    protocol: TraceProtocol = TraceProtocol.GRPC
+    sample_ratio: float = 1.0
+    """Of the requests that come without a decision of their caller, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise RouterConfigError(f"tracing.endpoint is {self.endpoint!r}; allowed: a URL, http:// or https://")
+        if not 0 <= self.sample_ratio <= 1:
+            raise RouterConfigError(f"tracing.sample_ratio is {self.sample_ratio}; allowed: 0 to 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
     """What counts as good, and how much is counted apart."""
@@ -166,6 +190,7 @@ class RouterConfig:
     link: LinkConfig = field(default_factory=LinkConfig)
     failover: FailoverConfig = field(default_factory=FailoverConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
         if (self.control is None) == (not self.models):

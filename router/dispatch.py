@@ -18,6 +18,7 @@ from router.directory import Directory, ModelRoute
 from router.errors import DeadlineError, NoReplicaError, RateLimitedError, RouterError
 from router.flight import Flight, PreparedRequest
 from router.metrics import RouterMetrics
+from router.spans import NO_TRACER, Span, Tracer
 from router.tokenizer_pool import Tokenizer, TokenizerPool
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class Dispatcher:
         pool: TokenizerPool,
         metrics: RouterMetrics,
         rng: random.Random,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -49,26 +51,32 @@ class Dispatcher:
         self._pool = pool
         self._metrics = metrics
         self._rng = rng
+        self._tracer = tracer
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta, None]:
         """Serve one call. Closing the generator, or cancelling the task that reads it, aborts the call everywhere."""
         meter = self._metrics.request()
+        span = self._tracer.accept("weft.request", call.trace_context)
         deadline_s = _deadline(call.timeout_s)
         outcome = ""
         try:
             route = self._directory.resolve(call.model)
             meter.model = route.name
+            span.set(gen_ai__request__model=route.name)
             meter.tenant = self._metrics.tenants.name(call.tenant, call.cache_salt)
             if call.tenant is not None:
                 call.tenant.admit()
             with self._admission.enter() as place:
-                request = await _until(deadline_s, self._prepare(call, route, deadline_s))
+                with span.child("weft.prepare"):
+                    request = await _until(deadline_s, self._prepare(call, route, deadline_s))
+                span.set(weft__request_id=request.request_id)
                 meter.num_prompt_tokens = len(request.prompt_token_ids)
                 if call.tenant is not None:
                     call.tenant.spend(len(request.prompt_token_ids))
-                await place.start(deadline_s)
+                with span.child("weft.admission"):
+                    await place.start(deadline_s)
                 meter.start()
-                flight = self._flight(request, route)
+                flight = self._flight(request, route, span)
                 try:
                     while not outcome:
                         delta = await flight.next()
@@ -83,6 +91,7 @@ class Dispatcher:
                     flight.close()
         except RouterError as error:
             outcome = "rate_limited" if isinstance(error, RateLimitedError) else error.code.name.lower()
+            span.fail(str(error))
             raise
         except (asyncio.CancelledError, GeneratorExit):
             # gRPC cancels at the deadline too, a little before or after this clock says so.
@@ -90,6 +99,13 @@ class Dispatcher:
             raise
         finally:
             meter.end(outcome or "internal", is_finished=outcome in _FINISHED)
+            span.set(
+                weft__outcome=outcome or "internal",
+                gen_ai__usage__input_tokens=meter.num_prompt_tokens,
+                gen_ai__usage__output_tokens=meter.num_tokens,
+                weft__cached_tokens=meter.num_cached_tokens,
+            )
+            span.end()
 
     async def tokenize(
         self, model: str, prompt: str | tuple[ChatMessage, ...], *, add_special_tokens: bool = True
@@ -168,7 +184,7 @@ class Dispatcher:
             await self._directory.wait_for_change(give_up_s - loop.time())
         return route.max_context
 
-    def _flight(self, request: PreparedRequest, route: ModelRoute) -> Flight:
+    def _flight(self, request: PreparedRequest, route: ModelRoute, span: Span) -> Flight:
         return Flight(
             request,
             route,
@@ -176,6 +192,7 @@ class Dispatcher:
             config=self._config.failover,
             pool=self._pool,
             metrics=self._metrics,
+            span=span,
             router_id=self._config.router_id,
             retry_after_s=lambda: self._admission.retry_after_s,
         )

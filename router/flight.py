@@ -27,11 +27,12 @@ from router.errors import (
     RequestFailedError,
     RouterError,
 )
-from router.inbox import Inbox, Received, ReplicaLost
+from router.inbox import Ending, Inbox, Received, ReplicaLost
 from router.metrics import RouterMetrics
 from router.policy import RouteRequest
 from router.prefix_index import ReplicaId
 from router.replica import ReplicaLink
+from router.spans import Span, TraceContext
 from router.tokenizer_pool import TokenizerPool
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class _Part:
     link: ReplicaLink
     wire_id: str
     inbox: Inbox
+    span: Span
     submitted_s: float
     first_s: float | None = None
     last_s: float = 0.0
@@ -82,6 +84,7 @@ class Flight:
         config: FailoverConfig,
         pool: TokenizerPool,
         metrics: RouterMetrics,
+        span: Span,
         router_id: str,
         retry_after_s: Callable[[], float],
     ) -> None:
@@ -91,6 +94,7 @@ class Flight:
         self._config = config
         self._pool = pool
         self._metrics = metrics
+        self._span = span
         self._router_id = router_id
         self._retry_after_s = retry_after_s
         self._generated: list[int] = []
@@ -123,6 +127,8 @@ class Flight:
         """Abort the request wherever it is; nothing happens when it has ended."""
         if self._part is not None:
             self._part.link.abort(self._part.wire_id)
+            self._part.span.fail("aborted")
+            self._part.span.end()
             self._part = None
 
     async def _next(self) -> GenerateDelta:
@@ -135,6 +141,7 @@ class Flight:
             finished = None
             if received.ending is not None:
                 self._part = None
+                _end_span(part.span, received.ending)
             match received.ending:
                 case None:
                     pass
@@ -204,16 +211,18 @@ class Flight:
         # A replica computes at least the last token anew.
         predicted = min(view.num_cached_blocks * view.block_size, num_tokens - 1)
         wire_id = f"{self._router_id}/{next(_wire_numbers)}/{request.request_id}"
-        inbox = link.submit(self._submission(wire_id), num_pending_tokens=num_tokens - predicted)
+        span = self._span.child("weft.replica_call", is_call=True)
+        span.set(weft__replica=link.replica_id, weft__choice=choice.reason, weft__predicted_cached_tokens=predicted)
+        inbox = link.submit(self._submission(wire_id, span.context), num_pending_tokens=num_tokens - predicted)
         self._metrics.choices.labels(self._route.name, choice.reason).inc()
         if self._first_prediction is None:
             self._first_prediction = min(predicted, len(request.prompt_token_ids))
             self._metrics.prompt_tokens.labels(self._route.name).inc(len(request.prompt_token_ids))
             self._metrics.predicted_tokens.labels(self._route.name).inc(self._first_prediction)
         logger.debug("request %s goes to %s (%s)", wire_id, link.replica_id, choice.reason)
-        return _Part(link=link, wire_id=wire_id, inbox=inbox, submitted_s=time.monotonic())
+        return _Part(link=link, wire_id=wire_id, inbox=inbox, span=span, submitted_s=time.monotonic())
 
-    def _submission(self, wire_id: str) -> replica_pb2.Submit:
+    def _submission(self, wire_id: str, trace_context: TraceContext) -> replica_pb2.Submit:
         request = self._request
         timeout_s = 0.0
         if request.deadline_s is not None:
@@ -226,6 +235,7 @@ class Flight:
             priority=request.priority,
             cache_salt=request.cache_salt,
             timeout_s=timeout_s,
+            **dict(trace_context),
         )
 
     # Reading
@@ -236,6 +246,7 @@ class Flight:
         part.last_s = time.monotonic()
         if part.first_s is None:
             part.first_s = part.last_s
+            part.span.event("first token")
             self._served_by.append(part.link.replica_id)
             self._seeking_since_s = None
         self._generated.extend(received.token_ids)
@@ -331,6 +342,15 @@ class Flight:
         if self._breaks:
             return ReplicaFailedError(f"{text}, after the request's replicas broke: {', '.join(self._breaks)}")
         return NoReplicaError(text)
+
+
+def _end_span(span: Span, ending: Ending) -> None:
+    match ending:
+        case replica_pb2.RequestFailed():
+            span.fail(ending.message)
+        case ReplicaLost():
+            span.fail(ending.reason)
+    span.end()
 
 
 _STATUS: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}

@@ -103,7 +103,8 @@ class RequestMeter:
         self._arrived_s = metrics.clock()
         self._first_s: float | None = None
         self._last_s = self._arrived_s
-        self._num_tokens = 0
+        self.num_tokens = 0
+        """That came so far."""
         self._itl: Histogram | None = None
         self.model = ""
         """Empty until the model is known to be served, so that clients cannot make up label values."""
@@ -132,7 +133,7 @@ class RequestMeter:
         for _ in range(gaps):
             self._itl.observe((now_s - self._last_s) / gaps)
         self._last_s = now_s
-        self._num_tokens += num_tokens
+        self.num_tokens += num_tokens
         self._metrics.generation_tokens.labels(self.model).inc(num_tokens)
 
     def end(self, outcome: str, *, is_finished: bool) -> None:
@@ -141,8 +142,8 @@ class RequestMeter:
         metrics.requests.labels(self.model, outcome).inc()
         self._count_tenant(outcome)
         tpot_s = None
-        if self._first_s is not None and self._num_tokens > 1:
-            tpot_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
+        if self._first_s is not None and self.num_tokens > 1:
+            tpot_s = (self._last_s - self._first_s) / (self.num_tokens - 1)
         result = self._result(outcome, tpot_s, is_finished=is_finished)
         if result is not None:
             metrics.slo_requests.labels(self.model, result).inc()
@@ -152,7 +153,7 @@ class RequestMeter:
         if tpot_s is not None:
             metrics.tpot.labels(self.model).observe(tpot_s)
         if result == "met":
-            metrics.good_tokens.labels(self.model).inc(self._num_tokens)
+            metrics.good_tokens.labels(self.model).inc(self.num_tokens)
 
     def _result(self, outcome: str, tpot_s: float | None, *, is_finished: bool) -> str | None:
         """Return how the request did by the targets; None when its client ended it, or never began it well."""
@@ -171,7 +172,7 @@ class RequestMeter:
         metrics.tenant_requests.labels(*labels, outcome).inc()
         metrics.tenant_prompt_tokens.labels(*labels).inc(self.num_prompt_tokens)
         metrics.tenant_cached_tokens.labels(*labels).inc(self.num_cached_tokens)
-        metrics.tenant_generation_tokens.labels(*labels).inc(self._num_tokens)
+        metrics.tenant_generation_tokens.labels(*labels).inc(self.num_tokens)
 
 
 class _StateCollector(Collector):

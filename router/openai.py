@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -42,6 +42,7 @@ from router.openai_render import (
     render_model,
 )
 from router.openai_types import ChatCompletionRequest, CompletionRequest, parse_request
+from router.spans import TraceContext, read_context
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def create_app(
     max_body_bytes: int = 4 << 20,
     ready: Callable[[], bool] | None = None,
     keys: KeyRing | None = None,
+    reads_trace_context: bool = False,
 ) -> Starlette:
     """Build the HTTP front.
 
@@ -70,8 +72,11 @@ def create_app(
         max_body_bytes: a longer request body is refused.
         ready: whether /ready says yes; None: when some model has a replica that takes requests.
         keys: who may ask under /v1; None: everybody.
+        reads_trace_context: calls get the W3C trace context of their headers.
     """
-    front = _Front(dispatch, max_body_bytes=max_body_bytes, ready=ready, keys=keys)
+    front = _Front(
+        dispatch, max_body_bytes=max_body_bytes, ready=ready, keys=keys, reads_trace_context=reads_trace_context
+    )
     return Starlette(
         routes=[
             Route("/v1/models", front.list_models),
@@ -101,23 +106,25 @@ class _Front:
         max_body_bytes: int,
         ready: Callable[[], bool] | None,
         keys: KeyRing | None,
+        reads_trace_context: bool,
     ) -> None:
         self._dispatch = dispatch
         self._keys = keys
+        self._reads_trace_context = reads_trace_context
         self._max_body_bytes = max_body_bytes
         self._ready = ready if ready is not None else self._has_ready_replica
         self._names = TokenNames(dispatch)
         self._started_at = int(time.time())
 
     async def complete(self, request: Request) -> "_Exchange":
-        tenant = self._identify(request)
+        caller = self._caller(request)
         body = await _read_body(request, self._max_body_bytes)
-        return self._exchange(parse_request(body, CompletionRequest), CompletionRenderer, tenant)
+        return self._exchange(parse_request(body, CompletionRequest), CompletionRenderer, caller)
 
     async def chat(self, request: Request) -> "_Exchange":
-        tenant = self._identify(request)
+        caller = self._caller(request)
         body = await _read_body(request, self._max_body_bytes)
-        return self._exchange(parse_request(body, ChatCompletionRequest), ChatRenderer, tenant)
+        return self._exchange(parse_request(body, ChatCompletionRequest), ChatRenderer, caller)
 
     async def list_models(self, request: Request) -> Response:
         self._identify(request)
@@ -149,11 +156,18 @@ class _Front:
         """Who asks. Raises UnauthenticatedError where keys are needed and this one is none."""
         return None if self._keys is None else self._keys.identify(request.headers.get("authorization"))
 
+    def _caller(self, request: Request) -> "_Caller":
+        """Who asks, and what for. Raises UnauthenticatedError."""
+        trace_context = read_context(request.headers.items()) if self._reads_trace_context else ()
+        return _Caller(tenant=self._identify(request), trace_context=trace_context)
+
     def _exchange(
-        self, asked: CompletionRequest | ChatCompletionRequest, kind: type[Renderer], tenant: Tenant | None
+        self, asked: CompletionRequest | ChatCompletionRequest, kind: type[Renderer], caller: "_Caller"
     ) -> "_Exchange":
         response_id = kind.id_prefix + uuid.uuid4().hex
-        calls = tuple(replace(call, tenant=tenant) for call in asked.calls(response_id))
+        calls = tuple(
+            replace(call, tenant=caller.tenant, trace_context=caller.trace_context) for call in asked.calls(response_id)
+        )
         renderer = kind(
             calls,
             response_id=response_id,
@@ -167,6 +181,13 @@ class _Front:
 
     def _has_ready_replica(self) -> bool:
         return any(card.ready_replicas for card in self._dispatch.list_models())
+
+
+class _Caller(NamedTuple):
+    """What the headers say that is not in the body."""
+
+    tenant: Tenant | None
+    trace_context: TraceContext
 
 
 class _Exchange:

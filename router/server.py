@@ -19,6 +19,7 @@ from router.call import ChatMessage, Dispatch
 from router.convert import chat_messages, generate_call, generate_response
 from router.errors import InvalidRequestError, OverloadedError, RouterConfigError, RouterError
 from router.keys import KeyRing, Tenant
+from router.spans import read_context
 from router.tls import TlsFiles, bind
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServer(InferenceServicer):
     """Serves weft.v1.Inference."""
 
-    def __init__(self, dispatch: Dispatch, keys: KeyRing | None) -> None:
+    def __init__(self, dispatch: Dispatch, keys: KeyRing | None, *, reads_trace_context: bool = False) -> None:
         self._dispatch = dispatch
         self._keys = keys
+        self._reads_trace_context = reads_trace_context
 
     async def Generate(  # type: ignore[override] # noqa: N802 - the stubs know no handler that writes to its context
         self, request: pb.GenerateRequest, context: _Context
@@ -44,7 +46,11 @@ class InferenceServer(InferenceServicer):
         """Stream the deltas of one call; a client that cancels, or its deadline, cancels this task and so the call."""
         try:
             tenant = self._identify(context)
-            call = replace(generate_call(request, timeout_s=context.time_remaining()), tenant=tenant)
+            call = replace(
+                generate_call(request, timeout_s=context.time_remaining()),
+                tenant=tenant,
+                trace_context=read_context(context.invocation_metadata() or ()) if self._reads_trace_context else (),
+            )
             async with aclosing(self._dispatch.generate(call)) as deltas:
                 async for delta in deltas:
                     await context.write(generate_response(delta))
@@ -132,6 +138,7 @@ class GrpcListener:
         max_message_bytes: int,
         tls: TlsFiles | None = None,
         keys: KeyRing | None = None,
+        reads_trace_context: bool = False,
     ) -> None:
         """Bind. Raises RouterConfigError when the port is taken or a TLS file cannot be read.
 
@@ -142,6 +149,7 @@ class GrpcListener:
             max_message_bytes: a larger message is refused with RESOURCE_EXHAUSTED.
             tls: None for plain text.
             keys: who may ask; health and reflection need no key. None: everybody.
+            reads_trace_context: calls get the W3C trace context of their metadata.
         """
         self._server = grpc.aio.server(
             options=(
@@ -153,7 +161,8 @@ class GrpcListener:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             )
         )
-        add_InferenceServicer_to_server(InferenceServer(dispatch, keys), self._server)
+        servicer = InferenceServer(dispatch, keys, reads_trace_context=reads_trace_context)
+        add_InferenceServicer_to_server(servicer, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # type: ignore[no-untyped-call]
         names = (READINESS_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)

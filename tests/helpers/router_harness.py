@@ -17,6 +17,7 @@ from router.call import ChatMessage
 from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
 from router.errors import InvalidRequestError
 from router.generation_config import GenerationDefaults
+from router.spans import Tracer
 
 if TYPE_CHECKING:
     from weft.v1.inference_pb2_grpc import InferenceAsyncStub
@@ -144,12 +145,14 @@ def router_config(*addresses: str, control: str | None = None, **changes: object
 
 
 @asynccontextmanager
-async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
+async def running_router(config: RouterConfig, *, tracer: Tracer | None = None) -> AsyncIterator[RunningRouter]:
     """Run a router for the length of the block."""
     stop = asyncio.Event()
     ready: asyncio.Future[BoundAddresses] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        run_router(config, stop=stop, on_ready=ready.set_result, load_tokenizer=lambda _: ByteTokenizer())
+        run_router(
+            config, stop=stop, on_ready=ready.set_result, load_tokenizer=lambda _: ByteTokenizer(), tracer=tracer
+        )
     )
     await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
     if task.done():

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from weft.v1 import inference_pb2 as weft_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/replica.proto\x12\x07weft.v1\x1a\x17weft/v1/inference.proto\"\x80\x01\n\x0e\x43onnectRequest\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.weft.v1.HelloH\x00\x12!\n\x06submit\x18\x02 \x01(\x0b\x32\x0f.weft.v1.SubmitH\x00\x12\x1f\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0e.weft.v1.AbortH\x00\x42\t\n\x07message\"4\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"\xb7\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x1b\n\x13generated_token_ids\x18\x03 \x03(\r\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.weft.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc6\x01\n\x0f\x43onnectResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12#\n\x08snapshot\x18\x02 \x01(\x0b\x32\x11.weft.v1.Snapshot\x12\'\n\x07outputs\x18\x03 \x03(\x0b\x32\x16.weft.v1.RequestOutput\x12\x1b\n\x13stored_block_hashes\x18\x04 \x01(\x0c\x12\x1c\n\x14\x65victed_block_hashes\x18\x05 \x01(\x0c\x12\x1b\n\x04load\x18\x06 \x01(\x0b\x32\r.weft.v1.Load\"\xd6\x01\n\x08Snapshot\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x10\n\x08hash_key\x18\x05 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x01(\x0c\x12\x13\n\x0bmax_context\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\"\x8b\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x05 \x01(\x04\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"\xc2\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.weft.v1.TokenLogprobs\x12*\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x18.weft.v1.RequestFinished\x12&\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x16.weft.v1.RequestFailed\"\x95\x01\n\x0fRequestFinished\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.weft.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1d\n\x05usage\x18\x04 \x01(\x0b\x32\x0e.weft.v1.UsageB\x0c\n\nstopped_by\".\n\rRequestFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t2K\n\x07Replica\x12@\n\x07\x43onnect\x12\x17.weft.v1.ConnectRequest\x1a\x18.weft.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/replica.proto\x12\x07weft.v1\x1a\x17weft/v1/inference.proto\"\x80\x01\n\x0e\x43onnectRequest\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.weft.v1.HelloH\x00\x12!\n\x06submit\x18\x02 \x01(\x0b\x32\x0f.weft.v1.SubmitH\x00\x12\x1f\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0e.weft.v1.AbortH\x00\x42\t\n\x07message\"4\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"\xe0\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x1b\n\x13generated_token_ids\x18\x03 \x03(\r\x12)\n\x08sampling\x18\x04 \x01(\x0b\x32\x17.weft.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x12\n\ntracestate\x18\t \x01(\t\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc6\x01\n\x0f\x43onnectResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12#\n\x08snapshot\x18\x02 \x01(\x0b\x32\x11.weft.v1.Snapshot\x12\'\n\x07outputs\x18\x03 \x03(\x0b\x32\x16.weft.v1.RequestOutput\x12\x1b\n\x13stored_block_hashes\x18\x04 \x01(\x0c\x12\x1c\n\x14\x65victed_block_hashes\x18\x05 \x01(\x0c\x12\x1b\n\x04load\x18\x06 \x01(\x0b\x32\r.weft.v1.Load\"\xd6\x01\n\x08Snapshot\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x10\n\x08hash_key\x18\x05 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x01(\x0c\x12\x13\n\x0bmax_context\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\"\x8b\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x05 \x01(\x04\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"\xc2\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.weft.v1.TokenLogprobs\x12*\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x18.weft.v1.RequestFinished\x12&\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x16.weft.v1.RequestFailed\"\x95\x01\n\x0fRequestFinished\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.weft.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1d\n\x05usage\x18\x04 \x01(\x0b\x32\x0e.weft.v1.UsageB\x0c\n\nstopped_by\".\n\rRequestFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t2K\n\x07Replica\x12@\n\x07\x43onnect\x12\x17.weft.v1.ConnectRequest\x1a\x18.weft.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,21 +37,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=190
   _globals['_HELLO']._serialized_end=242
   _globals['_SUBMIT']._serialized_start=245
-  _globals['_SUBMIT']._serialized_end=428
-  _globals['_ABORT']._serialized_start=430
-  _globals['_ABORT']._serialized_end=457
-  _globals['_CONNECTRESPONSE']._serialized_start=460
-  _globals['_CONNECTRESPONSE']._serialized_end=658
-  _globals['_SNAPSHOT']._serialized_start=661
-  _globals['_SNAPSHOT']._serialized_end=875
-  _globals['_LOAD']._serialized_start=878
-  _globals['_LOAD']._serialized_end=1017
-  _globals['_REQUESTOUTPUT']._serialized_start=1020
-  _globals['_REQUESTOUTPUT']._serialized_end=1214
-  _globals['_REQUESTFINISHED']._serialized_start=1217
-  _globals['_REQUESTFINISHED']._serialized_end=1366
-  _globals['_REQUESTFAILED']._serialized_start=1368
-  _globals['_REQUESTFAILED']._serialized_end=1414
-  _globals['_REPLICA']._serialized_start=1416
-  _globals['_REPLICA']._serialized_end=1491
+  _globals['_SUBMIT']._serialized_end=469
+  _globals['_ABORT']._serialized_start=471
+  _globals['_ABORT']._serialized_end=498
+  _globals['_CONNECTRESPONSE']._serialized_start=501
+  _globals['_CONNECTRESPONSE']._serialized_end=699
+  _globals['_SNAPSHOT']._serialized_start=702
+  _globals['_SNAPSHOT']._serialized_end=916
+  _globals['_LOAD']._serialized_start=919
+  _globals['_LOAD']._serialized_end=1058
+  _globals['_REQUESTOUTPUT']._serialized_start=1061
+  _globals['_REQUESTOUTPUT']._serialized_end=1255
+  _globals['_REQUESTFINISHED']._serialized_start=1258
+  _globals['_REQUESTFINISHED']._serialized_end=1407
+  _globals['_REQUESTFAILED']._serialized_start=1409
+  _globals['_REQUESTFAILED']._serialized_end=1455
+  _globals['_REPLICA']._serialized_start=1457
+  _globals['_REPLICA']._serialized_end=1532
 # @@protoc_insertion_point(module_scope)

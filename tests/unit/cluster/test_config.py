@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config import ModelSection, RouterSection, build_spec, load_cluster_file
 from cluster.errors import ClusterConfigError
-from router.config import PolicyName, RouterConfig
+from router.config import PolicyName, RouterConfig, TraceProtocol
 from workers.config import EngineConfig
 
 
@@ -60,6 +60,22 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     assert spec.ray_address == "auto"
 
 
+def test_tracing_is_one_section_for_routers_and_replicas() -> None:
+    tracing = build_spec(
+        {"tracing": {"endpoint": "http://otel:4318/v1/traces", "protocol": "http", "sample_ratio": 0.1}}
+    ).router.tracing
+    assert (tracing.endpoint, tracing.protocol, tracing.sample_ratio) == (
+        "http://otel:4318/v1/traces",
+        TraceProtocol.HTTP,
+        0.1,
+    )
+
+
+def test_metrics_port_of_the_controller_follows_its_port() -> None:
+    ports = [{}, {"port": 0}, {"port": 0, "metrics_port": 9999}]
+    assert [build_spec({"controller": port}).control_metrics_port for port in ports] == [9465, 0, 9999]
+
+
 def test_each_model_has_its_own_hash_key() -> None:
     spec = build_spec({"models": [{"name": "a"}, {"name": "b"}]})
     keys = {model.engine.hash_key for model in spec.models}
@@ -70,7 +86,7 @@ def test_each_model_has_its_own_hash_key() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"modle": []}, "modle: unknown key; allowed: models, host, router, controller, ray"),
+        ({"modle": []}, "modle: unknown key; allowed: models, host, router, controller, tracing, ray"),
         ({"router": {"prot": 1}}, "router.prot: unknown key; allowed: port, http_port, metrics_port, tls, api_keys"),
         ({"models": [{"tensor": 2}]}, "models[0].tensor: unknown key; allowed: path, name, replicas, tensor_parallel"),
         (
@@ -113,7 +129,7 @@ def test_every_engine_and_router_setting_can_be_written() -> None:
     engine_only = {"model", "hash_key", "parallel"}
     engine = {field.name for field in dataclasses.fields(EngineConfig)} - engine_only
     assert engine <= set(ModelSection.model_fields)
-    router_only = {"router_id", "control", "models", "host", "grpc_port"}
+    router_only = {"router_id", "control", "models", "host", "grpc_port"} | {"tracing"}  # a section of its own
     router = {field.name for field in dataclasses.fields(RouterConfig)} - router_only
     assert router <= set(RouterSection.model_fields)
 
