@@ -1,6 +1,6 @@
 """The dashboards of what the cluster does: replicas and ranks, routing, groups.
 
-Every query is run against a live Prometheus by tests/e2e/test_boards_and_alerts.py, so a renamed metric fails a test.
+Every query is run against a live Prometheus by tests/e2e/test_boards_and_traces.py, so a renamed metric fails a test.
 """
 
 from panels import Board, Panel

@@ -1,6 +1,6 @@
 """The dashboards of what clients get: overview, models, tenants.
 
-Every query is run against a live Prometheus by tests/e2e/test_boards_and_alerts.py, so a renamed metric fails a test.
+Every query is run against a live Prometheus by tests/e2e/test_boards_and_traces.py, so a renamed metric fails a test.
 """
 
 from panels import Board, Panel

@@ -1,6 +1,6 @@
 """The dashboards and rules: fresh, valid, and asking only for metrics and labels that exist.
 
-That every query returns data on a live cluster, tests/e2e/test_boards_and_alerts.py proves.
+That every query returns data on a live cluster, tests/e2e/test_boards_and_traces.py proves.
 """
 
 import json

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers.live_cluster import Cluster
+from helpers.otlp import Collector, running_collector
 
 from cluster.config import build_spec
 from cluster.models import PACKAGED
@@ -24,7 +25,14 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def session_cluster(model_folder: Path) -> Iterator[Cluster]:
+def collector() -> Iterator[Collector]:
+    """Where the service sends its spans: those of requests whose client asks for it."""
+    with running_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def session_cluster(model_folder: Path, collector: Collector) -> Iterator[Cluster]:
     spec = build_spec(
         {
             "models": [
@@ -41,6 +49,7 @@ def session_cluster(model_folder: Path) -> Iterator[Cluster]:
             ],
             "router": {"port": 0, "http_port": 0, "metrics_port": 0, "policy": "least_loaded"},
             "controller": {"port": 0},
+            "tracing": {"endpoint": collector.endpoint, "sample_ratio": 0.0},
         }
     )
     with Service.start(spec) as service:

@@ -5,61 +5,30 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
-    TraceServiceServicer,
-    add_TraceServiceServicer_to_server,
-)
+from helpers.otlp import Collector, running_collector, spans_of
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from router.config import TraceProtocol, TracingConfig
 from router.errors import RouterConfigError
-from router.spans import NO_SPAN, NO_TRACER, check_tracing, make_tracer, read_context
-
-Spans = dict[str, Any]
-
-
-def spans_of(request: ExportTraceServiceRequest) -> Spans:
-    """Return the spans by name, and the resource's attributes under the empty name."""
-    (resource_spans,) = request.resource_spans
-    spans: Spans = {span.name: span for scope in resource_spans.scope_spans for span in scope.spans}
-    spans[""] = {pair.key: pair.value.string_value for pair in resource_spans.resource.attributes}
-    return spans
+from router.spans import NO_SPAN, NO_TRACER, Tracer, check_tracing, make_tracer, read_context
 
 
 @pytest.fixture
-def grpc_collector() -> Iterator[tuple[TracingConfig, list[Spans]]]:
-    received: list[Spans] = []
-
-    class Collector(TraceServiceServicer):
-        def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
-            received.append(spans_of(request))
-            return ExportTraceServiceResponse()
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    add_TraceServiceServicer_to_server(Collector(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield TracingConfig(endpoint=f"http://127.0.0.1:{port}"), received
-    server.stop(None)
+def grpc_collector() -> Iterator[Collector]:
+    with running_collector() as collector:
+        yield collector
 
 
 @pytest.fixture
-def http_collector() -> Iterator[tuple[TracingConfig, list[Spans]]]:
-    received: list[Spans] = []
-
+def http_collector() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            received.append(spans_of(ExportTraceServiceRequest.FromString(body)))
+            collector.spans += spans_of(ExportTraceServiceRequest.FromString(body))
             self.send_response(200)
             self.end_headers()
 
@@ -67,50 +36,50 @@ def http_collector() -> Iterator[tuple[TracingConfig, list[Spans]]]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
+    collector = Collector(endpoint=f"http://127.0.0.1:{server.server_port}/v1/traces")
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
-    url = f"http://127.0.0.1:{server.server_port}/v1/traces"
-    yield TracingConfig(endpoint=url, protocol=TraceProtocol.HTTP), received
+    yield collector
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-@pytest.mark.parametrize("collector", ["grpc_collector", "http_collector"])
-def test_spans_reach_a_collector(request: pytest.FixtureRequest, collector: str) -> None:
-    config, received = request.getfixturevalue(collector)
-    tracer = make_tracer(config, service="weft-router", instance="router-7")
+def tracer_to(collector: Collector, *, ratio: float = 1.0, protocol: TraceProtocol = TraceProtocol.GRPC) -> Tracer:
+    config = TracingConfig(endpoint=collector.endpoint, protocol=protocol, sample_ratio=ratio)
+    return make_tracer(config, service="weft-router", instance="router-7")
+
+
+@pytest.mark.parametrize("protocol", TraceProtocol)
+def test_spans_reach_a_collector(request: pytest.FixtureRequest, protocol: TraceProtocol) -> None:
+    collector: Collector = request.getfixturevalue(f"{protocol}_collector")
+    tracer = tracer_to(collector, protocol=protocol)
     with tracer.begin("outer") as outer, outer.child("inner", is_call=True) as inner:
         inner.set(weft__replica="a", tokens=3)
     tracer.close()
-    (spans,) = received
-    assert (spans[""]["service.name"], spans[""]["service.instance.id"]) == ("weft-router", "router-7")
-    assert spans["inner"].parent_span_id == spans["outer"].span_id
-    assert {pair.key for pair in spans["inner"].attributes} == {"weft.replica", "tokens"}
+    sent = collector.named("inner")
+    assert (sent.service, sent.instance) == ("weft-router", "router-7")
+    assert sent.span.parent_span_id == collector.named("outer").span.span_id
+    assert {pair.key for pair in sent.span.attributes} == {"weft.replica", "tokens"}
 
 
-@pytest.mark.parametrize(("flag", "exported"), [("00", []), ("01", ["kept"])])
+@pytest.mark.parametrize(("flag", "ratio", "num_exported"), [("00", 1.0, 0), ("01", 0.0, 1)])
 def test_callers_decision_stands_whatever_the_ratio(
-    grpc_collector: tuple[TracingConfig, list[Spans]], flag: str, exported: list[str]
+    grpc_collector: Collector, flag: str, ratio: float, num_exported: int
 ) -> None:
-    config, received = grpc_collector
-    ratio = 1.0 if flag == "00" else 0.0
-    tracer = make_tracer(
-        TracingConfig(endpoint=config.endpoint, sample_ratio=ratio), service="weft-router", instance="r"
-    )
+    tracer = tracer_to(grpc_collector, ratio=ratio)
     context = (("traceparent", f"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-{flag}"),)
     with tracer.accept("kept", context) as span:
         assert span.context[0][1].endswith(f"-{flag}")
     tracer.close()
-    assert [name for spans in received for name in spans if name] == exported
+    assert len(grpc_collector.spans) == num_exported
 
 
-def test_ratio_of_zero_traces_no_request_without_a_context(grpc_collector: tuple[TracingConfig, list[Spans]]) -> None:
-    config, received = grpc_collector
-    tracer = make_tracer(TracingConfig(endpoint=config.endpoint, sample_ratio=0.0), service="weft-router", instance="r")
+def test_ratio_of_zero_traces_no_request_without_a_context(grpc_collector: Collector) -> None:
+    tracer = tracer_to(grpc_collector, ratio=0.0)
     tracer.accept("lost", ()).end()
     tracer.close()
-    assert received == []
+    assert grpc_collector.spans == []
 
 
 def test_no_endpoint_means_nothing_at_all() -> None:

@@ -1,4 +1,4 @@
-"""Every query of every dashboard, and every rule, on a live Prometheus that scrapes a live cluster under load.
+"""Dashboards, rules and traces of a live cluster: every query on a Prometheus that scrapes it under load.
 
 Named to come before test_cluster.py, at whose end the cluster is stopped.
 """
@@ -14,9 +14,14 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.live_cluster import Ask, Cluster, ask_together
+from helpers.live_cluster import Ask, Cluster, ask_together, wait_until
+from helpers.otlp import Collector
 from helpers.prometheus import Prometheus, running_prometheus
 from helpers.promql import PROMETHEUS, Query, panel_queries, variable_queries
+
+from router.client import Client
+from router.config import TracingConfig
+from router.spans import make_tracer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -120,3 +125,29 @@ def test_index_of_the_router_is_what_replicas_hold(prometheus: Prometheus) -> No
     drift = [float(each["value"][1]) for each in prometheus.query("min_over_time(weft:index_drift:ratio[10s])")]
     assert drift
     assert set(drift) == {0.0}
+
+
+def test_traced_request_leaves_the_spans_of_router_and_replica(session_cluster: Cluster, collector: Collector) -> None:
+    session_cluster.wait_whole()
+    tracer = make_tracer(TracingConfig(endpoint=collector.endpoint), service="test", instance="test")
+    with Client(session_cluster.grpc_address, tracer=tracer) as client:
+        completion = client.complete("Once upon a time", max_tokens=8, ignore_eos=True)
+    tracer.close()
+    parents = {
+        "weft.request": "weft.client",
+        "weft.replica_call": "weft.request",
+        "weft.replica": "weft.replica_call",
+        "weft.queue": "weft.replica",
+        "weft.prefill": "weft.replica",
+        "weft.decode": "weft.replica",
+    }
+    wait_until(lambda: parents.keys() <= {span.name for span in collector.spans}, "spans exported", timeout_s=20)
+    for child, parent in parents.items():
+        assert collector.named(child).span.parent_span_id == collector.named(parent).span.span_id, child
+    assert len({span.span.trace_id for span in collector.spans}) == 1, "only what a client asked for is traced"
+    (replica_id,) = completion.replica_ids
+    assert (collector.named("weft.decode").service, collector.named("weft.decode").instance) == (
+        "weft-replica",
+        replica_id,
+    )
+    assert collector.named("weft.request").service == "weft-router"
