@@ -106,6 +106,7 @@ class RequestMeter:
         self.num_tokens = 0
         """That came so far."""
         self._itl: Histogram | None = None
+        self._generation_tokens: Counter | None = None
         self.model = ""
         """Empty until the model is known to be served, so that clients cannot make up label values."""
         self.tenant = NO_TENANT
@@ -124,8 +125,9 @@ class RequestMeter:
             return
         now_s = self._metrics.clock()
         gaps = num_tokens
-        if self._itl is None:
+        if self._itl is None or self._generation_tokens is None:
             self._itl = self._metrics.itl.labels(self.model)
+            self._generation_tokens = self._metrics.generation_tokens.labels(self.model)
             self._metrics.ttft.labels(self.model).observe(now_s - self._arrived_s)
             self._metrics.tenant_ttft.labels(self.model, self.tenant).observe(now_s - self._arrived_s)
             self._first_s = self._last_s = now_s
@@ -134,7 +136,7 @@ class RequestMeter:
             self._itl.observe((now_s - self._last_s) / gaps)
         self._last_s = now_s
         self.num_tokens += num_tokens
-        self._metrics.generation_tokens.labels(self.model).inc(num_tokens)
+        self._generation_tokens.inc(num_tokens)
 
     def end(self, outcome: str, *, is_finished: bool) -> None:
         """Note the end; the times of requests that did not finish would say nothing."""
