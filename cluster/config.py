@@ -174,14 +174,14 @@ class ControllerSection(_Section):
 
     port: Port = DEFAULT_CONTROL_PORT
     metrics_port: Port | None = None
-    """Prometheus; null: 9465, or any free port where `port` is 0."""
+    """Prometheus; null: 9465 beside the default `port`, any free port beside another, so that two services fit."""
 
     @property
     def actual_metrics_port(self) -> int:
         """The port that null stands for, where it is null."""
         if self.metrics_port is not None:
             return self.metrics_port
-        return DEFAULT_CONTROL_METRICS_PORT if self.port else 0
+        return DEFAULT_CONTROL_METRICS_PORT if self.port == DEFAULT_CONTROL_PORT else 0
 
 
 class RaySection(_Section):

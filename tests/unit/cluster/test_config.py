@@ -72,8 +72,8 @@ def test_tracing_is_one_section_for_routers_and_replicas() -> None:
 
 
 def test_metrics_port_of_the_controller_follows_its_port() -> None:
-    ports = [{}, {"port": 0}, {"port": 0, "metrics_port": 9999}]
-    assert [build_spec({"controller": port}).control_metrics_port for port in ports] == [9465, 0, 9999]
+    ports = [{}, {"port": 0}, {"port": 7000}, {"port": 0, "metrics_port": 9999}]
+    assert [build_spec({"controller": port}).control_metrics_port for port in ports] == [9465, 0, 0, 9999]
 
 
 def test_each_model_has_its_own_hash_key() -> None:
