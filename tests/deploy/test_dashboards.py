@@ -13,7 +13,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from helpers.exposition import Labels, exposed_labels
+from helpers.exposition import Labels, labels_of, metrics_pages
+from helpers.prometheus import find_tool
 from helpers.promql import (
     DASHBOARDS,
     Query,
@@ -98,15 +99,32 @@ def test_every_metric_is_on_a_dashboard_or_in_a_rule(exposed: Labels) -> None:
 
 
 @pytest.fixture(scope="module")
-async def exposed() -> Labels:
+async def pages() -> list[str]:
+    """The metrics pages of the real collectors."""
+    return await metrics_pages()
+
+
+@pytest.fixture(scope="module")
+def exposed(pages: list[str]) -> Labels:
     """Labels of every metric of the real collectors, and of what the recording rules make of them."""
-    labels = await exposed_labels()
+    labels: Labels = {}
+    for page in pages:
+        labels |= labels_of(page)
     for rule in rules("recording.yml"):
         query = Query(place=rule["record"], expression=rule["expr"])
         first = next(iter(query.metrics))
         is_sum = query.expression.startswith("sum by")
         labels[rule["record"]] = query.grouping_labels if is_sum else labels[first]
     return labels
+
+
+def test_metrics_have_names_and_units_as_prometheus_wants_them(pages: list[str]) -> None:
+    promtool = find_tool("promtool")
+    for page in pages:
+        done = subprocess.run(
+            [promtool, "check", "metrics"], input=page, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def _faults(query: Query, exposed: Labels) -> list[str]:

@@ -20,12 +20,9 @@ Labels = dict[str, set[str]]
 """Sample name -> the labels that all its series have."""
 
 
-async def exposed_labels() -> Labels:
-    """Return what a router, an engine, a rank and a controller expose once a request was served."""
-    labels: Labels = {}
-    for page in (await _router_page(), _page(_engine(), _rank()), _page(_controller())):
-        labels |= labels_of(page)
-    return labels
+async def metrics_pages() -> list[str]:
+    """Return the pages of a router, of an engine with its rank, and of a controller, once a request was served."""
+    return [await _router_page(), _page(_engine(), _rank()), _page(_controller())]
 
 
 def labels_of(page: str) -> Labels:
