@@ -23,7 +23,7 @@ test: lint
 	@$(BIN)/python -m pytest
 
 lint: $(VENV)/.dev
-	@if command -v npm >/dev/null; then npm install --no-audit --no-fund --no-package-lock --silent; fi
+	@if command -v npm >/dev/null; then npm install --ignore-scripts --no-audit --no-fund --no-package-lock --silent; fi
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy

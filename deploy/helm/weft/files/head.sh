@@ -1,0 +1,28 @@
+#!/bin/bash
+# The head's container: Ray's head, and the service on it. When either ends the container ends, and Kubernetes starts
+# both again. SIGTERM stops the service first: requests in flight are finished while Ray still runs.
+#
+#   head.sh CLUSTER_FILE LOG_LEVEL       KubeRay sets KUBERAY_GEN_RAY_START_CMD, the chart POD_IP.
+set -u
+ulimit -n 65536 || true
+
+eval "$KUBERAY_GEN_RAY_START_CMD" &
+ray=$!
+until ray health-check --address "$POD_IP:6379" >/dev/null 2>&1; do
+  kill -0 "$ray" 2>/dev/null || { echo "Ray's head ended before it was healthy" >&2; exit 1; }
+  sleep 1
+done
+
+weft serve "$1" --log-level "$2" &
+serve=$!
+is_stopping=0
+trap 'is_stopping=1; kill -TERM "$serve"' TERM INT
+wait -n "$ray" "$serve"
+status=$?
+if ((is_stopping)); then
+  wait "$serve"
+  status=$?
+fi
+kill -TERM "$ray" "$serve" 2>/dev/null
+wait
+exit "$status"

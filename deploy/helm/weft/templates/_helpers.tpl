@@ -1,0 +1,150 @@
+{{/* Names and labels; the models' file; what Pods share. */}}
+
+{{- define "weft.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{/* At most 40 characters: KubeRay and the Services below add their own endings. */}}
+{{- define "weft.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains (include "weft.name" .) .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "weft.name" .) | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "weft.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "weft.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "weft.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{ include "weft.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- define "weft.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default (printf "%s-cuda" .Chart.AppVersion) }}
+{{- end }}
+
+{{- define "weft.routerImage" -}}
+{{ .Values.router.image.repository | default .Values.image.repository }}:{{ .Values.router.image.tag | default (printf "%s-router" .Chart.AppVersion) }}
+{{- end }}
+
+{{- define "weft.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What clients call the first model. */}}
+{{- define "weft.firstModel" -}}
+{{- $model := first .Values.models }}
+{{- $model.name | default (base ($model.path | default "weft-tiny")) }}
+{{- end }}
+
+{{/* The cluster file that the head serves. Its own router serves gRPC only, for `weft` inside the head. */}}
+{{- define "weft.clusterFile" -}}
+host: 0.0.0.0
+ray:
+  address: auto
+controller:
+  port: {{ .Values.controller.port }}
+router:
+  port: {{ .Values.router.ports.grpc }}
+  http_port: null
+  metrics_port: null
+  policy: {{ .Values.router.policy }}
+models:
+  {{- toYaml .Values.models | nindent 2 }}
+{{- end }}
+
+{{- define "weft.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "weft.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{- define "weft.modelVolume" -}}
+{{- if ne .Values.modelStorage.kind "none" }}
+- name: models
+  {{- if eq .Values.modelStorage.kind "hostPath" }}
+  hostPath:
+    path: {{ .Values.modelStorage.hostPath }}
+    type: Directory
+  {{- else }}
+  persistentVolumeClaim:
+    claimName: {{ eq .Values.modelStorage.kind "create" | ternary (printf "%s-models" (include "weft.fullname" .)) .Values.modelStorage.claimName }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "weft.hubSecret" -}}
+{{- if .Values.huggingface.existingSecret }}
+{{- .Values.huggingface.existingSecret }}
+{{- else if .Values.huggingface.token }}
+{{- include "weft.fullname" . }}-huggingface
+{{- end }}
+{{- end }}
+
+{{/* The environment of head and workers. */}}
+{{- define "weft.rayEnv" -}}
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+{{- if ne .Values.modelStorage.kind "none" }}
+- name: HF_HOME
+  value: {{ .Values.modelStorage.mountPath }}/huggingface
+{{- end }}
+{{- with include "weft.hubSecret" . }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: token
+{{- end }}
+{{- end }}
+
+{{/* Where a Pod may run, from a part of the values. */}}
+{{- define "weft.scheduling" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Who may read metrics. */}}
+{{- define "weft.monitoringPeers" -}}
+{{- toYaml (.Values.networkPolicy.monitoring | default (list (dict "podSelector" dict))) }}
+{{- end }}

@@ -1,0 +1,293 @@
+"""The Helm chart: valid for Kubernetes and KubeRay, made of what the program takes; the rest is refused."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from helpers.chart import (
+    CHART,
+    EXAMPLES,
+    KUBERNETES_VERSIONS,
+    REPOSITORY,
+    RefusedError,
+    find,
+    helm,
+    pod_templates,
+    raycluster_schema,
+    render,
+)
+
+from cluster.config import ClusterSpec, build_spec
+from router import __main__ as router_main
+from router.config import RouterConfig
+from router.server import READINESS_SERVICE
+
+
+def cluster_spec(objects: list[Any]) -> ClusterSpec:
+    """What the head would serve."""
+    return build_spec(yaml.safe_load(find(objects, "ConfigMap", "demo-weft")["data"]["cluster.yaml"]))
+
+
+def router_config(objects: list[Any]) -> RouterConfig:
+    """What a router would make of its arguments."""
+    (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "router"]
+    return router_main._config(router_main._parser().parse_args(container["args"]))
+
+
+@pytest.mark.parametrize("example", [None, *EXAMPLES])
+def test_chart_passes_lint(example: str | None) -> None:
+    values = [] if example is None else ["--values", f"examples/{example}.yaml"]
+    result = subprocess.run([helm(), "lint", "--strict", ".", *values], cwd=CHART, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("kubernetes", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_objects_are_valid_in_every_kubernetes_version(example: str, kubernetes: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    objects = render(example=example, kubernetes=kubernetes)
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}
+        for template in pod_templates(objects)
+    ]
+    checked = set()
+    for item in [*objects, *pods]:
+        try:
+            kubernetes_validate.validate(item, kubernetes, strict=True)
+        except kubernetes_validate.utils.SchemaNotFoundError:
+            assert item["kind"] in ("RayCluster", "ServiceMonitor"), "only custom kinds are unknown to Kubernetes"
+        else:
+            checked.add(item["kind"])
+    assert {"ConfigMap", "Deployment", "Service", "Pod"} <= checked
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_cluster_is_valid_for_kuberay(example: str, shared: Path) -> None:
+    cluster = find(render(example=example), "RayCluster")
+    raycluster_schema(shared / "deploy-schemas").validate(cluster)
+
+
+def test_kuberay_schema_refuses_a_misspelt_field(shared: Path) -> None:
+    cluster = json.loads(json.dumps(find(render(example="one-gpu"), "RayCluster")))
+    cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    errors = list(raycluster_schema(shared / "deploy-schemas").iter_errors(cluster))
+    assert "livenesProbe" in str(errors)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_program_takes_what_the_chart_sets(example: str) -> None:
+    objects = render(example=example)
+    spec, router = cluster_spec(objects), router_config(objects)
+    values = yaml.safe_load((CHART / f"examples/{example}.yaml").read_text())
+    assert [model.source for model in spec.models] == [model["path"] for model in values["models"]]
+    assert spec.host == router.host == "0.0.0.0"
+    assert spec.ray_address == "auto"
+    assert router.control == f"demo-weft-control:{spec.control_port}"
+    service = find(objects, "Service", "demo-weft")
+    assert {port["port"] for port in service["spec"]["ports"]} == {router.grpc_port, router.http_port}
+
+
+def test_large_numbers_reach_the_program_unchanged() -> None:
+    objects = render("models[0].device=cpu", "models[0].cache.cpu_cache_bytes=34359738368")
+    assert cluster_spec(objects).models[0].engine.cache.cpu_cache_bytes == 34359738368
+
+
+def test_every_pod_runs_without_root_and_without_capabilities() -> None:
+    for example in EXAMPLES:
+        for template in pod_templates(render(example=example)):
+            assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+            for container in template["spec"]["containers"]:
+                context = container["securityContext"]
+                assert context["allowPrivilegeEscalation"] is False
+                assert context["capabilities"] == {"drop": ["ALL"]}
+                assert container["resources"]["requests"]
+
+
+def test_router_probes_name_the_health_services_of_the_router() -> None:
+    objects = render(example="multi-node-pipeline")
+    (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    port = router_config(objects).grpc_port
+    assert container["readinessProbe"]["grpc"] == {"port": port, "service": READINESS_SERVICE}
+    assert container["livenessProbe"]["grpc"] == {"port": port}
+
+
+def test_a_router_has_time_to_finish_its_requests() -> None:
+    objects = render(example="multi-node-pipeline")
+    spec = find(objects, "Deployment")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert spec["terminationGracePeriodSeconds"] > pause_s + router_config(objects).grace_s
+
+
+def test_workers_have_their_gpus_and_the_head_takes_no_rank() -> None:
+    cluster = find(render(example="eight-gpu-node"), "RayCluster")["spec"]
+    (worker,) = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"] == {"cpu": "96", "memory": "512Gi", "nvidia.com/gpu": "8"}
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert "autoscalerOptions" not in cluster
+
+
+def test_autoscaling_gives_worker_groups_their_bounds() -> None:
+    (group,) = find(render(example="multi-node-pipeline"), "RayCluster")["spec"]["workerGroupSpecs"]
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 2, 4)
+
+
+def test_autoscaled_routers_leave_their_number_to_the_autoscaler() -> None:
+    with_hpa, without = render(example="multi-node-pipeline"), render(example="kind-cpu")
+    assert "replicas" not in find(with_hpa, "Deployment")["spec"]
+    target = find(with_hpa, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    assert target["name"] == find(with_hpa, "Deployment")["metadata"]["name"]
+    assert find(without, "Deployment")["spec"]["replicas"] == 1
+    assert not [item for item in without if item["kind"] in ("HorizontalPodAutoscaler", "PodDisruptionBudget")]
+
+
+def test_only_routers_and_ray_itself_reach_rays_nodes() -> None:
+    policy = find(render(example="multi-node-pipeline"), "NetworkPolicy", "demo-weft-ray")["spec"]
+    assert policy["podSelector"]["matchLabels"] == {"ray.io/cluster": "demo-weft"}
+    ray, routers, monitoring = policy["ingress"]
+    assert ray["from"] == [{"podSelector": {"matchLabels": {"ray.io/cluster": "demo-weft"}}}]
+    assert "ports" not in ray
+    (peer,) = routers["from"]
+    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+    assert monitoring["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "monitoring"}
+    opened = {port["port"] for rule in (routers, monitoring) for port in rule["ports"]}
+    assert opened.isdisjoint({6379, 8265, 10001}), "Ray runs whatever reaches these"
+
+
+def test_service_monitor_selects_services_that_have_its_ports() -> None:
+    objects = render(example="eight-gpu-node")
+    monitor = find(objects, "ServiceMonitor")["spec"]
+    for endpoint in monitor["endpoints"]:
+        owners = [
+            item
+            for item in objects
+            if item["kind"] == "Service"
+            and monitor["selector"]["matchLabels"].items() <= item["metadata"]["labels"].items()
+            and endpoint["port"] in [port["name"] for port in item["spec"]["ports"]]
+        ]
+        assert len(owners) == 1, endpoint["port"]
+
+
+def test_services_select_the_pods_they_mean() -> None:
+    objects = render(example="one-gpu")
+    labels = find(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    for name in ("demo-weft", "demo-weft-router-metrics"):
+        assert find(objects, "Service", name)["spec"]["selector"].items() <= labels.items()
+    assert find(objects, "Service", "demo-weft-control")["spec"]["selector"] == {
+        "ray.io/cluster": find(objects, "RayCluster")["metadata"]["name"],
+        "ray.io/node-type": "head",
+    }
+
+
+def test_models_lie_at_one_path_everywhere() -> None:
+    for template in pod_templates(render(example="one-gpu")):
+        if template.get("kind") == "Pod":
+            continue  # of the test hook, which needs none
+        claims = [volume for volume in template["spec"]["volumes"] if volume["name"] == "models"]
+        assert claims == [{"name": "models", "persistentVolumeClaim": {"claimName": "demo-weft-models"}}]
+        (mount,) = [m for m in template["spec"]["containers"][0]["volumeMounts"] if m["name"] == "models"]
+        assert mount["mountPath"] == "/models"
+    assert find(render(example="one-gpu"), "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_a_hub_token_goes_through_a_secret() -> None:
+    objects = render("huggingface.token=hf_abc")
+    assert find(objects, "Secret")["data"] == {"token": "aGZfYWJj"}
+    rest = json.dumps([item for item in objects if item["kind"] != "Secret"])
+    assert "hf_abc" not in rest
+    assert '{"name": "demo-weft-huggingface", "key": "token"}' in rest
+
+
+def test_dashboards_become_config_maps(tmp_path: Path) -> None:
+    chart = tmp_path / "weft"
+    shutil.copytree(CHART, chart, symlinks=True)
+    (chart / "grafana").unlink()
+    (chart / "grafana/per").mkdir(parents=True)
+    text = '{"title": "Overview", "legendFormat": "{{replica}}"}'
+    (chart / "grafana/over_view.json").write_text(text)
+    (chart / "grafana/per/model.json").write_text("{}")
+    objects = render("dashboards.enabled=true", chart=chart)
+    assert find(objects, "ConfigMap", "demo-weft-dashboard-over-view")["data"] == {"over_view.json": text}
+    labels = find(objects, "ConfigMap", "demo-weft-dashboard-model")["metadata"]["labels"]
+    assert labels["grafana_dashboard"] == "1"
+
+
+def test_chart_carries_the_repositorys_dashboards() -> None:
+    wanted = {path.name for path in (REPOSITORY / "deploy/grafana").rglob("*.json")}
+    maps = [item for item in render("dashboards.enabled=true") if "-dashboard-" in item["metadata"]["name"]]
+    assert {name for item in maps for name in item["data"]} == wanted
+
+
+def test_helm_test_sends_a_request_to_the_first_model() -> None:
+    objects = render(example="eight-gpu-node")
+    pod = find(objects, "Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["weft", "generate"]
+    assert "--router=demo-weft:50051" in container["args"]
+    assert "--model=llama-70b" in container["args"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("models[0].tensor_paralel=2", "Additional property tensor_paralel is not allowed"),
+        ("models[0].replicas=0", "models.0.replicas: Must be greater than or equal to 1"),
+        ("models[0].cache.block_sise=16", "Additional property block_sise is not allowed"),
+        ("models=null", "models is required"),
+        ("routers.replicas=3", "Additional property routers is not allowed"),
+        ("router.policy=random", "router.policy must be one of"),
+        ("router.ports.grpc=70000", "Must be less than or equal to 65535"),
+        ("workerGroups[0].name=GPU", "Does not match pattern"),
+        ("workerGroups[0].gpu=2", "Additional property gpu is not allowed"),
+        ("modelStorage.kind=nfs", "modelStorage.kind must be one of"),
+        ("gcsFaultTolerance.redisAddress=redis", "Does not match pattern"),
+        ("models[0].tensor_parallel=2", "models[0] needs 2 GPUs on one worker; the largest worker group has 1"),
+        ("models[0].replicas=2", "the models need 2 GPUs; the worker groups have at most 1"),
+        ("models[0].device=auto", "models[0].device is auto; allowed: cuda or cpu"),
+        ("models[0].path=Qwen/Qwen3-8B", 'models[0].path is the hub id "Qwen/Qwen3-8B"'),
+        ("modelStorage.kind=claim", "modelStorage.claimName is missing"),
+        ("modelStorage.kind=hostPath", "modelStorage.hostPath is missing"),
+        ("router.autoscaling.maxReplicas=1", "allowed: at least minReplicas, 2"),
+    ],
+)
+def test_wrong_values_are_refused_with_their_reason(setting: str, reason: str) -> None:
+    settings = [setting] if setting == "models=null" else ["models[0].device=cuda", setting]
+    with pytest.raises(RefusedError) as refused:
+        render(*settings)
+    assert reason in str(refused.value)
+
+
+def test_old_kubernetes_is_refused() -> None:
+    with pytest.raises(RefusedError, match="incompatible with Kubernetes"):
+        render(kubernetes="1.27")
+
+
+def test_versions_agree() -> None:
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert f'version = "{chart["appVersion"]}"' in project
+
+
+def test_readme_and_schema_are_those_of_the_values(tmp_path: Path) -> None:
+    generate = _load(REPOSITORY / "deploy/helm/generate.py")
+    generate.main(tmp_path)
+    for name in ("README.md", "values.schema.json"):
+        message = "run `PYTHONPATH=.:proto python deploy/helm/generate.py` and commit the result"
+        assert (CHART / name).read_text() == (tmp_path / name).read_text(), message
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
