@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weft.v1 import control_pb2
 
 from cluster.config import ClusterSpec
@@ -132,11 +133,13 @@ class Service:
 
 
 def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> Any:
+    node = ray.get_runtime_context().get_node_id()  # this machine's: here `weft` and clients look for it
     actor = ray.remote(Controller).options(
         name=CONTROLLER_NAME,
         namespace=NAMESPACE,
         num_cpus=0,
         max_restarts=0,
         lifetime=None if is_local else "detached",
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
     )
     return actor.remote(spec, log_level)
