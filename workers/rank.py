@@ -15,6 +15,7 @@
 An error on any rank goes to the leader over its connection and ends the group.
 """
 
+import fcntl
 import logging
 import os
 import platform
@@ -198,8 +199,7 @@ def _blame(link: LeaderLink, error: Exception) -> Exception:
 
 def _join(config: EngineConfig, rank: int, host: str, store: TCPStore) -> Mesh:
     """Enter torch.distributed with every other rank, and share this machine's cores with those on it."""
-    if _is_loopback(host):
-        _use_loopback()
+    _choose_interface(host)
     world_size = config.parallel.world_size
     device = select_device(config.device, _local_rank(rank))
     store.set(_node_key(rank), platform.node())
@@ -251,15 +251,36 @@ def _set_num_threads(config: EngineConfig, *, num_local_ranks: int) -> None:
     torch.set_num_threads(config.num_threads or max(1, num_cores // num_local_ranks))
 
 
-def _is_loopback(host: str) -> bool:
-    return ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
+def _choose_interface(host: str) -> None:
+    """Tell gloo to use the interface by which this machine reaches the leader, unless told otherwise.
+
+    Left to itself it takes the address of the machine's name, often an alias of loopback, which no other machine
+    reaches. NCCL finds its interfaces, of which there may be several; it is only told to stay on loopback where all do.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing, and tells the address that it would be sent from
+        own = ip_address(probe.getsockname()[0])
+    if own.is_loopback:
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif name := _interface_of(str(own)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _use_loopback() -> None:
-    """Tell gloo and NCCL, which know no other way, to listen on the loopback interface only, unless told otherwise."""
-    name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+def _interface_of(address: str) -> str | None:
+    """The interface that has an IPv4 address; None when Linux does not tell."""
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(query, get_address, name.encode().ljust(40, b"\0"))
+            except OSError:
+                continue  # it has no such address, or this is no Linux
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
 
 
 def _endpoint_key(rank: int) -> str:
