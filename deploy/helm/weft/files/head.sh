@@ -4,9 +4,9 @@
 #
 #   head.sh CLUSTER_FILE LOG_LEVEL       KubeRay sets KUBERAY_GEN_RAY_START_CMD, the chart POD_IP.
 set -u
-ulimit -n 65536 || true
+ulimit -n 65536 2>/dev/null
 
-eval "$KUBERAY_GEN_RAY_START_CMD" &
+eval "exec $KUBERAY_GEN_RAY_START_CMD" &
 ray=$!
 until ray health-check --address "$POD_IP:6379" >/dev/null 2>&1; do
   kill -0 "$ray" 2>/dev/null || { echo "Ray's head ended before it was healthy" >&2; exit 1; }

@@ -1,0 +1,97 @@
+"""The scripts that start the service beside Ray, with doubles of `ray` and `weft` that say what they were told."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.chart import CHART, REPOSITORY
+
+HEAD = CHART / "files/head.sh"
+SERVE = REPOSITORY / "deploy/ray/serve.sh"
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Starts a script with commands of ours before all others."""
+
+    def start(script: Path, *arguments: str, **commands: str) -> "subprocess.Popen[bytes]":
+        for name, text in commands.items():
+            path = tmp_path / name
+            path.write_text(f"#!/bin/bash\n{text}\n")
+            path.chmod(0o755)
+        environment = os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "HOME": str(tmp_path),
+            "POD_IP": "127.0.0.1",
+            "KUBERAY_GEN_RAY_START_CMD": "ray start --head  --num-cpus=0  --block",
+        }
+        return subprocess.Popen(["bash", str(script), *arguments], env=environment, cwd=tmp_path)
+
+    return start
+
+
+def wait_for(path: Path, text: str) -> None:
+    deadline_s = time.monotonic() + 20
+    while not path.is_file() or text not in path.read_text():
+        assert time.monotonic() < deadline_s, f"{path.name} never says {text!r}"
+        time.sleep(0.01)
+
+
+RAY = """
+if [[ $1 = health-check ]]; then exit 0; fi
+trap 'echo stopped >> ray.log; exit 143' TERM
+echo "$@" >> ray.log
+while true; do read -t 0.05 < <(:) || :; done
+"""
+
+
+def test_the_heads_container_ends_with_the_service(start: Start, tmp_path: Path) -> None:
+    process = start(HEAD, "cluster.yaml", "info", ray=RAY, weft='echo "$@" >> weft.log; exit 3')
+    assert process.wait(20) == 3
+    assert (tmp_path / "weft.log").read_text() == "serve cluster.yaml --log-level info\n"
+    assert (tmp_path / "ray.log").read_text() == "start --head --num-cpus=0 --block\nstopped\n"
+
+
+def test_sigterm_stops_the_service_before_ray(start: Start, tmp_path: Path) -> None:
+    weft = (
+        "trap 'cat ray.log > seen.log; exit 0' TERM; echo on > weft.log; while true; do read -t 0.05 < <(:) || :; done"
+    )
+    process = start(HEAD, "cluster.yaml", "info", ray=RAY, weft=weft)
+    wait_for(tmp_path / "weft.log", "on")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert "stopped" not in (tmp_path / "seen.log").read_text(), "requests in flight need Ray"
+    assert "stopped" in (tmp_path / "ray.log").read_text()
+
+
+def test_the_heads_container_ends_when_ray_does_not_start(start: Start, tmp_path: Path) -> None:
+    process = start(HEAD, "cluster.yaml", "info", ray="exit 1", weft="echo on > weft.log")
+    assert process.wait(20) == 1
+    assert not (tmp_path / "weft.log").exists()
+
+
+@pytest.mark.parametrize(("last", "lives"), [(0, 3), (2, 3), (143, 3)])
+def test_a_service_that_breaks_is_started_again_until_it_is_stopped(
+    start: Start, tmp_path: Path, last: int, lives: int
+) -> None:
+    weft = f'echo "$@" >> weft.log; [[ $(wc -l < weft.log) -lt {lives} ]] && exit 1; exit {last}'
+    process = start(SERVE, "cluster.yaml", weft=weft, sleep="exit 0")
+    process.wait(20)
+    assert (tmp_path / "weft.log").read_text() == "serve cluster.yaml\n" * lives
+
+
+def test_only_one_service_is_kept(start: Start, tmp_path: Path) -> None:
+    weft = "trap 'exit 0' TERM; echo $$ > weft.pid; while true; do read -t 0.05 < <(:) || :; done"
+    first = start(SERVE, weft=weft)
+    wait_for(tmp_path / "weft.pid", "\n")
+    second = start(SERVE, weft="echo twice > weft.pid")
+    assert second.wait(20) == 0
+    assert (tmp_path / "weft.pid").read_text() != "twice\n"
+    os.kill(int((tmp_path / "weft.pid").read_text()), signal.SIGTERM)
+    assert first.wait(20) == 0
