@@ -1,0 +1,48 @@
+"""`weft generate` against a router that wants TLS and a key."""
+
+import asyncio
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trustme
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import router_config, running_router
+
+from cluster.errors import RequestError
+from cluster.generate import generate
+from router.keys import hash_key
+from router.tls import TlsFiles
+
+
+async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority, cert = tmp_path / "ca.pem", tmp_path / "cert.pem"
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(str(authority))
+    ca.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(cert))
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"keys: [{{name: alice, sha256: {hash_key('wk-1')}}}]")
+    tls = TlsFiles(cert_file=str(cert), key_file=str(cert))
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, tls=tls, api_keys=str(keys))) as router,
+    ):
+        send = partial(
+            generate,
+            "hi",
+            router=f"localhost:{router.addresses.grpc.rpartition(':')[2]}",
+            model="",
+            is_chat=False,
+            system=None,
+            stream=False,
+            as_json=True,
+            timeout_s=20.0,
+            sampling={"max_tokens": 2},
+        )
+        await asyncio.to_thread(send, tls_ca=authority, api_key="wk-1")
+        assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == 2
+        with pytest.raises(RequestError, match="unauthenticated: the API key is not known"):
+            await asyncio.to_thread(send, tls_ca=authority, api_key="wk-2")
+        with pytest.raises(RequestError, match=r"none\.pem cannot be read: No such file"):
+            await asyncio.to_thread(send, tls_ca=tmp_path / "none.pem", api_key=None)
