@@ -3,7 +3,7 @@
     PYTHONPATH=.:proto python deploy/helm/generate.py [OUT]      OUT: another folder than the chart's, for the test
 
 A comment that begins with `# --` describes the value below it; other comments are for readers of values.yaml. What a
-model may set comes from cluster/config.py, so that the chart takes exactly the models that the program takes.
+model and an API key may set comes from the program's own types, so that the chart takes exactly what the program takes.
 """
 
 import json
@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from cluster.config import ModelSection
+from router.keys import KeyEntry
 
 CHART = Path(__file__).parent / "weft"
 BEGIN, END = "<!-- values: written by deploy/helm/generate.py -->", "<!-- end of values -->"
@@ -57,10 +59,12 @@ def described(values: str) -> Iterator[tuple[str, str, str]]:
 
 
 def schema(committed: dict[str, Any]) -> str:
-    """Return the schema with the settings of a model as the program has them today."""
+    """Return the schema with the settings of a model, and of an API key, as the program has them today."""
     model = ModelSection.model_json_schema()
     definitions = model.pop("$defs")
     committed["properties"]["models"]["items"] = _inlined(model, definitions)
+    (keys,), entry = msgspec.json.schema_components([KeyEntry])
+    committed["properties"]["router"]["properties"]["apiKeys"]["properties"]["keys"]["items"] = _inlined(keys, entry)
     return json.dumps(committed, indent=2) + "\n"
 
 

@@ -1,9 +1,11 @@
 """The Helm chart: valid for Kubernetes and KubeRay, made of what the program takes; the rest is refused."""
 
+import base64
 import importlib.util
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +28,9 @@ from helpers.chart import (
 from cluster.config import ClusterSpec, build_spec
 from router import __main__ as router_main
 from router.config import RouterConfig
+from router.keys import KeyRing, hash_key
 from router.server import READINESS_SERVICE
+from router.tls import TlsFiles
 
 
 def cluster_spec(objects: list[Any]) -> ClusterSpec:
@@ -111,11 +115,55 @@ def test_every_pod_runs_without_root_and_without_capabilities() -> None:
 
 
 def test_router_probes_name_the_health_services_of_the_router() -> None:
-    objects = render(example="multi-node-pipeline")
+    objects = render(example="one-gpu")
     (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
     port = router_config(objects).grpc_port
     assert container["readinessProbe"]["grpc"] == {"port": port, "service": READINESS_SERVICE}
     assert container["livenessProbe"]["grpc"] == {"port": port}
+
+
+def test_probes_of_a_router_with_tls_speak_it() -> None:
+    objects = render(example="multi-node-pipeline")
+    (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http", "scheme": "HTTPS"}
+
+
+def test_tls_and_keys_hold_for_every_router_also_the_heads_own() -> None:
+    objects = render(example="multi-node-pipeline")
+    outside, head = router_config(objects), cluster_spec(objects).router
+    assert outside.tls == head.tls == TlsFiles(cert_file="/etc/weft-tls/tls.crt", key_file="/etc/weft-tls/tls.key")
+    assert outside.api_keys == head.api_keys == "/etc/weft-keys/keys.yaml"
+    deployment, ray_head = (template["spec"] for template in list(pod_templates(objects))[:2])
+    for spec in (deployment, ray_head):
+        assert {"name": "tls", "secret": {"secretName": "weft-tls"}} in spec["volumes"]
+        assert {"name": "api-keys", "secret": {"secretName": "weft-api-keys"}} in spec["volumes"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+        assert (mounts["tls"], mounts["api-keys"]) == ("/etc/weft-tls", "/etc/weft-keys")
+
+
+def test_client_certificates_are_asked_for_and_do_not_stop_probes_and_hook() -> None:
+    objects = render("router.tls.existingSecret=weft-tls", "router.tls.requireClientCertificate=true")
+    assert router_config(objects).tls == cluster_spec(objects).router.tls
+    assert cluster_spec(objects).router.tls is not None
+    assert cluster_spec(objects).router.tls.ca_file == "/etc/weft-tls/ca.crt"
+    (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["tcpSocket"] == {"port": "grpc"}
+    assert not [item for item in objects if item["kind"] == "Pod"]
+
+
+def test_secrets_are_made_of_what_is_given(tmp_path: Path) -> None:
+    key_hash = hash_key("wk-1")
+    key = (f"router.apiKeys.keys[0].sha256={key_hash}", "router.apiKeys.keys[0].requests_per_minute=60")
+    tls = ("router.tls.certificate=CERT", "router.tls.key=KEY")
+    objects = render("router.apiKeys.keys[0].name=alice", *key, *tls)
+    file = tmp_path / "keys.yaml"
+    file.write_bytes(base64.b64decode(find(objects, "Secret", "demo-weft-api-keys")["data"]["keys.yaml"]))
+    assert KeyRing(file, time.monotonic).identify("Bearer wk-1").name == "alice"
+    secret = find(objects, "Secret", "demo-weft-tls")
+    assert secret["type"] == "kubernetes.io/tls"
+    assert base64.b64decode(secret["data"]["tls.crt"]) == b"CERT"
+    assert not [item for item in objects if item["kind"] == "Pod"], "nobody gave the test a key"
 
 
 def test_a_router_has_time_to_finish_its_requests() -> None:
@@ -235,6 +283,16 @@ def test_helm_test_sends_a_request_to_the_first_model() -> None:
     assert "--model=llama-70b" in container["args"]
 
 
+def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
+    pod = find(render(example="multi-node-pipeline"), "Pod")["spec"]
+    (container,) = pod["containers"]
+    assert "--tls-ca=/etc/weft-tls/ca.crt" in container["args"]
+    assert pod["volumes"][0]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "it needs no private key"
+    (variable,) = container["env"]
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "weft-test-key", "key": "key"}
+    assert variable["name"] == "WEFT_API_KEY"
+
+
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
@@ -256,6 +314,9 @@ def test_helm_test_sends_a_request_to_the_first_model() -> None:
         ("modelStorage.kind=claim", "modelStorage.claimName is missing"),
         ("modelStorage.kind=hostPath", "modelStorage.hostPath is missing"),
         ("router.autoscaling.maxReplicas=1", "allowed: at least minReplicas, 2"),
+        ("router.tls.certificate=CERT", "router.tls has a certificate or a key only"),
+        ("router.tls.requireClientCertificate=true", "needs router.tls.existingSecret"),
+        ("router.apiKeys.keys[0].key=wk-1", "Additional property key is not allowed"),
     ],
 )
 def test_wrong_values_are_refused_with_their_reason(setting: str, reason: str) -> None:

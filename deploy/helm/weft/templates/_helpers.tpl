@@ -62,6 +62,17 @@ router:
   http_port: null
   metrics_port: null
   policy: {{ .Values.router.policy }}
+  {{- if include "weft.tlsSecret" . }}
+  tls:
+    cert_file: /etc/weft-tls/tls.crt
+    key_file: /etc/weft-tls/tls.key
+    {{- if .Values.router.tls.requireClientCertificate }}
+    ca_file: /etc/weft-tls/ca.crt
+    {{- end }}
+  {{- end }}
+  {{- if include "weft.keysSecret" . }}
+  api_keys: /etc/weft-keys/keys.yaml
+  {{- end }}
 models:
   {{- toYaml .Values.models | nindent 2 }}
 {{- end }}
@@ -147,4 +158,60 @@ priorityClassName: {{ . }}
 {{/* Who may read metrics. */}}
 {{- define "weft.monitoringPeers" -}}
 {{- toYaml (.Values.networkPolicy.monitoring | default (list (dict "podSelector" dict))) }}
+{{- end }}
+
+{{- define "weft.tlsSecret" -}}
+{{- with .Values.router.tls }}
+{{- if .existingSecret }}
+{{- .existingSecret }}
+{{- else if .certificate }}
+{{- include "weft.fullname" $ }}-tls
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "weft.keysSecret" -}}
+{{- with .Values.router.apiKeys }}
+{{- if .existingSecret }}
+{{- .existingSecret }}
+{{- else if .keys }}
+{{- include "weft.fullname" $ }}-api-keys
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What every router has, those of the Deployment and the head's own. */}}
+{{- define "weft.routerVolumes" -}}
+{{- with include "weft.tlsSecret" . }}
+- name: tls
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- with include "weft.keysSecret" . }}
+- name: api-keys
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "weft.routerMounts" -}}
+{{- if include "weft.tlsSecret" . }}
+- {name: tls, mountPath: /etc/weft-tls, readOnly: true}
+{{- end }}
+{{- if include "weft.keysSecret" . }}
+- {name: api-keys, mountPath: /etc/weft-keys, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* How a router is asked for its health: kubelet's gRPC probes speak no TLS, and kubelet has no certificate of its own. */}}
+{{- define "weft.probe" -}}
+{{- if .root.Values.router.tls.requireClientCertificate }}
+tcpSocket: {port: grpc}
+{{- else if include "weft.tlsSecret" .root }}
+httpGet: {path: {{ .path }}, port: http, scheme: HTTPS}
+{{- else if .service }}
+grpc: {port: {{ .root.Values.router.ports.grpc }}, service: {{ .service }}}
+{{- else }}
+grpc: {port: {{ .root.Values.router.ports.grpc }}}
+{{- end }}
 {{- end }}

@@ -42,6 +42,22 @@
 {{- if and .Values.huggingface.existingSecret .Values.huggingface.token }}
 {{- fail "huggingface.existingSecret and huggingface.token are both set; allowed: one of the two" }}
 {{- end }}
+{{- with .Values.router.tls }}
+{{- if and .existingSecret .certificate }}
+{{- fail "router.tls.existingSecret and router.tls.certificate are both set; allowed: one of the two" }}
+{{- end }}
+{{- if ne (empty .certificate) (empty .key) }}
+{{- fail "router.tls has a certificate or a key only; allowed: both" }}
+{{- end }}
+{{- if and .requireClientCertificate (not .existingSecret) }}
+{{- fail "router.tls.requireClientCertificate needs router.tls.existingSecret, with the clients' authorities in ca.crt" }}
+{{- end }}
+{{- end }}
+{{- with .Values.router.apiKeys }}
+{{- if and .existingSecret .keys }}
+{{- fail "router.apiKeys.existingSecret and router.apiKeys.keys are both set; allowed: one of the two" }}
+{{- end }}
+{{- end }}
 {{- with .Values.router.autoscaling }}
 {{- if and .enabled (lt (int .maxReplicas) (int .minReplicas)) }}
 {{- fail (printf "router.autoscaling.maxReplicas is %d; allowed: at least minReplicas, %d" (int .maxReplicas) (int .minReplicas)) }}
