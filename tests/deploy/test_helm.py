@@ -32,6 +32,8 @@ from router.keys import KeyRing, hash_key
 from router.server import READINESS_SERVICE
 from router.tls import TlsFiles
 
+CUSTOM_KINDS = ("RayCluster", "ServiceMonitor", "ScrapeConfig", "PrometheusRule")
+
 
 def cluster_spec(objects: list[Any]) -> ClusterSpec:
     """What the head would serve."""
@@ -40,7 +42,7 @@ def cluster_spec(objects: list[Any]) -> ClusterSpec:
 
 def router_config(objects: list[Any]) -> RouterConfig:
     """What a router would make of its arguments."""
-    (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    (container,) = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "router"]
     return router_main._config(router_main._parser().parse_args(container["args"]))
 
@@ -66,7 +68,7 @@ def test_objects_are_valid_in_every_kubernetes_version(example: str, kubernetes:
         try:
             kubernetes_validate.validate(item, kubernetes, strict=True)
         except kubernetes_validate.utils.SchemaNotFoundError:
-            assert item["kind"] in ("RayCluster", "ServiceMonitor"), "only custom kinds are unknown to Kubernetes"
+            assert item["kind"] in CUSTOM_KINDS, "only custom kinds are unknown to Kubernetes"
         else:
             checked.add(item["kind"])
     assert {"ConfigMap", "Deployment", "Service", "Pod"} <= checked
@@ -116,7 +118,7 @@ def test_every_pod_runs_without_root_and_without_capabilities() -> None:
 
 def test_router_probes_name_the_health_services_of_the_router() -> None:
     objects = render(example="one-gpu")
-    (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    (container,) = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]["containers"]
     port = router_config(objects).grpc_port
     assert container["readinessProbe"]["grpc"] == {"port": port, "service": READINESS_SERVICE}
     assert container["livenessProbe"]["grpc"] == {"port": port}
@@ -124,7 +126,7 @@ def test_router_probes_name_the_health_services_of_the_router() -> None:
 
 def test_probes_of_a_router_with_tls_speak_it() -> None:
     objects = render(example="multi-node-pipeline")
-    (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    (container,) = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]["containers"]
     assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http", "scheme": "HTTPS"}
 
@@ -134,7 +136,8 @@ def test_tls_and_keys_hold_for_every_router_also_the_heads_own() -> None:
     outside, head = router_config(objects), cluster_spec(objects).router
     assert outside.tls == head.tls == TlsFiles(cert_file="/etc/weft-tls/tls.crt", key_file="/etc/weft-tls/tls.key")
     assert outside.api_keys == head.api_keys == "/etc/weft-keys/keys.yaml"
-    deployment, ray_head = (template["spec"] for template in list(pod_templates(objects))[:2])
+    deployment = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]
+    ray_head = find(objects, "RayCluster")["spec"]["headGroupSpec"]["template"]["spec"]
     for spec in (deployment, ray_head):
         assert {"name": "tls", "secret": {"secretName": "weft-tls"}} in spec["volumes"]
         assert {"name": "api-keys", "secret": {"secretName": "weft-api-keys"}} in spec["volumes"]
@@ -147,7 +150,7 @@ def test_client_certificates_are_asked_for_and_do_not_stop_probes_and_hook() -> 
     assert router_config(objects).tls == cluster_spec(objects).router.tls
     assert cluster_spec(objects).router.tls is not None
     assert cluster_spec(objects).router.tls.ca_file == "/etc/weft-tls/ca.crt"
-    (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    (container,) = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]["containers"]
     assert container["readinessProbe"]["tcpSocket"] == {"port": "grpc"}
     assert not [item for item in objects if item["kind"] == "Pod"]
 
@@ -168,7 +171,7 @@ def test_secrets_are_made_of_what_is_given(tmp_path: Path) -> None:
 
 def test_a_router_has_time_to_finish_its_requests() -> None:
     objects = render(example="multi-node-pipeline")
-    spec = find(objects, "Deployment")["spec"]["template"]["spec"]
+    spec = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert spec["terminationGracePeriodSeconds"] > pause_s + router_config(objects).grace_s
@@ -187,11 +190,16 @@ def test_autoscaling_gives_worker_groups_their_bounds() -> None:
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 2, 4)
 
 
+def test_ray_asks_for_a_token_where_wanted() -> None:
+    assert find(render(example="multi-node-pipeline"), "RayCluster")["spec"]["authOptions"] == {"mode": "token"}
+    assert "authOptions" not in find(render(example="one-gpu"), "RayCluster")["spec"]
+
+
 def test_autoscaled_routers_leave_their_number_to_the_autoscaler() -> None:
     with_hpa, without = render(example="multi-node-pipeline"), render(example="kind-cpu")
-    assert "replicas" not in find(with_hpa, "Deployment")["spec"]
+    assert "replicas" not in find(with_hpa, "Deployment", "demo-weft-router")["spec"]
     target = find(with_hpa, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
-    assert target["name"] == find(with_hpa, "Deployment")["metadata"]["name"]
+    assert target["name"] == find(with_hpa, "Deployment", "demo-weft-router")["metadata"]["name"]
     assert find(without, "Deployment")["spec"]["replicas"] == 1
     assert not [item for item in without if item["kind"] in ("HorizontalPodAutoscaler", "PodDisruptionBudget")]
 
@@ -223,9 +231,26 @@ def test_service_monitor_selects_services_that_have_its_ports() -> None:
         assert len(owners) == 1, endpoint["port"]
 
 
+def test_prometheus_is_told_where_ranks_are() -> None:
+    objects = render(example="eight-gpu-node")
+    port = cluster_spec(objects).control_metrics_port
+    (discovery,) = find(objects, "ScrapeConfig")["spec"]["httpSDConfigs"]
+    assert discovery["url"] == f"http://demo-weft-control.llm.svc:{port}/targets"
+    (head,) = find(objects, "RayCluster")["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {"name": "control-metrics", "containerPort": port} in head["ports"]
+
+
+def test_chart_carries_the_repositorys_rules() -> None:
+    objects = render(example="eight-gpu-node")
+    for name in ("recording", "alerts"):
+        rules = yaml.safe_load((REPOSITORY / f"deploy/prometheus/{name}.yml").read_text())
+        assert rules["groups"]
+        assert find(objects, "PrometheusRule", f"demo-weft-{name}")["spec"] == rules
+
+
 def test_services_select_the_pods_they_mean() -> None:
     objects = render(example="one-gpu")
-    labels = find(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    labels = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["metadata"]["labels"]
     for name in ("demo-weft", "demo-weft-router-metrics"):
         assert find(objects, "Service", name)["spec"]["selector"].items() <= labels.items()
     assert find(objects, "Service", "demo-weft-control")["spec"]["selector"] == {
@@ -256,7 +281,8 @@ def test_a_hub_token_goes_through_a_secret() -> None:
 def test_dashboards_become_config_maps(tmp_path: Path) -> None:
     chart = tmp_path / "weft"
     shutil.copytree(CHART, chart, symlinks=True)
-    (chart / "grafana").unlink()
+    for folder in ("grafana", "prometheus"):
+        (chart / folder).unlink()
     (chart / "grafana/per").mkdir(parents=True)
     text = '{"title": "Overview", "legendFormat": "{{replica}}"}'
     (chart / "grafana/over_view.json").write_text(text)

@@ -8,15 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from helpers.chart import REPOSITORY
-from helpers.namespaces import Bridge, Host, require_namespaces
+from helpers.namespaces import Host, Hosts
 
 pytestmark = [pytest.mark.rayup, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -26,21 +24,9 @@ PROMPT = "Once upon a time"
 NUM_TOKENS = 600
 
 
-@pytest.fixture(scope="module")
-def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
-    """An operator's machine, and a head and two workers with nothing but ssh, by address."""
-    if "rayup" not in request.config.option.markexpr:
-        pytest.skip("opt-in: run with -m rayup")
-    require_namespaces()
-    with ExitStack() as stack:
-        bridge = stack.enter_context(closing(Bridge(tmp_path_factory.mktemp("rayup"))))
-        made = [stack.enter_context(closing(Host(bridge, number))) for number in (1, 2, 3, 9)]
-        yield {"key": bridge.private_key} | {host.address: host for host in made}
-
-
-def test_service_outlives_a_lost_host(hosts: dict[str, Any], tmp_path: Path) -> None:
-    *machines, operator = [host for host in hosts.values() if isinstance(host, Host)]
-    config = cluster_file(machines, hosts["key"], tmp_path)
+def test_service_outlives_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
+    machines, operator = hosts.machines, hosts.operator
+    config = cluster_file(machines, hosts.private_key, tmp_path)
     operator.run(
         str(BIN / "ray"), "up", "--yes", "--no-config-cache", str(config),
         timeout_s=300, RAY_UP_enable_autoscaler_v2="0", RAY_USAGE_STATS_ENABLED="0", TERM="dumb",

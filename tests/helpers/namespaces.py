@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,15 @@ class Host:
             assert time.monotonic() < deadline_s, f"no sshd: {(self.home / 'sshd.log').read_text()}"
             assert self._process.poll() is None, f"{self._network} did not boot"
             time.sleep(0.05)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """Three machines with nothing but ssh, and the operator's, who has the key to them."""
+
+    machines: list[Host]
+    operator: Host
+    private_key: Path
 
 
 def _only_child(pid: int) -> int:

@@ -13,6 +13,7 @@ until ray health-check --address "$POD_IP:6379" >/dev/null 2>&1; do
   sleep 1
 done
 
+export RAY_ADDRESS="$POD_IP:6379" # named, so that `auto` waits for the head's own node and does not search for one
 weft serve "$1" --log-level "$2" &
 serve=$!
 is_stopping=0

@@ -57,6 +57,7 @@ ray:
   address: auto
 controller:
   port: {{ .Values.controller.port }}
+  metrics_port: {{ .Values.controller.metricsPort }}
 router:
   port: {{ .Values.router.ports.grpc }}
   http_port: null
