@@ -44,10 +44,12 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """All models, and the replicas that take requests."""
+    """All models and replicas."""
 
     models: tuple[ServedModel, ...]
     replicas: tuple[Endpoint, ...]
+    draining: frozenset[ReplicaId] = frozenset()
+    """Those that finish what they have and get nothing new."""
 
 
 class ModelRoute:
@@ -192,7 +194,8 @@ class Directory:
             else:
                 policy = make_policy(self._config.policy, self._config.prefix, self._rng)
                 self._routes[served.name] = ModelRoute(served, policy)
-        wanted = {(endpoint.model, endpoint.replica_id): endpoint for endpoint in membership.replicas}
+        names = {served.name for served in membership.models}
+        wanted = {(each.model, each.replica_id): each for each in membership.replicas if each.model in names}
         for route in self._routes.values():
             for link in list(route.links.values()):
                 if wanted.get((route.name, link.replica_id)) != link.endpoint:
@@ -200,16 +203,14 @@ class Directory:
                     link.retire()
         for endpoint in wanted.values():
             self._add(endpoint)
-        names = {served.name for served in membership.models}
+            link = self._routes[endpoint.model].links[endpoint.replica_id]
+            link.is_dismissed = endpoint.replica_id in membership.draining
         self._routes = {name: route for name, route in self._routes.items() if name in names}
         self._is_known = True
         self._notify()
 
     def _add(self, endpoint: Endpoint) -> None:
-        route = self._routes.get(endpoint.model)
-        if route is None:
-            logger.warning("replica %s serves model %s, which is not served", endpoint.replica_id, endpoint.model)
-            return
+        route = self._routes[endpoint.model]
         if endpoint.replica_id in route.links:
             return
         link = ReplicaLink(
@@ -269,4 +270,5 @@ def _membership(response: control_pb2.WatchReplicasResponse) -> Membership:
         replicas=tuple(
             Endpoint(replica_id=ReplicaId(r.replica_id), model=r.model, address=r.address) for r in response.replicas
         ),
+        draining=frozenset(ReplicaId(r.replica_id) for r in response.replicas if r.draining),
     )

@@ -94,6 +94,9 @@ class ReplicaLink:
         self.breaker = Breaker(breaker)
         self.state = LinkState.CONNECTING
         self.is_draining = False
+        """The replica says that it goes away."""
+        self.is_dismissed = False
+        """The controller says so."""
         self._router_id = router_id
         self._index = index
         self._config = config
@@ -113,17 +116,13 @@ class ReplicaLink:
 
     def takes_requests(self, now_s: float) -> bool:
         """Say whether a new request may come here."""
-        return (
-            self.state is LinkState.READY
-            and not self.is_draining
-            and not self._is_retired
-            and self.breaker.allows(now_s)
-        )
+        return self.is_ready and self.breaker.allows(now_s)
 
     @property
     def is_ready(self) -> bool:
-        """Connected, with a snapshot, and neither draining nor retired."""
-        return self.state is LinkState.READY and not self.is_draining and not self._is_retired
+        """Connected, with a snapshot, and not about to leave."""
+        is_leaving = self.is_draining or self.is_dismissed or self._is_retired
+        return self.state is LinkState.READY and not is_leaving
 
     def submit(self, submit: replica_pb2.Submit, *, num_pending_tokens: int) -> Inbox:
         """Send a request, and return where its outputs will arrive. Only while `takes_requests`; never blocks."""

@@ -32,17 +32,26 @@ class FakeControl(ControlServicer):
         assert self._server is not None
         await self._server.stop(None)
 
-    def set_replicas(self, replicas: dict[str, str], *, models: Sequence[str] = ("tiny",)) -> None:
-        """Say that these replicas (id -> address) take requests for the first of these models."""
+    def set_replicas(
+        self, replicas: dict[str, str], *, models: Sequence[str] = ("tiny",), draining: Sequence[str] = ()
+    ) -> None:
+        """Say that these replicas (id -> address) take requests for the first of these models, but for some."""
         self._version += 1
-        self._membership = control_pb2.WatchReplicasResponse(
+        membership = control_pb2.WatchReplicasResponse(
             version=self._version,
             models=[control_pb2.ServedModel(name=name, path=f"/{name}", max_context=512) for name in models],
             replicas=[
-                control_pb2.ReplicaEndpoint(replica_id=replica_id, model=models[0], address=address)
+                control_pb2.ReplicaEndpoint(
+                    replica_id=replica_id, model=models[0], address=address, draining=replica_id in draining
+                )
                 for replica_id, address in replicas.items()
             ],
         )
+        self.set_membership(membership)
+
+    def set_membership(self, membership: control_pb2.WatchReplicasResponse) -> None:
+        """Say this."""
+        self._membership = membership
         self._changed.set()
         self._changed = asyncio.Event()
 

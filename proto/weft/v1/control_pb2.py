@@ -24,15 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/control.proto\x12\x07weft.v1\")\n\x14WatchReplicasRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"z\n\x15WatchReplicasResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x06models\x18\x02 \x03(\x0b\x32\x14.weft.v1.ServedModel\x12*\n\x08replicas\x18\x03 \x03(\x0b\x32\x18.weft.v1.ReplicaEndpoint\">\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\"E\n\x0fReplicaEndpoint\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x12\n\x10GetStatusRequest\"\x9d\x01\n\x11GetStatusResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.weft.v1.ModelStatus\x12&\n\x07routers\x18\x02 \x03(\x0b\x32\x15.weft.v1.RouterStatus\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x07 \x01(\t\"h\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12$\n\x06groups\x18\x04 \x03(\x0b\x32\x14.weft.v1.GroupStatus\"\xa7\x02\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.weft.v1.GroupState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x05 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x06 \x01(\r\x12\"\n\x05ranks\x18\x07 \x03(\x0b\x32\x13.weft.v1.RankStatus\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x18\n\x10seconds_in_state\x18\t \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x10\n\x08progress\x18\x0b \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x0c \x01(\t\"]\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05\x61live\x18\x04 \x01(\x08\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\"\xb4\x01\n\x0cRouterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x02 \x01(\t\x12\x14\n\x0chttp_address\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\r\n\x05\x61live\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\t \x01(\x08\"\"\n\x0fShutdownRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\x12\n\x10ShutdownResponse*\xbe\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_STATE_PENDING\x10\x01\x12\x18\n\x14GROUP_STATE_STARTING\x10\x02\x12\x15\n\x11GROUP_STATE_READY\x10\x03\x12\x18\n\x14GROUP_STATE_DRAINING\x10\x04\x12\x16\n\x12GROUP_STATE_FAILED\x10\x05\x12\x17\n\x13GROUP_STATE_STOPPED\x10\x06\x32\xe0\x01\n\x07\x43ontrol\x12P\n\rWatchReplicas\x12\x1d.weft.v1.WatchReplicasRequest\x1a\x1e.weft.v1.WatchReplicasResponse0\x01\x12\x42\n\tGetStatus\x12\x19.weft.v1.GetStatusRequest\x1a\x1a.weft.v1.GetStatusResponse\x12?\n\x08Shutdown\x12\x18.weft.v1.ShutdownRequest\x1a\x19.weft.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/control.proto\x12\x07weft.v1\")\n\x14WatchReplicasRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"z\n\x15WatchReplicasResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x06models\x18\x02 \x03(\x0b\x32\x14.weft.v1.ServedModel\x12*\n\x08replicas\x18\x03 \x03(\x0b\x32\x18.weft.v1.ReplicaEndpoint\">\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\"W\n\x0fReplicaEndpoint\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xf0\x01\n\x11GetStatusResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.weft.v1.ModelStatus\x12&\n\x07routers\x18\x02 \x03(\x0b\x32\x15.weft.v1.RouterStatus\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\"\n\x05nodes\x18\x05 \x03(\x0b\x32\x13.weft.v1.NodeStatus\x12-\n\ncontroller\x18\x06 \x01(\x0b\x32\x19.weft.v1.ControllerStatus\x12\x17\n\x0fmetrics_address\x18\x07 \x01(\t\"1\n\x10\x43ontrollerStatus\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x10\n\x08restarts\x18\x02 \x01(\r\"\x96\x01\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04\x63pus\x18\x03 \x01(\x01\x12\x11\n\tfree_cpus\x18\x04 \x01(\x01\x12\x0c\n\x04gpus\x18\x05 \x01(\x01\x12\x11\n\tfree_gpus\x18\x06 \x01(\x01\x12\x13\n\x0b\x61\x63\x63\x65lerator\x18\x07 \x01(\t\x12\x0f\n\x07\x64rained\x18\x08 \x01(\x08\"\xad\x01\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12$\n\x06groups\x18\x04 \x03(\x0b\x32\x14.weft.v1.GroupStatus\x12\x16\n\x0eready_replicas\x18\x05 \x01(\r\x12\x10\n\x08revision\x18\x06 \x01(\r\x12\x19\n\x11previous_revision\x18\x07 \x01(\r\"\xca\x02\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\"\n\x05state\x18\x03 \x01(\x0e\x32\x13.weft.v1.GroupState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x05 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x06 \x01(\r\x12\"\n\x05ranks\x18\x07 \x03(\x0b\x32\x13.weft.v1.RankStatus\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x18\n\x10seconds_in_state\x18\t \x01(\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x10\n\x08progress\x18\x0b \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x0c \x01(\t\x12\x10\n\x08revision\x18\r \x01(\r\x12\x0f\n\x07leaving\x18\x0e \x01(\x08\"]\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05\x61live\x18\x04 \x01(\x08\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\"\xb4\x01\n\x0cRouterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x02 \x01(\t\x12\x14\n\x0chttp_address\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\r\n\x05\x61live\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x07 \x01(\t\x12\x10\n\x08restarts\x18\x08 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\t \x01(\x08\"\"\n\x0fShutdownRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\x12\n\x10ShutdownResponse\"6\n\x0c\x41pplyRequest\x12\x15\n\rsettings_json\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"1\n\rApplyResponse\x12 \n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x0f.weft.v1.Change\"J\n\x06\x43hange\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.weft.v1.ChangeKind\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x03(\t\"/\n\x0cScaleRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\"*\n\rScaleResponse\x12\x19\n\x11previous_replicas\x18\x01 \x01(\r\"D\n\x0eRolloutRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rsettings_json\x18\x02 \x01(\t\x12\x0c\n\x04undo\x18\x03 \x01(\x08\"D\n\x0fRolloutResponse\x12\x1f\n\x06\x63hange\x18\x01 \x01(\x0b\x32\x0f.weft.v1.Change\x12\x10\n\x08revision\x18\x02 \x01(\r\"N\n\x0c\x44rainRequest\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x14\n\x07grace_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04undo\x18\x03 \x01(\x08\x42\n\n\x08_grace_s\"5\n\rDrainResponse\x12\x13\n\x0breplica_ids\x18\x01 \x03(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"\x9d\x01\n\x0fReadLogsRequest\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x36\n\x07offsets\x18\x02 \x03(\x0b\x32%.weft.v1.ReadLogsRequest.OffsetsEntry\x12\x12\n\ntail_bytes\x18\x03 \x01(\x04\x1a.\n\x0cOffsetsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"5\n\x10ReadLogsResponse\x12!\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x11.weft.v1.LogChunk\"M\n\x08LogChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x13\n\x0bnext_offset\x18\x03 \x01(\x04\x12\x10\n\x08has_more\x18\x04 \x01(\x08*\xbe\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_STATE_PENDING\x10\x01\x12\x18\n\x14GROUP_STATE_STARTING\x10\x02\x12\x15\n\x11GROUP_STATE_READY\x10\x03\x12\x18\n\x14GROUP_STATE_DRAINING\x10\x04\x12\x16\n\x12GROUP_STATE_FAILED\x10\x05\x12\x17\n\x13GROUP_STATE_STOPPED\x10\x06*\x9f\x01\n\nChangeKind\x12\x1b\n\x17\x43HANGE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43HANGE_KIND_ADD\x10\x01\x12\x16\n\x12\x43HANGE_KIND_REMOVE\x10\x02\x12\x15\n\x11\x43HANGE_KIND_SCALE\x10\x03\x12\x17\n\x13\x43HANGE_KIND_ROLLOUT\x10\x04\x12\x17\n\x13\x43HANGE_KIND_IGNORED\x10\x05\x32\x87\x04\n\x07\x43ontrol\x12P\n\rWatchReplicas\x12\x1d.weft.v1.WatchReplicasRequest\x1a\x1e.weft.v1.WatchReplicasResponse0\x01\x12\x42\n\tGetStatus\x12\x19.weft.v1.GetStatusRequest\x1a\x1a.weft.v1.GetStatusResponse\x12\x36\n\x05\x41pply\x12\x15.weft.v1.ApplyRequest\x1a\x16.weft.v1.ApplyResponse\x12\x36\n\x05Scale\x12\x15.weft.v1.ScaleRequest\x1a\x16.weft.v1.ScaleResponse\x12<\n\x07Rollout\x12\x17.weft.v1.RolloutRequest\x1a\x18.weft.v1.RolloutResponse\x12\x36\n\x05\x44rain\x12\x15.weft.v1.DrainRequest\x1a\x16.weft.v1.DrainResponse\x12?\n\x08ReadLogs\x12\x18.weft.v1.ReadLogsRequest\x1a\x19.weft.v1.ReadLogsResponse\x12?\n\x08Shutdown\x12\x18.weft.v1.ShutdownRequest\x1a\x19.weft.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPSTATE']._serialized_start=1255
-  _globals['_GROUPSTATE']._serialized_end=1445
+  _globals['_READLOGSREQUEST_OFFSETSENTRY']._loaded_options = None
+  _globals['_READLOGSREQUEST_OFFSETSENTRY']._serialized_options = b'8\001'
+  _globals['_GROUPSTATE']._serialized_start=2510
+  _globals['_GROUPSTATE']._serialized_end=2700
+  _globals['_CHANGEKIND']._serialized_start=2703
+  _globals['_CHANGEKIND']._serialized_end=2862
   _globals['_WATCHREPLICASREQUEST']._serialized_start=34
   _globals['_WATCHREPLICASREQUEST']._serialized_end=75
   _globals['_WATCHREPLICASRESPONSE']._serialized_start=77
@@ -40,23 +44,53 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVEDMODEL']._serialized_start=201
   _globals['_SERVEDMODEL']._serialized_end=263
   _globals['_REPLICAENDPOINT']._serialized_start=265
-  _globals['_REPLICAENDPOINT']._serialized_end=334
-  _globals['_GETSTATUSREQUEST']._serialized_start=336
-  _globals['_GETSTATUSREQUEST']._serialized_end=354
-  _globals['_GETSTATUSRESPONSE']._serialized_start=357
-  _globals['_GETSTATUSRESPONSE']._serialized_end=514
-  _globals['_MODELSTATUS']._serialized_start=516
-  _globals['_MODELSTATUS']._serialized_end=620
-  _globals['_GROUPSTATUS']._serialized_start=623
-  _globals['_GROUPSTATUS']._serialized_end=918
-  _globals['_RANKSTATUS']._serialized_start=920
-  _globals['_RANKSTATUS']._serialized_end=1013
-  _globals['_ROUTERSTATUS']._serialized_start=1016
-  _globals['_ROUTERSTATUS']._serialized_end=1196
-  _globals['_SHUTDOWNREQUEST']._serialized_start=1198
-  _globals['_SHUTDOWNREQUEST']._serialized_end=1232
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=1234
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=1252
-  _globals['_CONTROL']._serialized_start=1448
-  _globals['_CONTROL']._serialized_end=1672
+  _globals['_REPLICAENDPOINT']._serialized_end=352
+  _globals['_GETSTATUSREQUEST']._serialized_start=354
+  _globals['_GETSTATUSREQUEST']._serialized_end=372
+  _globals['_GETSTATUSRESPONSE']._serialized_start=375
+  _globals['_GETSTATUSRESPONSE']._serialized_end=615
+  _globals['_CONTROLLERSTATUS']._serialized_start=617
+  _globals['_CONTROLLERSTATUS']._serialized_end=666
+  _globals['_NODESTATUS']._serialized_start=669
+  _globals['_NODESTATUS']._serialized_end=819
+  _globals['_MODELSTATUS']._serialized_start=822
+  _globals['_MODELSTATUS']._serialized_end=995
+  _globals['_GROUPSTATUS']._serialized_start=998
+  _globals['_GROUPSTATUS']._serialized_end=1328
+  _globals['_RANKSTATUS']._serialized_start=1330
+  _globals['_RANKSTATUS']._serialized_end=1423
+  _globals['_ROUTERSTATUS']._serialized_start=1426
+  _globals['_ROUTERSTATUS']._serialized_end=1606
+  _globals['_SHUTDOWNREQUEST']._serialized_start=1608
+  _globals['_SHUTDOWNREQUEST']._serialized_end=1642
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=1644
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=1662
+  _globals['_APPLYREQUEST']._serialized_start=1664
+  _globals['_APPLYREQUEST']._serialized_end=1718
+  _globals['_APPLYRESPONSE']._serialized_start=1720
+  _globals['_APPLYRESPONSE']._serialized_end=1769
+  _globals['_CHANGE']._serialized_start=1771
+  _globals['_CHANGE']._serialized_end=1845
+  _globals['_SCALEREQUEST']._serialized_start=1847
+  _globals['_SCALEREQUEST']._serialized_end=1894
+  _globals['_SCALERESPONSE']._serialized_start=1896
+  _globals['_SCALERESPONSE']._serialized_end=1938
+  _globals['_ROLLOUTREQUEST']._serialized_start=1940
+  _globals['_ROLLOUTREQUEST']._serialized_end=2008
+  _globals['_ROLLOUTRESPONSE']._serialized_start=2010
+  _globals['_ROLLOUTRESPONSE']._serialized_end=2078
+  _globals['_DRAINREQUEST']._serialized_start=2080
+  _globals['_DRAINREQUEST']._serialized_end=2158
+  _globals['_DRAINRESPONSE']._serialized_start=2160
+  _globals['_DRAINRESPONSE']._serialized_end=2213
+  _globals['_READLOGSREQUEST']._serialized_start=2216
+  _globals['_READLOGSREQUEST']._serialized_end=2373
+  _globals['_READLOGSREQUEST_OFFSETSENTRY']._serialized_start=2327
+  _globals['_READLOGSREQUEST_OFFSETSENTRY']._serialized_end=2373
+  _globals['_READLOGSRESPONSE']._serialized_start=2375
+  _globals['_READLOGSRESPONSE']._serialized_end=2428
+  _globals['_LOGCHUNK']._serialized_start=2430
+  _globals['_LOGCHUNK']._serialized_end=2507
+  _globals['_CONTROL']._serialized_start=2865
+  _globals['_CONTROL']._serialized_end=3384
 # @@protoc_insertion_point(module_scope)

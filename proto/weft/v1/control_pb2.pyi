@@ -46,6 +46,33 @@ GROUP_STATE_FAILED: GroupState.ValueType  # 5
 GROUP_STATE_STOPPED: GroupState.ValueType  # 6
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
+class _ChangeKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChangeKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHANGE_KIND_UNSPECIFIED: _ChangeKind.ValueType  # 0
+    CHANGE_KIND_ADD: _ChangeKind.ValueType  # 1
+    CHANGE_KIND_REMOVE: _ChangeKind.ValueType  # 2
+    CHANGE_KIND_SCALE: _ChangeKind.ValueType  # 3
+    CHANGE_KIND_ROLLOUT: _ChangeKind.ValueType  # 4
+    """Other settings or weights: a rollout."""
+    CHANGE_KIND_IGNORED: _ChangeKind.ValueType  # 5
+    """Cannot change while the service runs."""
+
+class ChangeKind(_ChangeKind, metaclass=_ChangeKindEnumTypeWrapper): ...
+
+CHANGE_KIND_UNSPECIFIED: ChangeKind.ValueType  # 0
+CHANGE_KIND_ADD: ChangeKind.ValueType  # 1
+CHANGE_KIND_REMOVE: ChangeKind.ValueType  # 2
+CHANGE_KIND_SCALE: ChangeKind.ValueType  # 3
+CHANGE_KIND_ROLLOUT: ChangeKind.ValueType  # 4
+"""Other settings or weights: a rollout."""
+CHANGE_KIND_IGNORED: ChangeKind.ValueType  # 5
+"""Cannot change while the service runs."""
+Global___ChangeKind: _TypeAlias = ChangeKind  # noqa: Y015
+
 @_typing.final
 class WatchReplicasRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -78,7 +105,7 @@ class WatchReplicasResponse(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]: ...
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaEndpoint]:
-        """Those that take requests now."""
+        """Those that take requests now, and those that finish what they have."""
 
     def __init__(
         self,
@@ -128,20 +155,24 @@ class ReplicaEndpoint(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     model: _builtins.str
     address: _builtins.str
     """host:port of its weft.v1.Replica service."""
+    draining: _builtins.bool
+    """It finishes what it has and takes nothing new."""
     def __init__(
         self,
         *,
         replica_id: _builtins.str = ...,
         model: _builtins.str = ...,
         address: _builtins.str = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "model", b"model", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "model", b"model", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -170,6 +201,8 @@ class GetStatusResponse(_message.Message):
     ROUTERS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    CONTROLLER_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
@@ -179,6 +212,10 @@ class GetStatusResponse(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
     @_builtins.property
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterStatus]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
+    @_builtins.property
+    def controller(self) -> Global___ControllerStatus: ...
     def __init__(
         self,
         *,
@@ -186,15 +223,83 @@ class GetStatusResponse(_message.Message):
         routers: _abc.Iterable[Global___RouterStatus] | None = ...,
         version: _builtins.str = ...,
         uptime_s: _builtins.float = ...,
+        nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
+        controller: Global___ControllerStatus | None = ...,
         metrics_address: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics_address", b"metrics_address", "models", b"models", "routers", b"routers", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "metrics_address", b"metrics_address", "models", b"models", "nodes", b"nodes", "routers", b"routers", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ControllerStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    restarts: _builtins.int
+    """It died and came back so often; the groups went on meanwhile."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        restarts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pid", b"pid", "restarts", b"restarts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerStatus: _TypeAlias = ControllerStatus  # noqa: Y015
+
+@_typing.final
+class NodeStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
+    FREE_CPUS_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    FREE_GPUS_FIELD_NUMBER: _builtins.int
+    ACCELERATOR_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Of Ray."""
+    address: _builtins.str
+    cpus: _builtins.float
+    free_cpus: _builtins.float
+    gpus: _builtins.float
+    free_gpus: _builtins.float
+    accelerator: _builtins.str
+    """As Ray names the type of its accelerators; empty: none."""
+    drained: _builtins.bool
+    """No group is placed here until the drain is undone."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        cpus: _builtins.float = ...,
+        free_cpus: _builtins.float = ...,
+        gpus: _builtins.float = ...,
+        free_gpus: _builtins.float = ...,
+        accelerator: _builtins.str = ...,
+        drained: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator", b"accelerator", "address", b"address", "cpus", b"cpus", "drained", b"drained", "free_cpus", b"free_cpus", "free_gpus", b"free_gpus", "gpus", b"gpus", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 
 @_typing.final
 class ModelStatus(_message.Message):
@@ -204,9 +309,17 @@ class ModelStatus(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     WANTED_REPLICAS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    READY_REPLICAS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    PREVIOUS_REVISION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     wanted_replicas: _builtins.int
+    ready_replicas: _builtins.int
+    revision: _builtins.int
+    """Of the settings that are wanted now; every rollout has a new one."""
+    previous_revision: _builtins.int
+    """What `--undo` goes back to; 0: nothing."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]: ...
     def __init__(
@@ -216,10 +329,13 @@ class ModelStatus(_message.Message):
         path: _builtins.str = ...,
         wanted_replicas: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupStatus] | None = ...,
+        ready_replicas: _builtins.int = ...,
+        revision: _builtins.int = ...,
+        previous_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "name", b"name", "path", b"path", "wanted_replicas", b"wanted_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "name", b"name", "path", b"path", "previous_revision", b"previous_revision", "ready_replicas", b"ready_replicas", "revision", b"revision", "wanted_replicas", b"wanted_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -241,6 +357,8 @@ class GroupStatus(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     replica_id: _builtins.str
     """Of the replica that this formation of the group runs; new at each formation."""
@@ -254,6 +372,10 @@ class GroupStatus(_message.Message):
     progress: _builtins.float
     """0 to 1 while it starts."""
     metrics_address: _builtins.str
+    revision: _builtins.int
+    """Of the settings that it runs."""
+    leaving: _builtins.bool
+    """It is on its way out and is not replaced by itself."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
     def __init__(
@@ -271,10 +393,12 @@ class GroupStatus(_message.Message):
         address: _builtins.str = ...,
         progress: _builtins.float = ...,
         metrics_address: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "detail", b"detail", "group_id", b"group_id", "metrics_address", b"metrics_address", "pipeline_parallel", b"pipeline_parallel", "progress", b"progress", "ranks", b"ranks", "replica_id", b"replica_id", "restarts", b"restarts", "seconds_in_state", b"seconds_in_state", "state", b"state", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "detail", b"detail", "group_id", b"group_id", "leaving", b"leaving", "metrics_address", b"metrics_address", "pipeline_parallel", b"pipeline_parallel", "progress", b"progress", "ranks", b"ranks", "replica_id", b"replica_id", "restarts", b"restarts", "revision", b"revision", "seconds_in_state", b"seconds_in_state", "state", b"state", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -391,3 +515,325 @@ class ShutdownResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShutdownResponse: _TypeAlias = ShutdownResponse  # noqa: Y015
+
+@_typing.final
+class ApplyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTINGS_JSON_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    settings_json: _builtins.str
+    """A cluster file as JSON, with the keys of the YAML file; what is outside `models` is read at start only."""
+    dry_run: _builtins.bool
+    """Say what would change, and change nothing."""
+    def __init__(
+        self,
+        *,
+        settings_json: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "settings_json", b"settings_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRequest: _TypeAlias = ApplyRequest  # noqa: Y015
+
+@_typing.final
+class ApplyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Change]:
+        """Nothing in it: everything is as wanted already."""
+
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[Global___Change] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyResponse: _TypeAlias = ApplyResponse  # noqa: Y015
+
+@_typing.final
+class Change(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    kind: Global___ChangeKind.ValueType
+    name: _builtins.str
+    """The model's name, or a section of the file that is ignored."""
+    @_builtins.property
+    def details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """A line for each setting: "max_context: 512 -> 1024"."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___ChangeKind.ValueType = ...,
+        name: _builtins.str = ...,
+        details: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "kind", b"kind", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Change: _TypeAlias = Change  # noqa: Y015
+
+@_typing.final
+class ScaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    replicas: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleRequest: _TypeAlias = ScaleRequest  # noqa: Y015
+
+@_typing.final
+class ScaleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_REPLICAS_FIELD_NUMBER: _builtins.int
+    previous_replicas: _builtins.int
+    def __init__(
+        self,
+        *,
+        previous_replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous_replicas", b"previous_replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleResponse: _TypeAlias = ScaleResponse  # noqa: Y015
+
+@_typing.final
+class RolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SETTINGS_JSON_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    settings_json: _builtins.str
+    """Settings to change, as JSON with the keys of the model's section; empty: the same again, with the weights read anew."""
+    undo: _builtins.bool
+    """Back to the revision before; settings must be empty."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        settings_json: _builtins.str = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "settings_json", b"settings_json", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutRequest: _TypeAlias = RolloutRequest  # noqa: Y015
+
+@_typing.final
+class RolloutResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGE_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    @_builtins.property
+    def change(self) -> Global___Change: ...
+    def __init__(
+        self,
+        *,
+        change: Global___Change | None = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutResponse: _TypeAlias = RolloutResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """A replica, a group, or a node by its address or Ray id."""
+    grace_s: _builtins.float
+    """Seconds until requests in flight move to other replicas; absent: what the model's settings say."""
+    undo: _builtins.bool
+    """Of a node: place groups there again."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        grace_s: _builtins.float | None = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "grace_s", b"grace_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "grace_s", b"grace_s", "target", b"target", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_s: _TypeAlias = _typing.Literal["grace_s"]  # noqa: Y015
+    _WhichOneofArgType__grace_s: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_s) -> _WhichOneofReturnType__grace_s | None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Where the target is a node."""
+    @_builtins.property
+    def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that leave."""
+
+    def __init__(
+        self,
+        *,
+        replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        node_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "replica_ids", b"replica_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class ReadLogsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OffsetsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    TAIL_BYTES_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """"controller", "router", a router's id, a model, a group or a replica; empty: everything."""
+    tail_bytes: _builtins.int
+    """Of a log that is not in `offsets`: begin so many bytes before its end."""
+    @_builtins.property
+    def offsets(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """How far each log was read, as the last response said."""
+
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        offsets: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        tail_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets", b"offsets", "tail_bytes", b"tail_bytes", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLogsRequest: _TypeAlias = ReadLogsRequest  # noqa: Y015
+
+@_typing.final
+class ReadLogsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogChunk]: ...
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___LogChunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLogsResponse: _TypeAlias = ReadLogsResponse  # noqa: Y015
+
+@_typing.final
+class LogChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    NEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    HAS_MORE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"controller", "router-0", "m-0.1/0": replica and rank."""
+    data: _builtins.bytes
+    next_offset: _builtins.int
+    has_more: _builtins.bool
+    """There is more of it already."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        next_offset: _builtins.int = ...,
+        has_more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "has_more", b"has_more", "name", b"name", "next_offset", b"next_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogChunk: _TypeAlias = LogChunk  # noqa: Y015

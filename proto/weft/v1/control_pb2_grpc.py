@@ -44,6 +44,31 @@ class ControlStub:
                 request_serializer=weft_dot_v1_dot_control__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_control__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Apply = channel.unary_unary(
+                '/weft.v1.Control/Apply',
+                request_serializer=weft_dot_v1_dot_control__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_control__pb2.ApplyResponse.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/weft.v1.Control/Scale',
+                request_serializer=weft_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_control__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.Rollout = channel.unary_unary(
+                '/weft.v1.Control/Rollout',
+                request_serializer=weft_dot_v1_dot_control__pb2.RolloutRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_control__pb2.RolloutResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/weft.v1.Control/Drain',
+                request_serializer=weft_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_control__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.ReadLogs = channel.unary_unary(
+                '/weft.v1.Control/ReadLogs',
+                request_serializer=weft_dot_v1_dot_control__pb2.ReadLogsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_control__pb2.ReadLogsResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/weft.v1.Control/Shutdown',
                 request_serializer=weft_dot_v1_dot_control__pb2.ShutdownRequest.SerializeToString,
@@ -67,6 +92,41 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Apply(self, request, context):
+        """Wants exactly the models that are named: adds, changes and removes. Says what that means; doing it again changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Wants another number of replicas of a model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rollout(self, request, context):
+        """Replaces the groups of a model one by one, each when its successor is READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Takes a replica, or every replica of a node, out of service; others take their place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLogs(self, request, context):
+        """Reads on in the logs of routers, ranks and the controller, dead ones of late included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Stops routers and groups, then the controller.
         """
@@ -86,6 +146,31 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=weft_dot_v1_dot_control__pb2.GetStatusRequest.FromString,
                     response_serializer=weft_dot_v1_dot_control__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Apply': grpc.unary_unary_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=weft_dot_v1_dot_control__pb2.ApplyRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_control__pb2.ApplyResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=weft_dot_v1_dot_control__pb2.ScaleRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_control__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Rollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollout,
+                    request_deserializer=weft_dot_v1_dot_control__pb2.RolloutRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_control__pb2.RolloutResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=weft_dot_v1_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'ReadLogs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadLogs,
+                    request_deserializer=weft_dot_v1_dot_control__pb2.ReadLogsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_control__pb2.ReadLogsResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -147,6 +232,141 @@ class Control:
             '/weft.v1.Control/GetStatus',
             weft_dot_v1_dot_control__pb2.GetStatusRequest.SerializeToString,
             weft_dot_v1_dot_control__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Apply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.Control/Apply',
+            weft_dot_v1_dot_control__pb2.ApplyRequest.SerializeToString,
+            weft_dot_v1_dot_control__pb2.ApplyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.Control/Scale',
+            weft_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
+            weft_dot_v1_dot_control__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.Control/Rollout',
+            weft_dot_v1_dot_control__pb2.RolloutRequest.SerializeToString,
+            weft_dot_v1_dot_control__pb2.RolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.Control/Drain',
+            weft_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+            weft_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.Control/ReadLogs',
+            weft_dot_v1_dot_control__pb2.ReadLogsRequest.SerializeToString,
+            weft_dot_v1_dot_control__pb2.ReadLogsResponse.FromString,
             options,
             channel_credentials,
             insecure,

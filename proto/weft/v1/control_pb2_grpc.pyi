@@ -34,6 +34,16 @@ class ControlStub:
     WatchReplicas: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchReplicasRequest, _control_pb2.WatchReplicasResponse]
     """Streams the whole membership, now and at every change."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]
+    Apply: _grpc.UnaryUnaryMultiCallable[_control_pb2.ApplyRequest, _control_pb2.ApplyResponse]
+    """Wants exactly the models that are named: adds, changes and removes. Says what that means; doing it again changes nothing."""
+    Scale: _grpc.UnaryUnaryMultiCallable[_control_pb2.ScaleRequest, _control_pb2.ScaleResponse]
+    """Wants another number of replicas of a model."""
+    Rollout: _grpc.UnaryUnaryMultiCallable[_control_pb2.RolloutRequest, _control_pb2.RolloutResponse]
+    """Replaces the groups of a model one by one, each when its successor is READY."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
+    """Takes a replica, or every replica of a node, out of service; others take their place."""
+    ReadLogs: _grpc.UnaryUnaryMultiCallable[_control_pb2.ReadLogsRequest, _control_pb2.ReadLogsResponse]
+    """Reads on in the logs of routers, ranks and the controller, dead ones of late included."""
     Shutdown: _grpc.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]
     """Stops routers and groups, then the controller."""
 
@@ -43,6 +53,16 @@ class ControlAsyncStub(ControlStub):
     WatchReplicas: _aio.UnaryStreamMultiCallable[_control_pb2.WatchReplicasRequest, _control_pb2.WatchReplicasResponse]  # type: ignore[assignment]
     """Streams the whole membership, now and at every change."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]  # type: ignore[assignment]
+    Apply: _aio.UnaryUnaryMultiCallable[_control_pb2.ApplyRequest, _control_pb2.ApplyResponse]  # type: ignore[assignment]
+    """Wants exactly the models that are named: adds, changes and removes. Says what that means; doing it again changes nothing."""
+    Scale: _aio.UnaryUnaryMultiCallable[_control_pb2.ScaleRequest, _control_pb2.ScaleResponse]  # type: ignore[assignment]
+    """Wants another number of replicas of a model."""
+    Rollout: _aio.UnaryUnaryMultiCallable[_control_pb2.RolloutRequest, _control_pb2.RolloutResponse]  # type: ignore[assignment]
+    """Replaces the groups of a model one by one, each when its successor is READY."""
+    Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
+    """Takes a replica, or every replica of a node, out of service; others take their place."""
+    ReadLogs: _aio.UnaryUnaryMultiCallable[_control_pb2.ReadLogsRequest, _control_pb2.ReadLogsResponse]  # type: ignore[assignment]
+    """Reads on in the logs of routers, ranks and the controller, dead ones of late included."""
     Shutdown: _aio.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]  # type: ignore[assignment]
     """Stops routers and groups, then the controller."""
 
@@ -61,6 +81,46 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.GetStatusResponse, _abc.Awaitable[_control_pb2.GetStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Apply(
+        self,
+        request: _control_pb2.ApplyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ApplyResponse, _abc.Awaitable[_control_pb2.ApplyResponse]]:
+        """Wants exactly the models that are named: adds, changes and removes. Says what that means; doing it again changes nothing."""
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _control_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ScaleResponse, _abc.Awaitable[_control_pb2.ScaleResponse]]:
+        """Wants another number of replicas of a model."""
+
+    @_abc_1.abstractmethod
+    def Rollout(
+        self,
+        request: _control_pb2.RolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RolloutResponse, _abc.Awaitable[_control_pb2.RolloutResponse]]:
+        """Replaces the groups of a model one by one, each when its successor is READY."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _control_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
+        """Takes a replica, or every replica of a node, out of service; others take their place."""
+
+    @_abc_1.abstractmethod
+    def ReadLogs(
+        self,
+        request: _control_pb2.ReadLogsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ReadLogsResponse, _abc.Awaitable[_control_pb2.ReadLogsResponse]]:
+        """Reads on in the logs of routers, ranks and the controller, dead ones of late included."""
 
     @_abc_1.abstractmethod
     def Shutdown(

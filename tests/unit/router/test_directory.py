@@ -11,7 +11,7 @@ from helpers.fake_control import FakeControl
 from helpers.fake_replica import HASH_KEY, FakeReplica
 from helpers.router_harness import prompt_ids, router_config, running_router, text_request, until
 from weft.block_hash import block_hashes, root_hash
-from weft.v1 import replica_pb2
+from weft.v1 import control_pb2, replica_pb2
 
 from router.directory import Directory, ModelRoute, ServedModel
 from router.errors import ModelNotFoundError, NoReplicaError
@@ -75,6 +75,50 @@ async def test_replicas_join_and_leave() -> None:
         assert set(route.links) == {"b"}
         await a.wait_until(lambda: not a.streams)
         assert b.num_connections == 1
+    await control.stop()
+
+
+async def test_draining_replica_keeps_its_link_and_its_requests_and_gets_no_new_ones() -> None:
+    control = FakeControl()
+    await control.start()
+    async with (
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("b") as b,
+        running_router(router_config(control=control.address)) as router,
+    ):
+        control.set_replicas({"a": a.address})
+        await router.wait_ready(1)
+        first = asyncio.create_task(router.generate(text_request("hello", max_tokens=6)))
+        await until(lambda: bool(a.num_requests))
+        control.set_replicas({"a": a.address, "b": b.address}, draining=["a"])
+        for _ in range(3):
+            answer = await router.generate(text_request("hello"))
+            assert answer.finished is not None
+            assert list(answer.finished.replica_ids) == ["b"]
+        assert a.num_connections == 1
+        a.resume()
+        answer = await first
+        assert answer.finished is not None
+        assert list(answer.finished.replica_ids) == ["a"]
+        control.set_replicas({"b": b.address})
+        await a.wait_until(lambda: not a.streams)
+    await control.stop()
+
+
+async def test_replicas_of_a_model_that_is_no_longer_served_are_left() -> None:
+    control = FakeControl()
+    await control.start()
+    async with FakeReplica("a") as a, running_directory(control=control.address) as directory:
+        control.set_replicas({"a": a.address}, models=("tiny", "big"))
+        await until_ready(directory, 1)
+        membership = control_pb2.WatchReplicasResponse(
+            version=9,
+            models=[control_pb2.ServedModel(name="big", path="/big")],
+            replicas=[control_pb2.ReplicaEndpoint(replica_id="a", model="tiny", address=a.address, draining=True)],
+        )
+        control.set_membership(membership)
+        await a.wait_until(lambda: not a.streams)
+        assert [route.name for route in directory.routes] == ["big"]
     await control.stop()
 
 
