@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
@@ -49,7 +49,13 @@ class ModelSpec:
     replicas: int
     cpus_per_rank: float
     """Ray CPUs that each rank reserves."""
+    accelerator: str | None
+    """Type of the GPUs, as Ray names it; None: any."""
     start_timeout_s: float
+    drain_timeout_s: float
+    """Seconds until requests on a group that leaves move to another replica."""
+    section: "ModelSection"
+    """The settings that this was made from."""
     engine: EngineConfig
     """Its `model` is `source` until a rank resolves it on its own node."""
 
@@ -76,6 +82,8 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+_SectionT = TypeVar("_SectionT", bound=_Section)
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -86,7 +94,7 @@ class ModelSection(_Section):
     """A folder in Hugging Face layout, a packaged name or a hub id."""
     name: str | None = None
     """What clients call it; None: the last part of `path`."""
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Annotated[int, Field(ge=0)] = 1
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     expert_parallel: bool = False
@@ -101,8 +109,29 @@ class ModelSection(_Section):
     """A formation that is not READY after so long is torn down."""
     cpus_per_rank: Annotated[float, Field(ge=0.001)] = 0.01
     """Ray CPUs that each rank reserves, a fraction or a whole number; raise it to spread CPU replicas over nodes."""
+    min_replicas: Annotated[int, Field(ge=0)] = 0
+    """Bounds of `replicas`, for whoever changes it while the service runs."""
+    max_replicas: Annotated[int, Field(ge=1)] | None = None
+    accelerator: str | None = None
+    """Place ranks only on GPUs of this type, as Ray names it: "A100", "H100", "L4" and so on; None: on any."""
+    drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
+    """Requests on a group that leaves may take so long; then they move to another replica with the tokens they have."""
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.name or Path(self.path).name
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> "ModelSection":
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError(
+                f"max_replicas is {self.max_replicas}; allowed: at least min_replicas, {self.min_replicas}"
+            )
+        check_replicas(self, self.replicas)
+        return self
 
     @field_validator("cpus_per_rank")
     @classmethod
@@ -130,13 +159,24 @@ class ModelSection(_Section):
             ),
         )
         return ModelSpec(
-            name=self.name or Path(self.path).name,
+            name=self.served_name,
             source=self.path,
             replicas=self.replicas,
             cpus_per_rank=self.cpus_per_rank,
+            accelerator=self.accelerator,
             start_timeout_s=self.start_timeout_s,
+            drain_timeout_s=self.drain_timeout_s,
+            section=self,
             engine=engine,
         )
+
+
+def check_replicas(section: ModelSection, replicas: int) -> None:
+    """Raise ValueError when a model may not have so many replicas."""
+    least, most = section.min_replicas, section.max_replicas
+    if replicas < least or (most is not None and replicas > most):
+        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ValueError(f"replicas is {replicas}; allowed: {bounds}")
 
 
 class RouterSection(_Section):
@@ -220,13 +260,14 @@ def load_cluster_file(path: Path) -> dict[str, Any]:
     return data
 
 
+def build_section(data: Mapping[str, Any]) -> ModelSection:
+    """Check one model's settings. Raises ClusterConfigError naming every fault by its dotted path."""
+    return _validate(ModelSection, data)
+
+
 def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
     """Check settings and freeze them. Raises ClusterConfigError naming every fault by its dotted path."""
-    try:
-        # Through JSON: strict mode there takes mappings for dataclasses and names for enums, and coerces nothing else.
-        file = ClusterFile.model_validate_json(json.dumps(data, default=str))
-    except ValidationError as error:
-        raise ClusterConfigError("\n".join(_describe(fault) for fault in _innermost(error.errors()))) from error
+    file = _validate(ClusterFile, data)
     models = []
     for index, section in enumerate(file.models):
         try:
@@ -244,6 +285,15 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
         router=file.router.to_config(host=file.host, control=control, tracing=file.tracing),
         ray_address=file.ray.address,
     )
+
+
+def _validate(kind: type[_SectionT], data: Mapping[str, Any]) -> _SectionT:
+    try:
+        # Through JSON: strict mode there takes mappings for dataclasses and names for enums, and coerces nothing else.
+        return kind.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        faults = _innermost(error.errors())
+        raise ClusterConfigError("\n".join(_describe(kind, fault) for fault in faults)) from error
 
 
 def _check_unique(models: list[ModelSpec]) -> None:
@@ -283,11 +333,11 @@ def _innermost(faults: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _describe(fault: Any) -> str:
+def _describe(kind: type[_Section], fault: Any) -> str:
     path = _dotted(fault["loc"])
     match fault["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
-            return f"{path}: unknown key; allowed: {_keys(_section_at(fault['loc'][:-1]))}"
+            return f"{path}: unknown key; allowed: {_keys(_section_at(kind, fault['loc'][:-1]))}"
         case "missing":
             return f"{path}: missing"
         case "too_short":
@@ -311,8 +361,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _section_at(loc: tuple[str | int, ...]) -> Any:
-    section: Any = ClusterFile
+def _section_at(kind: type[_Section], loc: tuple[str | int, ...]) -> Any:
+    section: Any = kind
     for part in loc:
         section = section.model_fields[part].annotation if isinstance(part, str) else get_args(section)[0]
     return section

@@ -5,7 +5,10 @@ ClusterError
 ├── ModelNotFoundError      no folder, packaged model or hub id of this name can be had
 ├── StartError              the service did not come up; the message says what stopped it
 ├── RayError                Ray could not be started or reached
-└── ControllerError         the controller cannot be reached, or answered with an error
+├── NotServedError          no model, replica, group or node of this name; the message lists those there are
+├── GroupTerminatedError    a replica group was told to end from outside, by SIGTERM
+├── ControllerError         the controller cannot be reached, or answered with an error
+└── RequestError            the router cannot be reached, or refused the request
 """
 
 
@@ -27,6 +30,14 @@ class StartError(ClusterError):
 
 class RayError(ClusterError):
     """Ray could not be started or reached."""
+
+
+class NotServedError(ClusterError, LookupError):
+    """No model, replica, group or node of this name; the message lists those there are."""
+
+
+class GroupTerminatedError(ClusterError):
+    """A replica group was told to end from outside, by SIGTERM."""
 
 
 class ControllerError(ClusterError):

@@ -24,7 +24,7 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
         ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
         StartError: a port is taken, or tracing is on and not installed.
     """
-    models = tuple(_check_model(model) for model in spec.models)
+    models = tuple(check_model(model) for model in spec.models)
     try:
         check_tracing(spec.router.tracing)
     except RouterConfigError as error:
@@ -34,7 +34,12 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
     return replace(spec, models=models)
 
 
-def _check_model(model: ModelSpec) -> ModelSpec:
+def check_model(model: ModelSpec) -> ModelSpec:
+    """Return the model with its folder made absolute.
+
+    Raises:
+        ModelNotFoundError, ModelError, EngineConfigError: it cannot be had, described or split as wanted.
+    """
     folder = resolve_model(model.source)
     description = describe_model(folder)
     parallel = model.engine.parallel
@@ -50,7 +55,9 @@ def _check_model(model: ModelSpec) -> ModelSpec:
             f"max_context is {wanted}; allowed: at most that of the model, {description.max_context}"
         )
     if Path(model.source).expanduser().is_dir():
-        return replace(model, source=str(folder), engine=replace(model.engine, model=str(folder)))
+        # The name is kept where it is the last part of the path, which may be another one now.
+        section = model.section.model_copy(update={"path": str(folder), "name": model.name})
+        return section.to_spec(model.engine.hash_key)
     return model
 
 

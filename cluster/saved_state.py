@@ -1,0 +1,118 @@
+"""What outlives a controller: what is wanted and which groups live, written before each deed, read by its successor.
+
+A group that is named here may not exist yet, but none exists that is not named here. Kept in the
+key-value store of Ray's head, which lasts as long as the processes that it tells of.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from cluster.config import ModelSection, ModelSpec, build_section
+from cluster.wanted import WantedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """One group that lives, or is about to."""
+
+    group_id: str
+    model: str
+    number: int
+    revision: int
+    section: ModelSection
+    hash_key: bytes
+    num_lives: int = 0
+    """Its last replica is `group_id`.`num_lives`."""
+    restarts: int = 0
+    is_leaving: bool = False
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What it runs."""
+        return self.section.to_spec(self.hash_key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPorts:
+    """Where a router listens, so that its next life does as well."""
+
+    grpc: int
+    http: int | None
+    metrics: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """Everything that a controller must know of the one before it."""
+
+    control_port: int | None = None
+    """That the routers and operators know; None: nothing was saved yet."""
+    router: RouterPorts | None = None
+    num_restarts: int = 0
+    """Of the controller."""
+    models: dict[str, WantedModel] = field(default_factory=dict)
+    groups: tuple[GroupRecord, ...] = ()
+    next_numbers: dict[str, int] = field(default_factory=dict)
+    """Of the next group of each model, served now or earlier: a group id is used once."""
+    drained_nodes: tuple[str, ...] = ()
+
+
+class StateStore(Protocol):
+    """Keeps one value; RayStateStore, or a double in tests."""
+
+    def load(self) -> bytes | None:
+        """Return what was saved last."""
+
+    def save(self, data: bytes) -> None:
+        """Keep it; when this returns, a successor would find it."""
+
+    def clear(self) -> None:
+        """Forget it."""
+
+
+def encode(state: SavedState) -> bytes:
+    """Return it as JSON."""
+    return msgspec.json.encode(state, enc_hook=_to_json)
+
+
+def decode(data: bytes) -> SavedState:
+    """Return what `encode` was given."""
+    return msgspec.json.decode(data, type=SavedState, dec_hook=_from_json)
+
+
+def _to_json(value: object) -> dict[str, Any]:
+    assert isinstance(value, ModelSection), value
+    return value.model_dump(mode="json")
+
+
+def _from_json(kind: type, value: Any) -> ModelSection:
+    assert kind is ModelSection, kind
+    return build_section(value)
+
+
+class RayStateStore:
+    """The key-value store of the Ray cluster. Calls block for a round trip to its head."""
+
+    _KEY = b"controller"
+    _NAMESPACE = b"weft"
+
+    def load(self) -> bytes | None:
+        """Return what was saved last."""
+        data: bytes | None = _kv()._internal_kv_get(self._KEY, namespace=self._NAMESPACE)
+        return data
+
+    def save(self, data: bytes) -> None:
+        """Keep it."""
+        _kv()._internal_kv_put(self._KEY, data, namespace=self._NAMESPACE)
+
+    def clear(self) -> None:
+        """Forget it."""
+        _kv()._internal_kv_del(self._KEY, namespace=self._NAMESPACE)
+
+
+def _kv() -> Any:
+    from ray.experimental import internal_kv  # the tests of what is saved need no Ray
+
+    return internal_kv

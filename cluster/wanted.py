@@ -1,0 +1,224 @@
+"""What a cluster should run, as plain values, and what operators may change of it: apply, scale, roll, undo.
+
+Pure: every function takes the models as they are wanted and returns them as they are wanted next. Which groups that
+means is decided in plan_groups.py; wanted_state.py brings it about.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from cluster.config import ModelSection, ModelSpec, build_section, check_replicas
+from cluster.errors import ClusterConfigError, NotServedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """One version of a model's settings; groups are of one revision for life."""
+
+    number: int
+    """Unique for the model, 1 first."""
+    section: ModelSection
+    """Complete, with the name and, where it is one, the absolute folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedModel:
+    """One model that should be served. How many replicas, the current revision's section says."""
+
+    hash_key: bytes
+    """The same for all revisions, so that a router's prefix index spans a rollout."""
+    current: Revision
+    previous: Revision | None = None
+    """What undo goes back to."""
+    next_number: int = 2
+    """Of the next new revision."""
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+        return self.current.section.served_name
+
+    @property
+    def replicas(self) -> int:
+        """Replicas wanted now."""
+        return self.current.section.replicas
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What a new group runs."""
+        return self.current.section.to_spec(self.hash_key)
+
+
+Models = Mapping[str, WantedModel]
+"""By name."""
+
+
+class ChangeKind(StrEnum):
+    """What a change does to a model."""
+
+    ADD = "add"
+    REMOVE = "remove"
+    SCALE = "scale"
+    """Another number of replicas, or other bounds of it; no group is replaced."""
+    ROLLOUT = "rollout"
+    """Other settings: every group is replaced."""
+    IGNORED = "ignored"
+    """Cannot change while the service runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One difference between what is wanted and what somebody wants now."""
+
+    kind: ChangeKind
+    name: str
+    details: tuple[str, ...] = ()
+    """A line for each setting."""
+
+
+_SCALING = ("replicas", "min_replicas", "max_replicas")
+"""Settings that no rank knows of."""
+
+
+def apply(models: Models, specs: Sequence[ModelSpec]) -> tuple[dict[str, WantedModel], list[Change]]:
+    """Want exactly these models; also say what that changes. Applied again, it changes nothing.
+
+    Settings that are those of the revision before go back to it, so its groups that still run are kept.
+    """
+    wanted: dict[str, WantedModel] = {}
+    changes: list[Change] = []
+    for spec in specs:
+        section = spec.section.model_copy(update={"name": spec.name})
+        before = models.get(spec.name)
+        if before is None:
+            wanted[spec.name] = WantedModel(hash_key=spec.engine.hash_key, current=Revision(number=1, section=section))
+            changes.append(Change(kind=ChangeKind.ADD, name=spec.name, details=(_shape(section),)))
+            continue
+        wanted[spec.name] = _revise(before, section)
+        kind = ChangeKind.SCALE if wanted[spec.name].current.number == before.current.number else ChangeKind.ROLLOUT
+        if details := differences(before.current.section, section):
+            changes.append(Change(kind=kind, name=spec.name, details=details))
+    changes += [Change(kind=ChangeKind.REMOVE, name=name) for name in models if name not in wanted]
+    return wanted, changes
+
+
+def scale(models: Models, name: str, replicas: int) -> dict[str, WantedModel]:
+    """Want so many replicas of a model.
+
+    Raises:
+        NotServedError: there is no such model.
+        ClusterConfigError: outside the model's bounds.
+    """
+    model = find(models, name)
+    try:
+        check_replicas(model.current.section, replicas)
+    except ValueError as error:
+        raise ClusterConfigError(f"{model.name}: {error}") from error
+    section = model.current.section.model_copy(update={"replicas": replicas})
+    return {**models, model.name: replace(model, current=replace(model.current, section=section))}
+
+
+def roll(models: Models, name: str, section: ModelSection) -> tuple[dict[str, WantedModel], Change]:
+    """Want every group of a model replaced by one with these settings, equal ones too: weights are read anew.
+
+    Raises NotServedError.
+    """
+    model = find(models, name)
+    details = differences(model.current.section, section) or ("the same settings, weights read anew",)
+    change = Change(kind=ChangeKind.ROLLOUT, name=model.name, details=details)
+    return {**models, model.name: _add_revision(model, section)}, change
+
+
+def undo(models: Models, name: str) -> tuple[dict[str, WantedModel], Change]:
+    """Go back to the revision before, with as many replicas as now; undone again, it goes forward.
+
+    Raises:
+        NotServedError: there is no such model.
+        ClusterConfigError: it has had one revision only.
+    """
+    model = find(models, name)
+    if model.previous is None:
+        raise ClusterConfigError(f"{model.name} has had one revision only; allowed: undo after a rollout")
+    back = replace(model, current=_scaled_like(model.previous, model.current), previous=model.current)
+    details = differences(model.current.section, back.current.section) or ("the weights of the revision before",)
+    return {**models, model.name: back}, Change(kind=ChangeKind.ROLLOUT, name=model.name, details=details)
+
+
+def changed_section(model: WantedModel, settings: Mapping[str, Any]) -> ModelSection:
+    """Return the model's section with some settings changed, nested ones by a nested mapping.
+
+    Raises:
+        ClusterConfigError: a setting is unknown or wrong, or is the name, which cannot change.
+    """
+    if "name" in settings:
+        raise ClusterConfigError("name: cannot change in a rollout; add a model of the new name instead")
+    return build_section(_merge(model.current.section.model_dump(mode="json"), settings))
+
+
+def differences(before: ModelSection, after: ModelSection) -> tuple[str, ...]:
+    """Say which settings differ, a line each: "cache.num_blocks: 512 -> 1024"."""
+    old, new = (dict(_flatten(section.model_dump(mode="json"))) for section in (before, after))
+    return tuple(
+        f"{path}: {_shown(old.get(path))} -> {_shown(new[path])}" for path in new if new[path] != old.get(path)
+    )
+
+
+def find(models: Models, name: str) -> WantedModel:
+    """Return the model of this name; the empty name is the only model served. Raises NotServedError."""
+    if not name and len(models) == 1:
+        return next(iter(models.values()))
+    if name not in models:
+        served = ", ".join(repr(served) for served in sorted(models)) or "none"
+        raise NotServedError(f"model is {name!r}; served: {served}")
+    return models[name]
+
+
+def _revise(model: WantedModel, section: ModelSection) -> WantedModel:
+    """Return the model with this section: scaled, back at its revision before, or with a new one."""
+    if _settings(section) == _settings(model.current.section):
+        return replace(model, current=replace(model.current, section=section))
+    if model.previous is not None and _settings(section) == _settings(model.previous.section):
+        return replace(model, current=replace(model.previous, section=section), previous=model.current)
+    return _add_revision(model, section)
+
+
+def _add_revision(model: WantedModel, section: ModelSection) -> WantedModel:
+    revision = Revision(number=model.next_number, section=section)
+    return replace(model, current=revision, previous=model.current, next_number=model.next_number + 1)
+
+
+def _settings(section: ModelSection) -> ModelSection:
+    defaults = {name: ModelSection.model_fields[name].default for name in _SCALING}
+    return section.model_copy(update=defaults)
+
+
+def _scaled_like(revision: Revision, other: Revision) -> Revision:
+    scaling = {name: getattr(other.section, name) for name in _SCALING}
+    return replace(revision, section=revision.section.model_copy(update=scaling))
+
+
+def _shape(section: ModelSection) -> str:
+    split = f"tensor parallel {section.tensor_parallel}, pipeline {section.pipeline_parallel}"
+    return f"{section.replicas} x ({split}) of {section.path}"
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: object) -> str:
+    return "default" if value is None else str(value)
