@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cluster.config import DEFAULT_CONTROL_PORT, DEFAULT_HOST
+from cluster.cli_operate import DEFAULT_CONTROL, Control, register
+from cluster.config import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
 from cluster.logs import LEVELS
 from cluster.models import DEFAULT_MODEL
@@ -29,10 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-DEFAULT_CONTROL = f"{DEFAULT_HOST}:{DEFAULT_CONTROL_PORT}"
 DEFAULT_ROUTER = f"{DEFAULT_HOST}:50051"
 
-_Control = Annotated[str, typer.Option(help="host:port of the controller.")]
 _Model = "Model"
 _Cache = "Cache and batches"
 _Network = "Network"
@@ -194,7 +193,7 @@ def serve(
 
 @app.command()
 def status(
-    control: _Control = DEFAULT_CONTROL,
+    control: Control = DEFAULT_CONTROL,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show models, replica groups and routers."""
@@ -211,7 +210,7 @@ def status(
 
 @app.command()
 def stop(
-    control: _Control = DEFAULT_CONTROL,
+    control: Control = DEFAULT_CONTROL,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that requests in flight may take.")] = 10.0,
 ) -> None:
     """Stop the service: routers first, then replica groups, then the controller."""
@@ -342,6 +341,8 @@ def demo(
 
     run_demo(replicas=replicas, tensor_parallel=tensor_parallel, console=Console(), log_level=log_level)
 
+
+register(app)
 
 if __name__ == "__main__":
     main()

@@ -1,10 +1,18 @@
-"""The operator's end of weft.v1.Control: what `weft status`, `weft stop` and a starting service ask the controller."""
+"""The operator's end of weft.v1.Control: what the commands and a starting service ask of the controller."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import grpc
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
-from cluster.errors import ControllerError
+from cluster.errors import ClusterConfigError, ClusterError, ControllerError
+
+_CHANGE_TIMEOUT_S = 600.0
+"""A model that comes from a hub may be fetched first."""
 
 
 class ControlClient:
@@ -28,20 +36,67 @@ class ControlClient:
 
     def status(self) -> control_pb2.GetStatusResponse:
         """Return the state of models, groups and routers. Raises ControllerError."""
-        try:
+        with self._translated():
             return self._stub.GetStatus(control_pb2.GetStatusRequest(), timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise self._translate(error) from error
+
+    def apply(self, settings: Mapping[str, Any], *, dry_run: bool) -> Sequence[control_pb2.Change]:
+        """Want exactly the models of a cluster file; return what that changes.
+
+        Raises:
+            ClusterConfigError: a setting is unknown or wrong.
+            ControllerError: a model cannot be had or split as wanted, or nobody answers.
+        """
+        request = control_pb2.ApplyRequest(settings_json=json.dumps(settings, default=str), dry_run=dry_run)
+        with self._translated():
+            return self._stub.Apply(request, timeout=_CHANGE_TIMEOUT_S).changes
+
+    def scale(self, model: str, replicas: int) -> int:
+        """Want so many replicas; return how many were wanted before. Raises as `apply`."""
+        request = control_pb2.ScaleRequest(model=model, replicas=replicas)
+        with self._translated():
+            return self._stub.Scale(request, timeout=self._timeout_s).previous_replicas
+
+    def rollout(self, model: str, settings: Mapping[str, Any], *, undo: bool = False) -> control_pb2.RolloutResponse:
+        """Replace a model's groups, or go back. Raises as `apply`."""
+        text = json.dumps(settings, default=str) if settings else ""
+        request = control_pb2.RolloutRequest(model=model, settings_json=text, undo=undo)
+        with self._translated():
+            return self._stub.Rollout(request, timeout=_CHANGE_TIMEOUT_S)
+
+    def drain(self, target: str, *, grace_s: float | None = None, undo: bool = False) -> control_pb2.DrainResponse:
+        """Take a replica or a node out of service, or a node into it again. Raises ControllerError."""
+        request = control_pb2.DrainRequest(target=target, grace_s=grace_s, undo=undo)
+        with self._translated():
+            return self._stub.Drain(request, timeout=self._timeout_s)
+
+    def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> Sequence[control_pb2.LogChunk]:
+        """Return what logs hold after these offsets; without an offset, from `tail_bytes` before the end.
+
+        Raises ControllerError.
+        """
+        request = control_pb2.ReadLogsRequest(target=target, offsets=offsets, tail_bytes=tail_bytes)
+        with self._translated():
+            return self._stub.ReadLogs(request, timeout=2 * self._timeout_s).chunks
 
     def shut_down(self, grace_s: float) -> None:
         """Stop everything; returns when it has stopped. Raises ControllerError."""
-        try:
+        with self._translated():
             request = control_pb2.ShutdownRequest(grace_s=grace_s)
             self._stub.Shutdown(request, timeout=grace_s + self._timeout_s)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
         except grpc.RpcError as error:
             raise self._translate(error) from error
 
-    def _translate(self, error: grpc.RpcError) -> ControllerError:
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            return ControllerError(f"no controller answers at {self._address}; is `weft serve` running?")
+    def _translate(self, error: grpc.RpcError) -> ClusterError:
+        match error.code():
+            case grpc.StatusCode.UNAVAILABLE:
+                return ControllerError(f"no controller answers at {self._address}; is `weft serve` running?")
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                return ClusterConfigError(error.details())
+            case grpc.StatusCode.NOT_FOUND | grpc.StatusCode.FAILED_PRECONDITION:
+                return ControllerError(error.details())
         return ControllerError(f"the controller at {self._address}: {error.code().name}: {error.details()}")

@@ -1,8 +1,11 @@
 """weft.v1.Control over the controller's state: membership for routers, status and shutdown for operators."""
 
 import asyncio
+import json
+import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -10,7 +13,14 @@ import grpc
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 
-from cluster.errors import StartError
+from cluster.config import ModelSpec, build_spec
+from cluster.errors import ClusterConfigError, ClusterError, NotServedError, StartError
+from cluster.log_reader import LogReader
+from cluster.wanted import Change, ChangeKind
+from parallel.errors import ModelError
+from workers.errors import EngineConfigError
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # routers ping a quiet stream
@@ -19,19 +29,40 @@ SERVER_OPTIONS = (
 
 
 class ControlState(Protocol):
-    """What the service shows; the controller, or a double in tests."""
+    """What the service shows and changes; wanted_state.WantedState, or a double in tests."""
 
     def models(self) -> list[control_pb2.ServedModel]:
         """The models that are served."""
 
     def replicas(self) -> list[control_pb2.ReplicaEndpoint]:
-        """The replicas that take requests now."""
+        """The replicas that take requests now, and those that finish what they have."""
 
     def model_statuses(self) -> list[control_pb2.ModelStatus]:
         """Every model and its groups."""
 
     def router_statuses(self) -> list[control_pb2.RouterStatus]:
         """Every router."""
+
+    async def node_statuses(self) -> list[control_pb2.NodeStatus]:
+        """Every node."""
+
+    async def apply(self, specs: Sequence[ModelSpec], *, dry_run: bool = False) -> list[Change]:
+        """Want exactly these models."""
+
+    def scale(self, name: str, replicas: int) -> int:
+        """Want so many replicas; return how many were wanted before."""
+
+    async def roll(self, name: str, settings: Mapping[str, Any]) -> tuple[Change, int]:
+        """Replace a model's groups; return what changes and the revision."""
+
+    async def undo(self, name: str) -> tuple[Change, int]:
+        """Go back to a model's revision before."""
+
+    async def drain(self, target: str, grace_s: float | None) -> tuple[list[str], str]:
+        """Let a replica or a node's replicas leave; return them and the node's id."""
+
+    async def undrain(self, target: str) -> str:
+        """Place groups on a node again; return its id."""
 
     async def shut_down(self, grace_s: float) -> None:
         """Stop routers and groups."""
@@ -51,10 +82,20 @@ class ControlServer(ControlServicer):
     """Serves one controller. Methods are called on its event loop."""
 
     def __init__(
-        self, state: ControlState, *, metrics_address: str = "", clock: Callable[[], float] = time.monotonic
+        self,
+        state: ControlState,
+        logs: LogReader,
+        *,
+        address: str = "",
+        metrics_address: str = "",
+        num_restarts: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.address = address
         self._state = state
+        self._logs = logs
         self._metrics_address = metrics_address
+        self._num_restarts = num_restarts
         self._clock = clock
         self._started_s = clock()
         self._changed = asyncio.Condition()
@@ -105,8 +146,67 @@ class ControlServer(ControlServicer):
             routers=self._state.router_statuses(),
             version=metadata.version("weft"),
             uptime_s=self._clock() - self._started_s,
+            nodes=await self._state.node_statuses(),
+            controller=control_pb2.ControllerStatus(pid=os.getpid(), restarts=self._num_restarts),
             metrics_address=self._metrics_address,
         )
+
+    async def Apply(  # noqa: N802
+        self, request: control_pb2.ApplyRequest, context: _Context
+    ) -> control_pb2.ApplyResponse:
+        """Want exactly the models of a cluster file."""
+        async with _refusing(context):
+            settings = _settings(request.settings_json)
+            changes = await self._state.apply(build_spec(settings).models, dry_run=request.dry_run)
+        changes += [Change(kind=ChangeKind.IGNORED, name=name) for name in settings if name != "models"]
+        return control_pb2.ApplyResponse(changes=[_to_change(change) for change in changes])
+
+    async def Scale(  # noqa: N802
+        self, request: control_pb2.ScaleRequest, context: _Context
+    ) -> control_pb2.ScaleResponse:
+        """Want another number of replicas."""
+        async with _refusing(context):
+            before = self._state.scale(request.model, request.replicas)
+        return control_pb2.ScaleResponse(previous_replicas=before)
+
+    async def Rollout(  # noqa: N802
+        self, request: control_pb2.RolloutRequest, context: _Context
+    ) -> control_pb2.RolloutResponse:
+        """Replace a model's groups one by one."""
+        async with _refusing(context):
+            settings = _settings(request.settings_json)
+            if request.undo and settings:
+                raise ClusterConfigError("undo goes back to the settings before; allowed: no settings with it")
+            if request.undo:
+                change, revision = await self._state.undo(request.model)
+            else:
+                change, revision = await self._state.roll(request.model, settings)
+        return control_pb2.RolloutResponse(change=_to_change(change), revision=revision)
+
+    async def Drain(  # noqa: N802
+        self, request: control_pb2.DrainRequest, context: _Context
+    ) -> control_pb2.DrainResponse:
+        """Take a replica or a node out of service, or a node into it again."""
+        grace_s = request.grace_s if request.HasField("grace_s") else None
+        async with _refusing(context):
+            if request.undo:
+                return control_pb2.DrainResponse(node_id=await self._state.undrain(request.target))
+            replica_ids, node_id = await self._state.drain(request.target, grace_s)
+        return control_pb2.DrainResponse(replica_ids=replica_ids, node_id=node_id)
+
+    async def ReadLogs(  # noqa: N802
+        self, request: control_pb2.ReadLogsRequest, context: _Context
+    ) -> control_pb2.ReadLogsResponse:
+        """Read on in the logs of some processes."""
+        async with _refusing(context):
+            if request.target and request.target not in self._logs.names:
+                raise NotServedError(f"no log is {request.target!r}; there are: {', '.join(self._logs.names)}")
+        pieces = await self._logs.read(request.target, request.offsets, request.tail_bytes)
+        chunks = [
+            control_pb2.LogChunk(name=name, data=piece.data, next_offset=piece.next_offset, has_more=piece.has_more)
+            for name, piece in pieces.items()
+        ]
+        return control_pb2.ReadLogsResponse(chunks=chunks)
 
     async def Shutdown(  # noqa: N802
         self, request: control_pb2.ShutdownRequest, context: Any
@@ -114,3 +214,33 @@ class ControlServer(ControlServicer):
         """Stop routers and groups; the controller ends after the answer."""
         await self._state.shut_down(request.grace_s)
         return control_pb2.ShutdownResponse()
+
+
+@asynccontextmanager
+async def _refusing(context: _Context) -> AsyncIterator[None]:
+    """Tell what the block refuses by its status."""
+    try:
+        yield
+    except NotServedError as error:
+        await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+    except ClusterConfigError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    except (ClusterError, ModelError, EngineConfigError) as error:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+
+def _settings(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ClusterConfigError(f"the settings are not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ClusterConfigError(f"the settings are a {type(settings).__name__}; allowed: a mapping")
+    return settings
+
+
+def _to_change(change: Change) -> control_pb2.Change:
+    kind = control_pb2.ChangeKind.Value(f"CHANGE_KIND_{change.kind.name}")
+    return control_pb2.Change(kind=kind, name=change.name, details=change.details)

@@ -1,89 +1,192 @@
 """The Ray actor that keeps a cluster as it is wanted: wanted_state.py, its gRPC service, and the loop that drives both.
 
-How a group is formed is said in formation.py, when in lifecycle.py, what is told in control_server.py.
+Ray starts it again when its process dies. Groups and routers do not depend on it and go on meanwhile; the new one reads
+what was saved, takes over whatever lives, and only then tells routers of the membership. How a group is formed is said
+in formation.py, when in lifecycle.py, what is told in control_server.py.
 """
 
 import asyncio
+import logging
+import os
 import time
 from dataclasses import replace
 
+import grpc
 import ray
 
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.control_server import ControlServer, bind_control_port
 from cluster.controller_metrics import ControllerListener
-from cluster.formation import Formation, FormationListener, FormationSpec
+from cluster.errors import StartError
+from cluster.formation import Formation, FormationListener, FormationSpec, cluster_nodes
 from cluster.lifecycle import RestartPolicy
-from cluster.logs import configure_logging
+from cluster.log_reader import LogReader, LogSource
+from cluster.logs import configure_logging, own_log
 from cluster.router_process import RouterProcess
+from cluster.saved_state import RayStateStore, SavedState, decode, encode
 from cluster.wanted_state import WantedState
+
+logger = logging.getLogger(__name__)
 
 CONTROLLER_NAME = "controller"
 """Of the actor, in the Ray namespace of this program."""
 NAMESPACE = "weft"
 
 _TICK_S = 0.5  # changes wake the loop at once; the tick is for backoffs that have passed
-_EXIT_DELAY_S = 1.0  # for the answer to Shutdown, and the end of `run`, to reach whoever waits
+_EXIT_DELAY_S = 1.0  # for the answer to Shutdown, and the end of `stopped`, to reach whoever waits
+_RETRY_S = 1.0
+_BIND_TIMEOUT_S = 30.0  # a successor may come before the kernel has freed the port
 
 
 class Controller:
-    """One for each cluster. `start` once, then `run` lasts until Shutdown is called on the gRPC service."""
+    """One for each cluster. `start` once; a life after the first starts by itself. Lasts until Shutdown is called."""
 
     def __init__(self, spec: ClusterSpec, log_level: str) -> None:
         configure_logging(log_level)
         self._spec = spec
         self._log_level = log_level
+        self._store = RayStateStore()
+        node_id = ray.get_runtime_context().get_node_id()
+        self._logs = LogReader(node_id)
+        self._own_log = LogSource(name="controller", belongs_to=frozenset(), node_id=node_id, path=own_log())
         self._changed = asyncio.Event()
+        self._has_stopped = asyncio.Event()
         self._state: WantedState | None = None
         self._service: ControlServer | None = None
         self._metrics: ControllerListener | None = None
+        self._loop: asyncio.Task[None] | None = None
+        self._resuming: asyncio.Task[None] | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._resuming = asyncio.get_running_loop().create_task(self._resume())
 
     async def start(self) -> str:
-        """Begin to serve, and return the control address. Raises ClusterError or ModelError."""
-        listener, address = bind_control_port(self._spec.host, self._spec.control_port)
+        """Begin to serve what the spec says, and return the control address. Raises ClusterError or ModelError."""
+        if self._resuming is not None:  # Ray repeats the call where the first life ended before it had answered
+            await self._resuming
+        if self._loop is None:
+            saved = self._load()
+            listener, address = bind_control_port(self._spec.host, saved.control_port or self._spec.control_port)
+            self._create(saved, address)
+            assert self._state is not None
+            await self._state.apply(self._spec.models)
+            await self._begin(listener)
+        assert self._service is not None
+        return self._service.address
+
+    async def stopped(self) -> None:
+        """Wait until the service was shut down; the actor ends soon after."""
+        await self._has_stopped.wait()
+
+    async def _resume(self) -> None:
+        """Go on where the life before ended; when that cannot be, end, and Ray tries again."""
+        try:
+            saved = self._load()
+            port = saved.control_port
+            if port is None:
+                return  # `start` had not got so far, and is called again
+            saved = replace(saved, num_restarts=saved.num_restarts + 1)
+            logger.warning("controller restarted (%d): adopting %d groups", saved.num_restarts, len(saved.groups))
+            listener, address = await self._bind_again(port)
+            self._create(saved, address)
+            await self._begin(listener)
+        except BaseException:
+            logger.exception("the controller cannot go on where it ended")
+            await asyncio.sleep(_RETRY_S)
+            os._exit(1)
+
+    async def _bind_again(self, port: int) -> tuple[grpc.aio.Server, str]:
+        give_up_s = time.monotonic() + _BIND_TIMEOUT_S
+        while True:
+            try:
+                return bind_control_port(self._spec.host, port)
+            except StartError:
+                if time.monotonic() > give_up_s:
+                    raise
+                await asyncio.sleep(_RETRY_S / 4)
+
+    def _create(self, saved: SavedState, address: str) -> None:
+        saved = replace(saved, control_port=int(address.rpartition(":")[2]))
+        config = replace(self._spec.router, control=address)
+        if saved.router is not None:
+            ports = saved.router
+            config = replace(config, grpc_port=ports.grpc, http_port=ports.http, metrics_port=ports.metrics)
         router = RouterProcess(
-            replace(self._spec.router, control=address),
+            config,
             log_level=self._log_level,
             policy=RestartPolicy(),
             clock=time.monotonic,
             on_change=self._changed.set,
+            adopts=saved.router is not None,
         )
         self._state = WantedState(
-            self._spec, routers=[router], form=self._form, changed=self._changed, policy=RestartPolicy()
+            saved,
+            router=router,
+            form=self._form,
+            save=self._save,
+            nodes=cluster_nodes,
+            changed=self._changed,
+            policy=RestartPolicy(),
         )
-        self._metrics = ControllerListener(self._state, host=self._spec.host, port=self._spec.control_metrics_port)
-        self._service = ControlServer(self._state, metrics_address=self._metrics.address)
-        await self._service.start(listener)
-        return address
+        self._metrics = ControllerListener(
+            self._state, host=self._spec.host, port=saved.metrics_port or self._spec.control_metrics_port
+        )
+        self._service = ControlServer(
+            self._state,
+            self._logs,
+            address=address,
+            metrics_address=self._metrics.address,
+            num_restarts=saved.num_restarts,
+        )
 
-    async def run(self) -> None:
-        """Reconcile until shut down; the actor ends soon after."""
+    async def _begin(self, listener: grpc.aio.Server) -> None:
+        assert self._service is not None
+        await self._service.start(listener)
+        self._loop = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        """Reconcile until shut down."""
         assert self._state is not None
         assert self._service is not None
         assert self._metrics is not None
         while not self._state.is_stopped:
             self._changed.clear()
             self._state.reconcile()
-            await self._service.publish()
+            self._logs.note([*self._state.log_sources(), self._own_log])
+            if not self._state.is_adopting:  # a membership without those not yet found would send clients away
+                await self._service.publish()
             try:
                 async with asyncio.timeout(_TICK_S):
                     await self._changed.wait()
             except TimeoutError:
                 pass
+        self._store.clear()
         await self._service.stop()
         await self._metrics.close()
+        self._has_stopped.set()
         asyncio.get_running_loop().call_later(_EXIT_DELAY_S, _end_this_actor)
 
-    def _form(self, replica_id: str, model: ModelSpec, listener: FormationListener) -> Formation:
+    def _save(self, state: SavedState) -> None:
+        assert self._metrics is not None
+        port = int(self._metrics.address.rpartition(":")[2])
+        self._store.save(encode(replace(state, metrics_port=port)))
+
+    def _load(self) -> SavedState:
+        data = self._store.load()
+        return SavedState() if data is None else decode(data)
+
+    def _form(self, replica_id: str, model: ModelSpec, listener: FormationListener, *, adopts: bool) -> Formation:
+        assert self._state is not None
+        state = self._state
         spec = FormationSpec(
             replica_id=replica_id,
             model=model,
-            num_cluster_ranks=self._spec.num_ranks,
+            num_cluster_ranks=state.num_ranks,
             may_grow=self._spec.ray_address is not None,
+            adopts=adopts,
             log_level=self._log_level,
             tracing=self._spec.router.tracing,
         )
-        return Formation(spec, listener)
+        return Formation(spec, listener, lambda: state.drained_nodes)
 
 
 def _end_this_actor() -> None:

@@ -6,7 +6,7 @@ Performs; when to form, and what to do after an end, is decided in lifecycle.py 
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,13 +16,22 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ModelSpec
-from cluster.placement import NodeResources, Placement, threads_per_rank, why_never, why_not
-from cluster.rank_actor import Outcome, RankActor, RankPlace, RankSpec, ReplicaAddresses
+from cluster.placement import (
+    ACCELERATOR_PREFIX,
+    NODE_ID_LABEL,
+    NodeResources,
+    Placement,
+    threads_per_rank,
+    why_never,
+    why_not,
+)
+from cluster.rank_actor import Outcome, RankActor, RankPlace, RankReport, RankSpec, ReplicaAddresses, rank_name
 from router.config import TracingConfig
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_ADOPT_TIMEOUT_S = 10.0
 _RANK_ACTOR = ray.remote(RankActor)
 
 
@@ -37,6 +46,9 @@ class FormationListener(Protocol):
 
     def on_ranks(self, places: Sequence[RankPlace]) -> None:
         """All processes run."""
+
+    def on_adopted(self, places: Sequence[RankPlace], addresses: ReplicaAddresses | None) -> None:
+        """All processes run, since before this controller; `addresses` where the replica serves already."""
 
     def on_progress(self, fraction: float) -> None:
         """So much of the weights is loaded."""
@@ -55,6 +67,8 @@ class FormationSpec:
     """Ranks wanted in the whole cluster, to share the cores of its nodes."""
     may_grow: bool
     """Nodes may join the cluster: a group that fits on none of today's waits for them."""
+    adopts: bool
+    """Its processes may run already: take them over, or end what is left of them."""
     log_level: str
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
@@ -62,22 +76,21 @@ class FormationSpec:
 class Formation:
     """One life of a group. `run` lasts as long as it does; cancelling `run` ends every process of it."""
 
-    def __init__(self, spec: FormationSpec, listener: FormationListener) -> None:
+    def __init__(
+        self, spec: FormationSpec, listener: FormationListener, drained_nodes: Callable[[], frozenset[str]]
+    ) -> None:
+        """Make a life that has not begun; `drained_nodes` says where no group may be placed now."""
         self._spec = spec
         self._listener = listener
+        self._drained_nodes = drained_nodes
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
 
     async def run(self) -> Outcome:
         """Form the group, serve, and return how it ended; nothing of it is left then."""
         try:
-            placement = self._placement()
-            if not self._spec.may_grow and (reason := why_never(placement, await asyncio.to_thread(cluster_nodes))):
-                return Outcome(message=reason, is_refusal=True)
-            group = await self._place(placement)
-            self._listener.on_placed()
-            await self._create_actors(placement, group)
-            return await self._serve()
+            refusal = await (self._adopt() if self._spec.adopts else self._form())
+            return refusal or await self._serve()
         except RayError as error:
             return Outcome(message=_tell(error))
         finally:
@@ -93,15 +106,64 @@ class Formation:
         except (TimeoutError, RayError) as error:
             logger.warning("%s: not drained: %s", self._spec.replica_id, _tell(error))
 
-    async def _place(self, placement: Placement) -> PlacementGroup:
-        group: PlacementGroup = placement_group(
-            placement.bundles, strategy=placement.strategy, name=self._spec.replica_id
+    async def _form(self) -> Outcome | None:
+        """Place the group and begin every rank; an outcome when it cannot be."""
+        placement = self._placement()
+        if not self._spec.may_grow and (reason := why_never(placement, await asyncio.to_thread(cluster_nodes))):
+            return Outcome(message=reason, is_refusal=True)
+        group = await self._place(placement)
+        self._listener.on_placed()
+        await self._create_actors(placement, group)
+        host, port = "", 0
+        if len(self._actors) > 1:
+            host, port = await self._actors[0].open_rendezvous.remote()
+        self._listener.on_ranks(
+            await asyncio.gather(*(_await(actor.begin.remote(host, port)) for actor in self._actors))
         )
-        self._group = group
-        while not await asyncio.to_thread(group.wait, _POLL_S):
-            reason = why_not(placement, await asyncio.to_thread(cluster_nodes))
-            self._listener.on_waiting(reason or "waits for Ray to place it")
-        return group
+        return None
+
+    async def _adopt(self) -> Outcome | None:
+        """Find the processes of the replica; an outcome when not every one of them runs."""
+        replica_id = self._spec.replica_id
+        world_size = self._spec.model.engine.parallel.world_size
+        found = await asyncio.gather(
+            *(asyncio.to_thread(_find_actor, rank_name(replica_id, rank)) for rank in range(world_size))
+        )
+        self._actors = [actor for actor in found if actor is not None]
+        self._group = await asyncio.to_thread(_find_group, replica_id)
+        if None in found or self._group is None:
+            return Outcome(message="was lost while no controller watched it")
+        try:
+            async with asyncio.timeout(_ADOPT_TIMEOUT_S):
+                reports: list[RankReport] = await asyncio.gather(
+                    *(_await(actor.report.remote()) for actor in self._actors)
+                )
+        except TimeoutError:
+            return Outcome(message=f"did not answer a new controller within {_ADOPT_TIMEOUT_S:g} s")
+        if not all(report.has_begun for report in reports):
+            return Outcome(message="its controller died while it was being started")
+        self._listener.on_adopted([report.place for report in reports], reports[0].addresses)
+        return None
+
+    async def _place(self, placement: Placement) -> PlacementGroup:
+        """Reserve a place, and wait for it as long as it takes; anew when other nodes are to be avoided."""
+        while True:
+            avoided = self._drained_nodes()
+            selector = {NODE_ID_LABEL: f"!in({','.join(sorted(avoided))})"} if avoided else {}
+            group: PlacementGroup = placement_group(
+                placement.bundles,
+                strategy=placement.strategy,
+                name=self._spec.replica_id,
+                lifetime="detached",
+                bundle_label_selector=[selector] * len(placement.bundles) if selector else None,
+            )
+            self._group = group
+            while avoided == self._drained_nodes():
+                if await asyncio.to_thread(group.wait, _POLL_S):
+                    return group
+                nodes = [node for node in await asyncio.to_thread(cluster_nodes) if node.node_id not in avoided]
+                self._listener.on_waiting(why_not(placement, nodes) or "waits for Ray to place it")
+            remove_placement_group(group)
 
     def _placement(self) -> Placement:
         engine = self._spec.model.engine
@@ -110,6 +172,7 @@ class Formation:
             parallel=engine.parallel,
             gpus_per_rank=int(engine.device == "cuda" or (engine.device == "auto" and has_gpus)),
             cpus_per_rank=self._spec.model.cpus_per_rank,
+            accelerator=self._spec.model.accelerator,
         )
 
     async def _create_actors(self, placement: Placement, group: PlacementGroup) -> None:
@@ -122,6 +185,7 @@ class Formation:
                 rank=rank,
                 engine=self._spec.model.engine,
                 num_threads=self._spec.model.engine.num_threads or num_threads[stage],
+                drain_timeout_s=self._spec.model.drain_timeout_s,
                 log_level=self._spec.log_level,
                 tracing=self._spec.tracing,
             )
@@ -129,6 +193,8 @@ class Formation:
                 num_cpus=placement.cpus_per_rank,
                 num_gpus=placement.gpus_per_rank,
                 max_restarts=0,
+                name=rank_name(self._spec.replica_id, rank),
+                lifetime="detached",  # else it would end with the controller
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=stage
                 ),
@@ -147,17 +213,10 @@ class Formation:
         return threads
 
     async def _serve(self) -> Outcome:
-        """Start every rank and wait for the first to end: a group lives and dies as one."""
-        places = [asyncio.create_task(_await(actor.place.remote())) for actor in self._actors]
-        tasks: list[asyncio.Task[Any]] = [*places]
+        """Wait for the first rank to end: a group lives and dies as one."""
+        runs = [asyncio.create_task(_watch(rank, actor.ended.remote())) for rank, actor in enumerate(self._actors)]
+        tasks: list[asyncio.Task[Any]] = [*runs]
         try:
-            host, port = "", 0
-            if len(self._actors) > 1:
-                host, port = await self._actors[0].open_rendezvous.remote()
-            refs = [actor.run.remote(host, port) for actor in self._actors]
-            runs = [asyncio.create_task(_watch(rank, ref)) for rank, ref in enumerate(refs)]
-            tasks += runs
-            self._listener.on_ranks(await asyncio.gather(*places))
             start = asyncio.create_task(self._watch_start())
             end = asyncio.create_task(_telling(runs))
             tasks += [start, end]
@@ -209,9 +268,28 @@ def cluster_nodes() -> list[NodeResources]:
                     gpus=total.get("GPU", 0.0),
                     free_cpus=left.get("CPU", 0.0),
                     free_gpus=left.get("GPU", 0.0),
+                    address=node["NodeManagerAddress"],
+                    accelerators=frozenset(
+                        name.removeprefix(ACCELERATOR_PREFIX) for name in total if name.startswith(ACCELERATOR_PREFIX)
+                    ),
                 )
             )
     return nodes
+
+
+def _find_actor(name: str) -> Any:
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+def _find_group(name: str) -> PlacementGroup | None:
+    try:
+        group: PlacementGroup = ray.util.get_placement_group(name)
+        return group
+    except ValueError:
+        return None
 
 
 async def _await(ref: Any) -> Any:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+from cluster.errors import GroupTerminatedError
 from cluster.metrics import EngineCollector
 from cluster.rank_actor import RankSpec
 from cluster.rank_metrics import MetricsListener
@@ -70,6 +71,16 @@ class Leader:
         """Take no new requests, and wait until those in flight have ended."""
         if self._server is not None:
             await self._server.drain()
+
+    async def terminate(self, grace_s: float) -> None:
+        """Drain for at most `grace_s`, then make `wait_failed` say that it was told to end."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.drain()
+        except TimeoutError:
+            pass
+        if not self._failed.is_set():
+            self._on_failure(GroupTerminatedError("was told to end by SIGTERM"))
 
     async def close(self) -> None:
         """End the streams of routers at once, then the rest."""

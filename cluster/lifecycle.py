@@ -52,7 +52,7 @@ class RestartPolicy:
 class Lifecycle:
     """State of one group over all of its formations. Events that cannot happen in a state are our own bugs: assert."""
 
-    def __init__(self, policy: RestartPolicy, now_s: float) -> None:
+    def __init__(self, policy: RestartPolicy, now_s: float, *, restarts: int = 0) -> None:
         self._policy = policy
         self._failures = 0
         self._was_ready = False
@@ -60,7 +60,7 @@ class Lifecycle:
         self.state = GroupState.PENDING
         self.since_s = now_s
         self.detail = "waits for its turn"
-        self.restarts = 0
+        self.restarts = restarts
         """Formations after the first one."""
 
     @property

@@ -19,6 +19,16 @@ class NodeResources:
     gpus: float
     free_cpus: float
     free_gpus: float
+    address: str = ""
+    accelerators: frozenset[str] = frozenset()
+    """Types of its GPUs."""
+
+
+ACCELERATOR_PREFIX = "accelerator_type:"
+"""A node with GPUs of a type has 1 of the Ray resource of this prefix and that name."""
+NODE_ID_LABEL = "ray.io/node-id"
+
+_ACCELERATOR_SHARE = 0.001  # of the one that a node has: asks for the type and takes next to nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +38,8 @@ class Placement:
     parallel: ParallelConfig
     gpus_per_rank: int
     cpus_per_rank: float
+    accelerator: str | None = None
+    """Type of the GPUs; None: any."""
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -36,6 +48,8 @@ class Placement:
         bundle = {"CPU": tensor_parallel * self.cpus_per_rank}
         if self.gpus_per_rank:
             bundle["GPU"] = float(tensor_parallel * self.gpus_per_rank)
+        if self.accelerator is not None:
+            bundle[f"{ACCELERATOR_PREFIX}{self.accelerator}"] = _ACCELERATOR_SHARE
         return bundle
 
     @property
@@ -56,7 +70,12 @@ class Placement:
 def why_not(placement: Placement, nodes: Sequence[NodeResources]) -> str | None:
     """Say in words why the group does not fit on the free resources; None when it does."""
     if not nodes:
-        return "the cluster has no node"
+        return "the cluster has no node that takes groups"
+    if placement.accelerator is not None:
+        present = sorted({name for node in nodes for name in node.accelerators})
+        nodes = [node for node in nodes if placement.accelerator in node.accelerators]
+        if not nodes:
+            return f"needs {placement.accelerator} accelerators; the nodes have {', '.join(present) or 'none'}"
     gpus = placement.parallel.tensor_parallel * placement.gpus_per_rank
     cpus = placement.parallel.tensor_parallel * placement.cpus_per_rank
     for need, unit, free, total in (

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.errors import ClusterError
-from cluster.logs import configure_logging
+from cluster.errors import ClusterError, GroupTerminatedError
+from cluster.logs import configure_logging, own_log
 from cluster.models import resolve_model
 from cluster.rank_metrics import MetricsListener, RankCollector
+from cluster.signals import on_sigterm
 from parallel.errors import ModelError
 from router.config import TracingConfig
 from workers.config import EngineConfig
@@ -46,6 +47,8 @@ class RankSpec:
     rank: int
     engine: EngineConfig
     num_threads: int
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, until requests in flight move elsewhere."""
     log_level: str = "warning"
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
@@ -55,7 +58,12 @@ class RankPlace:
     """Where a rank runs."""
 
     node: str
+    """Its address."""
     pid: int
+    node_id: str = ""
+    """Of Ray."""
+    log_file: str = ""
+    """On that node; empty: none."""
     metrics_address: str = ""
     """Where Prometheus reads what it counts."""
 
@@ -77,8 +85,26 @@ class Outcome:
     """The model or the settings cannot work; another attempt would end the same way."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What a controller must know to take over a rank that it did not start."""
+
+    place: RankPlace
+    has_begun: bool
+    addresses: ReplicaAddresses | None
+    """Of a leader that serves."""
+
+
+def rank_name(replica_id: str, rank: int) -> str:
+    """Return the name of the rank's actor, in the Ray namespace of this program."""
+    return f"{replica_id}/{rank}"
+
+
 class RankActor:
-    """One rank. `run` lasts as long as the rank does; the other methods are answered meanwhile."""
+    """One rank. `begin` once, then `ended` lasts as long as the rank does; the other methods are answered meanwhile.
+
+    Nothing in it depends on whoever created it: when the controller is gone, the rank goes on.
+    """
 
     def __init__(self, spec: RankSpec) -> None:
         configure_logging(spec.log_level)
@@ -97,10 +123,23 @@ class RankActor:
         self._leader: Leader | None = None
         self._addresses: ReplicaAddresses | None = None
         self._is_ready = asyncio.Event()
+        self._run: asyncio.Task[Outcome] | None = None
+        self._termination: asyncio.Task[None] | None = None
 
-    async def place(self) -> RankPlace:
-        """Say where this rank runs."""
-        return RankPlace(node=self._host, pid=os.getpid(), metrics_address=self._metrics.address)
+    async def begin(self, host: str, port: int) -> RankPlace:
+        """Begin to load the model and to work; say where this rank runs."""
+        on_sigterm(self._on_sigterm)
+        self._run = asyncio.create_task(self.run(host, port))
+        return self._place()
+
+    async def ended(self) -> Outcome:
+        """Wait until the rank has ended, and say why. The process ends soon after."""
+        assert self._run is not None
+        return await asyncio.shield(self._run)
+
+    async def report(self) -> RankReport:
+        """Say how this rank is."""
+        return RankReport(place=self._place(), has_begun=self._run is not None, addresses=self._addresses)
 
     async def progress(self) -> float:
         """Say how much of this rank's weights is loaded, 0 to 1."""
@@ -124,6 +163,9 @@ class RankActor:
                 await self._lead(config)
             else:
                 await asyncio.to_thread(self._follow, config, host, port)
+        except GroupTerminatedError as error:
+            logger.warning("rank %d of %s ends: %s", self._spec.rank, self._spec.replica_id, error)
+            return self._end(Outcome(message=f"rank {self._spec.rank}: {error}"))
         except (ModelError, EngineConfigError, ClusterError) as error:
             logger.error("rank %d of %s refused: %s", self._spec.rank, self._spec.replica_id, error)
             return self._end(Outcome(message=str(error), is_refusal=True))
@@ -136,6 +178,34 @@ class RankActor:
         """On the leader: take no new requests, and wait until those in flight have ended."""
         if self._leader is not None:
             await self._leader.drain()
+
+    async def terminate(self) -> None:
+        """On the leader: drain, then end the whole group; requests that take too long go on elsewhere."""
+        if self._leader is None or self._addresses is None:
+            os._exit(1)  # it has no requests yet
+        await self._leader.terminate(self._spec.drain_timeout_s)
+
+    def _on_sigterm(self) -> None:
+        logger.warning("rank %d of %s was sent SIGTERM", self._spec.rank, self._spec.replica_id)
+        self._termination = asyncio.create_task(self._terminate_group())
+
+    async def _terminate_group(self) -> None:
+        """A group lives and dies as one: whichever rank was told to end, its leader drains."""
+        if self._spec.rank == 0:
+            await self.terminate()
+        else:
+            leader = await asyncio.to_thread(ray.get_actor, rank_name(self._spec.replica_id, 0))
+            await leader.terminate.remote()
+
+    def _place(self) -> RankPlace:
+        node_id = ray.get_runtime_context().get_node_id()
+        return RankPlace(
+            node=self._host,
+            pid=os.getpid(),
+            metrics_address=self._metrics.address,
+            node_id=node_id,
+            log_file=own_log(),
+        )
 
     async def _lead(self, config: EngineConfig) -> None:
         leader = await asyncio.to_thread(self._import_leader)

@@ -7,6 +7,7 @@ times.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from weft.v1 import control_pb2
@@ -14,7 +15,10 @@ from weft.v1 import control_pb2
 from cluster.config import ModelSpec
 from cluster.formation import FormationListener
 from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
+from cluster.log_reader import LogSource
+from cluster.plan_groups import LiveGroup
 from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses
+from cluster.saved_state import GroupRecord
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +42,11 @@ class GroupLife(Protocol):
         """Take nothing new and wait for the requests in flight, at most `grace_s`."""
 
 
-Form = Callable[[str, ModelSpec, FormationListener], GroupLife]
-"""Makes one life of a group, from its replica id."""
+class Form(Protocol):
+    """Makes one life of a group, from its replica id; with `adopts`, that of the replica that lives already."""
+
+    def __call__(self, replica_id: str, model: ModelSpec, listener: FormationListener, *, adopts: bool) -> GroupLife:
+        """Make it; nothing of it begins before `run`."""
 
 
 class ReplicaGroup:
@@ -47,48 +54,113 @@ class ReplicaGroup:
 
     def __init__(
         self,
-        group_id: str,
-        model: ModelSpec,
+        record: GroupRecord,
         *,
         form: Form,
         policy: RestartPolicy,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        on_forming: Callable[[], None],
+        adopts: bool = False,
     ) -> None:
-        self.group_id = group_id
-        self.model = model
-        self.lifecycle = Lifecycle(policy, clock())
+        """Want a group that does not live yet.
+
+        Args:
+            record: which group.
+            form: makes its lives.
+            policy: when it is formed again.
+            clock: monotonic seconds.
+            on_change: wakes whoever calls `reconcile`.
+            on_forming: saves the record, which has changed; a life begins when it returns.
+            adopts: its last life may have outlived a former controller and is taken over.
+        """
+        self.group_id = record.group_id
+        self.model = record.spec
+        self.lifecycle = Lifecycle(policy, clock(), restarts=record.restarts)
         self.replica_id = ""
+        self.is_adopting = adopts and record.num_lives > 0
+        """It is not known yet whether its last life goes on."""
+        self._record = record
         self._form = form
         self._clock = clock
         self._on_change = on_change
-        self._num_lives = 0
+        self._on_forming = on_forming
+        self._num_lives = record.num_lives
         self._life: GroupLife | None = None
         self._task: asyncio.Task[Outcome] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._is_known = asyncio.Event()  # set when it is not, or no longer, adopting
+        if not self.is_adopting:
+            self._is_known.set()
         self._places: tuple[RankPlace, ...] = ()
         self._addresses: ReplicaAddresses | None = None
         self._progress = 0.0
 
     @property
+    def record(self) -> GroupRecord:
+        """What a successor of the controller must know."""
+        return replace(
+            self._record,
+            num_lives=self._num_lives,
+            restarts=self.lifecycle.restarts,
+            is_leaving=self.is_leaving,
+        )
+
+    @property
+    def is_leaving(self) -> bool:
+        """It is drained and ended, and is not formed again."""
+        return self._leaving is not None
+
+    @property
+    def is_gone(self) -> bool:
+        """It has left, and nothing of it runs."""
+        return self._leaving is not None and self._leaving.done()
+
+    @property
+    def places(self) -> tuple[RankPlace, ...]:
+        """Where its ranks run; empty while none does."""
+        return self._places
+
+    @property
+    def live_group(self) -> LiveGroup:
+        """The group as plan_groups.py sees it."""
+        is_ready = self.lifecycle.state is GroupState.READY
+        record = self._record
+        return LiveGroup(group_id=self.group_id, number=record.number, revision=record.revision, is_ready=is_ready)
+
+    @property
     def endpoint(self) -> control_pb2.ReplicaEndpoint | None:
-        """Where routers find the replica; None while it takes no requests."""
-        if self.lifecycle.state is not GroupState.READY or self._addresses is None:
+        """Where routers find the replica; None while it has no requests and takes none."""
+        if self.lifecycle.state not in (GroupState.READY, GroupState.DRAINING) or self._addresses is None:
             return None
         return control_pb2.ReplicaEndpoint(
-            replica_id=self.replica_id, model=self.model.name, address=self._addresses.address
+            replica_id=self.replica_id,
+            model=self.model.name,
+            address=self._addresses.address,
+            draining=self.lifecycle.state is GroupState.DRAINING,
         )
+
+    def observe(self) -> None:
+        """Take note of an end."""
+        if self._task is not None and self._task.done():
+            self._note_end(self._task, self._clock())
 
     def reconcile(self) -> None:
         """Take note of an end, and form the group when it should be. Never blocks; idempotent."""
-        now_s = self._clock()
-        if self._task is not None and self._task.done():
-            self._note_end(self._task, now_s)
-        if self._task is None and self.lifecycle.may_form(now_s):
-            self._num_lives += 1
+        self.observe()
+        if self._task is None and self.lifecycle.may_form(self._clock()) and (self.is_adopting or not self.is_leaving):
+            if not self.is_adopting:
+                self._num_lives += 1
+                self._on_forming()
             self.replica_id = f"{self.group_id}.{self._num_lives}"
-            self._life = self._form(self.replica_id, self.model, self)
+            self._life = self._form(self.replica_id, self.model, self, adopts=self.is_adopting)
             self._task = asyncio.create_task(self._life.run(), name=self.replica_id)
             self._task.add_done_callback(lambda _: self._on_change())
+
+    def leave(self, grace_s: float) -> None:
+        """Begin to drain the group and to end it for good; requests still there after `grace_s` move elsewhere."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(grace_s), name=f"{self.group_id} leaves")
 
     async def stop(self, grace_s: float) -> None:
         """Drain the group if it serves, and end it."""
@@ -127,11 +199,21 @@ class ReplicaGroup:
             address=addresses.address if addresses else "",
             metrics_address=addresses.metrics_address if addresses else "",
             progress=self._progress,
+            revision=self._record.revision,
+            leaving=self.is_leaving,
         )
+
+    def log_sources(self) -> list[LogSource]:
+        """The logs of its ranks, while they run."""
+        names = frozenset({self.model.name, self.group_id, self.replica_id})
+        return [
+            LogSource(name=f"{self.replica_id}/{rank}", belongs_to=names, node_id=place.node_id, path=place.log_file)
+            for rank, place in enumerate(self._places)
+        ]
 
     def on_waiting(self, reason: str) -> None:
         """FormationListener."""
-        if self.lifecycle.state is GroupState.PENDING:
+        if self.lifecycle.state is GroupState.PENDING and self.lifecycle.detail != reason:
             self.lifecycle.wait(reason)
             self._on_change()
 
@@ -147,6 +229,14 @@ class ReplicaGroup:
         if self.lifecycle.state is GroupState.STARTING:
             self.lifecycle.starting("loading the model")
 
+    def on_adopted(self, places: Sequence[RankPlace], addresses: ReplicaAddresses | None) -> None:
+        """FormationListener."""
+        self.on_placed()
+        self.on_ranks(places)
+        if addresses is not None:
+            self.on_ready(addresses)
+        self._end_adoption()
+
     def on_progress(self, fraction: float) -> None:
         """FormationListener."""
         self._progress = fraction
@@ -160,6 +250,15 @@ class ReplicaGroup:
             logger.info("group %s is ready as %s at %s", self.group_id, self.replica_id, addresses.address)
             self._on_change()
 
+    async def _leave(self, grace_s: float) -> None:
+        await self._is_known.wait()
+        await self.stop(grace_s)
+
+    def _end_adoption(self) -> None:
+        self.is_adopting = False
+        self._is_known.set()
+        self._on_change()
+
     def _note_end(self, task: asyncio.Task[Outcome], now_s: float) -> None:
         error = task.exception()
         outcome = Outcome(message=f"{type(error).__name__}: {error}") if error else task.result()
@@ -170,7 +269,7 @@ class ReplicaGroup:
         else:
             logger.warning("group %s (%s) ended: %s", self.group_id, self.replica_id, outcome.message)
             self.lifecycle.failed(outcome.message, now_s)
-        self._on_change()
+        self._end_adoption()
 
     def _forget_life(self) -> None:
         self._task = None

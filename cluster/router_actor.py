@@ -4,8 +4,11 @@ import asyncio
 import os
 from dataclasses import dataclass
 
-from cluster.logs import configure_logging
+import ray
+
+from cluster.logs import configure_logging, own_log
 from cluster.rank_actor import Outcome
+from cluster.signals import on_sigterm
 from router.config import RouterConfig
 from router.errors import RouterConfigError
 
@@ -18,10 +21,17 @@ class RouterPlace:
     grpc_address: str
     http_address: str | None
     metrics_address: str | None
+    node_id: str = ""
+    """Of Ray."""
+    log_file: str = ""
+    """On that node; empty: none."""
 
 
 class RouterActor:
-    """One router. `run` lasts as long as it does."""
+    """One router. `begin` once, then `ended` lasts as long as it does. SIGTERM is a `stop`.
+
+    Nothing in it depends on whoever created it: when the controller is gone, the router goes on.
+    """
 
     def __init__(self, config: RouterConfig, log_level: str) -> None:
         configure_logging(log_level)
@@ -29,14 +39,33 @@ class RouterActor:
         self._stop = asyncio.Event()
         self._is_ready = asyncio.Event()
         self._place: RouterPlace | None = None
+        self._run: asyncio.Task[Outcome] | None = None
 
-    async def run(self) -> Outcome:
-        """Serve until `stop`."""
+    async def begin(self) -> None:
+        """Begin to serve."""
+        on_sigterm(self._stop.set)
+        self._run = asyncio.create_task(self._serve())
+
+    async def ended(self) -> Outcome:
+        """Wait until the router has ended, and say why."""
+        assert self._run is not None
+        return await asyncio.shield(self._run)
+
+    async def has_begun(self) -> bool:
+        """Whether `begin` was called."""
+        return self._run is not None
+
+    async def _serve(self) -> Outcome:
         from router.app import BoundAddresses, run_router  # the controller, which creates this class, need not carry it
 
         def on_ready(bound: BoundAddresses) -> None:
             self._place = RouterPlace(
-                pid=os.getpid(), grpc_address=bound.grpc, http_address=bound.http, metrics_address=bound.metrics
+                pid=os.getpid(),
+                grpc_address=bound.grpc,
+                http_address=bound.http,
+                metrics_address=bound.metrics,
+                node_id=ray.get_runtime_context().get_node_id(),
+                log_file=own_log(),
             )
             self._is_ready.set()
 

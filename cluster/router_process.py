@@ -12,7 +12,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weft.v1 import control_pb2
 
 from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
+from cluster.log_reader import LogSource
 from cluster.router_actor import RouterActor, RouterPlace
+from cluster.saved_state import RouterPorts
 from router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -32,12 +34,17 @@ class RouterProcess:
         policy: RestartPolicy,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        adopts: bool = False,
     ) -> None:
+        """Want a router that does not live yet; with `adopts`, one that may have outlived a former controller."""
+        self.is_adopting = adopts
+        """It is not known yet whether its last life goes on."""
         self.lifecycle = Lifecycle(policy, clock())
         self._config = config
         self._log_level = log_level
         self._clock = clock
         self._on_change = on_change
+        self._has_ports = adopts
         self._actor: Any = None
         self._place: RouterPlace | None = None
         self._task: asyncio.Task[str] | None = None
@@ -49,10 +56,11 @@ class RouterProcess:
             reason = self._task.result()
             logger.warning("router %s ended: %s", self._config.router_id, reason)
             self._task = self._place = None
+            self.is_adopting = False
             self.lifecycle.failed(reason, now_s)
         if self._task is None and self.lifecycle.may_form(now_s):
             self.lifecycle.placed(now_s)
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(self._run(adopts=self.is_adopting))
             self._task.add_done_callback(lambda _: self._on_change())
 
     async def stop(self, grace_s: float) -> None:
@@ -67,6 +75,28 @@ class RouterProcess:
             await asyncio.gather(self._task, return_exceptions=True)
         self._task = self._place = None
         self.lifecycle.stopped(self._clock())
+
+    @property
+    def ports(self) -> RouterPorts | None:
+        """Where it listens in every life; None until the first has begun."""
+        config = self._config
+        if not self._has_ports:
+            return None
+        return RouterPorts(grpc=config.grpc_port, http=config.http_port, metrics=config.metrics_port)
+
+    def log_sources(self) -> list[LogSource]:
+        """Its log, while it runs."""
+        if self._place is None:
+            return []
+        place = self._place
+        return [
+            LogSource(
+                name=self._config.router_id,
+                belongs_to=frozenset({"router"}),
+                node_id=place.node_id,
+                path=place.log_file,
+            )
+        ]
 
     def status(self) -> control_pb2.RouterStatus:
         """Tell where the router is and whether it lives."""
@@ -84,21 +114,42 @@ class RouterProcess:
             status.metrics_address = self._place.metrics_address or ""
         return status
 
-    async def _run(self) -> str:
+    async def _run(self, *, adopts: bool) -> str:
         """One life of the router; returns why it ended."""
-        node = ray.get_runtime_context().get_node_id()
-        affinity = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        actor = _ROUTER_ACTOR.options(num_cpus=0, max_restarts=0, scheduling_strategy=affinity)
-        self._actor = actor.remote(self._config, self._log_level)
-        run = self._actor.run.remote()
+        self._actor = None
         try:
-            await self._note_ready(run)
-            outcome = await run
+            if not (await self._find() if adopts else await self._create()):
+                return "was lost while no controller watched it"
+            ended = self._actor.ended.remote()
+            await self._note_ready(ended)
+            outcome = await ended
             return str(outcome.message)
-        except RayError as error:
+        except (RayError, ValueError) as error:  # a ValueError where the name is not free again yet
             return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "died")
         finally:
-            ray.kill(self._actor, no_restart=True)
+            if self._actor is not None:
+                ray.kill(self._actor, no_restart=True)
+
+    async def _create(self) -> bool:
+        node = ray.get_runtime_context().get_node_id()
+        actor = _ROUTER_ACTOR.options(
+            num_cpus=0,
+            max_restarts=0,
+            name=self._config.router_id,
+            lifetime="detached",  # else it would end with the controller
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+        )
+        self._actor = actor.remote(self._config, self._log_level)
+        await self._actor.begin.remote()
+        return True
+
+    async def _find(self) -> bool:
+        """Take over the router that a former controller started; whether it is there and had begun."""
+        try:
+            self._actor = await asyncio.to_thread(ray.get_actor, self._config.router_id)
+        except ValueError:
+            return False
+        return bool(await self._actor.has_begun.remote())
 
     async def _note_ready(self, run: Any) -> None:
         ready = asyncio.ensure_future(_await(self._actor.ready.remote()))
@@ -109,6 +160,7 @@ class RouterProcess:
                 return
             place: RouterPlace = ready.result()
             self._place = place
+            self.is_adopting = False
             # A restart takes the same ports, so that clients find it again.
             self._config = replace(
                 self._config,
@@ -116,6 +168,7 @@ class RouterProcess:
                 http_port=_port(place.http_address) if place.http_address else None,
                 metrics_port=_port(place.metrics_address) if place.metrics_address else None,
             )
+            self._has_ports = True
             self.lifecycle.ready(self._clock())
             self._on_change()
         finally:

@@ -49,6 +49,8 @@ class SavedState:
 
     control_port: int | None = None
     """That the routers and operators know; None: nothing was saved yet."""
+    metrics_port: int | None = None
+    """Of the controller, that Prometheus knows."""
     router: RouterPorts | None = None
     num_restarts: int = 0
     """Of the controller."""

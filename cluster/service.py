@@ -36,7 +36,7 @@ class Service:
         self.control_address = control_address
         self.client = ControlClient(control_address)
         self._controller = controller  # an actor ends when its last handle is dropped
-        self._run = controller.run.remote()
+        self._stopped = controller.stopped.remote()  # lasts over the controller's lives
 
     @classmethod
     def start(cls, spec: ClusterSpec, *, log_level: str = "warning") -> "Service":
@@ -97,8 +97,8 @@ class Service:
             time.sleep(_POLL_S)
 
     def is_alive(self) -> bool:
-        """Whether the controller has neither died nor been shut down."""
-        done, _ = ray.wait([self._run], timeout=0)
+        """Whether the controller has neither died for good nor been shut down."""
+        done, _ = ray.wait([self._stopped], timeout=0)
         return not done
 
     def wait_stopped(self, timeout_s: float) -> bool:
@@ -107,11 +107,11 @@ class Service:
         Raises:
             ControllerError: the controller died instead.
         """
-        done, _ = ray.wait([self._run], timeout=timeout_s)
+        done, _ = ray.wait([self._stopped], timeout=timeout_s)
         if not done:
             return False
         try:
-            ray.get(self._run)
+            ray.get(self._stopped)
         except (RayActorError, RayTaskError) as error:
             raise ControllerError("the controller died") from error
         return True
@@ -138,7 +138,8 @@ def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> 
         name=CONTROLLER_NAME,
         namespace=NAMESPACE,
         num_cpus=0,
-        max_restarts=0,
+        max_restarts=-1,
+        max_task_retries=-1,
         lifetime=None if is_local else "detached",
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
     )

@@ -1,25 +1,45 @@
-"""What a cluster should run, and the pass that brings it about: wanted groups and routers against live ones.
+"""The pass that brings a cluster to what is wanted of it: groups that are planned, formed, drained and forgotten.
 
-`reconcile` never blocks and may be called any number of times. Knows no Ray: lives of groups and routers come from
-the callables it is given.
+What is wanted and how it may change is said in wanted.py, which groups that means in plan_groups.py. `reconcile` never
+blocks and may be called any number of times; whatever a successor must know is saved before it is done. Knows no Ray:
+lives of groups and routers come from the callables it is given.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 from weft.v1 import control_pb2
 
-from cluster.config import ClusterSpec, ModelSpec
-from cluster.lifecycle import RestartPolicy
+from cluster.config import ModelSpec
+from cluster.errors import NotServedError
+from cluster.lifecycle import GroupState, RestartPolicy
+from cluster.log_reader import LogSource
 from cluster.models import resolve_model
+from cluster.placement import NodeResources
+from cluster.plan_groups import plan_groups
+from cluster.preflight import check_model
 from cluster.replica_group import Form, ReplicaGroup
+from cluster.saved_state import GroupRecord, RouterPorts, SavedState
+from cluster.wanted import Change, ChangeKind, Models, WantedModel, apply, changed_section, find, roll, scale, undo
 from parallel.families.registry import describe_model
+
+logger = logging.getLogger(__name__)
 
 
 class WantedRouter(Protocol):
     """One router over all of its lives: router_process.RouterProcess, or a double in tests."""
+
+    @property
+    def is_adopting(self) -> bool:
+        """It is not known yet whether its last life goes on."""
+
+    @property
+    def ports(self) -> RouterPorts | None:
+        """Where it listens in every life; None until the first has begun."""
 
     def reconcile(self) -> None:
         """Start it when it should be; never blocks."""
@@ -30,94 +50,314 @@ class WantedRouter(Protocol):
     def status(self) -> control_pb2.RouterStatus:
         """Tell where it is and whether it lives."""
 
+    def log_sources(self) -> list[LogSource]:
+        """Its log, while it runs."""
+
 
 class WantedState:
-    """The groups of every model and the routers. Implements control_server.ControlState."""
+    """The models, their groups and the router. Implements control_server.ControlState."""
 
     def __init__(
         self,
-        spec: ClusterSpec,
+        saved: SavedState,
         *,
-        routers: Sequence[WantedRouter],
+        router: WantedRouter,
         form: Form,
+        save: Callable[[SavedState], None],
+        nodes: Callable[[], list[NodeResources]],
         changed: asyncio.Event,
         policy: RestartPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Describe the models, and want their groups. Raises ClusterError or ModelError when a model cannot be read.
+        """Go on from what was saved, or begin with nothing.
 
         Args:
-            spec: what is wanted.
-            routers: in front of the models.
+            saved: its groups may live, and are adopted.
+            router: in front of the models.
             form: makes one life of a group.
+            save: keeps what a successor must know; it is kept when the call returns.
+            nodes: of the Ray cluster; blocks for a moment.
             changed: set at every change, to wake whoever calls `reconcile`.
             policy: when a group that failed is formed again.
             clock: monotonic seconds.
         """
-        self._models = {model.name: _served_model(model) for model in spec.models}
-        self._specs = spec.models
-        self._routers = routers
+        self._saved = saved
+        self._router = router
+        self._form = form
+        self._save_state = save
+        self._nodes = nodes
         self._changed = changed
+        self._policy = policy
+        self._clock = clock
+        self._models: dict[str, WantedModel] = dict(saved.models)
+        self._served = {name: _served_model(model.spec) for name, model in self._models.items()}
+        self._next_numbers = dict(saved.next_numbers)
+        self._drained_nodes = frozenset(saved.drained_nodes)
         self._is_stopping = False
         self.is_stopped = False
-        self._groups = {
-            model.name: [
-                ReplicaGroup(
-                    f"{model.name}-{index}", model, form=form, policy=policy, clock=clock, on_change=changed.set
-                )
-                for index in range(model.replicas)
-            ]
-            for model in spec.models
-        }
+        self._groups = [self._make_group(record, adopts=True) for record in saved.groups]
+        for group, record in zip(self._groups, saved.groups, strict=True):
+            if record.is_leaving:
+                group.leave(record.section.drain_timeout_s)
+
+    @property
+    def is_adopting(self) -> bool:
+        """It is not known yet of every group and the router whether it outlived the former controller."""
+        return self._router.is_adopting or any(group.is_adopting for group in self._groups)
+
+    @property
+    def drained_nodes(self) -> frozenset[str]:
+        """Where no group is placed, by the node's Ray id."""
+        return self._drained_nodes
+
+    @property
+    def num_ranks(self) -> int:
+        """Rank processes that are wanted, over all groups."""
+        return sum(model.replicas * model.spec.engine.parallel.world_size for model in self._models.values())
 
     def reconcile(self) -> None:
-        """Bring every group and router nearer to what is wanted."""
+        """Bring every group and the router nearer to what is wanted."""
         if self._is_stopping:
             return
-        for group in self._all_groups():
+        num_groups = len(self._groups)
+        for group in self._groups:
+            group.observe()  # before anything is planned: a group that has just died is no reason to let another go
+        self._groups = [group for group in self._groups if not group.is_gone]
+        if self._plan() or len(self._groups) != num_groups:
+            self._save()
+        for group in self._groups:
             group.reconcile()
-        for router in self._routers:
-            router.reconcile()
+        self._router.reconcile()
+        if self._router.ports != self._saved.router:
+            self._save()
 
-    def models(self) -> list[control_pb2.ServedModel]:
-        """The models that are served."""
-        return list(self._models.values())
+    # What operators and autoscalers want
 
-    def replicas(self) -> list[control_pb2.ReplicaEndpoint]:
-        """The replicas that take requests now."""
-        return [endpoint for group in self._all_groups() if (endpoint := group.endpoint) is not None]
+    async def apply(self, specs: Sequence[ModelSpec], *, dry_run: bool = False) -> list[Change]:
+        """Want exactly these models; say what that changes.
 
-    def model_statuses(self) -> list[control_pb2.ModelStatus]:
-        """Every model and its groups."""
-        return [
-            control_pb2.ModelStatus(
-                name=model.name,
-                path=self._models[model.name].path,
-                wanted_replicas=model.replicas,
-                groups=[group.status() for group in self._groups[model.name]],
-            )
-            for model in self._specs
-        ]
+        Raises:
+            ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
+        """
+        checked = await asyncio.to_thread(lambda: [check_model(spec) for spec in specs])
+        served = await asyncio.to_thread(lambda: {spec.name: _served_model(spec) for spec in checked})
+        wanted, changes = apply(self._models, checked)
+        if changes and not dry_run:
+            self._served = served
+            self._want(wanted, changes)
+        return changes
 
-    def router_statuses(self) -> list[control_pb2.RouterStatus]:
-        """Every router."""
-        return [router.status() for router in self._routers]
+    def scale(self, name: str, replicas: int) -> int:
+        """Want so many replicas of a model; return how many were wanted before.
+
+        Raises:
+            NotServedError: there is no such model.
+            ClusterConfigError: outside the model's bounds.
+        """
+        before = find(self._models, name)
+        if before.replicas != replicas:
+            change = Change(kind=ChangeKind.SCALE, name=before.name, details=(f"{before.replicas} -> {replicas}",))
+            self._want(scale(self._models, name, replicas), [change])
+        return before.replicas
+
+    async def roll(self, name: str, settings: Mapping[str, Any]) -> tuple[Change, int]:
+        """Replace a model's groups by ones with these settings changed; return what that means and the revision.
+
+        Raises:
+            NotServedError: there is no such model.
+            ClusterConfigError: a setting is unknown or wrong.
+            ModelNotFoundError, ModelError, EngineConfigError: the model cannot be had, described or split as wanted.
+        """
+        model = find(self._models, name)
+        spec = changed_section(model, settings).to_spec(model.hash_key)
+        checked = await asyncio.to_thread(check_model, spec)
+        return await self._want_revision(*roll(self._models, name, checked.section))
+
+    async def undo(self, name: str) -> tuple[Change, int]:
+        """Go back to a model's revision before; as `roll`."""
+        return await self._want_revision(*undo(self._models, name))
+
+    async def drain(self, target: str, grace_s: float | None) -> tuple[list[str], str]:
+        """Let a replica, a group, or every group of a node leave; others are formed in their stead.
+
+        Args:
+            target: a replica id, a group id, or a node's address or Ray id.
+            grace_s: until requests in flight move to other replicas; None: what the model's settings say.
+
+        Returns:
+            The replicas that leave, and the Ray id of the node, which takes no groups until `undrain`.
+
+        Raises:
+            NotServedError: there is none of this name; the message lists those there are.
+        """
+        groups = [group for group in self._groups if target in (group.group_id, group.replica_id)]
+        node_id = ""
+        if not groups:
+            node_id = (await self._find_node(target)).node_id
+            self._drained_nodes |= {node_id}
+            groups = [group for group in self._groups if any(place.node_id == node_id for place in group.places)]
+        for group in groups:
+            group.leave(group.model.drain_timeout_s if grace_s is None else grace_s)
+        logger.info("%s is drained: %d groups leave", target, len(groups))
+        self._save()
+        self._changed.set()
+        return [group.replica_id or group.group_id for group in groups], node_id
+
+    async def undrain(self, target: str) -> str:
+        """Place groups on a node again; return its Ray id. Raises NotServedError."""
+        node_id = (await self._find_node(target)).node_id
+        self._drained_nodes -= {node_id}
+        self._save()
+        self._changed.set()
+        return node_id
 
     async def shut_down(self, grace_s: float) -> None:
-        """Stop the routers, which finish the requests in flight, then the groups."""
+        """Stop the router, which finishes the requests in flight, then the groups."""
         self._is_stopping = True
-        await asyncio.gather(*(router.stop(grace_s) for router in self._routers))
-        await asyncio.gather(*(group.stop(grace_s=0.0) for group in self._all_groups()))
+        await self._router.stop(grace_s)
+        await asyncio.gather(*(group.stop(grace_s=0.0) for group in self._groups))
         self.is_stopped = True
         self._changed.set()
 
-    def _all_groups(self) -> list[ReplicaGroup]:
-        return [group for groups in self._groups.values() for group in groups]
+    # What is told
+
+    def models(self) -> list[control_pb2.ServedModel]:
+        """The models that are served."""
+        return list(self._served.values())
+
+    def replicas(self) -> list[control_pb2.ReplicaEndpoint]:
+        """The replicas that take requests now, and those that finish what they have."""
+        groups = [group for group in self._groups if group.model.name in self._models]
+        return [endpoint for group in groups if (endpoint := group.endpoint) is not None]
+
+    def model_statuses(self) -> list[control_pb2.ModelStatus]:
+        """Every model and its groups; models that are no longer wanted as long as groups of them live."""
+        names = [*self._models, *sorted({group.model.name for group in self._groups} - set(self._models))]
+        return [self._model_status(name) for name in names]
+
+    def router_statuses(self) -> list[control_pb2.RouterStatus]:
+        """Every router."""
+        return [self._router.status()]
+
+    async def node_statuses(self) -> list[control_pb2.NodeStatus]:
+        """Every node of the Ray cluster that lives."""
+        return [
+            control_pb2.NodeStatus(
+                node_id=node.node_id,
+                address=node.address,
+                cpus=node.cpus,
+                free_cpus=node.free_cpus,
+                gpus=node.gpus,
+                free_gpus=node.free_gpus,
+                accelerator=", ".join(sorted(node.accelerators)),
+                drained=node.node_id in self._drained_nodes,
+            )
+            for node in await asyncio.to_thread(self._nodes)
+        ]
+
+    def log_sources(self) -> list[LogSource]:
+        """The logs of every process that runs now."""
+        return [source for group in self._groups for source in group.log_sources()] + self._router.log_sources()
+
+    def _model_status(self, name: str) -> control_pb2.ModelStatus:
+        groups = [group for group in self._groups if group.model.name == name]
+        is_ready = [group.lifecycle.state is GroupState.READY for group in groups]
+        status = control_pb2.ModelStatus(
+            name=name, groups=[group.status() for group in groups], ready_replicas=sum(is_ready)
+        )
+        if (model := self._models.get(name)) is not None:
+            status.path = self._served[name].path
+            status.wanted_replicas = model.replicas
+            status.revision = model.current.number
+            status.previous_revision = model.previous.number if model.previous else 0
+        return status
+
+    # How it is done
+
+    def _plan(self) -> bool:
+        """Make and dismiss groups as plan_groups.py says; whether anything changed."""
+        has_changed = False
+        for name in {*self._models, *(group.model.name for group in self._groups)}:
+            model = self._models.get(name)
+            groups = [group for group in self._groups if group.model.name == name and not group.is_leaving]
+            if any(group.is_adopting for group in groups):
+                continue  # soon known
+            plan = plan_groups(
+                model.replicas if model else 0,
+                model.current.number if model else 0,
+                [group.live_group for group in groups],
+            )
+            for group in groups:
+                if group.group_id in plan.leaving:
+                    group.leave(group.model.drain_timeout_s)
+                    has_changed = True
+            for _ in range(plan.num_new):
+                assert model is not None
+                self._groups.append(self._make_group(self._new_record(model), adopts=False))
+                has_changed = True
+        return has_changed
+
+    def _new_record(self, model: WantedModel) -> GroupRecord:
+        number = self._next_numbers.get(model.name, 0)
+        self._next_numbers[model.name] = number + 1
+        return GroupRecord(
+            group_id=f"{model.name}-{number}",
+            model=model.name,
+            number=number,
+            revision=model.current.number,
+            section=model.current.section,
+            hash_key=model.hash_key,
+        )
+
+    def _make_group(self, record: GroupRecord, *, adopts: bool) -> ReplicaGroup:
+        return ReplicaGroup(
+            record,
+            form=self._form,
+            policy=self._policy,
+            clock=self._clock,
+            on_change=self._changed.set,
+            on_forming=self._save,
+            adopts=adopts,
+        )
+
+    def _want(self, wanted: Models, changes: Sequence[Change]) -> None:
+        self._models = dict(wanted)
+        for change in changes:
+            logger.info("%s %s: %s", change.kind, change.name, "; ".join(change.details))
+        self._save()
+        self._changed.set()
+
+    async def _want_revision(self, wanted: Models, change: Change) -> tuple[Change, int]:
+        model = wanted[change.name]
+        served = await asyncio.to_thread(_served_model, model.spec)
+        self._want({**self._models, change.name: model}, [change])
+        self._served[change.name] = served
+        return change, model.current.number
+
+    async def _find_node(self, target: str) -> NodeResources:
+        nodes = await asyncio.to_thread(self._nodes)
+        found = [node for node in nodes if target in (node.node_id, node.address)]
+        if len(found) != 1:
+            replicas = ", ".join(sorted(group.replica_id or group.group_id for group in self._groups)) or "none"
+            addresses = ", ".join(sorted(node.address for node in nodes)) or "none"
+            raise NotServedError(f"no replica or node is {target!r}; replicas: {replicas}; nodes: {addresses}")
+        return found[0]
+
+    def _save(self) -> None:
+        self._saved = replace(
+            self._saved,
+            router=self._router.ports,
+            models=self._models,
+            groups=tuple(group.record for group in self._groups),
+            next_numbers=self._next_numbers,
+            drained_nodes=tuple(sorted(self._drained_nodes)),
+        )
+        self._save_state(self._saved)
 
 
-def _served_model(model: ModelSpec) -> control_pb2.ServedModel:
-    folder = resolve_model(model.source)
+def _served_model(spec: ModelSpec) -> control_pb2.ServedModel:
+    folder = resolve_model(spec.source)
     max_context = describe_model(folder).max_context
-    if model.engine.max_context is not None:
-        max_context = min(max_context, model.engine.max_context)
-    return control_pb2.ServedModel(name=model.name, path=str(folder), max_context=max_context)
+    if spec.engine.max_context is not None:
+        max_context = min(max_context, spec.engine.max_context)
+    return control_pb2.ServedModel(name=spec.name, path=str(folder), max_context=max_context)

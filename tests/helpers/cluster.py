@@ -8,7 +8,9 @@ from weft.v1 import control_pb2
 
 from cluster.config import ModelSpec, build_spec
 from cluster.formation import FormationListener
+from cluster.log_reader import LogSource
 from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses
+from cluster.saved_state import RouterPorts
 from workers.async_engine import Snapshot
 from workers.engine import EngineLoad, StepResult
 from workers.request import Request, RequestId, RequestOutput
@@ -30,14 +32,21 @@ class FakeClock:
 class FakeLife:
     """One life of a group, driven by a test."""
 
-    def __init__(self, replica_id: str, model: ModelSpec, listener: FormationListener) -> None:
+    def __init__(self, replica_id: str, model: ModelSpec, listener: FormationListener, *, adopts: bool = False) -> None:
+        self.adopts = adopts
         self.replica_id = replica_id
         self.model = model
         self.listener = listener
         self.begun = asyncio.Event()
         self.was_cancelled = False
         self.drained_s: float | None = None
+        self.holds_requests = False
+        self.requests_ended = asyncio.Event()
         self._end: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        return self._end.done()
 
     async def run(self) -> Outcome:
         self.begun.set()
@@ -49,26 +58,40 @@ class FakeLife:
 
     async def drain(self, grace_s: float) -> None:
         self.drained_s = grace_s
+        if self.holds_requests:
+            ended = asyncio.ensure_future(self.requests_ended.wait())
+            await asyncio.wait([ended, self._end], return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
 
-    def become_ready(self) -> None:
+    def become_ready(self, node_id: str = "node-a") -> None:
         self.listener.on_placed()
-        ranks = range(self.model.engine.parallel.world_size)
-        self.listener.on_ranks([RankPlace(node="127.0.0.1", pid=1000 + rank) for rank in ranks])
+        self.listener.on_ranks(self.places(node_id))
         self.listener.on_progress(0.5)
-        self.listener.on_ready(ReplicaAddresses(address=f"127.0.0.1:{self.replica_id}", metrics_address="127.0.0.1:9"))
+        self.listener.on_ready(self.addresses)
+
+    def be_adopted(self, *, is_ready: bool = True) -> None:
+        self.listener.on_adopted(self.places("node-a"), self.addresses if is_ready else None)
+
+    def places(self, node_id: str) -> list[RankPlace]:
+        ranks = range(self.model.engine.parallel.world_size)
+        return [RankPlace(node="127.0.0.1", pid=1000 + rank, node_id=node_id) for rank in ranks]
+
+    @property
+    def addresses(self) -> ReplicaAddresses:
+        return ReplicaAddresses(address=f"127.0.0.1:{self.replica_id}", metrics_address="127.0.0.1:9")
 
     async def end(self, outcome: Outcome) -> None:
         self._end.set_result(outcome)
-        await _turns()
+        await turns()
 
     async def break_down(self, error: Exception) -> None:
         self._end.set_exception(error)
-        await _turns()
+        await turns()
 
 
-async def _turns() -> None:
-    await asyncio.sleep(0)  # the task that runs it ends
-    await asyncio.sleep(0)  # and its callbacks run
+async def turns() -> None:
+    for _ in range(6):  # the task that runs it ends, its callbacks run, and whoever waits for it goes on
+        await asyncio.sleep(0)
 
 
 @dataclass
@@ -77,9 +100,12 @@ class Formations:
 
     lives: list[FakeLife] = field(default_factory=list)
 
-    def __call__(self, replica_id: str, model: ModelSpec, listener: FormationListener) -> FakeLife:
-        self.lives.append(FakeLife(replica_id, model, listener))
+    def __call__(self, replica_id: str, model: ModelSpec, listener: FormationListener, *, adopts: bool) -> FakeLife:
+        self.lives.append(FakeLife(replica_id, model, listener, adopts=adopts))
         return self.lives[-1]
+
+    def of(self, replica_id: str) -> FakeLife:
+        return next(life for life in self.lives if life.replica_id == replica_id)
 
 
 class FakeRouter:
@@ -87,6 +113,8 @@ class FakeRouter:
 
     def __init__(self) -> None:
         self.num_reconciled = 0
+        self.is_adopting = False
+        self.ports: RouterPorts | None = None
         self.stopped_with_s: float | None = None
 
     def reconcile(self) -> None:
@@ -97,6 +125,9 @@ class FakeRouter:
 
     def status(self) -> control_pb2.RouterStatus:
         return control_pb2.RouterStatus(router_id="router-0", alive=True, grpc_address="127.0.0.1:1")
+
+    def log_sources(self) -> list[LogSource]:
+        return []
 
 
 def model_spec(path: str, **settings: object) -> ModelSpec:

@@ -1,7 +1,8 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,11 +11,15 @@ from rich.console import Console
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
+from cluster.config import ModelSpec
 from cluster.control_client import ControlClient
 from cluster.control_server import ControlServer, bind_control_port
-from cluster.errors import ControllerError, StartError
+from cluster.errors import ClusterConfigError, ControllerError, NotServedError, StartError
+from cluster.log_reader import LogReader, LogSource
 from cluster.readiness import first_failure, is_ready
 from cluster.status_view import ChangeView, StartView, print_status, status_as_dict
+from cluster.wanted import Change, ChangeKind
+from workers.errors import EngineConfigError
 
 READY = control_pb2.GROUP_STATE_READY
 
@@ -23,6 +28,7 @@ class FakeState:
     def __init__(self) -> None:
         self.endpoints: list[control_pb2.ReplicaEndpoint] = []
         self.grace_s: float | None = None
+        self.calls: list[tuple[Any, ...]] = []
 
     def models(self) -> list[control_pb2.ServedModel]:
         return [control_pb2.ServedModel(name="m", path="/m", max_context=64)]
@@ -36,14 +42,51 @@ class FakeState:
     def router_statuses(self) -> list[control_pb2.RouterStatus]:
         return [control_pb2.RouterStatus(router_id="router-0", alive=True)]
 
+    async def node_statuses(self) -> list[control_pb2.NodeStatus]:
+        return [control_pb2.NodeStatus(node_id="n1", address="10.0.0.1", cpus=8)]
+
+    async def apply(self, specs: Sequence[ModelSpec], *, dry_run: bool = False) -> list[Change]:
+        self.calls.append(("apply", [spec.name for spec in specs], dry_run))
+        return [Change(kind=ChangeKind.ADD, name="b", details=("2 x",))]
+
+    def scale(self, name: str, replicas: int) -> int:
+        if name != "m":
+            raise NotServedError(f"model is {name!r}; served: 'm'")
+        self.calls.append(("scale", name, replicas))
+        return 1
+
+    async def roll(self, name: str, settings: Mapping[str, Any]) -> tuple[Change, int]:
+        if "step" in settings:
+            raise ClusterConfigError("step: unknown key")
+        if settings.get("max_context") == 0:
+            raise EngineConfigError("max_context is 0")
+        self.calls.append(("roll", name, dict(settings)))
+        return Change(kind=ChangeKind.ROLLOUT, name=name, details=("a: 1 -> 2",)), 2
+
+    async def undo(self, name: str) -> tuple[Change, int]:
+        self.calls.append(("undo", name))
+        return Change(kind=ChangeKind.ROLLOUT, name=name), 1
+
+    async def drain(self, target: str, grace_s: float | None) -> tuple[list[str], str]:
+        self.calls.append(("drain", target, grace_s))
+        return ["m-0.1"], "n1"
+
+    async def undrain(self, target: str) -> str:
+        self.calls.append(("undrain", target))
+        return "n1"
+
     async def shut_down(self, grace_s: float) -> None:
         self.grace_s = grace_s
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[tuple[FakeState, ControlServer, str]]:
+async def running(tmp_path: Path) -> AsyncIterator[tuple[FakeState, ControlServer, str]]:
     state = FakeState()
-    server = ControlServer(state)
+    logs = LogReader("here")
+    (tmp_path / "err").write_text("first\nsecond\n")
+    source = LogSource(name="m-0.1/0", belongs_to=frozenset({"m", "m-0.1"}), node_id="here", path=str(tmp_path / "err"))
+    logs.note([source])
+    server = ControlServer(state, logs, num_restarts=2)
     listener, address = bind_control_port("127.0.0.1", 0)
     await server.start(listener)
     yield state, server, address
@@ -80,6 +123,74 @@ async def test_operator_sees_status_and_shuts_down(running: tuple[FakeState, Con
         assert status.version
         await asyncio.to_thread(client.shut_down, 3.0)
     assert state.grace_s == 3.0
+
+
+async def test_operator_changes_what_is_wanted(running: tuple[FakeState, ControlServer, str]) -> None:
+    state, _, address = running
+
+    def operate() -> None:
+        with ControlClient(address) as client:
+            changes = client.apply({"models": [{"name": "b"}], "router": {"port": 1}}, dry_run=True)
+            assert [(change.kind, change.name, list(change.details)) for change in changes] == [
+                (control_pb2.CHANGE_KIND_ADD, "b", ["2 x"]),
+                (control_pb2.CHANGE_KIND_IGNORED, "router", []),
+            ]
+            assert client.scale("m", 3) == 1
+            rolled = client.rollout("m", {"cache": {"num_blocks": 8}})
+            assert (rolled.revision, list(rolled.change.details)) == (2, ["a: 1 -> 2"])
+            assert client.rollout("m", {}, undo=True).revision == 1
+            assert list(client.drain("m-0", grace_s=0.0).replica_ids) == ["m-0.1"]
+            assert client.drain("m-0").node_id == "n1"
+            assert client.drain("n1", undo=True).node_id == "n1"
+
+    await asyncio.to_thread(operate)
+    assert state.calls == [
+        ("apply", ["b"], True),
+        ("scale", "m", 3),
+        ("roll", "m", {"cache": {"num_blocks": 8}}),
+        ("undo", "m"),
+        ("drain", "m-0", 0.0),
+        ("drain", "m-0", None),
+        ("undrain", "n1"),
+    ]
+
+
+async def test_what_cannot_be_is_refused_with_its_reason(running: tuple[FakeState, ControlServer, str]) -> None:
+    state, _, address = running
+
+    def operate() -> None:
+        with ControlClient(address) as client:
+            with pytest.raises(ControllerError, match="model is 'x'; served: 'm'"):
+                client.scale("x", 3)
+            with pytest.raises(ClusterConfigError, match="step: unknown key"):
+                client.rollout("m", {"step": 1})
+            with pytest.raises(ControllerError, match="max_context is 0"):
+                client.rollout("m", {"max_context": 0})
+            with pytest.raises(ClusterConfigError, match="no settings with it"):
+                client.rollout("m", {"max_context": 64}, undo=True)
+            with pytest.raises(ClusterConfigError, match=r"models\[0\].modle: unknown key"):
+                client.apply({"models": [{"modle": "b"}]}, dry_run=False)
+            with pytest.raises(ControllerError, match=r"no log is 'm-9'; there are: m, m-0\.1, m-0\.1/0"):
+                client.read_logs("m-9", {}, tail_bytes=1)
+
+    await asyncio.to_thread(operate)
+    assert state.calls == []
+
+
+async def test_logs_are_read_on_where_they_were_left(
+    running: tuple[FakeState, ControlServer, str], tmp_path: Path
+) -> None:
+    def read(offsets: dict[str, int], tail_bytes: int) -> control_pb2.LogChunk:
+        with ControlClient(running[2]) as client:
+            (chunk,) = client.read_logs("m", offsets, tail_bytes=tail_bytes)
+            return chunk
+
+    chunk = await asyncio.to_thread(read, {}, 7)
+    assert (chunk.name, chunk.data, chunk.has_more) == ("m-0.1/0", b"second\n", False)
+    with (tmp_path / "err").open("a") as file:
+        file.write("third\n")
+    chunk = await asyncio.to_thread(read, {"m-0.1/0": chunk.next_offset}, 7)
+    assert chunk.data == b"third\n"
 
 
 async def test_second_controller_on_a_port_is_refused(running: tuple[FakeState, ControlServer, str]) -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from cluster.placement import NodeResources, Placement, threads_per_rank, why_never, why_not
@@ -34,7 +36,7 @@ def test_cpu_group_asks_for_no_gpu() -> None:
 @pytest.mark.parametrize(
     ("wanted", "nodes", "reason"),
     [
-        (placement(2), [], "the cluster has no node"),
+        (placement(2), [], "the cluster has no node that takes groups"),
         (placement(2), [node(0)], "needs 2 GPUs on one node; the largest node has none"),
         (placement(2), [node(1), node(1)], "needs 2 GPUs on one node; the largest node has 1"),
         (placement(2), [node(4, 1), node(4, 0)], "needs 2 GPUs on one node; the largest free node has 1"),
@@ -71,3 +73,18 @@ def test_what_only_others_take_up_is_no_reason_for_never() -> None:
     assert why_never(placement(2, 2), [node(2, 0)]) == (
         "needs 2 stages of 2 GPUs and 0.2 CPUs; free nodes have room for 1"
     )
+
+
+def test_type_of_accelerator_is_a_resource_of_every_bundle() -> None:
+    parallel = ParallelConfig(tensor_parallel=2, pipeline_parallel=2)
+    wanted = Placement(parallel=parallel, gpus_per_rank=1, cpus_per_rank=0.1, accelerator="A100")
+    assert all(bundle["accelerator_type:A100"] == 0.001 for bundle in wanted.bundles)
+
+
+def test_type_of_accelerator_that_nobody_has_is_told() -> None:
+    parallel = ParallelConfig(tensor_parallel=2)
+    wanted = Placement(parallel=parallel, gpus_per_rank=1, cpus_per_rank=0.1, accelerator="H100")
+    nodes = [replace(node(8), accelerators=frozenset({"A100"})), replace(node(4), accelerators=frozenset({"L4"}))]
+    assert why_not(wanted, nodes) == "needs H100 accelerators; the nodes have A100, L4"
+    nodes.append(replace(node(8, 1), accelerators=frozenset({"H100"})))
+    assert why_not(wanted, nodes) == "needs 2 GPUs on one node; the largest free node has 1"

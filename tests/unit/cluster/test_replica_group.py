@@ -1,11 +1,12 @@
 from collections.abc import Callable
 
 import pytest
-from helpers.cluster import FakeClock, Formations, model_spec
+from helpers.cluster import FakeClock, Formations, model_spec, turns
 
 from cluster.lifecycle import GroupState, RestartPolicy
 from cluster.rank_actor import Outcome
 from cluster.replica_group import ReplicaGroup
+from cluster.saved_state import GroupRecord
 
 
 @pytest.fixture
@@ -26,13 +27,24 @@ def changes() -> list[None]:
 @pytest.fixture
 def group(clock: FakeClock, forms: Formations, changes: list[None]) -> ReplicaGroup:
     on_change: Callable[[], None] = lambda: changes.append(None)  # noqa: E731
+    return make_group(clock, forms, on_change)
+
+
+def make_group(
+    clock: FakeClock, forms: Formations, on_change: Callable[[], None] = lambda: None, *, num_lives: int = 0
+) -> ReplicaGroup:
+    spec = model_spec("/models/m", tensor_parallel=2)
+    record = GroupRecord(
+        group_id="m-0", model="m", number=0, revision=1, section=spec.section, hash_key=b"k", num_lives=num_lives
+    )
     return ReplicaGroup(
-        "m-0",
-        model_spec("/models/m", tensor_parallel=2),
+        record,
         form=forms,
         policy=RestartPolicy(),
         clock=clock,
         on_change=on_change,
+        on_forming=lambda: None,
+        adopts=num_lives > 0,
     )
 
 
@@ -134,3 +146,90 @@ async def test_bug_in_a_formation_is_a_failure_of_the_group_only(group: ReplicaG
     group.reconcile()
     assert "RuntimeError: boom" in group.status().detail
     assert len(forms.lives) == 2
+
+
+async def test_group_that_leaves_drains_stays_in_membership_and_is_not_formed_again(
+    group: ReplicaGroup, forms: Formations
+) -> None:
+    group.reconcile()
+    await turns()
+    (life,) = forms.lives
+    life.become_ready()
+    life.holds_requests = True
+    group.leave(7.0)
+    await turns()
+    assert life.drained_s == 7.0
+    assert group.lifecycle.state is GroupState.DRAINING
+    assert group.endpoint is not None
+    assert group.endpoint.draining
+    assert not group.is_gone
+    assert group.record.is_leaving
+    life.requests_ended.set()
+    await turns()
+    assert group.is_gone
+    assert group.endpoint is None
+    assert life.was_cancelled
+    group.reconcile()
+    assert len(forms.lives) == 1
+
+
+async def test_rank_that_dies_while_its_group_leaves_ends_the_group(group: ReplicaGroup, forms: Formations) -> None:
+    group.reconcile()
+    await turns()
+    forms.lives[0].become_ready()
+    forms.lives[0].holds_requests = True
+    group.leave(7.0)
+    await turns()
+    await forms.lives[0].end(Outcome(message="rank 1 died"))
+    group.reconcile()
+    forms.lives[0].requests_ended.set()
+    await turns()
+    group.reconcile()
+    assert group.is_gone
+    assert len(forms.lives) == 1
+
+
+async def test_live_group_is_adopted_under_its_replica_id(clock: FakeClock, forms: Formations) -> None:
+    group = make_group(clock, forms, num_lives=3)
+    assert group.is_adopting
+    group.reconcile()
+    (life,) = forms.lives
+    assert (life.replica_id, life.adopts) == ("m-0.3", True)
+    life.be_adopted()
+    assert not group.is_adopting
+    assert group.endpoint is not None
+    assert (group.endpoint.replica_id, group.lifecycle.restarts) == ("m-0.3", 0)
+
+
+async def test_group_that_loads_its_model_is_adopted_too(clock: FakeClock, forms: Formations) -> None:
+    group = make_group(clock, forms, num_lives=1)
+    group.reconcile()
+    forms.lives[0].be_adopted(is_ready=False)
+    assert group.lifecycle.state is GroupState.STARTING
+    assert not group.is_adopting
+    forms.lives[0].listener.on_ready(forms.lives[0].addresses)
+    assert group.lifecycle.state is GroupState.READY
+
+
+async def test_group_that_did_not_outlive_the_controller_is_formed_as_a_new_replica(
+    clock: FakeClock, forms: Formations
+) -> None:
+    group = make_group(clock, forms, num_lives=1)
+    group.reconcile()
+    await forms.lives[0].end(Outcome(message="was lost while no controller watched it"))
+    group.reconcile()
+    assert not group.is_adopting
+    assert [(life.replica_id, life.adopts) for life in forms.lives] == [("m-0.1", True), ("m-0.2", False)]
+    assert group.record.num_lives == 2
+
+
+async def test_leaving_group_is_adopted_first_and_then_drained(clock: FakeClock, forms: Formations) -> None:
+    group = make_group(clock, forms, num_lives=1)
+    group.leave(5.0)
+    group.reconcile()
+    await turns()
+    assert not group.is_gone
+    forms.lives[0].be_adopted()
+    await turns()
+    assert forms.lives[0].drained_s == 5.0
+    assert group.is_gone

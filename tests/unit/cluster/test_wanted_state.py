@@ -1,15 +1,21 @@
 import asyncio
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.cluster import FakeClock, FakeRouter, Formations
+from helpers.cluster import FakeClock, FakeRouter, Formations, turns
+from weft.v1 import control_pb2
 
-from cluster.config import ClusterSpec, build_spec
-from cluster.errors import ModelNotFoundError
+from cluster.config import ModelSpec, build_spec
+from cluster.errors import ModelNotFoundError, NotServedError
 from cluster.lifecycle import RestartPolicy
+from cluster.placement import NodeResources
 from cluster.rank_actor import Outcome
+from cluster.saved_state import RouterPorts, SavedState, decode, encode
 from cluster.wanted_state import WantedState
+from workers.errors import EngineConfigError
 
 LLAMA = {
     "model_type": "llama",
@@ -24,6 +30,68 @@ LLAMA = {
     "rope_theta": 10000.0,
     "hidden_act": "silu",
 }
+NODES = [
+    NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")
+    for index, name in enumerate("ab")
+]
+
+
+@dataclass
+class Bench:
+    """A cluster of fakes whose controller can die and come back."""
+
+    folder: Path
+    forms: Formations = field(default_factory=Formations)
+    router: FakeRouter = field(default_factory=FakeRouter)
+    saved: bytes = encode(SavedState())
+    clock: FakeClock = field(default_factory=FakeClock)
+    state: WantedState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """A new controller, from what the last one saved."""
+        self.forms = Formations()
+        self.state = WantedState(
+            decode(self.saved),
+            router=self.router,
+            form=self.forms,
+            save=self.save,
+            nodes=lambda: NODES,
+            changed=asyncio.Event(),
+            policy=RestartPolicy(),
+            clock=self.clock,
+        )
+
+    def save(self, state: SavedState) -> None:
+        self.saved = encode(state)
+
+    def specs(self, *sections: dict[str, Any]) -> tuple[ModelSpec, ...]:
+        return build_spec(
+            {"models": [{"path": str(self.folder), "name": "m"} | section for section in sections]}
+        ).models
+
+    async def apply(self, *sections: dict[str, Any]) -> list[str]:
+        changes = await self.state.apply(self.specs(*sections))
+        self.state.reconcile()
+        await turns()
+        return [f"{change.kind} {change.name}" for change in changes]
+
+    async def settle(self) -> None:
+        """Let every group that can become READY, until nothing changes."""
+        for _ in range(20):
+            self.state.reconcile()
+            await turns()
+            for life in self.forms.lives:
+                if not life.was_cancelled and not life.is_over:
+                    life.become_ready()
+
+    def replicas(self) -> list[str]:
+        return [endpoint.replica_id for endpoint in self.state.replicas() if not endpoint.draining]
+
+    def model(self, name: str = "m") -> control_pb2.ModelStatus:
+        return next(model for model in self.state.model_statuses() if model.name == name)
 
 
 @pytest.fixture
@@ -32,80 +100,227 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def spec(folder: Path, *, replicas: int = 2, max_context: int | None = None) -> ClusterSpec:
-    return build_spec(
-        {"models": [{"path": str(folder), "name": "m", "replicas": replicas, "max_context": max_context}]}
-    )
+@pytest.fixture
+async def bench(folder: Path) -> Bench:
+    return Bench(folder)
 
 
-def state_of(spec: ClusterSpec, forms: Formations, router: FakeRouter) -> WantedState:
-    return WantedState(
-        spec, routers=[router], form=forms, changed=asyncio.Event(), policy=RestartPolicy(), clock=FakeClock()
-    )
-
-
-async def test_every_wanted_group_is_formed_once_however_often_it_is_reconciled(folder: Path) -> None:
-    forms, router = Formations(), FakeRouter()
-    state = state_of(spec(folder), forms, router)
+async def test_every_wanted_group_is_formed_once_however_often_it_is_reconciled(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
     for _ in range(5):
-        state.reconcile()
-    assert [life.replica_id for life in forms.lives] == ["m-0.1", "m-1.1"]
-    assert router.num_reconciled == 5
+        bench.state.reconcile()
+    assert [life.replica_id for life in bench.forms.lives] == ["m-0.1", "m-1.1"]
+    assert bench.router.num_reconciled == 6
 
 
-async def test_membership_names_only_ready_replicas(folder: Path) -> None:
-    forms = Formations()
-    state = state_of(spec(folder), forms, FakeRouter())
-    state.reconcile()
-    assert state.replicas() == []
-    forms.lives[1].become_ready()
-    assert [endpoint.replica_id for endpoint in state.replicas()] == ["m-1.1"]
-    await forms.lives[1].end(Outcome(message="rank 0 died"))
-    state.reconcile()
-    assert state.replicas() == []
-    assert len(forms.lives) == 3
+async def test_membership_names_only_ready_replicas(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    assert bench.state.replicas() == []
+    bench.forms.lives[1].become_ready()
+    assert bench.replicas() == ["m-1.1"]
+    await bench.forms.lives[1].end(Outcome(message="rank 0 died"))
+    bench.state.reconcile()
+    assert bench.state.replicas() == []
+    assert len(bench.forms.lives) == 3
 
 
-async def test_one_failed_group_leaves_the_other_alone(folder: Path) -> None:
-    forms = Formations()
-    state = state_of(spec(folder), forms, FakeRouter())
-    state.reconcile()
-    forms.lives[0].become_ready()
-    await forms.lives[1].end(Outcome(message="no", is_refusal=True))
-    state.reconcile()
-    assert [endpoint.replica_id for endpoint in state.replicas()] == ["m-0.1"]
-    assert not forms.lives[0].was_cancelled
+async def test_one_failed_group_leaves_the_other_alone(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    bench.forms.lives[0].become_ready()
+    await bench.forms.lives[1].end(Outcome(message="no", is_refusal=True))
+    bench.state.reconcile()
+    assert bench.replicas() == ["m-0.1"]
+    assert not bench.forms.lives[0].was_cancelled
+    assert len(bench.forms.lives) == 2
 
 
-@pytest.mark.parametrize(("wanted", "told"), [(None, 256), (100, 100), (1000, 256)])
-async def test_routers_are_told_the_context_that_is_served(folder: Path, wanted: int | None, told: int) -> None:
-    state = state_of(spec(folder, max_context=wanted), Formations(), FakeRouter())
-    assert [(model.name, model.max_context, model.path) for model in state.models()] == [("m", told, str(folder))]
+@pytest.mark.parametrize(("wanted", "told"), [(None, 256), (100, 100)])
+async def test_routers_are_told_the_context_that_is_served(bench: Bench, wanted: int | None, told: int) -> None:
+    await bench.apply({"max_context": wanted})
+    assert [(model.name, model.max_context, model.path) for model in bench.state.models()] == [
+        ("m", told, str(bench.folder))
+    ]
 
 
-async def test_shutdown_stops_routers_with_grace_then_groups(folder: Path) -> None:
-    forms, router = Formations(), FakeRouter()
-    state = state_of(spec(folder), forms, router)
-    state.reconcile()
-    for life in forms.lives:
-        await life.begun.wait()
-    forms.lives[0].become_ready()
-    await state.shut_down(4.0)
-    assert router.stopped_with_s == 4.0
-    assert all(life.was_cancelled for life in forms.lives)
-    assert state.is_stopped
-    state.reconcile()
-    assert len(forms.lives) == 2
-
-
-async def test_model_that_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
+async def test_what_cannot_be_served_is_refused_and_changes_nothing(bench: Bench) -> None:
+    await bench.apply({})
     with pytest.raises(ModelNotFoundError):
-        state_of(spec(tmp_path / "none"), Formations(), FakeRouter())
+        await bench.apply({"path": str(bench.folder / "none")})
+    with pytest.raises(EngineConfigError, match="max_context is 257"):
+        await bench.state.roll("m", {"max_context": 257})
+    assert bench.model().revision == 1
 
 
-async def test_status_tells_wanted_and_live_groups(folder: Path) -> None:
-    state = state_of(spec(folder, replicas=3), Formations(), FakeRouter())
-    state.reconcile()
-    (model,) = state.model_statuses()
-    assert (model.name, model.wanted_replicas, len(model.groups)) == ("m", 3, 3)
-    assert [router.router_id for router in state.router_statuses()] == ["router-0"]
+async def test_shutdown_stops_routers_with_grace_then_groups(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    bench.forms.lives[0].become_ready()
+    await bench.state.shut_down(4.0)
+    assert bench.router.stopped_with_s == 4.0
+    assert all(life.was_cancelled for life in bench.forms.lives)
+    assert bench.state.is_stopped
+    bench.state.reconcile()
+    assert len(bench.forms.lives) == 2
+
+
+async def test_status_tells_wanted_and_ready_groups(bench: Bench) -> None:
+    await bench.apply({"replicas": 3})
+    bench.forms.lives[0].become_ready()
+    model = bench.model()
+    assert (model.wanted_replicas, model.ready_replicas, len(model.groups)) == (3, 1, 3)
+    assert [router.router_id for router in bench.state.router_statuses()] == ["router-0"]
+
+
+async def test_models_of_several_shapes_come_and_go(bench: Bench) -> None:
+    assert await bench.apply({"name": "a", "tensor_parallel": 2}, {"name": "b", "replicas": 2}) == ["add a", "add b"]
+    await bench.settle()
+    assert bench.replicas() == ["a-0.1", "b-0.1", "b-1.1"]
+    assert bench.model("a").groups[0].tensor_parallel == 2
+    assert await bench.apply({"name": "b", "replicas": 2}) == ["remove a"]
+    assert [model.name for model in bench.state.models()] == ["b"]
+    await bench.settle()
+    assert bench.forms.of("a-0.1").drained_s == 30.0
+    assert bench.forms.of("a-0.1").was_cancelled
+    assert [model.name for model in bench.state.model_statuses()] == ["b"]
+    assert await bench.apply({"name": "b", "replicas": 2}) == []
+
+
+async def test_scale_up_forms_and_scale_down_drains_the_newest(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.settle()
+    assert bench.state.scale("m", 3) == 1
+    await bench.settle()
+    assert bench.replicas() == ["m-0.1", "m-1.1", "m-2.1"]
+    bench.state.scale("m", 1)
+    await bench.settle()
+    assert bench.replicas() == ["m-0.1"]
+    bench.state.scale("m", 2)
+    await bench.settle()
+    assert bench.replicas() == ["m-0.1", "m-3.1"]  # an id is used once
+
+
+async def test_rollout_replaces_one_group_after_the_other_and_undo_keeps_what_still_runs(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    change, revision = await bench.state.roll("m", {"max_context": 64})
+    assert (revision, change.details) == (2, ("max_context: default -> 64",))
+    bench.state.reconcile()
+    await turns()
+    assert [life.replica_id for life in bench.forms.lives] == ["m-0.1", "m-1.1", "m-2.1"]
+    assert bench.replicas() == ["m-0.1", "m-1.1"]
+    bench.forms.of("m-2.1").become_ready()
+    bench.state.reconcile()
+    await turns()
+    assert bench.replicas() == ["m-0.1", "m-2.1"]
+    assert bench.forms.of("m-1.1").was_cancelled
+
+    await bench.state.undo("m")
+    await bench.settle()
+    assert bench.replicas() == ["m-0.1", "m-4.1"]
+    assert not bench.forms.of("m-0.1").was_cancelled
+    assert {group.revision for group in bench.model().groups} == {1}
+
+
+async def test_rollout_to_what_cannot_start_keeps_every_old_group(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    await bench.state.roll("m", {"max_context": 64})
+    bench.state.reconcile()
+    await turns()
+    await bench.forms.of("m-2.1").end(Outcome(message="no such tensor", is_refusal=True))
+    for _ in range(5):
+        bench.state.reconcile()
+        await turns()
+    assert bench.replicas() == ["m-0.1", "m-1.1"]
+    assert len(bench.forms.lives) == 3
+    await bench.state.undo("m")
+    await bench.settle()
+    assert [group.group_id for group in bench.model().groups] == ["m-0", "m-1"]
+
+
+async def test_drained_replica_finishes_and_another_group_takes_its_place(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    bench.forms.of("m-0.1").holds_requests = True
+    assert await bench.state.drain("m-0.1", 5.0) == (["m-0.1"], "")
+    bench.state.reconcile()
+    await turns()
+    endpoints = {endpoint.replica_id: endpoint.draining for endpoint in bench.state.replicas()}
+    assert endpoints == {"m-0.1": True, "m-1.1": False}
+    bench.forms.of("m-2.1").become_ready()
+    assert bench.forms.of("m-0.1").drained_s == 5.0
+    bench.forms.of("m-0.1").requests_ended.set()
+    await bench.settle()
+    assert bench.replicas() == ["m-1.1", "m-2.1"]
+
+
+async def test_drained_node_loses_its_groups_and_gets_none_until_it_is_undone(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    bench.forms.of("m-0.1").become_ready("node-a")
+    bench.forms.of("m-1.1").become_ready("node-b")
+    assert await bench.state.drain("10.0.0.1", None) == (["m-1.1"], "node-b")
+    assert bench.state.drained_nodes == {"node-b"}
+    assert [node.drained for node in await bench.state.node_statuses()] == [False, True]
+    bench.restart()
+    assert bench.state.drained_nodes == {"node-b"}
+    assert await bench.state.undrain("node-b") == "node-b"
+    assert not bench.state.drained_nodes
+    with pytest.raises(NotServedError, match=r"'x'; replicas: .*; nodes: 10\.0\.0\.0, 10\.0\.0\.1"):
+        await bench.state.drain("x", None)
+
+
+async def test_new_controller_adopts_what_lives_and_forms_nothing(bench: Bench) -> None:
+    await bench.apply({"name": "a", "replicas": 2}, {"name": "b"})
+    await bench.settle()
+    bench.router.ports = RouterPorts(grpc=1, http=2, metrics=None)
+    bench.state.scale("b", 2)
+    await bench.settle()
+    bench.restart()
+    assert bench.state.is_adopting
+    bench.state.reconcile()
+    lives = bench.forms.lives
+    assert [(life.replica_id, life.adopts) for life in lives] == [
+        ("a-0.1", True), ("a-1.1", True), ("b-0.1", True), ("b-1.1", True)
+    ]  # fmt: skip
+    for life in lives:
+        assert bench.state.is_adopting
+        life.be_adopted()
+    assert not bench.state.is_adopting
+    await turns()
+    bench.state.reconcile()
+    assert len(bench.forms.lives) == 4
+    assert bench.replicas() == ["a-0.1", "a-1.1", "b-0.1", "b-1.1"]
+    assert decode(bench.saved).router == RouterPorts(grpc=1, http=2, metrics=None)
+    assert bench.state.scale("a", 3) == 2
+    await bench.settle()
+    assert bench.replicas()[-1] == "a-2.1"
+
+
+async def test_new_controller_goes_on_with_a_drain_and_a_rollout(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    await bench.state.roll("m", {"max_context": 64})
+    bench.state.reconcile()
+    await turns()
+    bench.forms.of("m-2.1").become_ready()
+    bench.forms.of("m-1.1").holds_requests = True
+    bench.state.reconcile()
+    await turns()
+    bench.restart()
+    for _ in range(3):
+        bench.state.reconcile()
+        await turns()
+    for life in bench.forms.lives:
+        life.be_adopted()
+    await bench.settle()
+    assert bench.forms.of("m-1.1").was_cancelled
+    assert {group.revision for group in bench.model().groups} == {2}
+    assert len(bench.replicas()) == 2
+
+
+async def test_dry_run_tells_and_changes_nothing(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    saved = bench.saved
+    changes = await bench.state.apply(bench.specs({"replicas": 3}), dry_run=True)
+    assert [change.details for change in changes] == [("replicas: 2 -> 3",)]
+    assert bench.saved == saved
+    assert bench.model().wanted_replicas == 2

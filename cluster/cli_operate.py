@@ -1,0 +1,92 @@
+"""The operator's half of the `weft` command: what changes a running service, and what looks into it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.config import DEFAULT_CONTROL_PORT, DEFAULT_HOST
+
+DEFAULT_CONTROL = f"{DEFAULT_HOST}:{DEFAULT_CONTROL_PORT}"
+
+Control = Annotated[str, typer.Option(envvar="WEFT_CONTROL", help="host:port of the controller.")]
+_Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done.")]
+_Timeout = Annotated[float, typer.Option(min=0, help="With --wait: seconds.")]
+_WAIT_S = 1800.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    for command in (apply, scale, rollout, drain):
+        app.command()(command)
+
+
+def apply(
+    file: Annotated[Path, typer.Argument(help="A cluster file, as for `weft serve`.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
+    wait: _Wait = False,
+    timeout: _Timeout = _WAIT_S,
+    control: Control = DEFAULT_CONTROL,
+) -> None:
+    """Serve exactly the models of a file: add, change and remove while the service runs."""
+    from cluster.control_client import ControlClient
+    from cluster.operate import apply_file
+
+    with ControlClient(control) as client:
+        apply_file(client, file, Console(), dry_run=dry_run, wait_s=timeout if wait else None)
+
+
+def scale(
+    model: Annotated[str, typer.Argument(help="What clients call it.")],
+    replicas: Annotated[int, typer.Argument(min=0, help="Replica groups.")],
+    wait: _Wait = False,
+    timeout: _Timeout = _WAIT_S,
+    control: Control = DEFAULT_CONTROL,
+) -> None:
+    """Run another number of replicas of a model."""
+    from cluster.control_client import ControlClient
+    from cluster.operate import scale_model
+
+    with ControlClient(control) as client:
+        scale_model(client, model, replicas, Console(), wait_s=timeout if wait else None)
+
+
+def rollout(
+    model: Annotated[str, typer.Argument(help="What clients call it.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="dotted.path=value, as in the model's section of the file; may be repeated."),
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Back to the revision before.")] = False,
+    wait: _Wait = False,
+    timeout: _Timeout = _WAIT_S,
+    control: Control = DEFAULT_CONTROL,
+) -> None:
+    """Replace the groups of a model one by one, each when its successor is READY. Without --set: weights read anew."""
+    from cluster.control_client import ControlClient
+    from cluster.operate import roll_model
+
+    with ControlClient(control) as client:
+        roll_model(client, model, settings or [], Console(), undo=undo, wait_s=timeout if wait else None)
+
+
+def drain(
+    target: Annotated[
+        str, typer.Argument(metavar="REPLICA|NODE", help="A replica or group, or a node's address or Ray id.")
+    ],
+    grace: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds until requests move to other replicas; default: drain_timeout_s."),
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Of a node: place groups there again.")] = False,
+    wait: _Wait = False,
+    timeout: _Timeout = _WAIT_S,
+    control: Control = DEFAULT_CONTROL,
+) -> None:
+    """Take a replica, or all of a node, out of service without losing a request; others take its place."""
+    from cluster.control_client import ControlClient
+    from cluster.operate import drain_target
+
+    with ControlClient(control) as client:
+        drain_target(client, target, Console(), grace_s=grace, undo=undo, wait_s=timeout if wait else None)

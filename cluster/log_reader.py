@@ -1,0 +1,112 @@
+"""Reads what the processes of a cluster have logged, wherever they run or ran.
+
+Ray sends the stderr of each process to a file on its node, and the file stays when the process ends: a rank that died
+is who has most to tell. A file on another node is read by a Ray task there, in pieces of bounded size.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_MAX_SOURCES = 256
+"""Remembered, most of them dead."""
+_MAX_PIECE_BYTES = 256 << 10
+_REMOTE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSource:
+    """The log of one process."""
+
+    name: str
+    """"controller", "router-0", or replica and rank: "m-0.1/0"."""
+    belongs_to: frozenset[str]
+    """What else it can be asked for by: its replica, its group, its model."""
+    node_id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPiece:
+    """A piece of one log."""
+
+    data: bytes
+    next_offset: int
+    has_more: bool
+
+
+ReadRemote = Callable[[LogSource, int | None, int], Awaitable[LogPiece | None]]
+
+
+class LogReader:
+    """Knows the logs of all processes, those that have ended of late included."""
+
+    def __init__(self, node_id: str, read_remote: ReadRemote | None = None) -> None:
+        """Know none yet; `node_id` is the node whose files are read directly."""
+        self._node_id = node_id
+        self._read_remote = read_remote or _read_on_node
+        self._sources: dict[str, LogSource] = {}
+
+    def note(self, sources: Iterable[LogSource]) -> None:
+        """Remember these; the oldest ones make room."""
+        for source in sources:
+            if source.path:
+                self._sources.pop(source.name, None)  # what lives comes last, and is kept longest
+                self._sources[source.name] = source
+        while len(self._sources) > _MAX_SOURCES:
+            del self._sources[next(iter(self._sources))]
+
+    @property
+    def names(self) -> list[str]:
+        """Everything that can be asked for."""
+        return sorted({name for source in self._sources.values() for name in (source.name, *source.belongs_to)})
+
+    async def read(self, target: str, offsets: Mapping[str, int], tail_bytes: int) -> dict[str, LogPiece]:
+        """Return what the logs of `target` hold after these offsets, by name.
+
+        Args:
+            target: one of `names`; empty: every log.
+            offsets: how far each was read.
+            tail_bytes: of a log without an offset, begin so many bytes before the end.
+        """
+        sources = [
+            source
+            for source in self._sources.values()
+            if not target or target == source.name or target in source.belongs_to
+        ]
+        pieces = await asyncio.gather(*(self._read(source, offsets.get(source.name), tail_bytes) for source in sources))
+        return {source.name: piece for source, piece in zip(sources, pieces, strict=True) if piece is not None}
+
+    async def _read(self, source: LogSource, offset: int | None, tail_bytes: int) -> LogPiece | None:
+        if source.node_id == self._node_id:
+            return await asyncio.to_thread(read_piece, source.path, offset, tail_bytes)
+        return await self._read_remote(source, offset, tail_bytes)
+
+
+def read_piece(path: str, offset: int | None, tail_bytes: int) -> LogPiece | None:
+    """Read on in a file of this machine; None when it is gone."""
+    try:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, 2)
+            begin = max(0, size - tail_bytes) if offset is None else min(offset, size)
+            file.seek(begin)
+            data = file.read(_MAX_PIECE_BYTES)
+    except OSError:
+        return None
+    return LogPiece(data=data, next_offset=begin + len(data), has_more=begin + len(data) < size)
+
+
+async def _read_on_node(source: LogSource, offset: int | None, tail_bytes: int) -> LogPiece | None:
+    affinity = NodeAffinitySchedulingStrategy(node_id=source.node_id, soft=False)
+    task = ray.remote(read_piece).options(num_cpus=0, scheduling_strategy=affinity)
+    try:
+        async with asyncio.timeout(_REMOTE_TIMEOUT_S):
+            piece: LogPiece | None = await task.remote(source.path, offset, tail_bytes)
+    except (RayError, TimeoutError):
+        return None  # the node is gone
+    return piece

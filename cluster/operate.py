@@ -1,0 +1,180 @@
+"""What the operator's commands do: `weft apply`, `scale`, `rollout` and `drain`, and waiting until it is done."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from weft.v1 import control_pb2
+
+from cluster.config import build_spec, load_cluster_file
+from cluster.control_client import ControlClient
+from cluster.errors import ClusterConfigError, ControllerError
+from cluster.status_view import ChangeView, state_name
+
+_POLL_S = 0.2
+
+_MARKS = {
+    control_pb2.CHANGE_KIND_ADD: "+ add",
+    control_pb2.CHANGE_KIND_REMOVE: "- remove",
+    control_pb2.CHANGE_KIND_SCALE: "~ scale",
+    control_pb2.CHANGE_KIND_ROLLOUT: "~ roll",
+    control_pb2.CHANGE_KIND_IGNORED: "! ignored, read at start only:",
+}
+
+
+def apply_file(client: ControlClient, path: Path, console: Console, *, dry_run: bool, wait_s: float | None) -> None:
+    """Want exactly the models of a cluster file, and say what that changes.
+
+    Raises:
+        ClusterConfigError: a setting is unknown or wrong.
+        ControllerError: a model cannot be had or split as wanted, nobody answers, or it is not done in time.
+    """
+    settings = load_cluster_file(path)
+    build_spec(settings)  # a fault is told without a controller too
+    changes = client.apply(_with_absolute_paths(settings), dry_run=dry_run)
+    for change in changes:
+        _print_change(console, change)
+    if all(change.kind == control_pb2.CHANGE_KIND_IGNORED for change in changes):
+        console.print("Nothing to change.")
+    if wait_s is not None and not dry_run:
+        wait_as_wanted(client, console, timeout_s=wait_s)
+
+
+def scale_model(client: ControlClient, model: str, replicas: int, console: Console, *, wait_s: float | None) -> None:
+    """Want so many replicas of a model. Raises as `apply_file`."""
+    before = client.scale(model, replicas)
+    console.print(f"{model}: {before} -> {replicas} replicas", highlight=False)
+    if wait_s is not None:
+        wait_as_wanted(client, console, timeout_s=wait_s, model=model)
+
+
+def roll_model(
+    client: ControlClient,
+    model: str,
+    settings: Sequence[str],
+    console: Console,
+    *,
+    undo: bool,
+    wait_s: float | None,
+) -> None:
+    """Replace a model's groups, with settings given as "dotted.path=value"; or go back. Raises as `apply_file`."""
+    response = client.rollout(model, parse_settings(settings), undo=undo)
+    _print_change(console, response.change)
+    console.print(f"{model} goes to revision {response.revision}", highlight=False)
+    if wait_s is not None:
+        wait_as_wanted(client, console, timeout_s=wait_s, model=model)
+
+
+def drain_target(
+    client: ControlClient,
+    target: str,
+    console: Console,
+    *,
+    grace_s: float | None,
+    undo: bool,
+    wait_s: float | None,
+) -> None:
+    """Take a replica or a node out of service, or a node into it again. Raises ControllerError."""
+    response = client.drain(target, grace_s=grace_s, undo=undo)
+    leaving = set(response.replica_ids)
+    if undo:
+        console.print(f"{target} takes groups again", highlight=False)
+    else:
+        console.print(f"leaving: {', '.join(sorted(leaving)) or 'nothing'}", highlight=False)
+
+    def is_done(status: control_pb2.GetStatusResponse) -> bool:
+        return not leaving & {group.replica_id or group.group_id for group in _groups(status)}
+
+    if wait_s is not None and not undo:
+        _wait(client, console, is_done, what="drained", timeout_s=wait_s)
+
+
+def wait_as_wanted(client: ControlClient, console: Console, *, timeout_s: float, model: str = "") -> None:
+    """Wait until the models, or one, are served as they are wanted; tells what happens meanwhile.
+
+    Raises:
+        ControllerError: a group cannot start, or it is not done in time.
+    """
+
+    def is_done(status: control_pb2.GetStatusResponse) -> bool:
+        models = [each for each in status.models if model in ("", each.name)]
+        for group in (group for each in models for group in each.groups if not group.leaving):
+            if group.state == control_pb2.GROUP_STATE_FAILED:
+                raise ControllerError(f"{group.group_id} cannot start: {group.detail}")
+        return all(is_as_wanted(each) for each in models)
+
+    _wait(client, console, is_done, what="as wanted", timeout_s=timeout_s)
+
+
+def is_as_wanted(model: control_pb2.ModelStatus) -> bool:
+    """Whether a model has its wanted number of READY groups, all of the wanted revision, and no other one."""
+    is_ready = all(
+        group.state == control_pb2.GROUP_STATE_READY and group.revision == model.revision for group in model.groups
+    )
+    return is_ready and len(model.groups) == model.wanted_replicas
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Return "dotted.path=value" as a nested mapping, values read as YAML. Raises ClusterConfigError."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        if not (path and equals):
+            raise ClusterConfigError(f"--set is {text!r}; allowed: a setting of the model, dotted.path=value")
+        section = settings
+        *parents, last = path.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        try:
+            section[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ClusterConfigError(f"--set {path} is {value!r}; allowed: a YAML value") from error
+    return settings if "path" not in settings else {**settings, "path": _absolute(settings["path"])}
+
+
+def _wait(
+    client: ControlClient,
+    console: Console,
+    is_done: Callable[[control_pb2.GetStatusResponse], bool],
+    *,
+    what: str,
+    timeout_s: float,
+) -> None:
+    give_up_s = time.monotonic() + timeout_s
+    changes = ChangeView(console)
+    while True:
+        status = client.status()
+        changes.show(status)
+        if is_done(status):
+            console.print(f"{what[0].upper()}{what[1:]}.")
+            return
+        if time.monotonic() > give_up_s:
+            states = ", ".join(f"{group.group_id} {state_name(group)}" for group in _groups(status))
+            raise ControllerError(f"not {what} within {timeout_s:g} s: {states}")
+        time.sleep(_POLL_S)
+
+
+def _groups(status: control_pb2.GetStatusResponse) -> list[control_pb2.GroupStatus]:
+    return [group for model in status.models for group in model.groups]
+
+
+def _print_change(console: Console, change: control_pb2.Change) -> None:
+    console.print(f"{_MARKS[change.kind]} {change.name}", highlight=False, markup=False)
+    for line in change.details:
+        console.print(f"    {line}", highlight=False, markup=False)
+
+
+def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """The controller runs in another folder."""
+    if "models" not in settings:
+        return settings
+    models = [{**model, "path": _absolute(model["path"])} if "path" in model else model for model in settings["models"]]
+    return {**settings, "models": models}
+
+
+def _absolute(path: object) -> object:
+    folder = Path(str(path)).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path

@@ -1,0 +1,246 @@
+"""Whatever operators ask for, and whatever dies meanwhile, the controller included: capacity, order and convergence."""
+
+import asyncio
+import json
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from helpers.cluster import FakeClock, FakeLife, FakeRouter, Formations, turns
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from weft.v1 import control_pb2
+
+from cluster.config import build_spec
+from cluster.errors import ClusterConfigError
+from cluster.lifecycle import RestartPolicy
+from cluster.rank_actor import Outcome
+from cluster.saved_state import SavedState, decode, encode
+from cluster.wanted_state import WantedState
+
+logging.getLogger("cluster").setLevel(logging.CRITICAL)  # groups die here all the time
+
+T = TypeVar("T")
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+NAMES = ("a", "b")
+SURGE = 1
+
+sections = st.fixed_dictionaries({"replicas": st.integers(0, 3), "max_context": st.sampled_from([None, 64, 128])})
+files = st.dictionaries(st.sampled_from(NAMES), sections, min_size=1)
+picks = st.integers(0, 1000)
+
+
+class Operations(RuleBasedStateMachine):
+    """A controller over fake lives; processes outlive it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.folder = tempfile.TemporaryDirectory()
+        (Path(self.folder.name) / "config.json").write_text(json.dumps(LLAMA))
+        self.clock = FakeClock()
+        self.saved = encode(SavedState())
+        self.lives: dict[str, FakeLife] = {}
+        """By replica id: every process group that runs."""
+        self.formed: Counter[str] = Counter()
+        self.run(self.restart())
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(coroutine)
+
+    def teardown(self) -> None:
+        try:
+            self.run(self.converge())
+        finally:
+            self.runner.close()
+            self.folder.cleanup()
+
+    async def restart(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()  # of the controller before
+        await turns()
+        self.state = WantedState(
+            decode(self.saved),
+            router=FakeRouter(),
+            form=self.form,
+            save=self.save,
+            nodes=list,
+            changed=asyncio.Event(),
+            policy=RestartPolicy(),
+            clock=self.clock,
+        )
+
+    def save(self, state: SavedState) -> None:
+        self.saved = encode(state)
+
+    def form(self, *arguments: Any, adopts: bool) -> FakeLife:
+        life = Formations()(*arguments, adopts=adopts)
+        if not adopts:
+            self.formed[life.replica_id] += 1
+            assert life.replica_id not in self.lives
+            assert life.replica_id.rpartition(".")[0] not in {name.rpartition(".")[0] for name in self.running()}
+            saved = {f"{group.group_id}.{group.num_lives}" for group in decode(self.saved).groups}
+            assert life.replica_id in saved, "formed before a successor would know of it"
+        self.lives[life.replica_id] = life
+        return life
+
+    def running(self) -> dict[str, FakeLife]:
+        self.lives = {name: life for name, life in self.lives.items() if not (life.is_over or life.was_cancelled)}
+        return self.lives
+
+    def pick(self, number: int) -> FakeLife:
+        running = self.running()
+        return running[sorted(running)[number % len(running)]]
+
+    def num_serving(self, model: str) -> int:
+        """Replicas that run and take requests."""
+        running = self.running()
+        endpoints = [each for each in self.state.replicas() if each.model == model and not each.draining]
+        return sum(endpoint.replica_id in running for endpoint in endpoints)
+
+    async def reconcile(self) -> None:
+        """One pass, which may not take away capacity that is wanted."""
+        await turns()
+        before = {name: self.num_serving(name) for name in NAMES}
+        self.state.reconcile()
+        await turns()
+        if self.state.is_adopting:
+            return
+        for model in self.state.model_statuses():
+            kept = min(model.wanted_replicas, before[model.name])
+            assert self.num_serving(model.name) >= kept, (model, before)
+            staying = [group for group in model.groups if not group.leaving]
+            assert len(staying) <= model.wanted_replicas + SURGE
+            assert sum(group.revision == model.revision for group in staying) <= model.wanted_replicas
+
+    async def converge(self) -> None:
+        for _ in range(12):
+            await self.reconcile()
+            self.clock.advance(60.0)
+            for group in self.failed_groups():  # as an operator does, once the cause is mended
+                await self.state.drain(group, 0.0)
+            for life in list(self.running().values()):
+                life.requests_ended.set()
+                if life.adopts:
+                    life.be_adopted()
+                life.become_ready()
+            await turns()
+        await self.reconcile()
+        wanted = [model for model in self.state.model_statuses() if model.revision]
+        for model in wanted:
+            assert [group.revision for group in model.groups] == [model.revision] * model.wanted_replicas
+            assert model.ready_replicas == model.wanted_replicas
+        expected = {group.replica_id for model in wanted for group in model.groups}
+        assert set(self.running()) == expected, "nothing else runs"
+
+    def failed_groups(self) -> list[str]:
+        return [
+            group.group_id
+            for model in self.state.model_statuses()
+            for group in model.groups
+            if group.state == control_pb2.GROUP_STATE_FAILED
+        ]
+
+    @rule(file=files)
+    def apply(self, file: dict[str, dict[str, Any]]) -> None:
+        models = [{"path": self.folder.name, "name": name, **section} for name, section in file.items()]
+        specs = build_spec({"models": models}).models
+        self.run(self.state.apply(specs))
+        assert self.run(self.state.apply(specs)) == []
+
+    @precondition(lambda self: self.state.models())
+    @rule(number=picks, replicas=st.integers(0, 3))
+    def scale(self, number: int, replicas: int) -> None:
+        self.state.scale(self.served(number), replicas)
+
+    @precondition(lambda self: self.state.models())
+    @rule(number=picks, max_context=st.sampled_from([None, 64, 128]), undo=st.booleans())
+    def rollout(self, number: int, max_context: int | None, undo: bool) -> None:
+        try:
+            if undo:
+                self.run(self.state.undo(self.served(number)))
+            else:
+                self.run(self.state.roll(self.served(number), {"max_context": max_context}))
+        except ClusterConfigError as error:
+            assert "one revision only" in str(error)  # noqa: PT017
+
+    def served(self, number: int) -> str:
+        names = [model.name for model in self.state.models()]
+        return names[number % len(names)]
+
+    @rule()
+    def tick(self) -> None:
+        self.clock.advance(0.5)
+        self.run(self.reconcile())
+
+    @precondition(lambda self: self.running())
+    @rule(number=picks)
+    def become_ready(self, number: int) -> None:
+        life = self.pick(number)
+        life.holds_requests = True
+        life.become_ready()
+        self.run(self.reconcile())
+
+    @precondition(lambda self: self.running())
+    @rule(number=picks)
+    def requests_end(self, number: int) -> None:
+        self.pick(number).requests_ended.set()
+        self.run(self.reconcile())
+
+    @precondition(lambda self: self.running())
+    @rule(number=picks, refuses=st.booleans())
+    def die(self, number: int, refuses: bool) -> None:
+        life = self.pick(number)
+        was_ready = life.replica_id in {endpoint.replica_id for endpoint in self.state.replicas()}
+        self.run(life.end(Outcome(message="rank 0 died", is_refusal=refuses and not was_ready and not life.adopts)))
+
+    @precondition(lambda self: self.running())
+    @rule(number=picks)
+    def drain(self, number: int) -> None:
+        replica_id = self.pick(number).replica_id
+        self.run(self.state.drain(replica_id, 5.0))
+
+    @rule(number=picks)
+    def controller_dies(self, number: int) -> None:
+        """Its successor finds every process that ran, but perhaps one."""
+        self.run(self.replace_controller(number))
+
+    async def replace_controller(self, number: int) -> None:
+        before = self.running()
+        self.lives = {}
+        await self.restart()
+        await self.reconcile()
+        for index, (name, life) in enumerate(sorted(self.lives.items())):
+            if name in before and index != number:
+                life.be_adopted(is_ready=number % 3 != 0)
+            else:
+                await life.end(Outcome(message="was lost while no controller watched it"))
+        await self.reconcile()
+        assert not self.state.is_adopting
+
+    @invariant()
+    def each_replica_is_formed_once(self) -> None:
+        assert all(number == 1 for number in self.formed.values())
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
