@@ -18,7 +18,7 @@ _WAIT_S = 1800.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    for command in (apply, scale, rollout, drain):
+    for command in (apply, scale, rollout, drain, logs):
         app.command()(command)
 
 
@@ -90,3 +90,23 @@ def drain(
 
     with ControlClient(control) as client:
         drain_target(client, target, Console(), grace_s=grace, undo=undo, wait_s=timeout if wait else None)
+
+
+def logs(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="[REPLICA|router|controller]",
+            help="Or a model, a group, or one rank: m-0.1/0. Default: everything.",
+        ),
+    ] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is logged from now on.")] = False,
+    tail_kb: Annotated[int, typer.Option(min=0, help="Of each log, at most so many KiB from its end.")] = 64,
+    control: Control = DEFAULT_CONTROL,
+) -> None:
+    """Print what processes have logged, on whichever node, those that died of late included."""
+    from cluster.control_client import ControlClient
+    from cluster.show_logs import show_logs
+
+    with ControlClient(control) as client:
+        show_logs(client, target, follows=follow, tail_bytes=tail_kb << 10)

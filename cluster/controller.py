@@ -144,7 +144,16 @@ class Controller:
         self._loop = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        """Reconcile until shut down."""
+        """Reconcile until shut down. A bug ends the process: its successor begins from what was saved."""
+        try:
+            await self._reconcile_until_stopped()
+        except BaseException:
+            logger.exception("the controller failed")
+            os._exit(1)
+        self._has_stopped.set()
+        asyncio.get_running_loop().call_later(_EXIT_DELAY_S, _end_this_actor)
+
+    async def _reconcile_until_stopped(self) -> None:
         assert self._state is not None
         assert self._service is not None
         assert self._metrics is not None
@@ -162,8 +171,6 @@ class Controller:
         self._store.clear()
         await self._service.stop()
         await self._metrics.close()
-        self._has_stopped.set()
-        asyncio.get_running_loop().call_later(_EXIT_DELAY_S, _end_this_actor)
 
     def _save(self, state: SavedState) -> None:
         assert self._metrics is not None

@@ -141,8 +141,8 @@ class ReplicaGroup:
         )
 
     def observe(self) -> None:
-        """Take note of an end."""
-        if self._task is not None and self._task.done():
+        """Take note of an end that came by itself."""
+        if self._task is not None and self._task.done() and not self._task.cancelled():  # else `stop` is about to
             self._note_end(self._task, self._clock())
 
     def reconcile(self) -> None:

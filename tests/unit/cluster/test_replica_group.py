@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -170,6 +171,18 @@ async def test_group_that_leaves_drains_stays_in_membership_and_is_not_formed_ag
     assert group.endpoint is None
     assert life.was_cancelled
     group.reconcile()
+    assert len(forms.lives) == 1
+
+
+async def test_pass_at_any_moment_of_a_leave_does_not_disturb_it(group: ReplicaGroup, forms: Formations) -> None:
+    group.reconcile()
+    await turns()
+    forms.lives[0].become_ready()
+    group.leave(7.0)
+    for _ in range(20):
+        group.reconcile()
+        await asyncio.sleep(0)
+    assert group.is_gone
     assert len(forms.lives) == 1
 
 

@@ -1,0 +1,65 @@
+"""`weft logs`: what processes of a service have logged, their lines side by side, each with the name of its process."""
+
+import time
+from collections.abc import Callable
+
+from cluster.control_client import ControlClient
+
+_POLL_S = 0.5
+_MOST_BYTES_A_LINE = 64 << 10
+"""A longer line is told in parts."""
+
+
+class LineSplitter:
+    """Cuts the bytes of one log into lines, whatever pieces they come in."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def add(self, data: bytes) -> list[str]:
+        """Return the lines that have become complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _MOST_BYTES_A_LINE:
+            lines, self._rest = [*lines, self._rest], b""
+        return [line.decode(errors="replace") for line in lines]
+
+    def end(self) -> list[str]:
+        """Return the last line, where nothing ended it."""
+        rest, self._rest = self._rest, b""
+        return [rest.decode(errors="replace")] if rest else []
+
+
+def show_logs(
+    client: ControlClient,
+    target: str,
+    *,
+    follows: bool,
+    tail_bytes: int,
+    tell: Callable[[str], None] = print,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Print what the logs of a process, a replica, a model or everything hold; with `follows`, for ever.
+
+    Raises ControllerError.
+    """
+    offsets: dict[str, int] = {}
+    splitters: dict[str, LineSplitter] = {}
+    while True:
+        chunks = client.read_logs(target, offsets, tail_bytes=tail_bytes)
+        for chunk in chunks:
+            is_new = chunk.name not in offsets
+            offsets[chunk.name] = chunk.next_offset
+            splitter = splitters.setdefault(chunk.name, LineSplitter())
+            lines = splitter.add(chunk.data)
+            if is_new and chunk.next_offset > len(chunk.data):
+                lines = lines[1:]  # the first one is the end of a line
+            for line in lines:
+                tell(f"{chunk.name} | {line}")
+        if any(chunk.has_more for chunk in chunks):
+            continue
+        if not follows:
+            break
+        sleep(_POLL_S)
+    for name, splitter in splitters.items():
+        for line in splitter.end():
+            tell(f"{name} | {line}")
