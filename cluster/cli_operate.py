@@ -18,7 +18,7 @@ _WAIT_S = 1800.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    for command in (apply, scale, rollout, drain, logs):
+    for command in (apply, scale, rollout, drain, top, logs):
         app.command()(command)
 
 
@@ -90,6 +90,20 @@ def drain(
 
     with ControlClient(control) as client:
         drain_target(client, target, Console(), grace_s=grace, undo=undo, wait_s=timeout if wait else None)
+
+
+def top(
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object each interval.")] = False,
+    count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Look so often, then end.")] = None,
+    control: Control = DEFAULT_CONTROL,
+) -> None:
+    """Watch models, groups, ranks and nodes: queues, KV use, cache hits, latencies, tokens per second."""
+    from cluster.control_client import ControlClient
+    from cluster.top import run_top
+
+    with ControlClient(control) as client:
+        run_top(client, Console(), interval_s=interval, as_json=as_json, count=count)
 
 
 def logs(

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+import warnings
 from dataclasses import replace
 
 import grpc
@@ -56,7 +57,7 @@ class Controller:
         self._metrics: ControllerListener | None = None
         self._loop: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if _is_successor():
             self._resuming = asyncio.get_running_loop().create_task(self._resume())
 
     async def start(self) -> str:
@@ -194,6 +195,13 @@ class Controller:
             tracing=self._spec.router.tracing,
         )
         return Formation(spec, listener, lambda: state.drained_nodes)
+
+
+def _is_successor() -> bool:
+    """Whether Ray has started this actor again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's property warns of another one that it uses itself
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _end_this_actor() -> None:

@@ -110,10 +110,11 @@ def print_addresses(
 ) -> None:
     """Say what is served and where."""
     for model in status.models:
-        group = model.groups[0]
-        shape = (
-            f"{model.wanted_replicas} x (tensor parallel {group.tensor_parallel}, pipeline {group.pipeline_parallel})"
-        )
+        shape = f"{model.wanted_replicas} replicas"
+        if model.groups:
+            group = model.groups[0]
+            split = f"tensor parallel {group.tensor_parallel}, pipeline {group.pipeline_parallel}"
+            shape = f"{model.wanted_replicas} x ({split})"
         console.print(f"Serving {model.name}: {shape}", highlight=False)
     for router in status.routers:
         console.print(f"  gRPC        {router.grpc_address}", highlight=False)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from weft.v1 import control_pb2
 
-_STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "draining": "cyan", "failed": "red"}
+STATE_STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "draining": "cyan", "failed": "red"}
 
 
 def state_name(group: control_pb2.GroupStatus) -> str:
@@ -24,22 +24,45 @@ def status_as_dict(status: control_pb2.GetStatusResponse) -> dict[str, Any]:
 
 
 def print_status(console: Console, status: control_pb2.GetStatusResponse) -> None:
-    """Show models, groups and routers as two tables."""
-    console.print(f"Weft {status.version}, up {_duration(status.uptime_s)}", highlight=False)
-    groups = _table("replica", "state", "for", "restarts", "tp x pp", "ranks (pid)", "address")
+    """Show models, groups, routers and nodes as tables."""
+    restarts = f"; controller restarted {status.controller.restarts} times" if status.controller.restarts else ""
+    console.print(f"Weft {status.version}, up {duration(status.uptime_s)}{restarts}", highlight=False)
+    models = _table("model", "ready", "revision", "tp x pp", "path")
+    groups = _table("replica", "state", "for", "rev", "restarts", "ranks (node:pid)", "address")
     for model in status.models:
+        models.add_row(*_model_row(model))
         for group in model.groups:
             groups.add_row(*_group_row(group))
             if group.detail:
                 groups.add_row("", Text(group.detail, style="dim"))
-    console.print(groups)
     routers = _table("router", "state", "restarts", "pid", "listens")
     for router in status.routers:
         state = "[green]alive" if router.alive else "[red]not alive"
         routers.add_row(router.router_id, state, str(router.restarts), str(router.pid or "-"), _listeners(router))
         if router.detail:
             routers.add_row("", Text(router.detail, style="dim"))
-    console.print(routers)
+    nodes = _table("node", "CPUs free", "GPUs free", "type", "")
+    for node in status.nodes:
+        nodes.add_row(
+            node.address,
+            f"{node.free_cpus:.4g} of {node.cpus:g}",
+            f"{node.free_gpus:g} of {node.gpus:g}",
+            node.accelerator or "-",
+            "[cyan]drained" if node.drained else "",
+        )
+    for table in (models, groups, routers, nodes):
+        console.print(table)
+
+
+def _model_row(model: control_pb2.ModelStatus) -> tuple[str, ...]:
+    revision = str(model.revision) if model.revision else "[cyan]removed"
+    number_older = sum(group.revision != model.revision for group in model.groups)
+    if model.revision and number_older:
+        revision += f" ({number_older} older)"
+    style = "green" if model.ready_replicas == model.wanted_replicas else "yellow"
+    splits = sorted({f"{group.tensor_parallel} x {group.pipeline_parallel}" for group in model.groups})
+    ready = f"[{style}]{model.ready_replicas} of {model.wanted_replicas}"
+    return model.name, ready, revision, ", ".join(splits) or "-", model.path or "-"
 
 
 def _listeners(router: control_pb2.RouterStatus) -> str:
@@ -58,16 +81,25 @@ def _group_row(group: control_pb2.GroupStatus) -> tuple[str, ...]:
     state = state_name(group)
     return (
         group.replica_id or group.group_id,
-        f"[{_STYLES.get(state, 'white')}]{state}",
-        _duration(group.seconds_in_state),
+        f"[{STATE_STYLES.get(state, 'white')}]{state}",
+        duration(group.seconds_in_state),
+        str(group.revision),
         str(group.restarts),
-        f"{group.tensor_parallel} x {group.pipeline_parallel}",
-        " ".join(str(rank.pid) for rank in group.ranks) or "-",
+        _ranks(group),
         group.address or "-",
     )
 
 
-def _duration(seconds: float) -> str:
+def _ranks(group: control_pb2.GroupStatus) -> str:
+    """Name a node once for all of its ranks."""
+    pids: dict[str, list[str]] = {}
+    for rank in group.ranks:
+        pids.setdefault(rank.node, []).append(str(rank.pid))
+    return " ".join(f"{node}:{','.join(of_node)}" for node, of_node in pids.items()) or "-"
+
+
+def duration(seconds: float) -> str:
+    """Write a time as people read it."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = int(seconds // 60)

@@ -232,8 +232,7 @@ class WantedState:
 
     def model_statuses(self) -> list[control_pb2.ModelStatus]:
         """Every model and its groups; models that are no longer wanted as long as groups of them live."""
-        names = [*self._models, *sorted({group.model.name for group in self._groups} - set(self._models))]
-        return [self._model_status(name) for name in names]
+        return [self._model_status(name) for name in self._names()]
 
     def router_statuses(self) -> list[control_pb2.RouterStatus]:
         """Every router."""
@@ -277,7 +276,7 @@ class WantedState:
     def _plan(self) -> bool:
         """Make and dismiss groups as plan_groups.py says; whether anything changed."""
         has_changed = False
-        for name in {*self._models, *(group.model.name for group in self._groups)}:
+        for name in self._names():
             model = self._models.get(name)
             groups = [group for group in self._groups if group.model.name == name and not group.is_leaving]
             if any(group.is_adopting for group in groups):
@@ -296,6 +295,10 @@ class WantedState:
                 self._groups.append(self._make_group(self._new_record(model), adopts=False))
                 has_changed = True
         return has_changed
+
+    def _names(self) -> list[str]:
+        """Models that are wanted, and those of which groups are left."""
+        return [*self._models, *sorted({group.model.name for group in self._groups} - set(self._models))]
 
     def _new_record(self, model: WantedModel) -> GroupRecord:
         number = self._next_numbers.get(model.name, 0)

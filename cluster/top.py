@@ -1,0 +1,212 @@
+"""`weft top`: what a service does right now, on a terminal or as one JSON object each interval."""
+
+import dataclasses
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.control_client import ControlClient
+from cluster.observe import GroupView, ModelView, NodeView, Observation, Page, Percentiles, RouterView, Snapshot, Window
+from cluster.status_view import STATE_STYLES, duration
+
+WINDOW_S = 30.0
+"""That rates and percentiles span."""
+_FETCH_TIMEOUT_S = 2.0
+_NARROW = 120
+"""Columns below which a table leaves out what is least missed."""
+
+
+class Observer:
+    """Looks at a service: its status from the controller, numbers from every metrics page that answers."""
+
+    def __init__(self, client: ControlClient) -> None:
+        self._client = client
+        self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="scrape")
+
+    def __enter__(self) -> "Observer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def look(self) -> Observation:
+        """Take one observation. Raises ControllerError."""
+        status = self._client.status()
+        addresses = [router.metrics_address for router in status.routers]
+        addresses += [group.metrics_address for model in status.models for group in model.groups]
+        pages = zip(addresses, self._pool.map(_fetch, addresses), strict=True)
+        return Observation(
+            time_s=time.monotonic(),
+            status=status,
+            pages={address: page for address, page in pages if page is not None},
+        )
+
+
+def run_top(
+    client: ControlClient, console: Console, *, interval_s: float, as_json: bool, count: int | None = None
+) -> None:
+    """Show a snapshot each interval, until interrupted or `count` times. Raises ControllerError."""
+    window = Window(WINDOW_S)
+    with Observer(client) as observer:
+        window.add(observer.look())
+        if as_json:
+            _repeat(lambda: print(json.dumps(_to_json(window.add(observer.look()))), flush=True), interval_s, count)
+        elif not console.is_terminal:
+            _repeat(lambda: console.print(render(window.add(observer.look()), console.width)), interval_s, count)
+        else:
+            with Live(console=console, screen=count is None, auto_refresh=False) as live:
+                _repeat(
+                    lambda: live.update(render(window.add(observer.look()), console.width), refresh=True),
+                    interval_s,
+                    count,
+                )
+
+
+def render(snapshot: Snapshot, width: int) -> RenderableType:
+    """Return the tables of a snapshot."""
+    title = Text(f"Weft, up {duration(snapshot.uptime_s)}; rates over {snapshot.window_s:.0f} s", style="bold")
+    is_wide = width >= _NARROW
+    return Group(
+        title,
+        Text(),
+        _models(snapshot.models),
+        Text(),
+        _groups(snapshot.groups, is_wide=is_wide),
+        Text(),
+        _routers(snapshot.routers),
+        Text(),
+        _nodes(snapshot.nodes),
+    )
+
+
+def _models(models: Sequence[ModelView]) -> Table:
+    columns = (
+        "model",
+        "ready",
+        "rev",
+        "req/s",
+        "out tok/s",
+        "in tok/s",
+        "hits",
+        "TTFT p50/p90/p99",
+        "TPOT p50/p90/p99",
+    )
+    table = _table(*columns)
+    for model in models:
+        short = model.ready_replicas < model.wanted_replicas
+        table.add_row(
+            model.name,
+            Text(f"{model.ready_replicas}/{model.wanted_replicas}", style="yellow" if short else "green"),
+            str(model.revision),
+            f"{model.requests_per_s:.1f}",
+            f"{model.output_tokens_per_s:.0f}",
+            f"{model.prompt_tokens_per_s:.0f}",
+            _percent(model.hit_rate),
+            _latency(model.ttft_s),
+            _latency(model.tpot_s),
+        )
+    return table
+
+
+def _groups(groups: Sequence[GroupView], *, is_wide: bool) -> Table:
+    columns = ["replica", "state", "for", "restarts", "run", "wait", "KV", "out tok/s", "hits"]
+    table = _table(*columns, *(("step p50/p90/p99", "preempt/s", "ranks node:pid") if is_wide else ("ranks",)))
+    for group in groups:
+        row: list[str | Text] = [
+            group.replica_id or group.group_id,
+            Text(group.state, style=STATE_STYLES.get(group.state, "white")),
+            duration(group.seconds_in_state),
+            str(group.restarts),
+            _number(group.running),
+            _number(group.waiting),
+            _percent(group.kv_usage),
+            _number(group.output_tokens_per_s),
+            _percent(group.hit_rate),
+        ]
+        if is_wide:
+            preemptions = "-" if group.preemptions_per_s is None else f"{group.preemptions_per_s:.2g}"
+            ranks = " ".join(f"{rank.node}:{rank.pid}" for rank in group.ranks)
+            row += [_latency(group.step_s), preemptions, ranks or "-"]
+        else:
+            row.append(str(len(group.ranks)))
+        table.add_row(*row)
+        if group.detail:
+            table.add_row("", Text(group.detail, style="dim"))
+    return table
+
+
+def _routers(routers: Sequence[RouterView]) -> Table:
+    table = _table("router", "state", "in flight", "queued", "failovers/s")
+    for router in routers:
+        failovers = "-" if router.failovers_per_s is None else f"{router.failovers_per_s:.2g}"
+        state = Text("alive", style="green") if router.alive else Text("not alive", style="red")
+        table.add_row(router.router_id, state, _number(router.in_flight), _number(router.queued), failovers)
+    return table
+
+
+def _nodes(nodes: Sequence[NodeView]) -> Table:
+    table = _table("node", "ranks", "CPUs used", "GPUs used", "type", "")
+    for node in nodes:
+        table.add_row(
+            node.address,
+            str(node.ranks),
+            f"{node.cpus - node.free_cpus:.3g}/{node.cpus:g}",
+            f"{node.gpus - node.free_gpus:.3g}/{node.gpus:g}",
+            node.accelerator or "-",
+            Text("drained", style="cyan") if node.drained else "",
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        is_text = column in ("model", "replica", "state", "router", "node", "type", "ranks node:pid", "")
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+    return table
+
+
+def _latency(percentiles: Percentiles) -> str:
+    """In milliseconds, three digits of which are enough."""
+    values = (percentiles.p50, percentiles.p90, percentiles.p99)
+    if percentiles.p50 is None:
+        return "-"
+    return "/".join(f"{value * 1000:.3g}" for value in values if value is not None) + " ms"
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.0%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _to_json(snapshot: Snapshot) -> dict[str, object]:
+    return {"time": time.time(), **dataclasses.asdict(snapshot)}
+
+
+def _repeat(act: Callable[[], None], interval_s: float, count: int | None) -> None:
+    due_s = time.monotonic()
+    while count is None or count > 0:
+        due_s += interval_s
+        time.sleep(max(0.0, due_s - time.monotonic()))
+        act()
+        count = None if count is None else count - 1
+
+
+def _fetch(address: str) -> Page | None:
+    if not address:
+        return None
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_FETCH_TIMEOUT_S) as response:
+            return Page.parse(response.read().decode())
+    except (OSError, ValueError):
+        return None  # it is starting, or has just gone

@@ -1,0 +1,218 @@
+"""The operator's commands against a controller that says what a test wants."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+from weft.v1 import control_pb2
+
+from cluster.control_client import ControlClient
+from cluster.errors import ClusterConfigError, ControllerError
+from cluster.log_reader import LogReader, LogSource, read_piece
+from cluster.operate import apply_file, drain_target, is_as_wanted, parse_settings, roll_model, scale_model
+from cluster.show_logs import LineSplitter, show_logs
+
+READY, STARTING = control_pb2.GROUP_STATE_READY, control_pb2.GROUP_STATE_STARTING
+FAILED = control_pb2.GROUP_STATE_FAILED
+
+
+def model(*groups: tuple[int, control_pb2.GroupState.ValueType], wanted: int = 2) -> control_pb2.ModelStatus:
+    return control_pb2.ModelStatus(
+        name="m",
+        wanted_replicas=wanted,
+        revision=2,
+        groups=[
+            control_pb2.GroupStatus(
+                group_id=f"m-{index}", replica_id=f"m-{index}.1", state=state, revision=revision, detail="why"
+            )
+            for index, (revision, state) in enumerate(groups)
+        ],
+    )
+
+
+@dataclass
+class FakeClient:
+    """A controller's end whose statuses follow each other."""
+
+    statuses: list[control_pb2.ModelStatus] = field(default_factory=list)
+    changes: list[control_pb2.Change] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    pieces: list[list[control_pb2.LogChunk]] = field(default_factory=list)
+
+    def status(self) -> control_pb2.GetStatusResponse:
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        return control_pb2.GetStatusResponse(models=[status])
+
+    def apply(self, settings: Mapping[str, Any], *, dry_run: bool) -> Sequence[control_pb2.Change]:
+        self.calls.append((settings, dry_run))
+        return self.changes
+
+    def scale(self, model: str, replicas: int) -> int:
+        self.calls.append((model, replicas))
+        return 1
+
+    def rollout(self, model: str, settings: Mapping[str, Any], *, undo: bool) -> control_pb2.RolloutResponse:
+        self.calls.append((model, settings, undo))
+        change = control_pb2.Change(kind=control_pb2.CHANGE_KIND_ROLLOUT, name=model, details=["a: 1 -> 2"])
+        return control_pb2.RolloutResponse(change=change, revision=2)
+
+    def drain(self, target: str, *, grace_s: float | None, undo: bool) -> control_pb2.DrainResponse:
+        self.calls.append((target, grace_s, undo))
+        return control_pb2.DrainResponse(replica_ids=["m-0.1"])
+
+    def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> list[control_pb2.LogChunk]:
+        self.calls.append(dict(offsets))
+        return self.pieces.pop(0)
+
+    @property
+    def client(self) -> ControlClient:
+        return cast(ControlClient, self)
+
+
+@pytest.fixture
+def out() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def console(out: io.StringIO) -> Console:
+    return Console(file=out, width=200)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.operate._POLL_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (model((2, READY), (2, READY)), True),
+        (model((2, READY)), False),
+        (model((2, READY), (1, READY)), False),
+        (model((2, READY), (2, STARTING)), False),
+        (model((2, READY), (2, READY), (1, READY)), False),
+        (model(wanted=0), True),
+    ],
+)
+def test_model_is_as_wanted_when_nothing_is_left_to_do(status: control_pb2.ModelStatus, expected: bool) -> None:
+    assert is_as_wanted(status) is expected
+
+
+def test_wait_lasts_until_the_model_is_as_wanted(console: Console, out: io.StringIO) -> None:
+    fake = FakeClient(statuses=[model((2, READY)), model((2, READY), (2, STARTING)), model((2, READY), (2, READY))])
+    scale_model(fake.client, "m", 2, console, wait_s=5.0)
+    assert len(fake.statuses) == 1
+    assert out.getvalue().splitlines()[0] == "m: 1 -> 2 replicas"
+    assert out.getvalue().splitlines()[-1] == "As wanted."
+
+
+def test_wait_ends_with_the_group_that_cannot_start(console: Console) -> None:
+    fake = FakeClient(statuses=[model((2, READY), (2, FAILED))])
+    with pytest.raises(ControllerError, match="m-1 cannot start: why"):
+        roll_model(fake.client, "m", ["a=2"], console, undo=False, wait_s=5.0)
+
+
+def test_wait_has_an_end(console: Console) -> None:
+    fake = FakeClient(statuses=[model((2, READY), (2, STARTING))])
+    with pytest.raises(ControllerError, match="not as wanted within 0 s: m-0 ready, m-1 starting"):
+        scale_model(fake.client, "m", 2, console, wait_s=0.0)
+
+
+def test_drain_waits_until_the_replica_is_gone_only(console: Console, out: io.StringIO) -> None:
+    gone = model((2, READY), (2, STARTING))
+    gone.groups[0].replica_id = "m-0.2"
+    fake = FakeClient(statuses=[model((2, READY), (2, READY)), gone])
+    drain_target(fake.client, "m-0", console, grace_s=3.0, undo=False, wait_s=5.0)
+    assert fake.calls == [("m-0", 3.0, False)]
+    lines = out.getvalue().splitlines()
+    assert (lines[0], lines[-1]) == ("leaving: m-0.1", "Drained.")
+
+
+def test_apply_tells_each_change(console: Console, out: io.StringIO, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"models: [{{path: {tmp_path}, name: m}}]\nhost: 0.0.0.0\n")
+    changes = [
+        control_pb2.Change(kind=control_pb2.CHANGE_KIND_ADD, name="m", details=["1 x"]),
+        control_pb2.Change(kind=control_pb2.CHANGE_KIND_REMOVE, name="n"),
+        control_pb2.Change(kind=control_pb2.CHANGE_KIND_IGNORED, name="host"),
+    ]
+    fake = FakeClient(changes=changes)
+    apply_file(fake.client, file, console, dry_run=True, wait_s=None)
+    assert fake.calls[0][0]["models"][0]["path"] == str(tmp_path)
+    assert out.getvalue().splitlines() == ["+ add m", "    1 x", "- remove n", "! ignored, read at start only: host"]
+
+
+def test_faulty_file_is_refused_before_anybody_is_asked(console: Console, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("models: [{pth: x}]\n")
+    with pytest.raises(ClusterConfigError, match="unknown key"):
+        apply_file(FakeClient().client, file, console, dry_run=False, wait_s=None)
+
+
+def test_settings_are_nested_and_read_as_yaml(tmp_path: Path) -> None:
+    texts = ["cache.num_blocks=512", "dtype=float32", "cache.enable_prefix_caching=false", f"path={tmp_path}/."]
+    assert parse_settings(texts) == {
+        "cache": {"num_blocks": 512, "enable_prefix_caching": False},
+        "dtype": "float32",
+        "path": str(tmp_path),
+    }
+    with pytest.raises(ClusterConfigError, match="--set is 'dtype'; allowed"):
+        parse_settings(["dtype"])
+
+
+def chunk(name: str, data: bytes, end: int, *, has_more: bool = False) -> control_pb2.LogChunk:
+    return control_pb2.LogChunk(name=name, data=data, next_offset=end, has_more=has_more)
+
+
+def test_logs_are_told_line_by_line_with_the_name_of_their_process() -> None:
+    fake = FakeClient(
+        pieces=[
+            [chunk("a", b"of a line\nsecond\nthi", 100), chunk("b", b"first\n", 6, has_more=True)],
+            [chunk("a", b"rd\nlast", 107), chunk("b", b"", 6)],
+        ]
+    )
+    lines: list[str] = []
+    show_logs(fake.client, "", follows=False, tail_bytes=10, tell=lines.append)
+    assert lines == ["a | second", "b | first", "a | third", "a | last"]
+    assert fake.calls == [{}, {"a": 100, "b": 6}]
+
+
+def test_line_that_never_ends_is_told_in_parts() -> None:
+    splitter = LineSplitter()
+    assert splitter.add(b"x" * 70_000) == ["x" * 70_000]
+    assert splitter.add(b"y") == []
+    assert splitter.end() == ["y"]
+
+
+def test_piece_of_a_log_begins_before_its_end_or_where_it_was_left(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"0123456789")
+    piece = read_piece(str(path), None, 4)
+    assert piece is not None
+    assert (piece.data, piece.next_offset, piece.has_more) == (b"6789", 10, False)
+    piece = read_piece(str(path), 8, 4)
+    assert piece is not None
+    assert piece.data == b"89"
+    assert read_piece(str(tmp_path / "none"), None, 4) is None
+
+
+async def test_logs_of_other_nodes_are_read_there_and_dead_ones_stay_known(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def read_remote(source: LogSource, offset: int | None, tail_bytes: int) -> None:
+        asked.append(source.name)
+
+    reader = LogReader("here", read_remote)
+    for number in range(300):
+        names = frozenset({"m", f"m-{number}"})
+        source = LogSource(name=f"m-{number}.1/0", belongs_to=names, node_id="there", path="/log")
+        reader.note([source, LogSource(name="controller", belongs_to=frozenset(), node_id="here", path="/none")])
+    assert await reader.read("m-299", {}, 10) == {}
+    assert asked == ["m-299.1/0"]
+    assert "m-0" not in reader.names
+    assert {"controller", "m-100.1/0"} <= set(reader.names)
