@@ -196,6 +196,7 @@ class RouterSection(_Section):
     max_message_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
     tokenizer_threads: Annotated[int, Field(ge=1)] = 2
     grace_s: Annotated[float, Field(ge=0)] = 30.0
+    unready_s: Annotated[float, Field(ge=0)] = 0.0
     admission: AdmissionConfig = AdmissionConfig()
     prefix: PrefixPolicyConfig = PrefixPolicyConfig()
     breaker: BreakerConfig = BreakerConfig()

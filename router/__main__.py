@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--trace-ratio", type=float, default=1.0, metavar="R", help="part of requests to trace, 0 to 1")
     parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="for requests in flight at the end")
+    parser.add_argument("--unready", type=float, default=0.0, metavar="S", help="before: not ready, but still serving")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser
 
@@ -100,6 +101,7 @@ def _config(options: argparse.Namespace) -> RouterConfig:
             endpoint=options.trace_endpoint, protocol=options.trace_protocol, sample_ratio=options.trace_ratio
         ),
         grace_s=options.grace,
+        unready_s=options.unready,
     )
 
 

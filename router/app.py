@@ -68,6 +68,10 @@ async def run_router(
     directory = Directory(config, rng, changed.set)
     admission = Admission(config.admission, time.monotonic)
     metrics.watch(admission, directory)
+
+    def is_ready() -> bool:
+        return directory.is_ready and not stop.is_set()
+
     with ExitStack() as stack:
         pool = TokenizerPool(load_tokenizer, num_threads=config.tokenizer_threads)
         stack.callback(pool.close)
@@ -86,7 +90,7 @@ async def run_router(
             app = create_app(
                 dispatcher,
                 max_body_bytes=config.max_message_bytes,
-                ready=lambda: directory.is_ready and not stop.is_set(),
+                ready=is_ready,
                 keys=keys,
                 reads_trace_context=tracer.is_on,
             )
@@ -102,11 +106,13 @@ async def run_router(
             reads_trace_context=tracer.is_on,
         )
         addresses = BoundAddresses(grpc=grpc.address, http=http.address if http else None, metrics=metrics_address)
-        async with _serving(grpc, http, directory, changed, keys=keys, grace_s=config.grace_s):
+        async with _serving(grpc, http, directory, changed, is_ready, keys=keys, grace_s=config.grace_s):
             logger.info("router %s serves %s", config.router_id, addresses)
             on_ready(addresses)
             await stop.wait()
             logger.info("router %s stops", config.router_id)
+            changed.set()  # readiness goes first; HTTP looks at `stop` itself
+            await asyncio.sleep(config.unready_s)
 
 
 @asynccontextmanager
@@ -115,6 +121,7 @@ async def _serving(
     http: "_HttpListener | None",
     directory: Directory,
     changed: asyncio.Event,
+    is_ready: Callable[[], bool],
     *,
     keys: KeyRing | None,
     grace_s: float,
@@ -122,7 +129,7 @@ async def _serving(
     """Follow the replicas and serve for the length of the block; then stop in the order in which nobody is cut off."""
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(directory.run(), name="directory")
-        showing = tasks.create_task(_show_readiness(directory, changed, grpc), name="readiness")
+        showing = tasks.create_task(_show_readiness(is_ready, changed, grpc), name="readiness")
         reloading = tasks.create_task(keys.follow(), name="keys") if keys else None
         await grpc.start()
         serving = tasks.create_task(http.serve(), name="http") if http else None
@@ -143,10 +150,10 @@ async def _serving(
                 reloading.cancel()
 
 
-async def _show_readiness(directory: Directory, changed: asyncio.Event, grpc: GrpcListener) -> None:
+async def _show_readiness(is_ready: Callable[[], bool], changed: asyncio.Event, grpc: GrpcListener) -> None:
     while True:
         changed.clear()
-        await grpc.set_ready(directory.is_ready)
+        await grpc.set_ready(is_ready())
         await changed.wait()
 
 

@@ -184,6 +184,9 @@ class RouterConfig:
     tokenizer_threads: int = 2
     grace_s: float = 30.0
     """How long requests in flight may go on after the router was told to stop."""
+    unready_s: float = 0.0
+    """Before that: how long it still takes requests while it says already that it is not ready, so that load balancers
+    notice in time."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     prefix: PrefixPolicyConfig = field(default_factory=PrefixPolicyConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
@@ -204,6 +207,7 @@ class RouterConfig:
         _at_least("max_message_bytes", self.max_message_bytes, 1024)
         _at_least("tokenizer_threads", self.tokenizer_threads, 1)
         _at_least("grace_s", self.grace_s, 0)
+        _at_least("unready_s", self.unready_s, 0)
 
 
 def _at_least(name: str, value: float, least: float) -> None:

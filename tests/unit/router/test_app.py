@@ -7,15 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import poll, router_config, running_router, text_request
 
 from router.config import AdmissionConfig, PolicyName, RouterConfig
 from router.errors import RouterConfigError
+from router.server import READINESS_SERVICE
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -99,6 +102,28 @@ async def test_stop_lets_requests_in_flight_finish_and_takes_no_new_ones() -> No
                     break
         a.resume()
         assert (await answering).num_finished == 1
+        await router.task
+
+
+async def test_stop_says_not_ready_first_and_still_serves_until_load_balancers_know() -> None:
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0, unready_s=0.5)) as router,
+    ):
+        await router.wait_ready(1)
+        async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
+            health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+            request = health_pb2.HealthCheckRequest(service=READINESS_SERVICE)
+
+            async def is_ready() -> bool:
+                return bool((await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING)
+
+            await poll(is_ready, True)
+            router.stop.set()
+            await poll(is_ready, False)
+            with pytest.raises(HTTPError, match="503"):
+                await asyncio.to_thread(urlopen, f"http://{router.addresses.http}/ready", timeout=5)
+        assert (await router.generate(text_request("hello"))).num_finished == 1
         await router.task
 
 
