@@ -27,6 +27,7 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
     """Show models, groups, routers and nodes as tables."""
     restarts = f"; controller restarted {status.controller.restarts} times" if status.controller.restarts else ""
     console.print(f"Weft {status.version}, up {duration(status.uptime_s)}{restarts}", highlight=False)
+    reasons: list[str] = []
     models = _table("model", "ready", "revision", "tp x pp", "path")
     groups = _table("replica", "state", "for", "rev", "restarts", "ranks (node:pid)", "address")
     for model in status.models:
@@ -34,7 +35,7 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
         for group in model.groups:
             groups.add_row(*_group_row(group))
             if group.detail:
-                groups.add_row("", Text(group.detail, style="dim"))
+                reasons.append(f"  {group.replica_id or group.group_id}: {group.detail}")
     routers = _table("router", "state", "restarts", "pid", "listens")
     for router in status.routers:
         state = "[green]alive" if router.alive else "[red]not alive"
@@ -50,7 +51,7 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
             node.accelerator or "-",
             "[cyan]drained" if node.drained else "",
         )
-    for table in (models, groups, routers, nodes):
+    for table in (models, groups, *(Text(reason, style="dim") for reason in reasons), routers, nodes):
         console.print(table)
 
 

@@ -79,6 +79,7 @@ def render(snapshot: Snapshot, width: int) -> RenderableType:
         _models(snapshot.models),
         Text(),
         _groups(snapshot.groups, is_wide=is_wide),
+        *_reasons(snapshot.groups),
         Text(),
         _routers(snapshot.routers),
         Text(),
@@ -137,9 +138,12 @@ def _groups(groups: Sequence[GroupView], *, is_wide: bool) -> Table:
         else:
             row.append(str(len(group.ranks)))
         table.add_row(*row)
-        if group.detail:
-            table.add_row("", Text(group.detail, style="dim"))
     return table
+
+
+def _reasons(groups: Sequence[GroupView]) -> list[Text]:
+    """Why groups are as they are, a line each."""
+    return [Text(f"  {group.replica_id or group.group_id}: {group.detail}", "dim") for group in groups if group.detail]
 
 
 def _routers(routers: Sequence[RouterView]) -> Table:
