@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from helpers.cluster import FakeClock, FakeLife, FakeRouter, Formations, turns
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from weft.v1 import control_pb2
@@ -242,5 +242,10 @@ class Operations(RuleBasedStateMachine):
 
 TestOperations = Operations.TestCase
 TestOperations.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=(Phase.reuse, Phase.generate),  # shrinking would take minutes; a failing run is short enough to read
+    print_blob=True,
 )

@@ -220,6 +220,19 @@ async def test_rollout_replaces_one_group_after_the_other_and_undo_keeps_what_st
     assert {group.revision for group in bench.model().groups} == {1}
 
 
+async def test_group_that_has_just_died_is_no_reason_to_let_another_one_go(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    await bench.state.roll("m", {"max_context": 64})
+    bench.state.reconcile()
+    await turns()
+    bench.forms.of("m-2.1").become_ready()
+    await bench.forms.of("m-0.1").end(Outcome(message="rank 0 died"))
+    bench.state.reconcile()
+    await turns()
+    assert bench.replicas() == ["m-1.1", "m-2.1"]
+
+
 async def test_rollout_to_what_cannot_start_keeps_every_old_group(bench: Bench) -> None:
     await bench.apply({"replicas": 2})
     await bench.settle()
