@@ -25,6 +25,7 @@ from cluster.readiness import first_failure, is_ready
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_STOPPED_TIMEOUT_S = 5.0
 
 OnStatus = Callable[[control_pb2.GetStatusResponse], None]
 
@@ -119,6 +120,7 @@ class Service:
     def shut_down(self, grace_s: float) -> None:
         """Finish the requests in flight, at most `grace_s`, and stop routers, groups and the controller."""
         self.client.shut_down(grace_s)
+        ray.wait([self._stopped], timeout=_STOPPED_TIMEOUT_S)  # Ray complains of a call that is open when it ends
 
     def close(self) -> None:
         """Let go. A local Ray ends, and with it everything; a cluster goes on, and so does the service on it."""

@@ -323,7 +323,7 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
     ("setting", "reason"),
     [
         ("models[0].tensor_paralel=2", "Additional property tensor_paralel is not allowed"),
-        ("models[0].replicas=0", "models.0.replicas: Must be greater than or equal to 1"),
+        ("models[0].tensor_parallel=0", "models.0.tensor_parallel: Must be greater than or equal to 1"),
         ("models[0].cache.block_sise=16", "Additional property block_sise is not allowed"),
         ("models=null", "models is required"),
         ("routers.replicas=3", "Additional property routers is not allowed"),
