@@ -1,9 +1,9 @@
 """What a model's generation_config.json says of sampling, for requests that do not say it themselves.
 
-As `transformers` reads it: `do_sample: false` is greedy whatever the temperature, and `max_new_tokens` counts before
-`max_length`, which includes the prompt. What is not written there is left to the defaults of the protocol, not to those
-of `transformers` (greedy, top_k 50, 20 tokens): a client of an API expects the former. End-of-sequence ids are the
-engine's business (workers/engine.py).
+As `transformers` reads it: only `do_sample: true` samples, without it a model is greedy whatever the temperature, and
+`max_new_tokens` counts before `max_length`, which includes the prompt. Other fields that are not written there are left
+to the defaults of the protocol, not to those of `transformers` (top_k 50, 20 tokens), and so is a model without the
+file: a client of an API expects the former. End-of-sequence ids are the engine's business (workers/engine.py).
 """
 
 import logging
@@ -77,7 +77,7 @@ def read_generation_defaults(config: Mapping[str, Any], file: Path) -> Generatio
     do_sample = config.get("do_sample")
     if do_sample not in (None, True, False):
         raise ModelFilesError(f"do_sample in {file} is {do_sample!r}; allowed: true, false")
-    if do_sample is False:
+    if not do_sample:
         sampling["temperature"] = 0.0
     for name, neutral in _NEUTRAL.items():
         if config.get(name) is not None and config[name] not in neutral:

@@ -47,13 +47,13 @@ class ModelTokenizer:
             ModelFilesError: there is no tokenizer, or one of the files is broken.
         """
         folder = Path(path)
-        generation_config = folder / "generation_config.json"
+        file = folder / "generation_config.json"
         try:
             loaded = load_tokenizer(folder)
             return cls(
                 loaded.tokenizer,
                 chat_template=load_chat_template(folder, loaded.config, special_tokens=loaded.special_tokens, now=now),
-                generation_defaults=read_generation_defaults(read_json_object(generation_config), generation_config),
+                generation_defaults=read_generation_defaults(read_json_object(file), file) if file.exists() else None,
             )
         except TokenizerError as error:
             raise ModelFilesError(str(error)) from error

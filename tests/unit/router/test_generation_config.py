@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from weft.v1 import inference_pb2 as pb
 
 from router.convert import complete_sampling
 from router.errors import ModelFilesError
 from router.generation_config import GenerationDefaults, read_generation_defaults
+from router.tokenizer import ModelTokenizer
 
 FILE = Path("generation_config.json")
 
@@ -22,6 +25,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "eos_token_id": [1, 2]},
     "greedy-whatever-else": {"do_sample": False, "temperature": 0.7, "top_p": 0.9, "max_length": 4096},
     "minimal": {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2},
+    "greedy-unsaid": {"temperature": 0.7, "top_k": 20},
     "lengths": {"max_length": 64, "max_new_tokens": 16, "min_new_tokens": 4, "min_p": 0.05},
 }
 
@@ -41,7 +45,7 @@ def test_fields_are_those_that_transformers_reads(name: str, tmp_path: Path) -> 
     }
     if original.min_new_tokens is not None:
         expected["min_tokens"] = original.min_new_tokens
-    if original.do_sample is False:
+    if original.do_sample is not True:
         assert original.get_generation_mode() == transformers.generation.GenerationMode.GREEDY_SEARCH
         expected["temperature"] = 0.0
     assert dict(defaults.sampling) == expected
@@ -77,6 +81,14 @@ def test_what_the_client_sets_counts_more() -> None:
     assert complete(top_k=-1).top_k == 0
     assert (complete().min_tokens, complete(max_tokens=3).min_tokens, complete(min_tokens=0).min_tokens) == (8, 3, 0)
     assert complete(max_tokens=3, min_tokens=30).max_tokens == 30
+
+
+def test_model_without_the_file_samples_as_the_protocol_does(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(Tokenizer(WordLevel({"a": 0}, "a")).to_str())
+    assert dict(ModelTokenizer.from_folder(tmp_path).generation_defaults.sampling) == {}
+
+    (tmp_path / FILE).write_text("{}")
+    assert dict(ModelTokenizer.from_folder(tmp_path).generation_defaults.sampling) == {"temperature": 0.0}
 
 
 def test_what_is_not_served_is_said(caplog: pytest.LogCaptureFixture) -> None:
