@@ -25,7 +25,7 @@ from parallel.weight_files import locate_tensors, open_tensors
 from parallel.weight_reads import WeightRead, plan_reads
 
 _NUM_READERS = 4
-_MAPPED_FRACTION = 0.05
+_MAPPED_FRACTION = 0.03
 """Pages of files that are mapped at once, as a part of the rank's own weights."""
 _MIN_BATCH_BYTES = 1 << 18
 _STORED_BYTES = 4  # of an element, but for rare float64
@@ -148,13 +148,13 @@ def _plan(decoder: Decoder, folder: Path) -> tuple[list[_Plan], list[_Finish]]:
 
 
 def _batches(plan: _Plan, max_touched: int) -> Iterator[_Batch]:
-    """Reads of one file, in order, as many as one reader may map; a slice that lies in one piece is cut up for that."""
+    """Reads of one file, in order, as many as one reader may map; a slice is cut up for that."""
     limit = max_touched // _NUM_READERS or 1
     for file, reads in plan.items():
         batch: list[WeightRead] = []
         num_touched = 0
         for read in reads:
-            for part in read.cut(limit) if read.dim == 0 else (read,):
+            for part in read.cut(limit):
                 if batch and num_touched + part.num_touched > limit:
                     yield _Batch(file=file, reads=batch, num_touched=num_touched)
                     batch, num_touched = [], 0
@@ -166,7 +166,7 @@ def _batches(plan: _Plan, max_touched: int) -> Iterator[_Batch]:
 def _copy(batches: Iterable[_Batch], max_touched: int, readers: ThreadPoolExecutor) -> Iterator[tuple[int, int]]:
     """Copy several at a time, as long as they touch no more than that together; yield what each gives.
 
-    A batch that alone touches more than that is copied alone.
+    A batch that alone touches more than that, since a single row does, is copied alone.
     """
     running: dict[Future[tuple[int, int]], int] = {}
 

@@ -44,6 +44,8 @@ class WeightRead:
     is_transposed: bool = False
     expert: int | None = None
     """Where the tensor holds all experts along a first dim: the one that is read; `dim` counts those after it."""
+    rows: range | None = None
+    """Of a slice along dim 1, those of dim 0 that are read; None: all."""
 
     @property
     def num_elements(self) -> int:
@@ -52,18 +54,32 @@ class WeightRead:
 
     @property
     def num_touched(self) -> int:
-        """Elements in the pages that are read: of a slice that does not lie in one piece, all of the tensor."""
-        return self.num_elements if self.dim == 0 else math.prod(self.shape[-self.target.dim() :])
+        """Elements in the pages that are read: of a slice of columns, those of whole rows."""
+        if self.dim == 0:
+            return self.num_elements
+        sizes = self.shape[-self.target.dim() :]
+        return len(self._rows) * math.prod(sizes[1:])
 
-    def cut(self, max_elements: int) -> Iterator["WeightRead"]:
-        """The same slice as several of at most so many elements each."""
-        num_parts = -(-self.num_elements // max_elements) or 1
-        step = -(-(self.stop - self.start) // num_parts) or 1
-        target_dim = self.target.dim() - 1 - self.dim if self.is_transposed else self.dim
-        for start in range(self.start, self.stop, step):
-            stop = min(start + step, self.stop)
-            target = self.target.narrow(target_dim, start - self.start, stop - start)
-            yield replace(self, start=start, stop=stop, target=target)
+    @property
+    def _rows(self) -> range:
+        """Of dim 0."""
+        if self.dim == 0:
+            return range(self.start, self.stop)
+        return range(self.shape[-self.target.dim()]) if self.rows is None else self.rows
+
+    def cut(self, max_touched: int) -> Iterator["WeightRead"]:
+        """The same slice as several, by rows, that touch at most so many elements each, but for a single row."""
+        rows = self._rows
+        num_parts = -(-self.num_touched // max_touched) or 1
+        step = -(-len(rows) // num_parts) or 1
+        target_dim = self.target.dim() - 1 if self.is_transposed else 0
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            target = self.target.narrow(target_dim, start, len(part))
+            if self.dim == 0:
+                yield replace(self, start=part.start, stop=part.stop, target=target)
+            else:
+                yield replace(self, rows=part, target=target)
 
     def stored(self, file: Path) -> Iterator[tuple[Path, Stored]]:
         """What is read, and where; `file` holds the tensor of this name."""
@@ -72,7 +88,8 @@ class WeightRead:
     def copy(self, tensors: StoredTensors) -> int:
         """Fill the target from an open file; return the bytes that were read."""
         stored = _StoredSlice(tensors, self.name, self.expert)
-        weights = stored[*[slice(None)] * self.dim, slice(self.start, self.stop)]
+        columns = () if self.dim == 0 else (slice(self.start, self.stop),)
+        weights = stored[slice(self._rows.start, self._rows.stop), *columns]
         self.target.copy_(weights.t() if self.is_transposed else weights)
         return stored.num_bytes
 
@@ -97,13 +114,9 @@ class _PackedRead(WeightRead):
         with nullcontext(tensors) if self.scales_file is None else open_tensors(self.scales_file) as others:
             values = _StoredSlice(tensors, self.values.name, self.expert)
             scales = _StoredSlice(others, self.scales.name, self.expert)
+            columns = range(self.shape[1]) if self.dim == 0 else range(self.start, self.stop)
             for part in self.cut(_UNPACKED_ELEMENTS):
-                rows, columns = map(range, self.shape)
-                if part.dim == 0:
-                    rows = range(part.start, part.stop)
-                else:
-                    columns = range(part.start, part.stop)
-                part.target.copy_(self.packing.read(values, scales, rows, columns))
+                part.target.copy_(self.packing.read(values, scales, part._rows, columns))
         return values.num_bytes + scales.num_bytes
 
 

@@ -84,6 +84,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("large", "safetensors", 2, "bfloat16"),
         ("large", "bin", 1, "bfloat16"),
         ("large", "bin", 2, "float32"),
+        ("large", "bin", 2, "bfloat16"),
         ("tied", "safetensors", 1, "bfloat16"),
     ],
 )
