@@ -78,6 +78,8 @@ class Decoder:
             for kind in kinds
         ]
         self._rotation_of_layer = [kinds.index(rotary) for rotary in rotaries]
+        # several tensor-parallel ranks communicate between the kernels, which is not the kernels' business
+        self._run = self._run_layers if mesh.tp.size > 1 else kernels.compile_layers(self._run_layers)
         self._embedding: InputEmbedding | None = None
         self._final_norm: Norm | None = None
         self._head: VocabParallelHead | None = None
@@ -124,11 +126,7 @@ class Decoder:
             CollectiveError: a rank of the stage is gone.
         """
         x_TE = x if self._embedding is None else self._embedding(x, positions_T)
-        angles: list[Angles] = [rotation(positions_T) for rotation in self._rotations]
-        residual_TE: Tensor | None = None
-        for layer, rotation, cache, meta in zip(self._layers, self._rotation_of_layer, caches, metas, strict=True):
-            x_TE, residual_TE = layer(x_TE, residual_TE, angles[rotation], cache, meta)
-        assert residual_TE is not None, "every stage has a layer"
+        x_TE, residual_TE = self._run(x_TE, [rotation(positions_T) for rotation in self._rotations], caches, metas)
         if self._final_norm is None:
             return x_TE.add_(residual_TE)
         return self._final_norm.add(x_TE, residual_TE)[0]
@@ -170,6 +168,15 @@ class Decoder:
             norm = self._final_norm
             parts.append(DecoderPart((*norm.sharded_parameters("final_norm"),), norm.finish_loading))
         return parts
+
+    def _run_layers(
+        self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
+    ) -> tuple[Tensor, Tensor]:
+        residual_TE: Tensor | None = None
+        for layer, rotation, cache, meta in zip(self._layers, self._rotation_of_layer, caches, metas, strict=True):
+            x_TE, residual_TE = layer(x_TE, residual_TE, angles[rotation], cache, meta)
+        assert residual_TE is not None, "every stage has a layer"
+        return x_TE, residual_TE
 
     def _key_bias(self) -> Tensor | None:
         """One table for all layers."""

@@ -11,7 +11,7 @@ operations return is contiguous unless they return an input. Shape letters, here
     X  experts of this rank            C  experts chosen for a token
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -174,6 +174,31 @@ class Kernels(Protocol):
         """Attend each query token to its own sequence's cached keys and values, causally; [T, N, H].
 
         Query head n reads key-value head n // (N // K). PagedAttention, arXiv:2309.06180, section 4.1.
+        """
+
+    def compile_layers(self, run: "RunLayers") -> "RunLayers":
+        """What does the same as `run`, which is a decoder's layers on one rank, with less between the operations.
+
+        Asked for once, when the decoder is built. `run` itself where there is nothing to gain.
+        """
+
+
+class RunLayers(Protocol):
+    """All layers of a stage on the packed tokens of a step."""
+
+    def __call__(
+        self,
+        x_TE: Tensor,
+        angles: Sequence[tuple[Tensor, ...]],
+        caches: Sequence[LayerCache],
+        metas: Sequence[AttentionMeta],
+    ) -> tuple[Tensor, Tensor]:
+        """(what was added last, residual stream before it), [T, E] each; x may be overwritten.
+
+        Args:
+            x_TE: what goes in.
+            angles: cosines and sines [T, R] of each kind of rotation; which layer has which one is known.
+            caches, metas: one for each layer.
         """
 
 

@@ -18,6 +18,7 @@ from parallel.kernels.base import (
     LayerCache,
     PackedExperts,
     PackedLinear,
+    RunLayers,
 )
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_experts import CpuExperts
@@ -103,6 +104,10 @@ class CpuKernels:
         """See `Kernels.write_cache`."""
         cache.k_BPKH.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKH)
         cache.v_BPKH.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKH)
+
+    def compile_layers(self, run: RunLayers) -> RunLayers:
+        """See `Kernels.compile_layers`."""
+        return run
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""

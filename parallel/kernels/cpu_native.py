@@ -18,11 +18,23 @@ from parallel.kernels.base import (
     LayerCache,
     PackedExperts,
     PackedLinear,
+    RunLayers,
 )
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.native.build import build_library
-from parallel.kernels.native.library import LANES, LayerParams, Operations, StepLayout, load_operations
+from parallel.kernels.native.library import (
+    LANES,
+    LayerParams,
+    Operations,
+    Programs,
+    StepLayout,
+    load_operations,
+    load_programs,
+)
+from parallel.kernels.native.packed_linear import NativeLinear, can_pack
+from parallel.kernels.native.program import CompiledLayers
+from parallel.kernels.native.tape import Recorder, Tape
 
 
 class NativeCpuKernels:
@@ -30,12 +42,17 @@ class NativeCpuKernels:
 
     Args:
         operations: the compiled kernels by dtype.
+        programs: the compiled products and programs; None: the CPU has not the instructions.
         num_threads: of torch's OpenMP pool, which the kernels share.
     """
 
-    def __init__(self, operations: Mapping[torch.dtype, Operations], num_threads: int) -> None:
+    def __init__(
+        self, operations: Mapping[torch.dtype, Operations], programs: Programs | None, num_threads: int
+    ) -> None:
         self._operations = operations
+        self._programs = programs
         self._num_threads = num_threads
+        self._recorder = Recorder()
         self._torch = CpuKernels()
         self._chunks = CpuPagedAttention()
         self._params: dict[int, tuple[AttentionParams, LayerParams]] = {}
@@ -45,10 +62,13 @@ class NativeCpuKernels:
     @classmethod
     def build(cls) -> "NativeCpuKernels":
         """Compile where needed, and load. Raises DeviceError when this machine cannot."""
-        return cls(load_operations(build_library()), torch.get_num_threads())
+        library = build_library()
+        return cls(load_operations(library), load_programs(library), torch.get_num_threads())
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
+        if self._programs is not None and can_pack(weight_OI):
+            return NativeLinear(weight_OI, bias_O, self._programs, self._recorder, self._num_threads)
         return self._torch.pack_linear(weight_OI, bias_O)
 
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
@@ -62,6 +82,12 @@ class NativeCpuKernels:
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
         return self._torch.pack_experts(weights)
+
+    def compile_layers(self, run: RunLayers) -> RunLayers:
+        """See `Kernels.compile_layers`."""
+        if self._programs is None:
+            return run
+        return CompiledLayers(run, self._recorder, self._programs, self._num_threads)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
@@ -109,6 +135,7 @@ class NativeCpuKernels:
         num_rows, size = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
         out_TI = gate_up_T2I.new_empty(num_rows, size)
         operations.silu_mul(out_TI.data_ptr(), gate_up_T2I.data_ptr(), num_rows, size, self._num_threads)
+        self._recorder.note(Tape.silu_mul, out_TI, gate_up_T2I)
         return out_TI
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
@@ -123,6 +150,7 @@ class NativeCpuKernels:
             *(k_TKH.stride(0), v_TKH.stride(0), slot_mapping_T.data_ptr(), num_tokens, num_kv_heads * head_dim),
             self._num_threads,
         )
+        self._recorder.note(Tape.write_cache, k_TKH, v_TKH, cache)
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""
@@ -130,9 +158,11 @@ class NativeCpuKernels:
         if operations is None or q_TNH.shape[2] % LANES or not (_has_dense_heads(q_TNH) and _is_dense(cache)):
             return self._torch.attention(q_TNH, cache, meta, params)
         out_TNH = q_TNH.new_empty(q_TNH.shape)
+        self._recorder.note(Tape.attention, out_TNH, q_TNH, cache, self._layer_params(params))
         num_sequences = len(meta.context_lens_host)
-        if meta.num_decodes < num_sequences and params.is_plain:
-            # torch's blocked kernel has matrix instructions for chunks
+        has_tiles = operations.has_matrix_tiles(q_TNH.shape[2])
+        if meta.num_decodes < num_sequences and params.is_plain and not has_tiles and self._recorder.tape is None:
+            # torch's blocked kernel is faster than vectors for long chunks
             self._chunks.attend_chunks(q_TNH, out_TNH, cache, meta, params)
             num_sequences = meta.num_decodes
         if num_sequences:
@@ -156,6 +186,7 @@ class NativeCpuKernels:
             *(None if residual is None else residual.data_ptr(), weight.data_ptr()),
             *(size if weight.dim() == 2 else 0, weight.dtype is torch.float32, eps, self._num_threads),
         )
+        self._recorder.note(Tape.rms_norm, out, x, residual, weight, eps)
         return out
 
     def _can_rotate(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor) -> bool:
@@ -171,6 +202,7 @@ class NativeCpuKernels:
                 *(x.data_ptr(), x.stride(0), *x.shape, cos_TR.data_ptr(), sin_TR.data_ptr(), cos_TR.shape[1]),
                 *(is_interleaved, self._num_threads),
             )
+            self._recorder.note(Tape.rotary, x, cos_TR, is_interleaved=is_interleaved)
         return q_TNH, k_TKH
 
     def _layout(self, num_heads: int, num_sequences: int, cache: LayerCache, meta: AttentionMeta) -> StepLayout:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel.activation import activation_function
 from parallel.description import Activation
-from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts
+from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
 
 
 class ReferenceLinear:
@@ -121,6 +121,10 @@ class ReferenceKernels:
         """Store each token's key and value at its slot."""
         cache.k_BPKH.view(-1, *k_TKH.shape[1:]).index_copy_(0, slot_mapping_T, k_TKH)
         cache.v_BPKH.view(-1, *v_TKH.shape[1:]).index_copy_(0, slot_mapping_T, v_TKH)
+
+    def compile_layers(self, run: RunLayers) -> RunLayers:
+        """See `Kernels.compile_layers`."""
+        return run
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """Attend each query token to its own sequence's cached keys and values, causally."""

@@ -9,7 +9,6 @@
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#include <vector>
 
 #include "threads.h"
 #include "vector.h"
@@ -25,17 +24,20 @@ inline bool may_use_tiles() {
     return may;
 }
 
-// Eight full tiles for as long as this lives. What was configured before comes back: oneDNN remembers what it has set.
+// Eight tiles for as long as this lives: 0 to 3 for the sums of two tiles of x, 4 and 5, with two of the matrix, 6 and 7.
+// What was configured before comes back: oneDNN remembers what it has set.
 class TileScope {
   public:
-    TileScope() {
-        _tile_storeconfig(&before_);
+    explicit TileScope(int first_rows = TILE, int second_rows = TILE) {
+        __asm__ volatile("sttilecfg %0" : "=m"(before_));  // the intrinsics do not tell the compiler of all 64 bytes
         Config config{};
         config.palette = 1;
         for (int i = 0; i < 8; i++) config.rows[i] = TILE, config.column_bytes[i] = 64;
-        _tile_loadconfig(&config);
+        config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(first_rows);
+        config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(second_rows);
+        __asm__ volatile("ldtilecfg %0" ::"m"(config));
     }
-    ~TileScope() { _tile_loadconfig(&before_); }
+    ~TileScope() { __asm__ volatile("ldtilecfg %0" ::"m"(before_)); }
     TileScope(const TileScope&) = delete;
 
   private:
@@ -48,14 +50,16 @@ class TileScope {
 };
 
 // x in the layout of a right-hand tile: [TILE_K block][TILE rows of x][pair][row][2], rows past the last are 0.
-inline void pack_rows(const BFloat16* x, int64_t x_row_stride, int num_rows, int num_in, std::vector<BFloat16>& packed) {
+inline const BFloat16* pack_rows(const BFloat16* x, int64_t x_row_stride, int num_rows, int num_in, Buffer<BFloat16>& buffer) {
     const int row_blocks = (num_rows + TILE - 1) / TILE;
-    packed.assign(size_t(num_in) * row_blocks * TILE, BFloat16{0});
+    BFloat16* packed = buffer.room(size_t(num_in) * row_blocks * TILE);
+    std::fill(packed, packed + size_t(num_in) * row_blocks * TILE, BFloat16{0});
     for (int row = 0; row < num_rows; row++)
         for (int k = 0; k < num_in; k++) {
             const size_t block = size_t(k / TILE_K) * row_blocks + row / TILE;
             packed[(block * TILE + k % TILE_K / 2) * TILE_K + row % TILE * 2 + k % 2] = x[row * x_row_stride + k];
         }
+    return packed;
 }
 
 // out[row, o .. o + 15] from sums[o][row].
@@ -70,12 +74,12 @@ inline void write_transposed(BFloat16* out, int64_t num_out, int num_rows, const
 inline void multiply_rows_by_tiles(BFloat16* out, const BFloat16* x, int64_t x_row_stride, int num_rows,
                                    const BFloat16* weight, int64_t num_out, int num_in, int num_threads) {
     constexpr int64_t RUN = 256;  // outputs of an item
-    static thread_local std::vector<BFloat16> buffer;
-    pack_rows(x, x_row_stride, num_rows, num_in, buffer);
-    const BFloat16* packed = buffer.data();
+    static thread_local Buffer<BFloat16> buffer;
+    const BFloat16* packed = pack_rows(x, x_row_stride, num_rows, num_in, buffer);
     const int row_blocks = (num_rows + TILE - 1) / TILE;
     const int64_t weight_stride = int64_t(num_in) * sizeof(BFloat16);
-    for_each_item((num_out + RUN - 1) / RUN, num_threads, [=](int64_t item) {
+    const int64_t runs = (num_out + RUN - 1) / RUN;
+    on_team(num_threads, 1, [=](Team& team) { team.for_each(runs, [=](int64_t item) {
         const TileScope scope;
         alignas(64) float sums[TILE * TILE];
         for (int64_t o = item * RUN; o < std::min(num_out, (item + 1) * RUN); o += 2 * TILE)
@@ -113,7 +117,7 @@ inline void multiply_rows_by_tiles(BFloat16* out, const BFloat16* x, int64_t x_r
                     write_transposed(to + TILE * num_out + TILE, num_out, rows, sums);
                 }
             }
-    });
+    }); });
 }
 
 }  // namespace weft

@@ -15,6 +15,7 @@
 #include <immintrin.h>
 #endif
 
+#include "attention_tiles.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -46,6 +47,18 @@ struct StepLayout {
 
 constexpr int PARTITION = 256;     // tokens
 constexpr int TILE_QUERIES = 8;    // tokens of a chunk whose rows share what is read
+constexpr int SHARED_QUERIES = 32; // sequences that share what is read
+constexpr int MATRIX_ROWS = 128;   // rows of a chunk that share what is packed for matrix tiles
+
+// Whether the CPU multiplies these by matrix tiles.
+template <class T>
+bool has_matrix_tiles(int head_dim) {
+#ifdef WEFT_HAS_AMX
+    return sizeof(T) == 2 && head_dim % PANEL == 0 && may_use_tiles();
+#else
+    return false;
+#endif
+}
 
 template <class T>
 struct Tensors {
@@ -97,6 +110,13 @@ inline Floats multiply(const BFloat16* q, const BFloat16* key, int runtime_head_
     return total;
 }
 
+// The hardware does not foresee where the next tokens of a head lie.
+template <class T>
+void prefetch(const T* heads, int64_t token_stride, int head_dim) {
+    for (int token = 0; token < LANES; token++)
+        for (int dim = 0; dim < head_dim; dim += int(64 / sizeof(T))) __builtin_prefetch(heads + token * token_stride + dim);
+}
+
 // Scores of num_rows rows of q with the keys of num_tokens <= LANES tokens. Writes LANES scores a row; only the first
 // num_tokens mean something. HEAD_DIM 0: not known when compiled.
 template <int HEAD_DIM, class T>
@@ -109,10 +129,7 @@ void score_keys(const T* keys, int64_t token_stride, int num_tokens, const T* ne
                 multiply<HEAD_DIM>(q + row * head_dim, keys + std::min(token, num_tokens - 1) * token_stride, head_dim);
         store(scores + row * scores_stride, sum_each(products) * scale);
     }
-    // the hardware does not foresee where the next block lies
-    for (int token = 0; next_keys && token < LANES; token++)
-        for (int dim = 0; dim < head_dim; dim += int(64 / sizeof(T)))
-            __builtin_prefetch(next_keys + token * token_stride + dim);
+    if (next_keys) prefetch(next_keys, token_stride, head_dim);
 }
 
 // Adds weight * value of each token to ROWS rows, WIDTH vectors of the head at a time.
@@ -198,22 +215,14 @@ inline Running soften(float* scores, int count, int begin, int end, float soft_c
 // Buffers of one thread; they only grow.
 class Scratch {
   public:
-    float* scores(size_t size) { return grown(scores_, size); }
-    float* part(size_t size) { return grown(part_, size); }
-    float* totals(size_t size) { return grown(totals_, size); }
+    Buffer<float> scores, part, totals;
+    Buffer<BFloat16> packed, weights;
     std::vector<Running> running;
 
     static Scratch& of_this_thread() {
         static thread_local Scratch scratch;
         return scratch;
     }
-
-  private:
-    static float* grown(std::vector<float>& buffer, size_t size) {
-        if (buffer.size() < size) buffer.resize(size);
-        return buffer.data();
-    }
-    std::vector<float> scores_, part_, totals_;
 };
 
 // Rows of one sequence that go through its context together.
@@ -223,63 +232,134 @@ struct Tile {
     int32_t first_kv_head, num_kv_heads;
     int32_t first_partition, num_partitions;
     int32_t split;                         // index into Splits::open; -1: the tile sees the whole context
+    // The queries are single tokens of sequences that follow each other, `sequence` the first of them: their tables have
+    // this partition in common. Each has its own split, in the same order.
+    bool is_shared = false;
 };
 
 // A tile's partitions computed apart: their results lie side by side until the last one is there.
 struct Splits {
     struct Open {
         std::atomic<int> missing;
+        int num_partitions, num_tiles;
         size_t place;  // in running, and times head_dim in totals
-        Open(int missing, size_t place) : missing(missing), place(place) {}
-        Open(const Open& other) : missing(other.missing.load()), place(other.place) {}
+        Open(int num_partitions, int num_tiles, size_t place)
+            : missing(num_tiles), num_partitions(num_partitions), num_tiles(num_tiles), place(place) {}
+        Open(const Open& other) : Open(other.num_partitions, other.num_tiles, other.place) {}
     };
     std::vector<Open> open;
     std::vector<Running> running;  // [tile][partition][row]
     std::vector<float> totals;
 };
 
-template <class T>
-class PagedAttention {
-  public:
-    PagedAttention(const Tensors<T>& tensors, const StepLayout& layout, const LayerParams& params)
-        : tensors_(tensors), layout_(layout), params_(params), group_(layout.num_heads / layout.num_kv_heads),
-          token_stride_(int64_t(layout.num_kv_heads) * layout.head_dim) {}
+// Where the queries of a step are.
+struct Queries {
+    const StepLayout& layout;
+    int window;
 
-    void run() {
+    int begin(int s) const { return layout.query_starts[s]; }
+    int end(int s) const { return layout.query_starts[s + 1]; }
+    int count(int s) const { return end(s) - begin(s); }
+    int position(int s, int query) const { return layout.context_lens[s] - (end(s) - query); }
+    int first_seen(int s, int query) const { return window ? std::max(0, position(s, query) - window + 1) : 0; }
+};
+
+// What is computed together, and by how many; the same for all layers of a step that have the same window.
+class AttentionPlan {
+  public:
+    // has_tiles: chunks are multiplied by matrix tiles.
+    AttentionPlan(const StepLayout& layout, int window, bool has_tiles)
+        : layout_(layout), queries_{layout, window}, group_(layout.num_heads / layout.num_kv_heads), has_tiles_(has_tiles) {
         plan();
-        for_each_item(int64_t(tiles_.size()), layout_.num_threads, [this](int64_t item) { compute(tiles_[item]); });
     }
+    AttentionPlan(const AttentionPlan&) = delete;
+
+    std::vector<Tile> tiles;
+    Splits splits;
 
   private:
-    // ------------------------------------------------------------------ what is computed together
-
     void plan() {
         int64_t num_decodes = 0, decode_tokens = 0;
         for (int s = 0; s < layout_.num_sequences; s++)
-            if (num_queries(s) == 1) num_decodes++, decode_tokens += layout_.context_lens[s] - first_seen(s, queries_begin(s));
+            if (queries_.count(s) == 1) num_decodes++, decode_tokens += layout_.context_lens[s] - queries_.first_seen(s, queries_.begin(s));
         for (int s = 0; s < layout_.num_sequences; s++)
-            if (num_queries(s) > 1) plan_chunk(s);
-        for (int s = 0; s < layout_.num_sequences; s++)
-            if (num_queries(s) == 1) plan_decode(s, num_decodes, decode_tokens);
+            if (queries_.count(s) > 1) plan_chunk(s);
+        for (int s = 0; s < layout_.num_sequences;) {
+            const int end = queries_.count(s) == 1 ? end_of_shared(s) : s + 1;
+            if (end - s > 1)
+                plan_shared(s, end);
+            else if (queries_.count(s) == 1)
+                plan_decode(s, num_decodes, decode_tokens);
+            s = end;
+        }
+        splits.totals.resize(splits.running.size() * layout_.head_dim);
+    }
+
+    // Sequences [s, end) begin with the same partition.
+    int end_of_shared(int s) const {
+        int end = s + 1;
+        while (end < layout_.num_sequences && queries_.count(end) == 1 && shares(end, 0)) end++;
+        return end;
+    }
+
+    // Whether a sequence has all tokens of a partition, and they lie where those of the one before it do.
+    bool shares(int s, int partition) const {
+        if (queries_.window || PARTITION % layout_.block_size) return false;
+        const int blocks = PARTITION / layout_.block_size;
+        const auto table = [&](int s) { return layout_.block_tables + s * layout_.table_stride + partition * blocks; };
+        const bool is_whole = std::min(layout_.context_lens[s - 1], layout_.context_lens[s]) >= (partition + 1) * PARTITION;
+        return is_whole && std::equal(table(s), table(s) + blocks, table(s - 1));
+    }
+
+    // What several sequences have in common is read once for all of them, a head at a time.
+    void plan_shared(int first, int end) {
+        std::vector<std::vector<Tile>> common(end - first);  // by the sequence they begin with
+        std::vector<int> num_common(end - first);            // leading partitions of a sequence that are in such tiles
+        bool has_more = true;
+        for (int partition = 0; has_more; partition++) {
+            has_more = false;
+            for (int s = first, last; s < end; s = last) {
+                const auto is_next = [&](int other) { return num_common[other - first] == partition; };
+                last = s + 1;
+                while (last < end && last - s < SHARED_QUERIES && is_next(last) && shares(last, partition)) last++;
+                if (last - s == 1 || !is_next(s)) continue;
+                has_more = true;
+                for (int head = 0; head < layout_.num_kv_heads; head++)
+                    common[s - first].push_back({s, queries_.begin(s), last - s, head, 1, partition, 1, -1, true});
+                for (int other = s; other < last; other++) num_common[other - first]++;
+            }
+        }
+        const int split = int(splits.open.size());
+        for (int s = first; s < end; s++) {
+            const int num_partitions = (layout_.context_lens[s] - 1) / PARTITION + 1, shared = num_common[s - first];
+            splits.open.emplace_back(num_partitions, shared * layout_.num_kv_heads + num_partitions - shared, splits.running.size());
+            splits.running.resize(splits.running.size() + size_t(num_partitions) * layout_.num_heads);
+            for (Tile& tile : common[s - first]) {
+                tile.split = split + s - first;
+                tiles.push_back(tile);
+            }
+            for (int partition = shared; partition < num_partitions; partition++)
+                tiles.push_back({s, queries_.begin(s), 1, 0, layout_.num_kv_heads, partition, 1, split + s - first});
+        }
     }
 
     void plan_chunk(int s) {
-        const int step = std::max(1, std::min(TILE_QUERIES, 64 / group_));
+        const int step = std::max(1, has_tiles_ ? MATRIX_ROWS / group_ : std::min(TILE_QUERIES, 64 / group_));
         for (int head = 0; head < layout_.num_kv_heads; head++)
-            for (int query = queries_begin(s); query < queries_end(s); query += step)
-                add_tile(s, query, std::min(step, queries_end(s) - query), head, 1);
+            for (int query = queries_.begin(s); query < queries_.end(s); query += step)
+                add_tile(s, query, std::min(step, queries_.end(s) - query), head, 1);
     }
 
     // All heads of a token lie side by side, so a tile of all of them reads memory in order; where there are too few
     // tiles for the threads, or one is much longer than the rest, it is split.
     void plan_decode(int s, int64_t num_decodes, int64_t decode_tokens) {
-        const int query = queries_begin(s), threads = layout_.num_threads;
-        const int64_t tokens = layout_.context_lens[s] - first_seen(s, query);
+        const int query = queries_.begin(s), threads = layout_.num_threads;
+        const int64_t tokens = layout_.context_lens[s] - queries_.first_seen(s, query);
         if (threads == 1 || (num_decodes >= 4 * threads && tokens * 2 * threads <= decode_tokens)) {
             add_tile(s, query, 1, 0, layout_.num_kv_heads);
             return;
         }
-        const int first = first_seen(s, query) / PARTITION, last = (layout_.context_lens[s] - 1) / PARTITION;
+        const int first = queries_.first_seen(s, query) / PARTITION, last = (layout_.context_lens[s] - 1) / PARTITION;
         const int num_partitions = last - first + 1;
         const int wanted = int((4 * threads + num_decodes * num_partitions - 1) / (num_decodes * num_partitions));
         const int heads = std::max(1, layout_.num_kv_heads / wanted);
@@ -289,53 +369,61 @@ class PagedAttention {
                 add_tile(s, query, 1, head, num_heads);
                 continue;
             }
-            const int split = int(splits_.open.size());
-            splits_.open.emplace_back(num_partitions, splits_.running.size());
-            splits_.running.resize(splits_.running.size() + size_t(num_partitions) * num_heads * group_);
+            const int split = int(splits.open.size());
+            splits.open.emplace_back(num_partitions, num_partitions, splits.running.size());
+            splits.running.resize(splits.running.size() + size_t(num_partitions) * num_heads * group_);
             for (int partition = first; partition <= last; partition++)
-                tiles_.push_back({s, query, 1, head, num_heads, partition, 1, split});
+                tiles.push_back({s, query, 1, head, num_heads, partition, 1, split});
         }
-        splits_.totals.resize(splits_.running.size() * layout_.head_dim);
     }
 
     void add_tile(int s, int query, int num_queries, int kv_head, int num_kv_heads) {
-        const int first = first_seen(s, query) / PARTITION;
-        const int last = position(s, query + num_queries - 1) / PARTITION;
-        tiles_.push_back({s, query, num_queries, kv_head, num_kv_heads, first, last - first + 1, -1});
+        const int first = queries_.first_seen(s, query) / PARTITION;
+        const int last = queries_.position(s, query + num_queries - 1) / PARTITION;
+        tiles.push_back({s, query, num_queries, kv_head, num_kv_heads, first, last - first + 1, -1});
     }
 
-    int queries_begin(int s) const { return layout_.query_starts[s]; }
-    int queries_end(int s) const { return layout_.query_starts[s + 1]; }
-    int num_queries(int s) const { return queries_end(s) - queries_begin(s); }
-    int position(int s, int query) const { return layout_.context_lens[s] - (queries_end(s) - query); }
-    int first_seen(int s, int query) const {
-        return params_.window ? std::max(0, position(s, query) - params_.window + 1) : 0;
+    const StepLayout& layout_;
+    const Queries queries_;
+    const int group_;
+    const bool has_tiles_;
+};
+
+template <class T>
+class PagedAttention {
+  public:
+    PagedAttention(const Tensors<T>& tensors, const StepLayout& layout, const LayerParams& params, AttentionPlan& plan)
+        : tensors_(tensors), layout_(layout), params_(params), plan_(plan), queries_{layout, params.window},
+          group_(layout.num_heads / layout.num_kv_heads), token_stride_(int64_t(layout.num_kv_heads) * layout.head_dim) {}
+
+    void run(Team& team) {
+        team.for_each(int64_t(plan_.tiles.size()), [this](int64_t item) { compute(plan_.tiles[item]); });
     }
 
-    // ------------------------------------------------------------------ one tile
-
+  private:
     // Rows of a tile are ordered by key-value head, then query, then query head of the group.
     void compute(const Tile& tile) {
         Scratch& scratch = Scratch::of_this_thread();
         const int num_rows = tile.num_kv_heads * tile.num_queries * group_;
-        const size_t totals_size = size_t(num_rows) * layout_.head_dim;
-        static thread_local std::vector<T> buffer;
-        const T* q = queries(tile, buffer);
+        const size_t totals_size = size_t(num_rows + ROOM) * layout_.head_dim;
+        static thread_local Buffer<T> buffer;
+        const T* q = gather(tile, buffer);
+        if (tile.is_shared) return compute_shared(tile, q, scratch);
         if (tile.split >= 0) {
-            Splits::Open& open = splits_.open[tile.split];
-            const int first = first_seen(tile.sequence, tile.first_query) / PARTITION;
+            Splits::Open& open = plan_.splits.open[tile.split];
+            const int first = queries_.first_seen(tile.sequence, tile.first_query) / PARTITION;
             const size_t place = open.place + size_t(tile.first_partition - first) * num_rows;
-            attend_partition(tile, tile.first_partition, q, scratch, &splits_.running[place],
-                             &splits_.totals[place * layout_.head_dim]);
-            if (open.missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_split(tile, open.place);
+            attend_partition(tile, tile.first_partition, q, scratch, &plan_.splits.running[place],
+                             &plan_.splits.totals[place * layout_.head_dim]);
+            if (open.missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_split(tile, open);
             return;
         }
         std::vector<Running>& running = scratch.running;
         running.assign(2 * num_rows, Running{});
-        float* totals = scratch.totals(totals_size);
+        float* totals = scratch.totals.room(totals_size);
         attend_partition(tile, tile.first_partition, q, scratch, running.data(), totals);
         for (int partition = tile.first_partition + 1; partition < tile.first_partition + tile.num_partitions; partition++) {
-            float* part = scratch.part(totals_size);
+            float* part = scratch.part.room(totals_size);
             attend_partition(tile, partition, q, scratch, &running[num_rows], part);
             for (int row = 0; row < num_rows; row++)
                 merge(running[row], totals + size_t(row) * layout_.head_dim, running[num_rows + row],
@@ -344,13 +432,28 @@ class PagedAttention {
         write(tile, running.data(), totals);
     }
 
-    void finish_split(const Tile& tile, size_t place) {
+    void compute_shared(const Tile& tile, const T* q, Scratch& scratch) {
+        const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
+        std::vector<Running>& running = scratch.running;
+        running.resize(rows);
+        float* totals = scratch.totals.room(size_t(rows) * head_dim);
+        attend_partition(tile, tile.first_partition, q, scratch, running.data(), totals);
+        for (int i = 0; i < tile.num_queries; i++) {
+            Splits::Open& open = plan_.splits.open[tile.split + i];
+            const size_t place = open.place + size_t(tile.first_partition) * layout_.num_heads + tile.first_kv_head * group_;
+            std::copy_n(&running[i * group_], group_, &plan_.splits.running[place]);
+            std::copy_n(totals + size_t(i) * group_ * head_dim, size_t(group_) * head_dim, &plan_.splits.totals[place * head_dim]);
+            const Tile whole{tile.sequence + i, tile.first_query + i, 1, 0, layout_.num_kv_heads, 0, 1, tile.split + i};
+            if (open.missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_split(whole, open);
+        }
+    }
+
+    void finish_split(const Tile& tile, Splits::Open& open) {
         const int num_rows = tile.num_kv_heads * group_, head_dim = layout_.head_dim;
-        const int first = first_seen(tile.sequence, tile.first_query) / PARTITION;
-        const int num_partitions = (layout_.context_lens[tile.sequence] - 1) / PARTITION - first + 1;
-        Running* running = &splits_.running[place];
-        float* totals = &splits_.totals[place * head_dim];
-        for (int partition = 1; partition < num_partitions; partition++)
+        open.missing.store(open.num_tiles, std::memory_order_relaxed);  // for the next layer
+        Running* running = &plan_.splits.running[open.place];
+        float* totals = &plan_.splits.totals[open.place * head_dim];
+        for (int partition = 1; partition < open.num_partitions; partition++)
             for (int row = 0; row < num_rows; row++) {
                 const size_t other = size_t(partition) * num_rows + row;
                 merge(running[row], totals + size_t(row) * head_dim, running[other], totals + other * head_dim, head_dim);
@@ -359,21 +462,25 @@ class PagedAttention {
     }
 
     // The queries of a tile side by side; those of a single token already lie so.
-    const T* queries(const Tile& tile, std::vector<T>& buffer) const {
+    const T* gather(const Tile& tile, Buffer<T>& buffer) const {
         const int heads = tile.num_kv_heads * group_, head_dim = layout_.head_dim;
         const T* first = tensors_.q + tile.first_query * tensors_.q_token_stride + int64_t(tile.first_kv_head) * group_ * head_dim;
         if (tile.num_queries == 1) return first;
-        const size_t size = size_t(heads) * tile.num_queries * head_dim;
-        if (buffer.size() < size) buffer.resize(size);
-        T* to = buffer.data();
+        T* const gathered = buffer.room((size_t(heads) * tile.num_queries + ROOM) * head_dim);
+        T* to = gathered;
         const size_t group_size = size_t(group_) * head_dim;
         for (int head = 0; head < heads; head += group_)
             for (int query = 0; query < tile.num_queries; query++, to += group_size)
                 std::memcpy(to, first + query * tensors_.q_token_stride + head * head_dim, group_size * sizeof(T));
-        return buffer.data();
+        return gathered;
     }
 
     void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
+#ifdef WEFT_HAS_AMX
+        if constexpr (sizeof(T) == 2)
+            if (has_matrix_tiles<T>(layout_.head_dim))
+                return attend_by_tiles(tile, partition, q, scratch, running, totals);
+#endif
         switch (layout_.head_dim) {
             case 64: return attend_partition<64>(tile, partition, q, scratch, running, totals);
             case 128: return attend_partition<128>(tile, partition, q, scratch, running, totals);
@@ -385,11 +492,11 @@ class PagedAttention {
     void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
         const int head_dim = HEAD_DIM ? HEAD_DIM : layout_.head_dim;
         const int rows_a_head = tile.num_queries * group_, num_rows = tile.num_kv_heads * rows_a_head;
-        const int begin = std::max(partition * PARTITION, first_seen(tile.sequence, tile.first_query));
+        const int begin = std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query));
         const int last_query = tile.first_query + tile.num_queries - 1;
-        const int end = std::min((partition + 1) * PARTITION, position(tile.sequence, last_query) + 1);
+        const int end = std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1);
         const int64_t scores_stride = PARTITION + LANES;
-        float* scores = scratch.scores(size_t(num_rows) * scores_stride);
+        float* scores = scratch.scores.room(size_t(num_rows) * scores_stride);
 
         for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int num_tokens) {
             for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim)
@@ -400,8 +507,9 @@ class PagedAttention {
         });
         for (int row = 0; row < num_rows; row++) running[row] = soften_row(tile, row, begin, end, scores + row * scores_stride);
         std::fill(totals, totals + size_t(num_rows) * head_dim, 0.0f);
-        for_each_run(tile, begin, end, [&](int64_t offset, int64_t, int token, int num_tokens) {
+        for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int num_tokens) {
             for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
+                if (next >= 0) prefetch(tensors_.values + next + head * head_dim, token_stride_, head_dim);
                 const float* weights = scores + head * rows_a_head * scores_stride + token;
                 float* to = totals + size_t(head) * rows_a_head * head_dim;
                 const T* values = tensors_.values + offset;
@@ -413,11 +521,45 @@ class PagedAttention {
         });
     }
 
+#ifdef WEFT_HAS_AMX
+    // As attend_partition, by matrix tiles: weights are rounded to bf16 before they meet the values.
+    void attend_by_tiles(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
+        const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
+        const int begin = std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query));
+        const int last_query = tile.first_query + tile.num_queries - 1;
+        const int end = std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1);
+        const int num_tokens = (end - begin + PANEL - 1) / PANEL * PANEL;
+        float* scores = scratch.scores.room(size_t(rows + ROOM) * PARTITION);
+        BFloat16* weights = scratch.weights.room(size_t(rows + ROOM) * PARTITION);
+        BFloat16* packed = scratch.packed.room(size_t(2 * PARTITION) * head_dim);
+        BFloat16* packed_values = packed + size_t(PARTITION) * head_dim;
+        const PackedMatrix keys{packed, nullptr, num_tokens, head_dim}, values{packed_values, nullptr, head_dim, num_tokens};
+        int64_t offsets[PARTITION];
+        for (int i = 0; i < num_tokens; i++)  // past the last token: numbers that are weighted by 0
+            offsets[i] = i < end - begin ? place(tile, begin + i) : offsets[end - begin - 1];
+        const TileScope scope(std::min(rows, TILE), TILE);
+        for (int head = 0; head < tile.num_kv_heads; head++) {
+            pack_keys(packed, tensors_.keys + head * head_dim, offsets, num_tokens, head_dim);
+            pack_values(packed_values, tensors_.values + head * head_dim, offsets, num_tokens, head_dim);
+            const size_t first_row = size_t(head) * rows;
+            multiply_dense(scores, PARTITION, q + first_row * head_dim, head_dim, rows, keys);
+            for (int row = 0; row < rows; row++) {
+                float* of_row = scores + size_t(row) * PARTITION;
+                for (int i = 0; i < num_tokens; i += LANES) store(of_row + i, load(of_row + i) * params_.scale);
+                running[first_row + row] = soften_row(tile, int(first_row) + row, begin, end, of_row);
+                std::fill(of_row + (end - begin + LANES - 1) / LANES * LANES, of_row + num_tokens, 0.0f);
+                to_bfloat16(weights + size_t(row) * PARTITION, of_row, num_tokens);
+            }
+            multiply_dense(totals + first_row * head_dim, head_dim, weights, PARTITION, rows, values);
+        }
+    }
+#endif
+
     Running soften_row(const Tile& tile, int row, int begin, int end, float* scores) const {
         const int query = tile.first_query + row / group_ % tile.num_queries;
         const int head = (tile.first_kv_head + row / (group_ * tile.num_queries)) * group_ + row % group_;
-        const int seen_begin = std::max(begin, first_seen(tile.sequence, query));
-        const int seen_end = std::min(end, position(tile.sequence, query) + 1);
+        const int seen_begin = std::max(begin, queries_.first_seen(tile.sequence, query));
+        const int seen_end = std::min(end, queries_.position(tile.sequence, query) + 1);
         const float* bias = params_.key_bias ? params_.key_bias + head * params_.key_bias_stride + begin : nullptr;
         return soften(scores, end - begin, seen_begin - begin, seen_end - begin, params_.soft_cap, bias);
     }
@@ -426,18 +568,20 @@ class PagedAttention {
     // of at most LANES tokens that lie in one block.
     template <class Visit>
     void for_each_run(const Tile& tile, int begin, int end, Visit visit) const {
-        const int32_t* table = layout_.block_tables + tile.sequence * layout_.table_stride;
-        const auto offset = [&](int token) {
-            const int64_t slot = int64_t(table[token / layout_.block_size]) * layout_.block_size + token % layout_.block_size;
-            return slot * token_stride_ + int64_t(tile.first_kv_head) * layout_.head_dim;
-        };
         for (int token = begin; token < end;) {
             const int room = layout_.block_size - token % layout_.block_size;
             const int num_tokens = std::min({LANES, room, end - token});
             const int next = token + num_tokens;
-            visit(offset(token), next < end ? offset(next) : -1, token - begin, num_tokens);
+            visit(place(tile, token), next < end ? place(tile, next) : -1, token - begin, num_tokens);
             token = next;
         }
+    }
+
+    // Where the first of the tile's heads of a token begins in keys and values.
+    int64_t place(const Tile& tile, int token) const {
+        const int32_t* table = layout_.block_tables + tile.sequence * layout_.table_stride;
+        const int64_t slot = int64_t(table[token / layout_.block_size]) * layout_.block_size + token % layout_.block_size;
+        return slot * token_stride_ + int64_t(tile.first_kv_head) * layout_.head_dim;
     }
 
     void write(const Tile& tile, const Running* running, const float* totals) const {
@@ -462,13 +606,14 @@ class PagedAttention {
         return scale / (running.sum * scale + exponential(params_.sinks[head] - most));
     }
 
+    static constexpr int ROOM = 32;  // rows past the last that matrix tiles may touch
     const Tensors<T> tensors_;
     const StepLayout& layout_;
     const LayerParams& params_;
+    AttentionPlan& plan_;
+    const Queries queries_;
     const int group_;
     const int64_t token_stride_;
-    std::vector<Tile> tiles_;
-    Splits splits_;
 };
 
 }  // namespace weft

@@ -10,16 +10,18 @@
 
 namespace weft {
 
-// Below this many elements a thread the others are not worth waking.
-constexpr int64_t GRAIN = 32 * 1024;
+// Threads that are worth waking for so many elements.
+inline int threads_for(int64_t num_elements, int num_threads) {
+    constexpr int64_t GRAIN = 32 * 1024;
+    return int(std::max<int64_t>(1, std::min<int64_t>(num_threads, num_elements / GRAIN)));
+}
 
 // Calls work(begin, end) for runs of rows.
 template <class Work>
-void for_each_run_of_rows(int64_t num_rows, int64_t row_size, int num_threads, Work work) {
-    const int64_t wanted = std::min<int64_t>(num_threads, num_rows * row_size / GRAIN);
-    if (wanted <= 1) return work(int64_t(0), num_rows);
-    for_each_item(wanted, num_threads,
-                  [&](int64_t item) { work(num_rows * item / wanted, num_rows * (item + 1) / wanted); });
+void for_each_run_of_rows(int64_t num_rows, int64_t row_size, Team& team, const Work& work) {
+    constexpr int64_t GRAIN = 4 * 1024;  // of threads that are awake
+    const int64_t wanted = std::max<int64_t>(1, std::min<int64_t>({team.size(), num_rows, num_rows * row_size / GRAIN}));
+    team.for_each(wanted, [&](int64_t item) { work(num_rows * item / wanted, num_rows * (item + 1) / wanted); });
 }
 
 // Rows of a matrix, or the heads of tokens: row (i, j) begins at i * outer_stride + j * size.
@@ -31,9 +33,9 @@ struct Rows {
 // first, and the sum is what is normed. What is written is dense.
 template <class T, class W>
 void rms_norm(T* out, const T* x, Rows rows, T* residual, const W* weights, int64_t weight_stride, float eps,
-              int num_threads) {
+              Team& team) {
     const int64_t size = rows.size, row_size = rows.num_inner * size;
-    for_each_run_of_rows(rows.num_outer, row_size, num_threads, [=](int64_t begin, int64_t end) {
+    for_each_run_of_rows(rows.num_outer, row_size, team, [=](int64_t begin, int64_t end) {
         for (int64_t i = begin * rows.num_inner; i < end * rows.num_inner; i++) {
             const int64_t outer = i / rows.num_inner, inner = i % rows.num_inner;
             const T* from = x + outer * rows.outer_stride + inner * size;
@@ -57,8 +59,8 @@ void rms_norm(T* out, const T* x, Rows rows, T* residual, const W* weights, int6
 
 // out = silu(first half) * second half.
 template <class T>
-void silu_mul(T* out, const T* gate_up, int64_t num_rows, int64_t size, int num_threads) {
-    for_each_run_of_rows(num_rows, 2 * size, num_threads, [=](int64_t begin, int64_t end) {
+void silu_mul(T* out, const T* gate_up, int64_t num_rows, int64_t size, Team& team) {
+    for_each_run_of_rows(num_rows, 2 * size, team, [=](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
             const T *gate = gate_up + row * 2 * size, *up = gate + size;
             T* to = out + row * size;
@@ -74,8 +76,8 @@ void silu_mul(T* out, const T* gate_up, int64_t num_rows, int64_t size, int num_
 // Turns the pairs of each head in place: (i, half + i), or (2i, 2i + 1) where interleaved.
 template <class T>
 void rotary(T* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads, int64_t head_dim, const float* cos,
-            const float* sin, int64_t half, bool is_interleaved, int num_threads) {
-    for_each_run_of_rows(num_tokens, num_heads * head_dim, num_threads, [=](int64_t begin, int64_t end) {
+            const float* sin, int64_t half, bool is_interleaved, Team& team) {
+    for_each_run_of_rows(num_tokens, num_heads * head_dim, team, [=](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; token++) {
             const float *c = cos + token * half, *s = sin + token * half;
             for (int64_t head = 0; head < num_heads; head++) {
@@ -104,8 +106,8 @@ void rotary(T* heads, int64_t token_stride, int64_t num_tokens, int64_t num_head
 // Copies each token's key and value, `size` elements, to its slot.
 template <class T>
 void write_cache(T* keys, T* values, const T* k, const T* v, int64_t k_token_stride, int64_t v_token_stride,
-                 const int64_t* slots, int64_t num_tokens, int64_t size, int num_threads) {
-    for_each_run_of_rows(num_tokens, 2 * size, num_threads, [=](int64_t begin, int64_t end) {
+                 const int64_t* slots, int64_t num_tokens, int64_t size, Team& team) {
+    for_each_run_of_rows(num_tokens, 2 * size, team, [=](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; token++) {
             std::memcpy(keys + slots[token] * size, k + token * k_token_stride, size * sizeof(T));
             std::memcpy(values + slots[token] * size, v + token * v_token_stride, size * sizeof(T));

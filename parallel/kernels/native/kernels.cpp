@@ -6,6 +6,8 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "matrix.h"
+#include "program.h"
 
 using namespace weft;
 
@@ -15,45 +17,86 @@ using namespace weft;
     DEFINE(float32, float)    \
     DEFINE(bfloat16, BFloat16)
 
-#define DEFINE(NAME, T)                                                                                                  \
-    EXPORT void weft_attention_##NAME(void* out, const void* q, int64_t q_token_stride, const void* keys,                \
-                                      const void* values, const StepLayout* layout, const LayerParams* params) {         \
-        const Tensors<T> tensors{static_cast<T*>(out), static_cast<const T*>(q), q_token_stride,                         \
-                                 static_cast<const T*>(keys), static_cast<const T*>(values)};                            \
-        PagedAttention<T>(tensors, *layout, *params).run();                                                              \
-    }                                                                                                                    \
-    EXPORT void weft_multiply_rows_##NAME(void* out, const void* x, int64_t x_row_stride, int num_rows,                  \
-                                          const void* weight, int64_t num_out, int num_in, int num_threads) {            \
-        multiply_rows(static_cast<T*>(out), static_cast<const T*>(x), x_row_stride, num_rows,                            \
-                      static_cast<const T*>(weight), num_out, num_in, num_threads);                                      \
-    }                                                                                                                    \
-    EXPORT void weft_rms_norm_##NAME(void* out, const void* x, int64_t num_outer, int64_t num_inner,   \
-                                     int64_t outer_stride, int64_t size, void* residual, const void* weight,     \
-                                     int64_t weight_stride, int is_weight_float32, float eps, int num_threads) {         \
-        const Rows rows{num_outer, num_inner, outer_stride, size};                                                       \
-        T *to = static_cast<T*>(out), *sum = static_cast<T*>(residual);                                                  \
-        const T* from = static_cast<const T*>(x);                                                                        \
-        if (is_weight_float32)                                                                                           \
-            rms_norm(to, from, rows, sum, static_cast<const float*>(weight), weight_stride, eps, num_threads);          \
-        else                                                                                                             \
-            rms_norm(to, from, rows, sum, static_cast<const T*>(weight), weight_stride, eps, num_threads);              \
-    }                                                                                                                    \
-    EXPORT void weft_silu_mul_##NAME(void* out, const void* gate_up, int64_t num_rows, int64_t size, int num_threads) {  \
-        silu_mul(static_cast<T*>(out), static_cast<const T*>(gate_up), num_rows, size, num_threads);                     \
-    }                                                                                                                    \
-    EXPORT void weft_rotary_##NAME(void* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads,             \
-                                   int64_t head_dim, const float* cos, const float* sin, int64_t half,                   \
-                                   int is_interleaved, int num_threads) {                                                \
-        rotary(static_cast<T*>(heads), token_stride, num_tokens, num_heads, head_dim, cos, sin, half, is_interleaved,    \
-               num_threads);                                                                                             \
-    }                                                                                                                    \
-    EXPORT void weft_write_cache_##NAME(void* keys, void* values, const void* k, const void* v, int64_t k_token_stride,  \
-                                        int64_t v_token_stride, const int64_t* slots, int64_t num_tokens, int64_t size,  \
-                                        int num_threads) {                                                               \
-        write_cache(static_cast<T*>(keys), static_cast<T*>(values), static_cast<const T*>(k), static_cast<const T*>(v),  \
-                    k_token_stride, v_token_stride, slots, num_tokens, size, num_threads);                               \
+#define DEFINE(NAME, T)                                                                                                 \
+    EXPORT void weft_attention_##NAME(void* out, const void* q, int64_t q_token_stride, const void* keys,               \
+                                      const void* values, const StepLayout* layout, const LayerParams* params) {        \
+        const Tensors<T> tensors{static_cast<T*>(out), static_cast<const T*>(q), q_token_stride,                        \
+                                 static_cast<const T*>(keys), static_cast<const T*>(values)};                           \
+        AttentionPlan plan(*layout, params->window, has_matrix_tiles<T>(layout->head_dim));                             \
+        PagedAttention<T> attention(tensors, *layout, *params, plan);                                                   \
+        on_team(layout->num_threads, 1, [&](Team& team) { attention.run(team); });                                      \
+    }                                                                                                                   \
+    EXPORT int weft_has_matrix_tiles_##NAME(int head_dim) { return has_matrix_tiles<T>(head_dim); }                     \
+    EXPORT void weft_multiply_rows_##NAME(void* out, const void* x, int64_t x_row_stride, int num_rows,                 \
+                                          const void* weight, int64_t num_out, int num_in, int num_threads) {           \
+        multiply_rows(static_cast<T*>(out), static_cast<const T*>(x), x_row_stride, num_rows,                           \
+                      static_cast<const T*>(weight), num_out, num_in, num_threads);                                     \
+    }                                                                                                                   \
+    EXPORT void weft_rms_norm_##NAME(void* out, const void* x, int64_t num_outer, int64_t num_inner,                    \
+                                     int64_t outer_stride, int64_t size, void* residual, const void* weight,            \
+                                     int64_t weight_stride, int is_weight_float32, float eps, int num_threads) {        \
+        const Rows rows{num_outer, num_inner, outer_stride, size};                                                      \
+        T *to = static_cast<T*>(out), *sum = static_cast<T*>(residual);                                                 \
+        const T* from = static_cast<const T*>(x);                                                                       \
+        on_team(threads_for(num_outer * num_inner * size, num_threads), 1, [&](Team& team) {                            \
+            if (is_weight_float32)                                                                                      \
+                rms_norm(to, from, rows, sum, static_cast<const float*>(weight), weight_stride, eps, team);             \
+            else                                                                                                        \
+                rms_norm(to, from, rows, sum, static_cast<const T*>(weight), weight_stride, eps, team);                 \
+        });                                                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_silu_mul_##NAME(void* out, const void* gate_up, int64_t num_rows, int64_t size, int num_threads) { \
+        on_team(threads_for(2 * num_rows * size, num_threads), 1, [=](Team& team) {                                     \
+            silu_mul(static_cast<T*>(out), static_cast<const T*>(gate_up), num_rows, size, team);                       \
+        });                                                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_rotary_##NAME(void* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads,            \
+                                   int64_t head_dim, const float* cos, const float* sin, int64_t half,                  \
+                                   int is_interleaved, int num_threads) {                                               \
+        on_team(threads_for(num_tokens * num_heads * head_dim, num_threads), 1, [=](Team& team) {                       \
+            rotary(static_cast<T*>(heads), token_stride, num_tokens, num_heads, head_dim, cos, sin, half, is_interleaved,\
+                   team);                                                                                               \
+        });                                                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_write_cache_##NAME(void* keys, void* values, const void* k, const void* v, int64_t k_token_stride, \
+                                        int64_t v_token_stride, const int64_t* slots, int64_t num_tokens, int64_t size, \
+                                        int num_threads) {                                                              \
+        on_team(threads_for(2 * num_tokens * size, num_threads), 1, [=](Team& team) {                                   \
+            write_cache(static_cast<T*>(keys), static_cast<T*>(values), static_cast<const T*>(k),                       \
+                        static_cast<const T*>(v), k_token_stride, v_token_stride, slots, num_tokens, size, team);       \
+        });                                                                                                             \
     }
 
 FOR_EACH_TYPE(DEFINE)
 
 EXPORT int weft_most_rows(void) { return most_rows(); }
+
+#ifdef WEFT_HAS_PACKED_MATRIX
+
+EXPORT int weft_has_programs(void) { return 1; }
+
+EXPORT void weft_pack_matrix(void* packed, const void* weight, int64_t num_out, int num_in, int num_threads) {
+    on_team(num_threads, 1, [=](Team& team) {
+        pack_matrix(static_cast<BFloat16*>(packed), static_cast<const BFloat16*>(weight), num_out, num_in, team);
+    });
+}
+
+EXPORT void weft_multiply(void* out, const void* x, int64_t x_row_stride, int num_rows, const void* packed,
+                          const void* bias, int64_t num_out, int num_in, int num_threads) {
+    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};
+    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};
+    static thread_local Buffer<BFloat16> scratch;
+    BFloat16* room = scratch.room(scratch_size(num_rows, num_in));
+    on_team(num_threads, MULTIPLY_SECTIONS,
+            [=](Team& team) { multiply(static_cast<BFloat16*>(out), left, matrix, room, team); });
+}
+
+EXPORT void weft_run(const Operation* operations, int count, const Step* step) {
+    Program<BFloat16>(operations, count, *step).run();
+}
+
+#else
+
+EXPORT int weft_has_programs(void) { return 0; }
+
+#endif

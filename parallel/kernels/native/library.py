@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,70 @@ class StepLayout(ctypes.Structure):
     )
 
 
+class Place(ctypes.Structure):
+    """An operand: a run of columns of a buffer. This and what follows mirrors program.h."""
+
+    _fields_ = (("buffer", c_int32), ("column", c_int32))
+
+
+class Kind(IntEnum):
+    """Of an operation of a program."""
+
+    RMS_NORM = 0
+    ROTARY = 1
+    SILU_MUL = 2
+    WRITE_CACHE = 3
+    ATTENTION = 4
+    MULTIPLY = 5
+
+
+class Operation(ctypes.Structure):
+    """One of a program; what the fields mean for each kind is said in program.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("index", c_int32),
+        ("input", Place),
+        ("second", Place),
+        ("output", Place),
+        ("num_heads", c_int32),
+        ("size", c_int32),
+        ("flag", c_int32),
+        ("eps", c_float),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("weight_stride", c_int64),
+        ("num_in", c_int32),
+        ("num_out", c_int32),
+        ("params", c_void_p),
+    )
+
+
+class LayerStep(ctypes.Structure):
+    """Of one layer in a step."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("layout", c_void_p), ("slots", c_void_p))
+
+
+class AnglesStep(ctypes.Structure):
+    """Of one kind of rotation in a step."""
+
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("half", c_int64))
+
+
+class Step(ctypes.Structure):
+    """What a program does not know before."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("buffers", c_void_p),
+        ("widths", c_void_p),
+        ("layers", c_void_p),
+        ("angles", c_void_p),
+        ("num_threads", c_int32),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Operations:
     """The kernels of one dtype. Arguments as in kernels.cpp: addresses, strides in elements, and the threads last."""
@@ -63,26 +128,63 @@ class Operations:
     multiply_rows: Callable[..., None]
     most_rows: int
     """Rows up to which `multiply_rows` is worth its call."""
+    has_matrix_tiles: Callable[[int], bool]
+    """Whether chunks of heads of this size are attended by matrix tiles."""
     rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
     rotary: Callable[..., None]
     write_cache: Callable[..., None]
 
 
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """Products with packed matrices, and whole programs; bfloat16, where the CPU multiplies pairs of them."""
+
+    pack_matrix: Callable[..., None]
+    multiply: Callable[..., None]
+    run: Callable[..., None]
+    has_matrix_tiles: Callable[[int], bool]
+    """As in `Operations`."""
+
+
 def load_operations(library: Path) -> dict[torch.dtype, Operations]:
     """The kernels of every dtype that has them. Raises DeviceError when the file cannot be loaded."""
-    try:
-        loaded = ctypes.CDLL(str(library))
-    except OSError as error:
-        raise DeviceError(f"cannot load {library}: {error}") from error
+    loaded = _load(library)
     return {dtype: _operations(loaded, name) for dtype, name in _NAMES.items()}
 
 
+def load_programs(library: Path) -> Programs | None:
+    """None where the CPU has not the instructions. Raises DeviceError when the file cannot be loaded."""
+    loaded = _load(library)
+    if not loaded.weft_has_programs():
+        return None
+    return Programs(
+        pack_matrix=_function(loaded, "weft_pack_matrix", (c_void_p, c_void_p, c_int64, c_int, c_int)),
+        multiply=_function(
+            loaded, "weft_multiply", (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int, c_int)
+        ),
+        run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
+        has_matrix_tiles=loaded.weft_has_matrix_tiles_bfloat16,
+    )
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise DeviceError(f"cannot load {library}: {error}") from error
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> Callable[..., None]:
+    function = library[name]
+    function.argtypes = arguments
+    function.restype = None
+    return function
+
+
 def _operations(library: ctypes.CDLL, dtype: str) -> Operations:
-    functions: dict[str, Any] = {}
-    for name, arguments in _SIGNATURES.items():
-        function = library[f"weft_{name}_{dtype}"]
-        function.argtypes = arguments
-        function.restype = None
-        functions[name] = function
+    functions: dict[str, Any] = {
+        name: _function(library, f"weft_{name}_{dtype}", arguments) for name, arguments in _SIGNATURES.items()
+    }
+    functions["has_matrix_tiles"] = library[f"weft_has_matrix_tiles_{dtype}"]
     return Operations(**functions, most_rows=library.weft_most_rows())

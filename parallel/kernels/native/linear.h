@@ -75,9 +75,11 @@ void multiply_rows(T* out, const T* x, int64_t x_row_stride, int num_rows, const
             return multiply_rows_by_tiles(out, x, x_row_stride, num_rows, weight, num_out, num_in, num_threads);
 #endif
     constexpr int64_t RUN = 16 * LANES;  // outputs of an item
-    for_each_item((num_out + RUN - 1) / RUN, num_threads, [=](int64_t item) {
-        multiply_run<4>(out, x, x_row_stride, num_rows, weight, item * RUN, std::min(num_out, (item + 1) * RUN), num_out,
-                        num_in);
+    on_team(num_threads, 1, [=](Team& team) {
+        team.for_each((num_out + RUN - 1) / RUN, [=](int64_t item) {
+            multiply_run<4>(out, x, x_row_stride, num_rows, weight, item * RUN, std::min(num_out, (item + 1) * RUN), num_out,
+                            num_in);
+        });
     });
 }
 

@@ -4,11 +4,36 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 namespace weft {
 
 constexpr int LANES = 16;
+
+// Memory that only grows, on the boundary of a cache line: tiles and vectors that cross one cost twice.
+template <class T>
+class Buffer {
+  public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    ~Buffer() { std::free(data_); }
+
+    // At least `size` elements, whatever was in them.
+    T* room(size_t size) {
+        if (size > size_) {
+            std::free(data_);
+            size_ = (size * sizeof(T) + LINE - 1) / LINE * LINE / sizeof(T);
+            data_ = static_cast<T*>(std::aligned_alloc(LINE, size_ * sizeof(T)));
+        }
+        return data_;
+    }
+
+  private:
+    static constexpr size_t LINE = 64;
+    T* data_ = nullptr;
+    size_t size_ = 0;
+};
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));

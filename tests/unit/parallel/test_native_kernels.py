@@ -11,7 +11,10 @@ from parallel.kernels.base import AttentionParams
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.native import build
-from parallel.kernels.native.library import Operations, load_operations
+from parallel.kernels.native.library import Operations, Programs, load_operations, load_programs
+from parallel.kernels.native.packed_linear import NativeLinear, can_pack
+from parallel.kernels.native.tape import Recorder
+from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
 
 CPU = torch.device("cpu")
@@ -35,12 +38,70 @@ def test_attention_is_the_same_bit_for_bit_alone_together_and_on_more_threads(
     cache, meta = layout.cache, layout.meta
     q = torch.randn(meta.query_starts_host[-1], 8, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     params = AttentionParams(scale=0.2, sliding_window=window)
-    together = NativeCpuKernels(operations, 1).attention(q, cache, meta, params)
+    together = NativeCpuKernels(operations, None, 1).attention(q, cache, meta, params)
     for num_threads in (2, 5):
-        assert torch.equal(NativeCpuKernels(operations, num_threads).attention(q, cache, meta, params), together)
+        assert torch.equal(NativeCpuKernels(operations, None, num_threads).attention(q, cache, meta, params), together)
     for row in range(4):
-        single = NativeCpuKernels(operations, 2).attention(q[row : row + 1], cache, meta_of_one(meta, row), params)
+        single = NativeCpuKernels(operations, None, 2).attention(
+            q[row : row + 1], cache, meta_of_one(meta, row), params
+        )
         assert torch.equal(single, together[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_sequences_have_in_common_is_read_once_and_changes_no_bit(
+    operations: dict[torch.dtype, Operations], dtype: torch.dtype
+) -> None:
+    """40 sequences over two prefixes of 700 tokens, of which some have all and some a part."""
+    layout = make_layout(
+        [(1, 701 + 3 * row) for row in range(40)], num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype
+    )
+    meta, tables = layout.meta, layout.meta.block_tables
+    for row in range(40):
+        shared = (16, 43, 32)[row % 3] if row > 36 else 43  # blocks; a partition has 16
+        tables[row, :shared] = tables[0 if row < 20 else 20, :shared]
+    q = torch.randn(40, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    params = AttentionParams(scale=0.2)
+    together = NativeCpuKernels(operations, None, 1).attention(q, layout.cache, meta, params)
+    assert torch.equal(NativeCpuKernels(operations, None, 3).attention(q, layout.cache, meta, params), together)
+    expected = ReferenceKernels().attention(q, layout.cache, meta, params)
+    torch.testing.assert_close(together, expected, rtol=2e-2, atol=2e-2 if dtype is torch.bfloat16 else 1e-5)
+    for row in range(40):
+        alone = NativeCpuKernels(operations, None, 2).attention(
+            q[row : row + 1], layout.cache, meta_of_one(meta, row), params
+        )
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.fixture(scope="module")
+def vector_programs(tmp_path_factory: pytest.TempPathFactory, operations: dict[torch.dtype, Operations]) -> Programs:
+    """The products as they are compiled for a CPU without matrix tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-mno-amx-tile"))
+        programs = load_programs(build.build_library(tmp_path_factory.mktemp("kernels")))
+    return programs or pytest.skip("this CPU has no products of bfloat16 pairs")
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 16, 17, 33, 64, 65, 100, 700])
+@pytest.mark.parametrize(("num_out", "num_in", "has_bias"), [(512, 96, True), (336, 1056, False), (48, 352, True)])
+def test_products_with_packed_matrices(
+    operations: dict[torch.dtype, Operations],
+    vector_programs: Programs,
+    num_rows: int,
+    num_out: int,
+    num_in: int,
+    has_bias: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    weight, bias = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((num_out, num_in), (num_out,)))
+    x = torch.randn(num_rows, num_in + 8, generator=generator).bfloat16()[:, :num_in]  # rows that are not dense
+    expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
+    for programs in (vector_programs, load_programs(build.build_library())):
+        assert programs is not None
+        assert can_pack(weight)
+        for num_threads in (1, 2):
+            linear = NativeLinear(weight, bias if has_bias else None, programs, Recorder(), num_threads)
+            torch.testing.assert_close(linear(x).double(), expected, rtol=2**-8, atol=2e-2)
 
 
 def test_library_is_compiled_once_and_again_when_the_compiler_changes(

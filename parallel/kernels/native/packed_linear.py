@@ -1,0 +1,47 @@
+"""A linear layer whose weight is laid out for the compiled products (matrix.h)."""
+
+import torch
+from torch import Tensor
+
+from parallel.kernels.native.library import LANES, Programs
+from parallel.kernels.native.tape import Recorder, Tape
+
+_PANEL = 32
+_STEP = 32
+_SMALL_WEIGHT = 1 << 14
+"""Elements below which torch's product costs less than packing is worth."""
+
+
+def can_pack(weight_OI: Tensor) -> bool:
+    """Whether the compiled products take this weight."""
+    num_out, num_in = weight_OI.shape
+    is_fit = num_in % _STEP == 0 and num_out % LANES == 0 and weight_OI.is_contiguous()
+    return weight_OI.dtype is torch.bfloat16 and is_fit and weight_OI.numel() >= _SMALL_WEIGHT
+
+
+class NativeLinear:
+    """Implements `PackedLinear`; the weight is a copy, in panels of 32 outputs."""
+
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, programs: Programs, recorder: Recorder, num_threads: int
+    ) -> None:
+        self._num_out, self._num_in = weight_OI.shape
+        self._packed = weight_OI.new_empty(-(-self._num_out // _PANEL) * _PANEL * self._num_in)
+        self._bias_O = None if bias_O is None else bias_O.contiguous()
+        self._multiply = programs.multiply
+        self._recorder = recorder
+        self._num_threads = num_threads
+        programs.pack_matrix(self._packed.data_ptr(), weight_OI.data_ptr(), self._num_out, self._num_in, num_threads)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See `PackedLinear`."""
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        out_TO = x_TI.new_empty(len(x_TI), self._num_out)
+        self._multiply(
+            *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._packed.data_ptr()),
+            *(None if self._bias_O is None else self._bias_O.data_ptr(), self._num_out, self._num_in),
+            self._num_threads,
+        )
+        self._recorder.note(Tape.multiply, out_TO, x_TI, self._packed, self._bias_O)
+        return out_TO

@@ -1,0 +1,142 @@
+// All layers of a step in one call: a list of operations on buffers, run by one team from the first to the last.
+//
+// The list is recorded once from the layers themselves (program.py) and is the same for every step; what changes with
+// a step is in Step. A buffer holds a row for each token; an operand is a run of columns of a buffer.
+
+#pragma once
+
+#include <deque>
+#include <map>
+#include <utility>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "matrix.h"
+
+namespace weft {
+
+// A buffer and the first column of an operand in it; mirrored by ctypes in library.py, as are the structures below.
+struct Place {
+    int32_t buffer, column;
+};
+
+enum class Kind : int32_t { RMS_NORM, ROTARY, SILU_MUL, WRITE_CACHE, ATTENTION, MULTIPLY };
+
+struct Operation {
+    Kind kind;
+    int32_t index;      // the layer of a cache, or the angles of a rotation
+    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE
+    Place out;
+    int32_t num_heads, size;     // of an operand's row: heads (1: it has none) of so many columns
+    int32_t flag;                // weight is float32; pairs are interleaved
+    float eps;
+    const void* weight;          // of a norm, or a matrix as packed
+    const void* bias;
+    int64_t weight_stride;       // between the weights of heads
+    int32_t num_in, num_out;     // of a matrix
+    const LayerParams* params;
+};
+
+struct LayerStep {
+    void *keys, *values;
+    const StepLayout* layout;
+    const int64_t* slots;
+};
+
+struct AnglesStep {
+    const float *cos, *sin;
+    int64_t half;
+};
+
+struct Step {
+    int64_t num_tokens;
+    void* const* buffers;
+    const int64_t* widths;  // columns of each buffer
+    const LayerStep* layers;
+    const AnglesStep* angles;
+    int32_t num_threads;
+};
+
+#ifdef WEFT_HAS_PACKED_MATRIX
+
+template <class T>
+class Program {
+  public:
+    Program(const Operation* operations, int count, const Step& step) : operations_(operations), count_(count), step_(step) {
+        static thread_local Buffer<BFloat16> scratch;
+        for (int i = 0; i < count; i++)
+            if (operations[i].kind == Kind::MULTIPLY) scratch_ = scratch.room(scratch_size(step.num_tokens, operations[i].num_in));
+        for (int i = 0; i < count; i++)
+            if (operations[i].kind == Kind::ATTENTION) {
+                const StepLayout* layout = step.layers[operations[i].index].layout;
+                const std::pair<const StepLayout*, int> key(layout, operations[i].params->window);
+                auto [entry, is_new] = plan_of_.try_emplace(key, nullptr);
+                if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, has_matrix_tiles<T>(layout->head_dim));
+                plans_in_order_.push_back(entry->second);
+            }
+    }
+
+    void run() {
+        on_team(step_.num_threads, count_ * MULTIPLY_SECTIONS, [this](Team& team) {
+            int num_attentions = 0;
+            for (int i = 0; i < count_; i++) {
+                const Operation& operation = operations_[i];
+                AttentionPlan* plan = operation.kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
+                run(operation, plan, team);
+            }
+        });
+    }
+
+  private:
+    T* at(Place place) const { return static_cast<T*>(step_.buffers[place.buffer]) + place.column; }
+    int64_t stride(Place place) const { return step_.widths[place.buffer]; }
+
+    void run(const Operation& o, AttentionPlan* plan, Team& team) const {
+        switch (o.kind) {
+            case Kind::RMS_NORM: {
+                const Rows rows{step_.num_tokens, o.num_heads, stride(o.in), o.size};
+                T* residual = o.second.buffer < 0 ? nullptr : at(o.second);
+                if (o.flag)
+                    rms_norm(at(o.out), at(o.in), rows, residual, static_cast<const float*>(o.weight), o.weight_stride, o.eps, team);
+                else
+                    rms_norm(at(o.out), at(o.in), rows, residual, static_cast<const T*>(o.weight), o.weight_stride, o.eps, team);
+                return;
+            }
+            case Kind::ROTARY: {
+                const AnglesStep& angles = step_.angles[o.index];
+                return rotary(at(o.in), stride(o.in), step_.num_tokens, o.num_heads, o.size, angles.cos, angles.sin,
+                              angles.half, bool(o.flag), team);
+            }
+            case Kind::SILU_MUL:
+                return silu_mul(at(o.out), at(o.in), step_.num_tokens, o.size, team);
+            case Kind::WRITE_CACHE: {
+                const LayerStep& layer = step_.layers[o.index];
+                return write_cache(static_cast<T*>(layer.keys), static_cast<T*>(layer.values), at(o.in), at(o.second),
+                                   stride(o.in), stride(o.second), layer.slots, step_.num_tokens,
+                                   int64_t(o.num_heads) * o.size, team);
+            }
+            case Kind::ATTENTION: {
+                const LayerStep& layer = step_.layers[o.index];
+                const Tensors<T> tensors{at(o.out), at(o.in), stride(o.in), static_cast<const T*>(layer.keys),
+                                         static_cast<const T*>(layer.values)};
+                return PagedAttention<T>(tensors, *layer.layout, *o.params, *plan).run(team);
+            }
+            case Kind::MULTIPLY: {
+                const PackedMatrix matrix{static_cast<const T*>(o.weight), static_cast<const T*>(o.bias), o.num_out, o.num_in};
+                return multiply(at(o.out), LeftRows{at(o.in), stride(o.in), int(step_.num_tokens)}, matrix, scratch_, team);
+            }
+        }
+    }
+
+    const Operation* operations_;
+    const int count_;
+    const Step& step_;
+    BFloat16* scratch_ = nullptr;
+    std::deque<AttentionPlan> plans_;
+    std::map<std::pair<const StepLayout*, int>, AttentionPlan*> plan_of_;
+    std::vector<AttentionPlan*> plans_in_order_;
+};
+
+#endif
+
+}  // namespace weft

@@ -1,0 +1,189 @@
+"""All layers of a decoder as one call of the compiled kernels (program.h), recorded when they run for the first time.
+
+Saves what Python and torch cost between the operations, and the threads need not be woken for each of them. Where the
+layers do more than the kernels can record (tape.py), they run as they are, as before.
+"""
+
+import ctypes
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
+from parallel.kernels.native.library import AnglesStep, LayerStep, Operation, Programs, Step, StepLayout
+from parallel.kernels.native.tape import CannotRecordError, OnlyKernels, Recorder, Tape
+
+logger = logging.getLogger(__name__)
+
+Angles = tuple[Tensor, ...]
+
+_MOST_CONTEXT = 2048
+"""Tokens up to which a chunk is attended here where there are no matrix tiles; torch's kernel is faster beyond."""
+
+
+class CompiledLayers:
+    """Implements `RunLayers`: the layers as they are once, and their recording from then on."""
+
+    def __init__(self, run: RunLayers, recorder: Recorder, programs: Programs, num_threads: int) -> None:
+        self._run = run
+        self._recorder = recorder
+        self._programs = programs
+        self._num_threads = num_threads
+        self._program: Program | None = None
+        self._is_tried = False
+
+    def __call__(
+        self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
+    ) -> tuple[Tensor, Tensor]:
+        """See `RunLayers`."""
+        if self._program is not None and self._program.is_fast(metas[0]):
+            return self._program(x_TE, angles, caches, metas)
+        if self._is_tried or x_TE.dtype is not torch.bfloat16:
+            return self._run(x_TE, angles, caches, metas)
+        return self._record(x_TE, angles, caches, metas)
+
+    def _record(
+        self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
+    ) -> tuple[Tensor, Tensor]:
+        self._is_tried = True
+        self._recorder.tape = tape = Tape(x_TE, angles, caches)
+        try:
+            with OnlyKernels(tape):
+                outputs = self._run(x_TE, angles, caches, metas)
+        finally:
+            self._recorder.tape = None
+        try:
+            if tape.failure is not None:
+                raise CannotRecordError(tape.failure)
+            self._program = Program(tape, outputs, caches, self._programs, self._num_threads)
+        except CannotRecordError as error:
+            logger.info("the layers run one operation at a time: %s", error)
+        return outputs
+
+
+class Program:
+    """A tape made to run again. Holds the buffers of a step: one thread."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        outputs: tuple[Tensor, Tensor],
+        caches: Sequence[LayerCache],
+        programs: Programs,
+        num_threads: int,
+    ) -> None:
+        """Raises CannotRecordError when the outputs are not what the tape says."""
+        if len(tape.num_heads) != 1 or len({cache.k_BPKH.shape[1:] for cache in caches}) != 1:
+            raise CannotRecordError("layers whose heads or caches differ")
+        x, residual = (tape.read(output) for output in outputs)
+        if residual.buffer != 0 or x.buffer == 0 or x.column or tape.widths[x.buffer] != tape.widths[0]:
+            raise CannotRecordError("a residual stream that is not kept in place")
+        self._output = x.buffer
+        self._tape = tape  # keeps what the operations point to
+        self._run = programs.run
+        self._has_tiles = programs.has_matrix_tiles(caches[0].k_BPKH.shape[3])
+        self._operations = (Operation * len(tape.operations))(*tape.operations)
+        self._caches: Sequence[LayerCache] = ()
+        self._slots, self._slot_of_buffer = _share_memory(tape, self._output)
+        self._arena = torch.empty(0, dtype=torch.bfloat16)
+        self._widths = (ctypes.c_int64 * len(tape.widths))(*tape.widths)
+        self._buffers = (ctypes.c_void_p * len(tape.widths))()
+        self._layers = (LayerStep * len(caches))()
+        self._angles = (AnglesStep * max(1, len(tape.angles)))()
+        self._step = Step(
+            buffers=ctypes.addressof(self._buffers),
+            widths=ctypes.addressof(self._widths),
+            layers=ctypes.addressof(self._layers),
+            angles=ctypes.addressof(self._angles),
+            num_threads=num_threads,
+        )
+
+    def is_fast(self, meta: AttentionMeta) -> bool:
+        """Whether there is nothing better for a step."""
+        is_decode = meta.num_decodes == len(meta.context_lens_host)
+        return self._has_tiles or is_decode or meta.max_context_len <= _MOST_CONTEXT
+
+    def __call__(
+        self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
+    ) -> tuple[Tensor, Tensor]:
+        """See `RunLayers`. x becomes the residual stream."""
+        if caches is not self._caches:
+            self._caches = caches
+            for layer, cache in zip(self._layers, caches, strict=True):
+                layer.keys, layer.values = cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr()
+        num_tokens = len(x_TE)
+        out_TE = torch.empty_like(x_TE)
+        self._place_buffers(num_tokens, x_TE, out_TE)
+        layouts = self._place_metas(metas)
+        for step, pair in zip(self._angles, angles, strict=False):
+            if pair:
+                step.cos, step.sin, step.half = pair[0].data_ptr(), pair[1].data_ptr(), pair[0].shape[1]
+        self._step.num_tokens = num_tokens
+        self._run(self._operations, len(self._operations), ctypes.byref(self._step))
+        del layouts  # until here the step points to them
+        return out_TE, x_TE
+
+    def _place_buffers(self, num_tokens: int, x_TE: Tensor, out_TE: Tensor) -> None:
+        needed = num_tokens * sum(self._slots)
+        if len(self._arena) < needed:
+            self._arena = self._arena.new_empty(needed)
+        starts, place = [], self._arena.data_ptr()
+        for width in self._slots:
+            starts.append(place)
+            place += num_tokens * width * self._arena.itemsize
+        for buffer, slot in self._slot_of_buffer.items():
+            self._buffers[buffer] = starts[slot]
+        self._buffers[0] = x_TE.data_ptr()
+        self._buffers[self._output] = out_TE.data_ptr()
+
+    def _place_metas(self, metas: Sequence[AttentionMeta]) -> dict[int, StepLayout]:
+        layouts: dict[int, StepLayout] = {}
+        for layer, meta in zip(self._layers, metas, strict=True):
+            layout = layouts.get(id(meta))
+            if layout is None:
+                layout = layouts[id(meta)] = self._layout(meta)
+            layer.layout = ctypes.addressof(layout)
+            layer.slots = meta.slot_mapping.data_ptr()
+        return layouts
+
+    def _layout(self, meta: AttentionMeta) -> StepLayout:
+        _, block_size, num_kv_heads, head_dim = self._caches[0].k_BPKH.shape
+        (num_heads,) = self._tape.num_heads
+        return StepLayout(
+            query_starts=meta.query_starts.data_ptr(),
+            context_lens=meta.context_lens.data_ptr(),
+            block_tables=meta.block_tables.data_ptr(),
+            table_stride=meta.block_tables.stride(0),
+            num_sequences=len(meta.context_lens_host),
+            block_size=block_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            num_threads=self._step.num_threads,
+        )
+
+
+def _share_memory(tape: Tape, output: int) -> tuple[list[int], dict[int, int]]:
+    """Widths of the slots, and the slot of each buffer; what is read no more makes room for the next of its width."""
+    last_use: dict[int, int] = {}
+    for index, operation in enumerate(tape.operations):
+        for place in (operation.input, operation.second, operation.output):
+            last_use[place.buffer] = index
+    slots: list[int] = []
+    slot_of_buffer: dict[int, int] = {}
+    free: dict[int, list[int]] = {}
+    for index, operation in enumerate(tape.operations):
+        written = operation.output.buffer
+        if written > 0 and written != output and written not in slot_of_buffer:
+            width = tape.widths[written]
+            if free.get(width):
+                slot_of_buffer[written] = free[width].pop()
+            else:
+                slot_of_buffer[written] = len(slots)
+                slots.append(width)
+        for buffer in {place.buffer for place in (operation.input, operation.second, operation.output)}:
+            if buffer in slot_of_buffer and last_use[buffer] == index:
+                free.setdefault(tape.widths[buffer], []).append(slot_of_buffer[buffer])
+    return slots, slot_of_buffer

@@ -1,0 +1,171 @@
+"""Records what the kernels do while the layers of a decoder run once, as the operations of a program.
+
+As with a captured CUDA graph, what ran is what is run again: tensors are told apart by their memory, and whatever
+torch itself computes in between cannot be recorded, and is told.
+"""
+
+from collections.abc import Callable, Sequence
+from ctypes import addressof
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.kernels.base import LayerCache
+from parallel.kernels.native.library import Kind, LayerParams, Operation, Place
+
+_NONE = Place(buffer=-1, column=0)
+_HARMLESS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty", "new_empty", "empty_strided", "empty_like", "detach", "alias", "view", "_unsafe_view", "reshape"),
+        *("flatten", "unflatten", "as_strided", "split", "split_with_sizes", "chunk", "unbind", "slice", "select"),
+        *("unsqueeze", "squeeze", "transpose", "t"),
+    )
+)
+"""Operations of torch that compute nothing."""
+
+
+P = ParamSpec("P")
+
+
+class CannotRecordError(Exception):
+    """What ran is more than a program can do; the message says what. Never leaves the recorder."""
+
+
+class Tape:
+    """The operations so far. Every tensor is a run of columns of a buffer that has a row for each token."""
+
+    def __init__(self, x_TE: Tensor, angles: Sequence[tuple[Tensor, ...]], caches: Sequence[LayerCache]) -> None:
+        self.operations: list[Operation] = []
+        self.failure: str | None = None
+        """Why this is not all that ran."""
+        self.widths: list[int] = []
+        """Columns of each buffer; the first is x."""
+        self.num_heads: set[int] = set()
+        """Query heads of the attentions."""
+        self._num_tokens = len(x_TE)
+        self._buffers: dict[int, int] = {}
+        self._kept: list[Any] = []  # while these live, no other tensor gets their memory, no other object their id
+        self.angles = {_memory(pair[0]): index for index, pair in enumerate(angles) if pair}
+        self._layers = {cache.k_BPKH.data_ptr(): index for index, cache in enumerate(caches)}
+        self.write(x_TE)
+
+    def write(self, x: Tensor) -> Place:
+        """The place of a tensor that is written for the first time."""
+        memory = _memory(x)
+        if memory not in self._buffers:
+            self._buffers[memory] = len(self.widths)
+            self.widths.append(x.numel() // self._num_tokens)
+            self._kept.append(x)
+        return self.read(x)
+
+    def read(self, x: Tensor) -> Place:
+        """The place of a tensor that an operation has written, or of a part of its columns."""
+        buffer = self._buffers.get(_memory(x))
+        if buffer is None:
+            raise CannotRecordError(f"a tensor {tuple(x.shape)} that no kernel made")
+        width, column = self.widths[buffer], x.storage_offset()
+        if len(x) != self._num_tokens or column >= width or (len(x) > 1 and x.stride(0) != width):
+            raise CannotRecordError(f"a tensor {tuple(x.shape)} that is no run of columns")
+        return Place(buffer=buffer, column=column)
+
+    def rms_norm(self, out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
+        """See `NativeCpuKernels`, as for the others."""
+        self._kept.append(weight)
+        self._add(
+            Kind.RMS_NORM,
+            input=self.read(x),
+            second=_NONE if residual is None else self.read(residual),
+            output=self.write(out),
+            num_heads=x.shape[1] if x.dim() == 3 else 1,
+            size=x.shape[-1],
+            flag=weight.dtype is torch.float32,
+            eps=eps,
+            weight=weight.data_ptr(),
+            weight_stride=x.shape[-1] if weight.dim() == 2 else 0,
+        )
+
+    def rotary(self, x_TNH: Tensor, cos_TR: Tensor, *, is_interleaved: bool) -> None:
+        """One of queries and keys, in place."""
+        index = self.angles.get(_memory(cos_TR))
+        if index is None:
+            raise CannotRecordError("angles that are not those of the step")
+        place = self.read(x_TNH)
+        _, num_heads, head_dim = x_TNH.shape
+        self._add(Kind.ROTARY, input=place, index=index, num_heads=num_heads, size=head_dim, flag=is_interleaved)
+
+    def silu_mul(self, out_TI: Tensor, gate_up_T2I: Tensor) -> None:
+        """Both are dense."""
+        self._add(Kind.SILU_MUL, input=self.read(gate_up_T2I), output=self.write(out_TI), size=out_TI.shape[1])
+
+    def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache) -> None:
+        """Of one of the layers."""
+        _, num_heads, head_dim = k_TKH.shape
+        places = {"input": self.read(k_TKH), "second": self.read(v_TKH)}
+        self._add(Kind.WRITE_CACHE, **places, index=self._layer(cache), num_heads=num_heads, size=head_dim)
+
+    def attention(self, out_TNH: Tensor, q_TNH: Tensor, cache: LayerCache, params: LayerParams) -> None:
+        """Of one of the layers; `params` is kept by the caller."""
+        num_heads = q_TNH.shape[1]
+        self.num_heads.add(num_heads)
+        places = {"input": self.read(q_TNH), "output": self.write(out_TNH)}
+        self._add(Kind.ATTENTION, **places, index=self._layer(cache), params=addressof(params))
+
+    def multiply(self, out_TO: Tensor, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> None:
+        """A product with a packed matrix."""
+        self._kept += [packed, bias_O]
+        self._add(
+            Kind.MULTIPLY,
+            input=self.read(x_TI),
+            output=self.write(out_TO),
+            weight=packed.data_ptr(),
+            bias=None if bias_O is None else bias_O.data_ptr(),
+            num_in=x_TI.shape[1],
+            num_out=out_TO.shape[1],
+        )
+
+    def _layer(self, cache: LayerCache) -> int:
+        index = self._layers.get(cache.k_BPKH.data_ptr())
+        if index is None or cache.k_BPKH.data_ptr() == cache.v_BPKH.data_ptr():
+            raise CannotRecordError("a cache that is not that of a layer")
+        return index
+
+    def _add(self, kind: Kind, **fields: Any) -> None:
+        places = dict.fromkeys(("input", "second", "output"), _NONE)
+        self.operations.append(Operation(kind=kind, **(places | fields)))
+
+
+class Recorder:
+    """Whom the kernels of a model tell what they do: the tape, while there is one."""
+
+    def __init__(self) -> None:
+        self.tape: Tape | None = None
+
+    def note(self, record: Callable[Concatenate[Tape, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Put one operation on the tape. What cannot be recorded spoils the tape, not the run."""
+        if self.tape is None or self.tape.failure is not None:
+            return
+        try:
+            record(self.tape, *args, **kwargs)
+        except CannotRecordError as error:
+            self.tape.failure = str(error)
+
+
+class OnlyKernels(TorchDispatchMode):
+    """While this is entered, whatever torch computes by itself spoils the tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; its name is why there is no program, unless it computes nothing."""
+        if func._schema.name not in _HARMLESS and self._tape.failure is None:
+            self._tape.failure = f"{func._schema.name} between the kernels"
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

@@ -1,0 +1,188 @@
+"""Layers as one call of the compiled kernels: the same bits as call by call, and only where all is recorded."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.paged_layout import make_meta, meta_of_one
+from torch import Tensor
+
+from parallel.checkpoint import load_decoder
+from parallel.decoder import Decoder
+from parallel.errors import DeviceError
+from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
+from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.native.program import CompiledLayers
+from parallel.mesh import Axis, Mesh
+from parallel.random_model import write_random_model
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 2,
+}
+COMPILED = {
+    "llama": {},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 64},
+    "mistral": {"model_type": "mistral", "sliding_window": 40},
+    "tied": {"tie_word_embeddings": True},
+}
+STEPS = [[(200, 200), (33, 300), (2, 18)], [(1, 301), (1, 19), (1, 700)], [(1, 5), (64, 64)], [(1, 1)], [(90, 600)]]
+"""(query, context) of the sequences of each step."""
+
+
+class EagerKernels(NativeCpuKernels):
+    """The same kernels, one call at a time."""
+
+    def compile_layers(self, run: RunLayers) -> RunLayers:
+        return run
+
+
+def load(folder: Path, config: dict[str, Any], kernels: NativeCpuKernels) -> Decoder:
+    if not folder.exists():
+        write_random_model(folder, config, 0, torch.bfloat16)
+    mesh = Mesh(tp=Axis(size=1, rank=0), pp=Axis(size=1, rank=0))
+    return load_decoder(folder, mesh=mesh, device=CPU, dtype=torch.bfloat16, kernels=kernels)
+
+
+def build(kind: type[NativeCpuKernels] = NativeCpuKernels) -> NativeCpuKernels:
+    try:
+        kernels = kind.build()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    if kernels._programs is None:
+        pytest.skip("this CPU has no products of bfloat16 pairs")
+    return kernels
+
+
+def filled_caches(decoder: Decoder, num_blocks: int) -> list[LayerCache]:
+    generator = torch.Generator().manual_seed(1)
+    size = num_blocks * BLOCK_SIZE * decoder.cache_entry.num_elements
+    memories = [torch.randn(size, generator=generator).bfloat16() for _ in range(decoder.num_local_layers)]
+    return [decoder.cache_entry.lay_out(memory, BLOCK_SIZE) for memory in memories]
+
+
+def run(decoder: Decoder, caches: list[LayerCache], meta: AttentionMeta, token_ids: Tensor | None = None) -> Tensor:
+    """The hidden states of a step; tokens are a function of their position."""
+    positions = positions_of(meta)
+    token_ids = positions * 7 % 512 if token_ids is None else token_ids
+    return decoder(token_ids, positions, caches, [meta] * decoder.num_local_layers).clone()
+
+
+def positions_of(meta: AttentionMeta) -> Tensor:
+    starts, contexts = meta.query_starts_host, meta.context_lens_host
+    ranges = [torch.arange(end - (starts[s + 1] - starts[s]), end) for s, end in enumerate(contexts)]
+    return torch.cat(ranges)
+
+
+def compiled(decoder: Decoder) -> CompiledLayers:
+    layers = decoder._run
+    assert isinstance(layers, CompiledLayers)
+    return layers
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_give_the_same_bits(name: str, tmp_path: Path) -> None:
+    decoders = [
+        load(tmp_path / "model", CONFIG | COMPILED[name], build(kind)) for kind in (NativeCpuKernels, EagerKernels)
+    ]
+    caches = [filled_caches(decoder, 120) for decoder in decoders]
+    for spans in [STEPS[0], *STEPS]:  # the first one is recorded, and compared as well
+        meta = make_meta(sorted(spans, key=lambda span: span[0] != 1), block_size=BLOCK_SIZE, num_blocks=120)
+        fast, eager = (run(decoder, of, meta) for decoder, of in zip(decoders, caches, strict=True))
+        assert torch.equal(fast, eager)
+        assert fast.isfinite().all()
+    for one, other in zip(*caches, strict=True):
+        assert torch.equal(one.k_BPKH, other.k_BPKH)
+        assert torch.equal(one.v_BPKH, other.v_BPKH)
+    assert compiled(decoders[0])._program is not None
+
+
+def test_new_caches_are_followed(tmp_path: Path) -> None:
+    decoder = load(tmp_path / "model", CONFIG, build())
+    meta = make_meta([(5, 40)], block_size=BLOCK_SIZE, num_blocks=40)
+    first, second = filled_caches(decoder, 120), filled_caches(decoder, 120)
+    expected = run(decoder, first, meta)
+    for cache in first:
+        cache.k_BPKH.fill_(torch.nan)
+    assert torch.equal(run(decoder, second, meta), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 128}, "between the kernels"),
+        ({"model_type": "granite", "residual_multiplier": 0.5}, "aten::mul_ between the kernels"),
+        ({"hidden_act": "gelu"}, "between the kernels"),
+        ({"hidden_size": 144, "head_dim": 32}, "aten::mm between"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_as_it_is(
+    changes: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = load(tmp_path / "model", CONFIG | changes, build())
+    meta = make_meta([(5, 40)], block_size=BLOCK_SIZE, num_blocks=40)
+    caches = filled_caches(decoder, 40)
+    with caplog.at_level(logging.INFO):
+        first = run(decoder, caches, meta)
+    assert "one operation at a time" in caplog.text
+    assert reason in caplog.text
+    assert torch.equal(run(decoder, caches, meta), first)
+
+
+def test_float32_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_random_model(folder, CONFIG, 0, torch.float32)
+    mesh = Mesh(tp=Axis(size=1, rank=0), pp=Axis(size=1, rank=0))
+    decoder = load_decoder(folder, mesh=mesh, device=CPU, dtype=torch.float32, kernels=build())
+    meta = make_meta([(5, 40)], block_size=BLOCK_SIZE, num_blocks=40)
+    memories = [torch.zeros(40 * BLOCK_SIZE * decoder.cache_entry.num_elements) for _ in range(3)]
+    caches = [decoder.cache_entry.lay_out(memory, BLOCK_SIZE) for memory in memories]
+    assert run(decoder, caches, meta).isfinite().all()
+    assert compiled(decoder)._program is None
+
+
+def has_matrix_tiles(kernels: NativeCpuKernels) -> bool:
+    return bool(kernels._operations[torch.bfloat16].has_matrix_tiles(32))
+
+
+@pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265]])
+def test_with_matrix_tiles_no_bit_depends_on_how_a_prompt_is_cut(chunks: list[int], tmp_path: Path) -> None:
+    kernels = build()
+    if not has_matrix_tiles(kernels):
+        pytest.skip("this CPU has no matrix tiles")
+    decoder = load(tmp_path / "model", CONFIG, kernels)
+    expected = _prefill(decoder, [599, 1])
+    assert torch.equal(_prefill(decoder, chunks)[-1], expected[-1])
+
+
+def _prefill(decoder: Decoder, chunks: Sequence[int]) -> Tensor:
+    caches, end, hidden = filled_caches(decoder, 60), 0, torch.empty(0)
+    for chunk in chunks:
+        end += chunk
+        hidden = run(decoder, caches, make_meta([(chunk, end)], block_size=BLOCK_SIZE, num_blocks=60))
+    return hidden
+
+
+def test_with_matrix_tiles_no_bit_depends_on_other_sequences(tmp_path: Path) -> None:
+    kernels = build()
+    if not has_matrix_tiles(kernels):
+        pytest.skip("this CPU has no matrix tiles")
+    decoder = load(tmp_path / "model", CONFIG, kernels)
+    meta = make_meta([(1, 40 + 9 * row) for row in range(70)], block_size=BLOCK_SIZE, num_blocks=2000)
+    together = run(decoder, filled_caches(decoder, 2000), meta)
+    for row in (0, 17, 69):
+        alone = run(decoder, filled_caches(decoder, 2000), meta_of_one(meta, row))
+        assert torch.equal(alone[0], together[row])
