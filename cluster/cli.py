@@ -283,7 +283,9 @@ def generate(
 @app.command("make-model")
 def make_model(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
-    preset: Annotated[str | None, typer.Option(help="tiny, 110m, 1b or tiny-moe; single flags change it.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="tiny, 110m, 1b, qwen2.5-0.5b or tiny-moe; single flags change it.")
+    ] = None,
     family: Annotated[str | None, typer.Option(help="llama, mistral, qwen2, mixtral, ...")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
     layers: Annotated[int | None, typer.Option()] = None,
