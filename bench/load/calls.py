@@ -1,0 +1,56 @@
+"""What a benchmark sends: prompts, how much to generate from each, and which wait for which. Plain values, no torch."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A conversation, for the model's chat template."""
+
+    messages: tuple[Mapping[str, str], ...]
+
+
+Prompt = tuple[int, ...] | str | Chat
+"""Token ids, text or a conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request."""
+
+    prompt: Prompt
+    num_out: int
+    """Tokens to generate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Calls of one user: each is sent when the one before it has ended. Most sessions have one."""
+
+    calls: tuple[Call, ...]
+    at_s: float | None = None
+    """When it began, from the start of the trace that it was recorded in; None: no trace says."""
+    think_s: float = 0.0
+    """Pause before each call but the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Numbers of tokens (or turns), each as probable as any other."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        """One of them."""
+        return rng.randint(self.low, self.high)
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
+
+def draw_ids(rng: random.Random, length: int, vocab_size: int) -> tuple[int, ...]:
+    """Random token ids below `vocab_size`."""
+    return tuple(rng.choices(range(vocab_size), k=length))

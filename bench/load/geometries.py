@@ -1,0 +1,47 @@
+"""Models for benchmarks: well-known sizes with random weights, written once into the user's cache."""
+
+import io
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from cluster.make_model import make_model
+from cluster.models import resolve_model
+
+GEOMETRIES: Mapping[str, str] = {"llama-110m": "110m", "qwen2.5-0.5b": "qwen2.5-0.5b"}
+"""Names that `--model` takes, and the presets of `weft make-model` that they are."""
+
+STORED_DTYPE = "bfloat16"
+
+
+def find_model(name: str, *, cache: Path | None = None) -> Path:
+    """The folder of a geometry, written now where the cache has none; else of a model as `weft serve` finds it.
+
+    Raises ModelNotFoundError when it is neither.
+    """
+    if name not in GEOMETRIES:
+        return resolve_model(name)
+    folder = (cache or _default_cache()) / name
+    if not (folder / "config.json").is_file():
+        _write(folder, GEOMETRIES[name])
+    return folder
+
+
+def _write(folder: Path, preset: str) -> None:
+    """Put the model in place whole: another process may write the same one, or this one be interrupted."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="make-") as scratch:
+        new = Path(scratch) / folder.name
+        with redirect_stdout(io.StringIO()):  # it tells where it wrote, which is not where the model will be
+            make_model(new, preset=preset, sizes={}, dtype=STORED_DTYPE, seed=0, tokenizer=None)
+        try:
+            os.rename(new, folder)
+        except OSError:  # not empty: somebody else was faster
+            if not (folder / "config.json").is_file():
+                raise
+
+
+def _default_cache() -> Path:
+    return Path.home() / ".cache" / "weft" / "models"
