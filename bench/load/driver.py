@@ -1,0 +1,126 @@
+"""Sends a load and records what comes back. One event loop; the clock and the pauses are arguments.
+
+An open loop never waits for an answer before it sends the next session: a request that is sent late shows in its
+record, as does everything that a slow service would otherwise hide. Within a session each call follows an answer.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from bench.errors import BenchConfigError
+from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay, draw_offsets
+from bench.load.calls import Call, Session
+from bench.load.records import CallError, CallRecord, Clock
+from bench.load.sender import Sender
+
+Pause = Callable[[float], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a load gave."""
+
+    records: list[CallRecord]
+    cpu_share: float
+    """Of one core, that this process took meanwhile: near 1, the generator is what is measured."""
+
+
+class Driver:
+    """Sends sessions to a service."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        *,
+        cache_salt: str,
+        on_answer: Callable[[CallRecord], None] = lambda record: None,
+        clock: Clock = time.perf_counter,
+        pause: Pause = asyncio.sleep,
+    ) -> None:
+        """`cache_salt`: requests of other drivers share no cached prefixes with these; `on_answer`: at each end."""
+        self._sender = sender
+        self._cache_salt = cache_salt
+        self._on_answer = on_answer
+        self._clock = clock
+        self._pause = pause
+        self._records: list[CallRecord] = []
+
+    async def run(self, load: Load, sessions: Iterator[Session], *, seed: int, duration_s: float | None = None) -> Run:
+        """Send the sessions, those that begin within `duration_s`, and wait for all answers.
+
+        Raises BenchConfigError when a trace without times is to be replayed.
+        """
+        self._records = []
+        arrivals = _arrivals(load, sessions, seed)
+        start_s, start_cpu_s = self._clock(), time.process_time()
+        end_s = None if duration_s is None else start_s + duration_s
+        async with asyncio.TaskGroup() as tasks:
+            if isinstance(load, ClosedLoop):
+                for _ in range(load.concurrency):
+                    tasks.create_task(self._work(sessions, end_s))
+            await self._send_all(arrivals, start_s, end_s, tasks)
+        wall_s = max(self._clock() - start_s, 1e-9)
+        return Run(records=self._records, cpu_share=(time.process_time() - start_cpu_s) / wall_s)
+
+    async def _send_all(
+        self, arrivals: Iterable[tuple[float, Session]], start_s: float, end_s: float | None, tasks: asyncio.TaskGroup
+    ) -> None:
+        for offset_s, session in arrivals:
+            due_s = start_s + offset_s
+            if end_s is not None and due_s >= end_s:
+                return
+            wait_s = due_s - self._clock()
+            if wait_s > 0:
+                await self._pause(wait_s)
+            tasks.create_task(self._run_session(session, due_s))
+            await asyncio.sleep(0)  # it is sent before the next session is made, which takes time
+
+    async def _work(self, sessions: Iterator[Session], end_s: float | None) -> None:
+        for session in sessions:  # of all workers: each takes the next
+            if end_s is not None and self._clock() >= end_s:
+                return
+            await self._run_session(session, None)
+
+    async def _run_session(self, session: Session, due_s: float | None) -> None:
+        for index, call in enumerate(session.calls):
+            if index:
+                await self._pause(session.think_s)
+            record = await self._call(call, due_s if index == 0 else None)
+            if record.error is not None:
+                return
+
+    async def _call(self, call: Call, due_s: float | None) -> CallRecord:
+        record = CallRecord(num_asked=call.num_out, due_s=due_s, sent_s=self._clock())
+        self._records.append(record)
+        try:
+            record.usage = await self._sender.send(
+                call, self._cache_salt, lambda num_tokens: record.note(num_tokens, self._clock())
+            )
+        except CallError as error:
+            record.error = error
+        self._on_answer(record)
+        return record
+
+
+def _arrivals(load: Load, sessions: Iterator[Session], seed: int) -> Iterator[tuple[float, Session]]:
+    """When each session is due; none in a closed loop."""
+    match load:
+        case OpenLoop():
+            return zip(draw_offsets(load, random.Random(f"arrivals {seed}")), sessions, strict=False)
+        case Replay():
+            return _recorded(sessions, load.speed)
+        case ClosedLoop():
+            return iter(())
+
+
+def _recorded(sessions: Iterator[Session], speed: float) -> Iterator[tuple[float, Session]]:
+    """Checked before the first is sent. A trace has times for all of its requests or for none."""
+    first = next(sessions, None)
+    if first is None or first.at_s is None:
+        raise BenchConfigError("--replay is given, and the sessions have no times; allowed: a trace with timestamps")
+    first_s = first.at_s
+    return ((((session.at_s or first_s) - first_s) / speed, session) for session in chain([first], sessions))

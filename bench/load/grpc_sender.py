@@ -1,0 +1,93 @@
+"""Requests over gRPC, by the SDK. Each message says which tokens it holds."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import grpc
+
+from bench.errors import BenchError
+from bench.load.calls import Call, Chat
+from bench.load.records import CallError, ErrorKind, Usage
+from bench.load.sender import Received, ServedModel, Target, choose_model, read_authorities
+from router.client import (
+    AsyncClient,
+    BadRequestError,
+    CallCancelledError,
+    ClientError,
+    DeadlineError,
+    NotFoundError,
+    OverloadedError,
+    ServerError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from router.client_values import Options
+
+_KINDS: Mapping[type[ClientError], ErrorKind] = {
+    BadRequestError: ErrorKind.BAD_REQUEST,
+    UnauthenticatedError: ErrorKind.UNAUTHENTICATED,
+    NotFoundError: ErrorKind.NOT_FOUND,
+    OverloadedError: ErrorKind.OVERLOADED,
+    UnavailableError: ErrorKind.UNAVAILABLE,
+    DeadlineError: ErrorKind.TIMEOUT,
+    CallCancelledError: ErrorKind.CANCELLED,
+    ServerError: ErrorKind.SERVER,
+}
+
+
+@asynccontextmanager
+async def connect_grpc(target: Target) -> AsyncIterator["GrpcSender"]:
+    """A connection for the length of the block. Raises BenchError when the authorities cannot be read."""
+    credentials = None if target.tls_ca is None else grpc.ssl_channel_credentials(read_authorities(target.tls_ca))
+    async with AsyncClient(
+        target.address, timeout_s=target.timeout_s, api_key=target.api_key, credentials=credentials
+    ) as client:
+        yield GrpcSender(client, target)
+
+
+class GrpcSender:
+    """Implements `Sender`; see there."""
+
+    def __init__(self, client: AsyncClient, target: Target) -> None:
+        self._client = client
+        self._target = target
+        self._model = target.model
+
+    async def find_model(self) -> ServedModel:
+        """See `Sender`."""
+        try:
+            models = await self._client.models()
+        except ClientError as error:
+            raise BenchError(f"{self._target.address}: {error.code.name.lower().replace('_', ' ')}: {error}") from error
+        vocab_sizes = {model.name: model.vocab_size for model in models}
+        self._model = choose_model(self._target, list(vocab_sizes))
+        return ServedModel(name=self._model, vocab_size=vocab_sizes[self._model] or None)
+
+    async def send(self, call: Call, cache_salt: str, received: Received) -> Usage:
+        """See `Sender`."""
+        options: Options = {
+            "model": self._model,
+            "max_tokens": call.num_out,
+            "temperature": self._target.temperature,
+            "ignore_eos": self._target.ignore_eos,
+            "cache_salt": cache_salt,
+        }
+        finish = None
+        try:
+            async for delta in self._client.generate(
+                None if isinstance(call.prompt, Chat) else call.prompt,
+                messages=call.prompt.messages if isinstance(call.prompt, Chat) else None,
+                **options,
+            ):
+                if delta.token_ids:
+                    received(len(delta.token_ids))
+                finish = delta.finish
+        except ClientError as error:
+            raise CallError(_KINDS.get(type(error), ErrorKind.OTHER), str(error)) from error
+        if finish is None:
+            raise CallError(ErrorKind.OTHER, "the answer has no end")
+        return Usage(
+            prompt_tokens=finish.usage.prompt_tokens,
+            cached_tokens=finish.usage.cached_tokens,
+            completion_tokens=finish.usage.completion_tokens,
+        )

@@ -1,0 +1,187 @@
+"""Requests over OpenAI-compatible HTTP, streamed.
+
+Only text is seen: a token without text of its own (a part of a character, say) shows with the next one. So gaps are
+those between pieces of text, and the numbers of tokens come from the usage at the end.
+"""
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from bench.errors import BenchError
+from bench.load.calls import Call, Chat
+from bench.load.records import CallError, ErrorKind, Usage
+from bench.load.sender import Received, ServedModel, Target, choose_model, read_authorities
+
+_KINDS = {
+    HTTPStatus.UNAUTHORIZED: ErrorKind.UNAUTHENTICATED,
+    HTTPStatus.FORBIDDEN: ErrorKind.UNAUTHENTICATED,
+    HTTPStatus.NOT_FOUND: ErrorKind.NOT_FOUND,
+    HTTPStatus.TOO_MANY_REQUESTS: ErrorKind.OVERLOADED,
+    HTTPStatus.SERVICE_UNAVAILABLE: ErrorKind.UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT: ErrorKind.TIMEOUT,
+}
+
+
+@asynccontextmanager
+async def connect_http(target: Target) -> AsyncIterator["HttpSender"]:
+    """Connections for the length of the block. Raises BenchError when the authorities cannot be read."""
+    tls: ssl.SSLContext | bool = True
+    if target.tls_ca is not None:
+        tls = ssl.create_default_context(cadata=read_authorities(target.tls_ca).decode())
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls),  # 0: as many connections as there are requests
+        timeout=aiohttp.ClientTimeout(total=target.timeout_s),
+        headers={} if target.api_key is None else {"authorization": f"Bearer {target.api_key}"},
+    ) as session:
+        yield HttpSender(session, target)
+
+
+class HttpSender:
+    """Implements `Sender`; see there."""
+
+    def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
+        self._session = session
+        self._target = target
+        self._base = target.address.rstrip("/").removesuffix("/v1")
+        self._model = target.model
+
+    async def find_model(self) -> ServedModel:
+        """See `Sender`."""
+        url = f"{self._base}/v1/models"
+        try:
+            async with self._session.get(url) as response:
+                response.raise_for_status()
+                models = _Models.decode(await response.read())
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            raise BenchError(f"{url}: {error}") from error
+        self._model = choose_model(self._target, [model.id for model in models.data])
+        return ServedModel(name=self._model, vocab_size=None)
+
+    async def send(self, call: Call, cache_salt: str, received: Received) -> Usage:
+        """See `Sender`."""
+        path, body = self._request(call, cache_salt)
+        try:
+            async with self._session.post(
+                f"{self._base}{path}", data=msgspec.json.encode(body), headers={"content-type": "application/json"}
+            ) as response:
+                if response.status != HTTPStatus.OK:
+                    raise CallError(_kind_of(response.status), (await response.text())[:500])
+                return await _read_answer(response.content, received)
+        except TimeoutError as error:
+            raise CallError(ErrorKind.TIMEOUT, f"no answer within {self._target.timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise CallError(ErrorKind.UNAVAILABLE, repr(error)) from error
+
+    def _request(self, call: Call, cache_salt: str) -> tuple[str, dict[str, Any]]:
+        body = {
+            "model": self._model,
+            "max_tokens": call.num_out,
+            "temperature": self._target.temperature,
+            "ignore_eos": self._target.ignore_eos,
+            "cache_salt": cache_salt,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if isinstance(call.prompt, Chat):
+            return "/v1/chat/completions", body | {"messages": call.prompt.messages}
+        return "/v1/completions", body | {"prompt": call.prompt}
+
+
+async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usage:
+    """Follow the server-sent events to their end."""
+    usage = None
+    async for line in content:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            break
+        chunk = _Chunks.decode(data)
+        if chunk.error is not None:
+            raise CallError(_kind_of_error(chunk.error), chunk.error.message)
+        for choice in chunk.choices:
+            if choice.has_text:
+                received(1)
+            elif choice.finish_reason is not None:
+                received(0)
+        usage = chunk.usage or usage
+    if usage is None:
+        raise CallError(ErrorKind.UNAVAILABLE, "the answer broke off, or has no usage at its end")
+    cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
+    return Usage(
+        prompt_tokens=usage.prompt_tokens, cached_tokens=cached or 0, completion_tokens=usage.completion_tokens
+    )
+
+
+def _kind_of(status: int) -> ErrorKind:
+    if status in _KINDS:
+        return _KINDS[HTTPStatus(status)]
+    return ErrorKind.BAD_REQUEST if 400 <= status < 500 else ErrorKind.SERVER
+
+
+class _Details(Struct):
+    cached_tokens: int | None = 0
+
+
+class _Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Delta(Struct):
+    content: str | None = None
+
+
+class _Choice(Struct):
+    text: str | None = None
+    """Of a completion."""
+    delta: _Delta | None = None
+    """Of a chat."""
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.text or (self.delta and self.delta.content))
+
+
+class _Error(Struct):
+    message: str = ""
+    type: str = ""
+
+
+class _Chunk(Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class _Model(Struct):
+    id: str
+
+
+class _ModelList(Struct):
+    data: list[_Model]
+
+
+_Chunks = msgspec.json.Decoder(_Chunk)
+_Models = msgspec.json.Decoder(_ModelList)
+
+_KINDS_OF_TYPES = {
+    "rate_limit_error": ErrorKind.OVERLOADED,
+    "service_unavailable_error": ErrorKind.UNAVAILABLE,
+    "timeout_error": ErrorKind.TIMEOUT,
+    "invalid_request_error": ErrorKind.BAD_REQUEST,
+}
+
+
+def _kind_of_error(error: _Error) -> ErrorKind:
+    """Of an error that comes in the middle of a stream, where there is no status."""
+    return _KINDS_OF_TYPES.get(error.type, ErrorKind.SERVER)

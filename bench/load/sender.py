@@ -1,0 +1,80 @@
+"""The border between a load driver and the service that it loads: gRPC and HTTP implement it. Nothing is retried."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol as Interface
+
+from bench.errors import BenchError
+from bench.load.calls import Call
+from bench.load.records import Usage
+
+Received = Callable[[int], None]
+"""Called when something of an answer comes: so many tokens, now."""
+
+
+class Protocol(StrEnum):
+    """Ways to ask."""
+
+    GRPC = "grpc"
+    HTTP = "http"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Which service, and how it is asked."""
+
+    protocol: Protocol
+    address: str
+    """host:port for gRPC; a URL such as http://127.0.0.1:8000 for HTTP."""
+    model: str = ""
+    """May be left out where one model is served."""
+    api_key: str | None = None
+    tls_ca: Path | None = None
+    """Authorities of the service's certificate (PEM). With it gRPC speaks TLS; HTTP does where the URL says https."""
+    timeout_s: float = 300.0
+    """Of each request."""
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    """Generate as many tokens as were asked for, whatever the model says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model that answers."""
+
+    name: str
+    vocab_size: int | None
+    """None: HTTP does not tell."""
+
+
+class Sender(Interface):
+    """A connection to a service, for one event loop."""
+
+    async def find_model(self) -> ServedModel:
+        """The model that answers; from then on requests name it.
+
+        Raises BenchError when there is none, or the service cannot be reached.
+        """
+
+    async def send(self, call: Call, cache_salt: str, received: Received) -> Usage:
+        """Send a request and wait for its end. Raises CallError."""
+
+
+def choose_model(target: Target, names: Sequence[str]) -> str:
+    """The one that is asked for, or the only one. Raises BenchError."""
+    if target.model in names:
+        return target.model
+    if not target.model and len(names) == 1:
+        return names[0]
+    wanted = f"no model {target.model!r}" if target.model else "more than one model; say which with --model"
+    raise BenchError(f"{target.address} serves {wanted if names else 'no model'}: {', '.join(names) or 'none'}")
+
+
+def read_authorities(file: Path) -> bytes:
+    """The PEM file. Raises BenchError when it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise BenchError(f"{file} cannot be read: {error.strerror}") from error

@@ -1,0 +1,138 @@
+"""From the records of a run to its numbers: latencies, throughput, goodput, errors. Pure arithmetic."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.errors import BenchConfigError
+from bench.load.records import CallRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Some times, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Distribution | None":
+        """Of the values that there are; None where there is none."""
+        found = sorted(value for value in values if value is not None)
+        if not found:
+            return None
+        p50, p90, p95, p99 = (percentile(found, share) for share in (0.5, 0.9, 0.95, 0.99))
+        return cls(mean=math.fsum(found) / len(found), p50=p50, p90=p90, p95=p95, p99=p99, max=found[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What a request must keep to count as good."""
+
+    ttft_s: float | None = None
+    """None: any."""
+    tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tpot"):
+            target_s = getattr(self, f"{name}_s")
+            if target_s is not None and not target_s > 0:
+                raise BenchConfigError(f"--{name}-target is {target_s * 1000:g} ms; allowed: more than 0")
+
+    def are_met(self, record: CallRecord) -> bool:
+        """Whether an answered request kept both; one without a second token has no TPOT to keep."""
+        return _is_within(record.ttft_s, self.ttft_s) and _is_within(record.tpot_s, self.tpot_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """What the requests that kept their targets make up."""
+
+    targets: Targets
+    num_requests: int
+    request_rate: float
+    output_rate: float
+    """Their output tokens a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One run. Latencies and tokens are those of answered requests; rates are over the whole run."""
+
+    num_requests: int
+    num_answered: int
+    num_short: int
+    """Answered with fewer tokens than asked for."""
+    errors: dict[str, int]
+    """By kind."""
+    duration_s: float
+    """From the first request sent to the last answer."""
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    request_rate: float
+    input_rate: float
+    output_rate: float
+    ttft_s: Distribution | None
+    tpot_s: Distribution | None
+    itl_s: Distribution | None
+    e2e_s: Distribution | None
+    lag_s: Distribution | None
+    """How much later than due requests were sent; None: a closed loop."""
+    goodput: Goodput | None
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which this share of ordered values lies, between neighbours in proportion (as numpy does)."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def summarize(records: Sequence[CallRecord], targets: Targets | None = None) -> Summary:
+    """The numbers of a run with at least one request."""
+    answered = [record for record in records if record.is_answered]
+    start_s = min(record.sent_s for record in records)
+    end_s = max(record.sent_s if record.last_s is None else record.last_s for record in records)
+    duration_s = max(end_s - start_s, 1e-9)
+    input_tokens = sum(record.num_in for record in answered)
+    output_tokens = sum(record.num_out for record in answered)
+    return Summary(
+        num_requests=len(records),
+        num_answered=len(answered),
+        num_short=sum(record.num_out < record.num_asked for record in answered),
+        errors=dict(Counter(str(record.error.kind) for record in records if record.error is not None)),
+        duration_s=duration_s,
+        input_tokens=input_tokens,
+        cached_tokens=sum(record.usage.cached_tokens for record in answered if record.usage is not None),
+        output_tokens=output_tokens,
+        request_rate=len(answered) / duration_s,
+        input_rate=input_tokens / duration_s,
+        output_rate=output_tokens / duration_s,
+        ttft_s=Distribution.of(record.ttft_s for record in answered),
+        tpot_s=Distribution.of(record.tpot_s for record in answered),
+        itl_s=Distribution.of(gap_s for record in answered for gap_s in record.gaps_s),
+        e2e_s=Distribution.of(record.e2e_s for record in answered),
+        lag_s=Distribution.of(record.lag_s for record in records),
+        goodput=None if targets is None else _goodput(answered, targets, duration_s),
+    )
+
+
+def _is_within(seen_s: float | None, target_s: float | None) -> bool:
+    return seen_s is None or target_s is None or seen_s <= target_s
+
+
+def _goodput(answered: Sequence[CallRecord], targets: Targets, duration_s: float) -> Goodput:
+    good = [record for record in answered if targets.are_met(record)]
+    return Goodput(
+        targets=targets,
+        num_requests=len(good),
+        request_rate=len(good) / duration_s,
+        output_rate=sum(record.num_out for record in good) / duration_s,
+    )

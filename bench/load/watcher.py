@@ -1,0 +1,24 @@
+"""Who is told how a benchmark gets on. These keep it to themselves; progress.py shows it."""
+
+from bench.load.arrivals import Load
+from bench.load.records import CallRecord
+
+
+class ServeWatcher:
+    """Of a serving benchmark."""
+
+    def begin(self, load: Load | None, num_requests: int | None) -> None:
+        """A load of so many requests (None: nobody knows) begins; None: the warm-up."""
+
+    def note(self, record: CallRecord) -> None:
+        """A request has ended."""
+
+
+class OfflineWatcher:
+    """Of an offline benchmark."""
+
+    def begin(self, what: str, total: float | None) -> None:
+        """Something begins that takes a while."""
+
+    def reach(self, done: float) -> None:
+        """So much of the total is done."""

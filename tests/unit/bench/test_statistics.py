@@ -1,0 +1,114 @@
+"""From records to numbers: percentiles as numpy has them, rates, goodput, errors."""
+
+import random
+
+import numpy as np
+import pytest
+
+from bench.errors import BenchConfigError
+from bench.load.records import CallError, CallRecord, ErrorKind, Usage
+from bench.load.statistics import Distribution, Targets, percentile, summarize
+
+
+def answered(
+    sent_s: float, times_s: list[float], *, num_in: int = 10, due_s: float | None = None, num_asked: int | None = None
+) -> CallRecord:
+    """A request whose tokens came one by one at these times."""
+    record = CallRecord(num_asked=num_asked or len(times_s), due_s=due_s, sent_s=sent_s)
+    for time_s in times_s:
+        record.note(1, time_s)
+    record.usage = Usage(prompt_tokens=num_in, cached_tokens=num_in // 2, completion_tokens=len(times_s))
+    return record
+
+
+def failed(sent_s: float, kind: ErrorKind, *, due_s: float | None = None) -> CallRecord:
+    return CallRecord(num_asked=5, due_s=due_s, sent_s=sent_s, error=CallError(kind, "no"))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 10, 997])
+def test_percentiles_are_those_of_numpy(number: int) -> None:
+    rng = random.Random(number)
+    values = [rng.expovariate(1) for _ in range(number)]
+    for share in (0.0, 0.5, 0.9, 0.95, 0.99, 1.0):
+        assert percentile(sorted(values), share) == pytest.approx(np.percentile(values, share * 100))
+    distribution = Distribution.of(values)
+    assert distribution is not None
+    assert distribution.mean == pytest.approx(np.mean(values))
+    assert (distribution.p95, distribution.max) == (pytest.approx(np.percentile(values, 95)), max(values))
+
+
+def test_times_of_one_request() -> None:
+    record = answered(1.0, [1.5, 1.75, 2.5])
+    assert (record.ttft_s, record.tpot_s, record.e2e_s) == (0.5, 0.5, 1.5)
+    assert record.gaps_s == [0.25, 0.75]
+    assert record.ttft_s + record.tpot_s * (record.num_out - 1) == record.e2e_s
+
+
+def test_tokens_that_come_together_have_no_gap() -> None:
+    record = CallRecord(num_asked=5, due_s=None, sent_s=0.0)
+    for num_tokens, now_s in ((2, 1.0), (3, 2.0)):
+        record.note(num_tokens, now_s)
+    assert record.gaps_s == [0.0, 1.0, 0.0, 0.0]
+    assert record.num_seen == 5
+
+
+def test_time_without_text_counts_for_the_end_only() -> None:
+    record = answered(0.0, [1.0, 2.0])
+    record.note(0, 3.0)
+    assert (record.gaps_s, record.e2e_s, record.num_seen) == ([1.0], 3.0, 2)
+
+
+def test_one_token_has_no_tpot() -> None:
+    assert answered(0.0, [1.0]).tpot_s is None
+    assert Distribution.of([None, None]) is None
+
+
+def test_rates_are_over_the_whole_run() -> None:
+    records = [answered(10.0, [11.0, 12.0]), answered(12.0, [13.0, 14.0, 15.0]), failed(10.5, ErrorKind.OVERLOADED)]
+    summary = summarize(records)
+    assert (summary.num_requests, summary.num_answered, summary.duration_s) == (3, 2, 5.0)
+    assert (summary.input_tokens, summary.cached_tokens, summary.output_tokens) == (20, 10, 5)
+    assert (summary.request_rate, summary.input_rate, summary.output_rate) == (0.4, 4.0, 1.0)
+    assert summary.errors == {"overloaded": 1}
+    assert summary.itl_s is not None
+    assert summary.itl_s.mean == 1.0
+    assert summary.lag_s is None
+    assert summary.goodput is None
+
+
+def test_lag_counts_every_request_that_was_due() -> None:
+    records = [answered(1.0, [2.0], due_s=0.75), failed(3.0, ErrorKind.TIMEOUT, due_s=2.0), answered(4.0, [5.0])]
+    lag = summarize(records).lag_s
+    assert lag is not None
+    assert (lag.mean, lag.max) == (0.625, 1.0)
+
+
+def test_goodput_counts_requests_that_keep_both_targets() -> None:
+    fast, slow_start, slow_tokens, single = (
+        answered(0.0, [0.5, 0.75]),
+        answered(0.0, [1.5, 1.75]),
+        answered(0.0, [0.5, 2.0]),
+        answered(0.0, [0.25]),
+    )
+    records = [fast, slow_start, slow_tokens, single, failed(0.0, ErrorKind.SERVER)]
+    good = summarize(records, Targets(ttft_s=1.0, tpot_s=0.5)).goodput
+    assert good is not None
+    assert (good.num_requests, good.request_rate, good.output_rate) == (2, 1.0, 1.5)
+    only_ttft = summarize(records, Targets(ttft_s=1.0)).goodput
+    assert only_ttft is not None
+    assert only_ttft.num_requests == 3
+
+
+def test_short_answers_are_counted() -> None:
+    assert summarize([answered(0.0, [1.0], num_asked=2), answered(0.0, [1.0])]).num_short == 1
+
+
+def test_run_in_which_all_fail_has_numbers_too() -> None:
+    summary = summarize([failed(1.0, ErrorKind.UNAVAILABLE), failed(1.0, ErrorKind.UNAVAILABLE)], Targets(ttft_s=1.0))
+    assert (summary.num_answered, summary.output_rate, summary.ttft_s) == (0, 0.0, None)
+    assert summary.errors == {"unavailable": 2}
+
+
+def test_targets_must_be_positive() -> None:
+    with pytest.raises(BenchConfigError, match=r"--ttft-target is 0 ms; allowed: more than 0"):
+        Targets(ttft_s=0.0)
