@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 import cluster.default_model
-from bench.machine import Span, Stopwatch, describe_machine
+from bench.machine import Span, Stopwatch, describe_machine, describe_torch
 from parallel.random_model import write_random_model
 from workers.config import EngineConfig
 from workers.engine import Engine, build_engine
@@ -227,7 +227,8 @@ def _summary(rounds: dict[str, list[Round]]) -> dict[str, Any]:
         for name, each_rounds in rounds.items()
     }
     versions = {"transformers": transformers.__version__}
-    return {"benchmark": "first_guard", "dtype": "bfloat16", "workloads": workloads} | versions | describe_machine()
+    machine = describe_machine() | describe_torch()
+    return {"benchmark": "first_guard", "dtype": "bfloat16", "workloads": workloads} | versions | machine
 
 
 if __name__ == "__main__":

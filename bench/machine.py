@@ -6,10 +6,9 @@ import resource
 import subprocess
 import time
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 _PROC_STAT = Path("/proc/stat")
 
@@ -42,16 +41,26 @@ class Stopwatch:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware, versions and commit, for the line of JSON that ends a benchmark."""
+    """Hardware, versions and commit, for the line of JSON that ends a benchmark. Imports no torch."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "weft": _version("weft"),
         "commit": _commit(),
+    }
+
+
+def describe_torch() -> dict[str, Any]:
+    """What torch computes with, in this process."""
+    import torch  # takes seconds, and a load generator does without
+
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
 
 
@@ -78,10 +87,23 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+def _version(package: str) -> str | None:
     try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the checkout that this file is tracked in; None where it was installed."""
+    try:
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        return _git("describe", "--always", "--dirty", "--abbrev=12")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return result.stdout.strip()
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+    return done.stdout.strip()

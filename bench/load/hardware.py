@@ -1,0 +1,63 @@
+"""What this machine can: the rates at which memory is read and matrices are multiplied, measured in this process."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from parallel.device.base import Device
+from parallel.kernels.select import select_kernels
+
+_ROUNDS = 5
+_CPU_READ_BYTES = 512 << 20
+_CPU_TOKENS, _CPU_FEATURES = 256, 4096
+_GPU_READ_BYTES = 4 << 30
+_GPU_TOKENS = _GPU_FEATURES = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """The best of some rounds, with as many threads as the process has."""
+
+    read_bytes_per_s: float
+    """Summing numbers that no cache holds."""
+    flops_per_s: float
+    """A large linear layer in the dtype of the model, as the engine's kernels or torch do it, whichever is faster."""
+
+
+def measure_ceiling(device: Device, dtype: torch.dtype) -> Ceiling:
+    """Measure; takes about a second, and memory for a moment."""
+    is_cpu = device.torch_device.type == "cpu"
+    read_bytes = _CPU_READ_BYTES if is_cpu else min(_GPU_READ_BYTES, device.free_memory_bytes() // 4)
+    shape = (_CPU_TOKENS, _CPU_FEATURES) if is_cpu else (_GPU_TOKENS, _GPU_FEATURES)
+    return Ceiling(
+        read_bytes_per_s=_measure_read(device, read_bytes), flops_per_s=_measure_flops(device, dtype, *shape)
+    )
+
+
+def _measure_read(device: Device, num_bytes: int) -> float:
+    numbers = torch.ones(num_bytes // 4, dtype=torch.float32, device=device.torch_device)
+    return numbers.nbytes / _best_s(device, numbers.sum)
+
+
+def _measure_flops(device: Device, dtype: torch.dtype, num_tokens: int, num_features: int) -> float:
+    x = torch.randn(num_tokens, num_features, device=device.torch_device).to(dtype)
+    weight = torch.randn(num_features, num_features, device=device.torch_device).to(dtype)
+    packed = select_kernels(device.torch_device, dtype).pack_linear(weight, None)
+    with torch.inference_mode():
+        best_s = min(_best_s(device, lambda: packed(x)), _best_s(device, lambda: F.linear(x, weight)))
+    return 2 * num_tokens * num_features**2 / best_s
+
+
+def _best_s(device: Device, work: Callable[[], object]) -> float:
+    """The shortest of some rounds; the first, which may pay for setting up, is none of them."""
+    times = []
+    for _ in range(_ROUNDS + 1):
+        device.synchronize()
+        start_s = time.perf_counter()
+        work()
+        device.synchronize()
+        times.append(time.perf_counter() - start_s)
+    return min(times[1:])

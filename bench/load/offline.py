@@ -1,0 +1,216 @@
+"""`weft bench offline`: the engine in this process, all requests at once, no network. One rank."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.load.calls import Call, Chat, Prompt, Session
+from bench.load.datasets import DatasetOptions, make_sessions, take_calls
+from bench.load.energy import GpuEnergy
+from bench.load.engine_run import run_engine
+from bench.load.geometries import find_model
+from bench.load.hardware import Ceiling, measure_ceiling
+from bench.load.model_cost import ModelCost, Work
+from bench.load.statistics import Summary, Targets, summarize
+from bench.load.watcher import OfflineWatcher
+from bench.machine import Span, Stopwatch
+from cluster.config import build_section
+from parallel.device.base import Device
+from parallel.device.select import select_device
+from parallel.dtypes import resolve_dtype
+from parallel.families.registry import describe_model
+from router.call import ChatMessage
+from router.tokenizer import ModelTokenizer
+from workers.config import EngineConfig
+from workers.engine import Engine, build_engine
+from workers.errors import EngineConfigError
+from workers.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineOptions:
+    """Which workloads on which model."""
+
+    model: str
+    """A geometry of geometries.py, or a model as `weft serve` takes it."""
+    settings: Mapping[str, Any]
+    """Of the model, as in its section of a cluster file."""
+    datasets: tuple[DatasetOptions, ...]
+    num_requests: int
+    """Of each dataset that has no end, in each repeat."""
+    repeats: int
+    temperature: float
+    ignore_eos: bool
+    targets: Targets | None
+    seed: int
+    """Of the first repeat; each has the next one, and so other tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """One workload run once. Loading and warm-up are not in it."""
+
+    summary: Summary
+    span: Span
+    num_steps: int
+    mbu: float
+    """Bytes that had to be read, over those that memory gives in the same time."""
+    flop_utilization: float
+    """Operations that had to be done, over those that matrix products do in the same time."""
+    peak_memory_bytes: int
+    """Resident on a CPU, allocated on a GPU."""
+    energy_j: float | None
+    """Of the GPU; None where nothing tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineResult:
+    """All workloads on one engine."""
+
+    model: Path
+    dtype: str
+    device: str
+    num_parameters: int
+    load_s: float
+    load_peak_memory_bytes: int
+    """The most that the process had until the model was loaded and measured."""
+    ceiling: Ceiling
+    repeats: Mapping[str, Sequence[Repeat]]
+    """By workload."""
+
+    def median(self, name: str, of: Callable[[Repeat], float | None]) -> float | None:
+        """The median over a workload's repeats, of those that have the value."""
+        values = [value for value in map(of, self.repeats[name]) if value is not None]
+        return statistics.median(values) if values else None
+
+
+def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = None) -> OfflineResult:
+    """Load the model, measure what the machine can, and run each workload: once to warm up, then `repeats` times.
+
+    Raises ClusterError, ModelError, EngineError: the model, a setting or a dataset cannot be used.
+    """
+    watcher = watcher or OfflineWatcher()
+    watcher.begin("find or make the model", None)
+    folder = find_model(options.model)
+    config = _engine_config(folder, options.settings)
+    device = select_device(config.device)
+    dtype = resolve_dtype(config.dtype, folder, device)
+    watcher.begin("load", 1.0)
+    started_s = time.perf_counter()
+    engine = build_engine(config, progress=watcher.reach)
+    load_s = time.perf_counter() - started_s
+    try:
+        watcher.begin("measure the machine", None)
+        ceiling = measure_ceiling(device, dtype)
+        cost = ModelCost.of(describe_model(folder), dtype)
+        bench = _Bench(engine, device, ceiling, cost, options, _Encoder(folder))
+        load_peak_memory_bytes = device.peak_memory_bytes()
+        return OfflineResult(
+            model=folder,
+            dtype=str(dtype).removeprefix("torch."),
+            device=_device_name(device),
+            num_parameters=cost.num_parameters,
+            load_s=load_s,
+            load_peak_memory_bytes=load_peak_memory_bytes,
+            ceiling=ceiling,
+            repeats={str(dataset.kind): bench.run(dataset, watcher) for dataset in options.datasets},
+        )
+    finally:
+        engine.close()
+
+
+class _Bench:
+    def __init__(
+        self,
+        engine: Engine,
+        device: Device,
+        ceiling: Ceiling,
+        cost: ModelCost,
+        options: OfflineOptions,
+        encode: "_Encoder",
+    ) -> None:
+        self._engine = engine
+        self._device = device
+        self._ceiling = ceiling
+        self._cost = cost
+        self._options = options
+        self._encode = encode
+        self._energy = GpuEnergy.of(device.torch_device)
+
+    def run(self, dataset: DatasetOptions, watcher: OfflineWatcher) -> list[Repeat]:
+        """One round to warm up, which is not among the results, and the repeats."""
+        options = self._options
+        watcher.begin(str(dataset.kind), options.repeats + 1)
+        repeats = []
+        for index in range(options.repeats + 1):
+            number = options.num_requests if dataset.num_calls is None else None
+            sessions = make_sessions(dataset, vocab_size=self._engine.vocab_size, seed=options.seed + index)
+            repeats.append(self._run_once([self._encode(session) for session in take_calls(sessions, number)], index))
+            watcher.reach(index + 1)
+        return repeats[1:]
+
+    def _run_once(self, sessions: Sequence[Session], index: int) -> Repeat:
+        engine, options = self._engine, self._options
+        num_steps = engine.stats.num_steps
+        list(engine.stats.step_tokens.take())
+        sampling = SamplingParams(temperature=options.temperature, ignore_eos=options.ignore_eos, seed=options.seed)
+        self._device.reset_peak_memory()
+        energy_j = self._energy.read_j()
+        watch = Stopwatch()
+        records = run_engine(engine, sessions, sampling, cache_salt=f"round {index}")
+        span = watch.stop()
+        used_j = self._energy.read_j()
+        work = Work(
+            step_tokens=tuple(map(int, engine.stats.step_tokens.take())),
+            requests=tuple(record.usage for record in records if record.usage is not None),
+        )
+        return Repeat(
+            summary=summarize(records, options.targets),
+            span=span,
+            num_steps=engine.stats.num_steps - num_steps,
+            mbu=self._cost.bytes_read(work) / self._ceiling.read_bytes_per_s / span.wall_s,
+            flop_utilization=self._cost.flops(work) / self._ceiling.flops_per_s / span.wall_s,
+            peak_memory_bytes=self._device.peak_memory_bytes(),
+            energy_j=None if energy_j is None or used_j is None else used_j - energy_j,
+        )
+
+
+class _Encoder:
+    """Makes token ids of text and conversations, as a router does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer: ModelTokenizer | None = None
+
+    def __call__(self, session: Session) -> Session:
+        """The same session as token ids."""
+        return replace(session, calls=tuple(Call(prompt=self._ids(c.prompt), num_out=c.num_out) for c in session.calls))
+
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, tuple):
+            return prompt
+        if self._tokenizer is None:
+            self._tokenizer = ModelTokenizer.from_folder(self._folder)
+        if isinstance(prompt, Chat):
+            return self._tokenizer.render_chat([ChatMessage(**message) for message in prompt.messages])
+        return self._tokenizer.encode(prompt)
+
+
+def _engine_config(folder: Path, settings: Mapping[str, Any]) -> EngineConfig:
+    config = build_section({**settings, "path": str(folder)}).to_spec(hash_key=b"bench").engine
+    if config.parallel.world_size != 1:
+        raise EngineConfigError(
+            f"{config.parallel.world_size} ranks are asked for; allowed offline: 1 (`weft bench serve` measures groups)"
+        )
+    return config
+
+
+def _device_name(device: Device) -> str:
+    if device.torch_device.type == "cuda":
+        return torch.cuda.get_device_name(device.torch_device)
+    return str(device.torch_device)
