@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from bench.load.cli import app as bench_app
 from cluster.cli_operate import DEFAULT_CONTROL, Control, register
 from cluster.config import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
@@ -345,6 +346,7 @@ def demo(
 
 
 register(app)
+app.add_typer(bench_app)
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,234 @@
+"""What people see of a benchmark: tables. And one line of JSON for programs."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.errors import BenchError
+from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
+from bench.load.sender import ServedModel
+from bench.load.serve import Point, ServeOptions
+from bench.load.statistics import Distribution, Summary
+from bench.machine import describe_machine, describe_torch
+
+if TYPE_CHECKING:
+    from bench.load.offline import OfflineOptions, OfflineResult, Repeat  # torch
+
+MAX_LAG_S = 0.010
+"""Requests later than this, at the 99th percentile, are a load that differs from what was asked for."""
+MAX_CPU_SHARE = 0.8
+"""Of a core: a load generator beyond this may be what is measured."""
+
+_SECRETS = ("api_key",)
+_LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "end to end": "e2e_s"}
+
+
+def load_name(load: Load) -> str:
+    """What a load is, in a few words."""
+    match load:
+        case OpenLoop():
+            shape = {0.0: "evenly", 1.0: "Poisson"}.get(load.burstiness, f"gamma, burstiness {load.burstiness:g}")
+            return "all at once" if math.isinf(load.rate) else f"{load.rate:g} requests/s, {shape}"
+        case Replay():
+            return "times of the trace" + ("" if load.speed == 1 else f", {load.speed:g} times as fast")
+        case ClosedLoop():
+            return f"{load.concurrency} at a time"
+
+
+def print_points(console: Console, points: Sequence[Point]) -> None:
+    """Each load in detail; then all of them, where there are several."""
+    for point in points:
+        console.print(_latency_table(point))
+        console.print(_throughput_line(point.summary), highlight=False)
+        for warning in warnings(point):
+            console.print(f"Warning: {warning}", style="yellow", highlight=False)
+    if len(points) > 1:
+        console.print(_sweep_table(points))
+
+
+def warnings(point: Point) -> list[str]:
+    """What makes the numbers of a load doubtful."""
+    summary = point.summary
+    found = []
+    lag = summary.lag_s
+    if lag is not None and lag.p99 > MAX_LAG_S:
+        found.append(
+            f"the load generator fell behind: requests were sent up to {_ms(lag.max)} ms late (p99 {_ms(lag.p99)} ms)"
+        )
+    if point.cpu_share > MAX_CPU_SHARE:
+        found.append(
+            f"the load generator took {point.cpu_share:.0%} of a core: latencies may be its own; "
+            "run several with a part of the load each"
+        )
+    if summary.errors:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(summary.errors.items()))
+        found.append(f"{sum(summary.errors.values())} of {summary.num_requests} requests failed: {kinds}")
+    if summary.num_short:
+        found.append(f"{summary.num_short} answers ended with fewer tokens than asked for")
+    return found
+
+
+def print_offline(console: Console, result: "OfflineResult") -> None:
+    """Every workload: medians over its repeats, and the speeds of each."""
+    ceiling = result.ceiling
+    console.print(
+        f"{result.model.name}: {result.num_parameters / 1e6:.1f} M parameters in {result.dtype} on {result.device}, "
+        f"loaded in {result.load_s:.1f} s. This machine reads {ceiling.read_bytes_per_s / 1e9:.1f} GB/s and multiplies "
+        f"{ceiling.flops_per_s / 1e9:.0f} GFLOP/s.",
+        highlight=False,
+    )
+    table = Table(
+        *("", "output tokens/s", "each", "TTFT ms", "TPOT ms", "MBU", "FLOPs", "GB", "J/token"),
+        title="medians of the repeats",
+    )
+    for name, repeats in result.repeats.items():
+        ttft_s = result.median(name, lambda repeat: _p50(repeat.summary.ttft_s))
+        tpot_s = result.median(name, lambda repeat: _p50(repeat.summary.tpot_s))
+        table.add_row(
+            name,
+            _number(result.median(name, lambda repeat: repeat.summary.output_rate)),
+            ", ".join(_each(repeat) for repeat in repeats),
+            _ms(ttft_s),
+            _ms(tpot_s),
+            _share(result.median(name, lambda repeat: repeat.mbu)),
+            _share(result.median(name, lambda repeat: repeat.flop_utilization)),
+            f"{max(repeat.peak_memory_bytes for repeat in repeats) / 1e9:.2f}",
+            _number(result.median(name, _joules_per_token)),
+        )
+    for column in table.columns:
+        column.no_wrap = column.header != "each"
+    console.print(table)
+    if any(_is_contended(repeat) for repeats in result.repeats.values() for repeat in repeats):
+        console.print("* other processes kept more than a tenth of a core busy", highlight=False)
+
+
+def serve_line(options: ServeOptions, model: ServedModel, points: Sequence[Point]) -> str:
+    """Everything about a serving benchmark, as one line of JSON."""
+    measured = [{"name": load_name(point.load), **_plain(point), "warnings": warnings(point)} for point in points]
+    return _line({"benchmark": "serve", "model": model.name, "arguments": _plain(options), "points": measured})
+
+
+def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:
+    """Everything about an offline benchmark, as one line of JSON."""
+    return _line({"benchmark": "offline", "arguments": _plain(options), "result": _plain(result)} | describe_torch())
+
+
+def append_line(line: str, file: Path) -> None:
+    """Add a line to a file. Raises BenchError when it cannot be written."""
+    try:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(line + "\n")
+    except OSError as error:
+        raise BenchError(f"{file} cannot be written: {error.strerror}") from error
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    return json.dumps({**fields, **describe_machine()}, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """Values as JSON has them; infinite numbers as text, secrets not at all."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: _plain(each) for name, each in fields.items() if name not in _SECRETS}
+    match value:
+        case Enum():
+            return value.value
+        case Mapping():
+            return {str(key): _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+        case Path():
+            return str(value)
+        case _:
+            return value
+
+
+def _latency_table(point: Point) -> Table:
+    table = Table("ms", "mean", "p50", "p90", "p95", "p99", "max", title=load_name(point.load))
+    for name, field in {**_LATENCIES, "send lag": "lag_s"}.items():
+        times: Distribution | None = getattr(point.summary, field)
+        if times is not None:
+            table.add_row(name, *(_ms(each) for each in dataclasses.astuple(times)))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _throughput_line(summary: Summary) -> str:
+    parts = [
+        f"{summary.num_answered} of {summary.num_requests} requests in {summary.duration_s:.2f} s: "
+        f"{summary.request_rate:.2f} requests/s",
+        f"{summary.input_rate:.1f} input tokens/s",
+        f"{summary.output_rate:.1f} output tokens/s",
+    ]
+    if summary.cached_tokens:
+        parts.append(f"{summary.cached_tokens / summary.input_tokens:.1%} of the input cached")
+    if summary.goodput is not None:
+        good = summary.goodput
+        parts.append(
+            f"goodput {good.request_rate:.2f} requests/s, {good.output_rate:.1f} output tokens/s "
+            f"({good.num_requests} requests within the targets)"
+        )
+    return ", ".join(parts)
+
+
+def _sweep_table(points: Sequence[Point]) -> Table:
+    table = Table(
+        *("load", "requests/s", "output tokens/s", "goodput/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed"),
+        title="all loads (latencies in ms)",
+    )
+    for point in points:
+        summary = point.summary
+        table.add_row(
+            load_name(point.load),
+            f"{summary.request_rate:.2f}",
+            f"{summary.output_rate:.1f}",
+            "-" if summary.goodput is None else f"{summary.goodput.request_rate:.2f}",
+            *(_ms(each) for times in (summary.ttft_s, summary.tpot_s) for each in _p50_and_p99(times)),
+            str(summary.num_requests - summary.num_answered),
+        )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _each(repeat: "Repeat") -> str:
+    return f"{repeat.summary.output_rate:.1f}" + ("*" if _is_contended(repeat) else "")
+
+
+def _is_contended(repeat: "Repeat") -> bool:
+    return (repeat.span.others_cores or 0.0) > 0.1
+
+
+def _joules_per_token(repeat: "Repeat") -> float | None:
+    return None if repeat.energy_j is None else repeat.energy_j / max(1, repeat.summary.output_tokens)
+
+
+def _p50_and_p99(times: Distribution | None) -> tuple[float | None, float | None]:
+    return (None, None) if times is None else (times.p50, times.p99)
+
+
+def _p50(times: Distribution | None) -> float | None:
+    return None if times is None else times.p50
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

@@ -1,0 +1,202 @@
+"""`weft bench offline` on small models, and what its utilisations are counted from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.engines import fake_engine
+from typer.testing import CliRunner
+
+from bench.errors import BenchConfigError
+from bench.load.calls import Call, Session
+from bench.load.energy import GpuEnergy
+from bench.load.engine_run import run_engine
+from bench.load.geometries import GEOMETRIES, find_model
+from bench.load.model_cost import ModelCost, Work
+from bench.load.records import Usage
+from cluster.cli import app
+from cluster.make_model import make_model
+from parallel.families.registry import describe_config, describe_model
+from workers.errors import EngineConfigError, InvalidRequestError
+from workers.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "intermediate_size": 16,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def usage(num_in: int, num_out: int, *, cached: int = 0) -> Usage:
+    return Usage(prompt_tokens=num_in, cached_tokens=cached, completion_tokens=num_out)
+
+
+def session(*lengths: tuple[int, int]) -> Session:
+    return Session(calls=tuple(Call(prompt=(1,) * num_in, num_out=num_out) for num_in, num_out in lengths))
+
+
+def test_engine_runs_all_at_once_and_turns_one_by_one() -> None:
+    clock_s = iter(range(1000))
+    records = run_engine(
+        fake_engine(),
+        [session((3, 4)), session((5, 2), (8, 3))],
+        GREEDY,
+        cache_salt="a",
+        clock=lambda: float(next(clock_s)),
+    )
+    assert [(record.num_in, record.num_out, record.num_asked) for record in records] == [
+        (3, 4, 4),
+        (5, 2, 2),
+        (8, 3, 3),
+    ]
+    first, second, third = records
+    assert first.sent_s < second.sent_s < third.sent_s
+    assert second.last_s is not None
+    assert third.sent_s > second.last_s
+    assert all(len(record.gaps_s) == record.num_out - 1 for record in records)
+
+
+def test_more_requests_than_the_engine_lets_wait_are_fed_in_turn() -> None:
+    engine = fake_engine(max_waiting=600)
+    records = run_engine(engine, [session((3, 1))] * 1500, GREEDY, cache_salt="a")
+    assert sum(record.is_answered for record in records) == 1500
+
+
+def test_prompt_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="allowed: at most 199"):
+        run_engine(fake_engine(), [session((500, 1))], GREEDY, cache_salt="a")
+
+
+def test_cost_of_a_dense_model_by_hand() -> None:
+    cost = ModelCost.of(describe_config(LLAMA, source="test"), torch.bfloat16)
+    layer = 8 * 8 + 2 * 4 * 8 + 8 * 8 + 3 * 16 * 8  # q, k and v, output, MLP
+    norms = 2 * 2 * 8 + 8
+    assert cost.num_parameters == 2 * layer + norms + 2 * 32 * 8
+    assert cost.always_bytes == 2 * (2 * layer + norms + 32 * 8)
+    # 3 tokens in, 2 out: the prompt reads 3 keys and the next token 4, in 2 layers of 16 bytes a token
+    work = Work(step_tokens=(3, 1), requests=(usage(3, 2),))
+    assert cost.bytes_read(work) == 2 * cost.always_bytes + 2 * (3 + 4) * 16
+    # 4 tokens through the layers, 2 through the head; they see 1 + 2 + 3 + 4
+    assert cost.flops(work) == 4 * 2 * 2 * layer + 2 * 2 * 32 * 8 + 2 * 10 * 4 * 8
+
+
+def test_cached_tokens_are_read_and_not_computed() -> None:
+    cost = ModelCost.of(describe_config(LLAMA, source="test"), torch.bfloat16)
+    whole, cached = (Work(step_tokens=(1,), requests=(usage(6, 1, cached=n),)) for n in (0, 4))
+    assert cost.bytes_read(whole) == cost.bytes_read(cached)
+    layers = cost.matrix_elements
+    assert cost.flops(whole) - cost.flops(cached) == 4 * 2 * layers + 2 * (1 + 2 + 3 + 4) * cost.attention_flops
+
+
+def test_tied_head_is_read_as_a_head() -> None:
+    tied, untied = (
+        ModelCost.of(describe_config({**LLAMA, "tie_word_embeddings": is_tied}, source="test"), torch.float32)
+        for is_tied in (True, False)
+    )
+    assert tied.always_bytes == untied.always_bytes
+    assert tied.num_parameters == untied.num_parameters - 32 * 8
+
+
+def test_window_bounds_what_a_token_sees() -> None:
+    config = {**LLAMA, "model_type": "mistral", "sliding_window": 4}
+    cost = ModelCost.of(describe_config(config, source="test"), torch.bfloat16)
+    assert cost.windows == (4, 4)
+    # the prompt reads 6, tokens 7 and 8 read 4 each; seen: 1 + 2 + 3 + 4 + 4 + 4 + 4 + 4
+    work = Work(step_tokens=(6, 1, 1), requests=(usage(6, 3),))
+    assert cost.bytes_read(work) == 3 * cost.always_bytes + 2 * (6 + 4 + 4) * 16
+    per_token = 8 * 2 * cost.matrix_elements + 3 * 2 * cost.head_elements
+    assert cost.flops(work) == per_token + 2 * 26 * cost.attention_flops
+
+
+def test_experts_count_as_far_as_they_are_chosen(tmp_path: Path) -> None:
+    make_model(tmp_path, preset="tiny-moe", sizes={}, dtype="float32", seed=0, tokenizer=None)
+    cost = ModelCost.of(describe_model(tmp_path), torch.float32)
+    assert cost.expert_share == 2 / 8
+    assert cost.expert_elements == 4 * 8 * 3 * 96 * 64
+    one = Work(step_tokens=(1,), requests=())
+    many = Work(step_tokens=(1000,), requests=())
+    assert cost.bytes_read(one) == cost.always_bytes + cost.expert_bytes / 4
+    assert cost.bytes_read(many) == pytest.approx(cost.always_bytes + cost.expert_bytes)
+
+
+def test_no_energy_without_a_gpu() -> None:
+    assert GpuEnergy.of(torch.device("cpu")).read_j() is None
+
+
+def test_energy_is_what_nvml_counts() -> None:
+    class Nvml:
+        NVMLError = RuntimeError
+
+        def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+            assert handle == "gpu"
+            return 2500
+
+    assert GpuEnergy(Nvml(), "gpu").read_j() == 2.5
+
+
+def test_geometry_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GEOMETRIES, "llama-110m", "tiny")  # type: ignore[index]
+    folder = find_model("llama-110m", cache=tmp_path)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert find_model("llama-110m", cache=tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert [each.name for each in tmp_path.iterdir()] == ["llama-110m"], "nothing is left of the making"
+
+
+def test_command_reports_every_workload(tmp_path: Path) -> None:
+    model, lines = tmp_path / "model", tmp_path / "lines"
+    make_model(model, preset="tiny", sizes={}, dtype="float32", seed=0, tokenizer=None)
+    arguments = ["bench", "offline", "--model", str(model), "--repeats", "2", "--json", str(lines), "--threads", "1"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    line = json.loads(lines.read_text())
+    assert all(rate > 1e8 for rate in line["result"]["ceiling"].values())
+    repeats = line["result"]["repeats"]
+    assert list(repeats) == ["W1", "W2", "W3"]
+    for name, num_in, num_out in (("W1", 128, 64), ("W2", 4608, 2304), ("W3", 32 * 544, 32 * 32)):
+        first, second = repeats[name]
+        assert name in result.output
+        for repeat in (first, second):
+            assert (repeat["summary"]["input_tokens"], repeat["summary"]["output_tokens"]) == (num_in, num_out)
+            assert 0 < repeat["mbu"] < 1.5
+            assert 0 < repeat["flop_utilization"] < 1.5
+            assert repeat["peak_memory_bytes"] > 1e6
+            assert repeat["energy_j"] is None
+    # only what the requests of one round share is cached, nothing of the round before
+    assert {repeat["summary"]["cached_tokens"] for repeat in repeats["W1"]} == {0}
+    assert {repeat["summary"]["cached_tokens"] <= 31 * 512 for repeat in repeats["W3"]} == {True}
+    assert {"torch", "threads", "cpu", "commit"} <= line.keys()
+
+
+def test_offline_takes_texts_too(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Once upon a time"}\n{"messages": [{"role": "user", "content": "Who are you?"}]}\n')
+    arguments = ["bench", "offline", "--model", "weft-tiny", "--dataset", "prompts", "--file", str(file)]
+    result = CliRunner().invoke(
+        app, [*arguments, "-n", "4", "--repeats", "1", "--output-tokens", "5"], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    assert "prompts" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["--workload", "W1", "--dataset", "random"], BenchConfigError, "--workload and --dataset are both given"),
+        (["--model", "weft-tiny", "--set", "tensor_parallel=2"], EngineConfigError, "2 ranks are asked for"),
+    ],
+)
+def test_what_offline_cannot_do_is_told(arguments: list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CliRunner().invoke(app, ["bench", "offline", *arguments], catch_exceptions=False)

@@ -1,0 +1,213 @@
+"""`weft bench serve` on a real router over fake replicas: both fronts see the same, and errors are told apart."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import RunningRouter, router_config, running_router
+from typer.testing import CliRunner
+
+from bench.errors import BenchError
+from bench.load.arrivals import ClosedLoop, OpenLoop
+from bench.load.calls import Lengths
+from bench.load.datasets import DatasetKind, DatasetOptions
+from bench.load.plots import plot_sweep
+from bench.load.report import serve_line, warnings
+from bench.load.sender import Protocol, Target
+from bench.load.serve import Point, ServeOptions, measure
+from bench.load.statistics import Targets
+from cluster.cli import app
+
+PROTOCOLS = pytest.mark.parametrize("protocol", list(Protocol))
+DATASET = DatasetOptions(
+    kind=DatasetKind.SHARED_PREFIX,
+    prefix_tokens=16,
+    inputs=Lengths(low=4, high=12),
+    outputs=Lengths(low=2, high=9),
+)
+
+
+@pytest_asyncio.fixture
+async def replica() -> AsyncIterator[FakeReplica]:
+    async with FakeReplica("a") as replica:
+        yield replica
+
+
+@pytest_asyncio.fixture
+async def router(replica: FakeReplica) -> AsyncIterator[RunningRouter]:
+    async with running_router(router_config(replica.address, http_port=0)) as router:
+        await router.wait_ready(1)
+        yield router
+
+
+def target(router: RunningRouter, protocol: Protocol, **changes: Any) -> Target:
+    address = router.addresses.grpc if protocol is Protocol.GRPC else f"http://{router.addresses.http}"
+    return Target(**{"protocol": protocol, "address": address, "timeout_s": 20.0, **changes})
+
+
+def options(where: Target, **changes: Any) -> ServeOptions:
+    return ServeOptions(
+        **{
+            "target": where,
+            "loads": (ClosedLoop(concurrency=4),),
+            "dataset": DATASET,
+            "num_requests": 12,
+            "duration_s": None,
+            "num_warmup": 0,
+            "vocab_size": 200,
+            "targets": None,
+            "seed": 0,
+            **changes,
+        }
+    )
+
+
+@PROTOCOLS
+async def test_both_fronts_count_the_same(router: RunningRouter, replica: FakeReplica, protocol: Protocol) -> None:
+    model, (point,) = await measure(options(target(router, protocol), targets=Targets(ttft_s=60.0, tpot_s=60.0)))
+    summary = point.summary
+    assert model.name == "tiny"
+    assert (summary.num_requests, summary.num_answered, summary.num_short, summary.errors) == (12, 12, 0, {})
+    assert summary.input_tokens == sum(len(submit.prompt_token_ids) for submit in replica.submits)
+    assert summary.output_tokens == sum(submit.sampling.max_tokens for submit in replica.submits)
+    assert all(submit.sampling.ignore_eos and submit.sampling.temperature == 0 for submit in replica.submits)
+    assert summary.cached_tokens >= 8 * 16, "all but the first four know the prefix"
+    assert summary.ttft_s is not None
+    assert summary.e2e_s is not None
+    assert summary.ttft_s.mean <= summary.e2e_s.mean <= summary.duration_s
+    assert summary.goodput is not None
+    assert summary.goodput.output_rate == summary.output_rate
+    assert summary.itl_s is not None
+
+
+@PROTOCOLS
+async def test_loads_send_the_same_prompts_and_share_no_cache(
+    router: RunningRouter, replica: FakeReplica, protocol: Protocol
+) -> None:
+    loads = (OpenLoop(rate=1000.0), OpenLoop(rate=float("inf")))
+    _, points = await measure(options(target(router, protocol), loads=loads, num_warmup=5))
+    assert [point.summary.num_answered for point in points] == [12, 12]
+    assert all(point.summary.lag_s is not None for point in points)
+    rounds = [replica.submits[:5], replica.submits[5:17], replica.submits[17:]]
+    prompts = [sorted(tuple(submit.prompt_token_ids) for submit in each) for each in rounds]
+    assert prompts[1] == prompts[2]
+    assert len({submit.cache_salt for submit in replica.submits}) == 3
+    first, second = (point.summary.cached_tokens for point in points)
+    assert first < 12 * 16
+    assert second < 12 * 16
+
+
+@PROTOCOLS
+async def test_texts_and_conversations_are_sent_turn_by_turn(
+    router: RunningRouter, replica: FakeReplica, protocol: Protocol, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    file.write_text(json.dumps({"messages": said}) + "\n" + json.dumps({"prompt": "héllo"}) + "\n")
+    dataset = DatasetOptions(kind=DatasetKind.PROMPTS, file=file, outputs=Lengths(low=4, high=4))
+    _, (point,) = await measure(options(target(router, protocol), dataset=dataset, num_requests=3))
+    assert (point.summary.num_answered, point.summary.output_tokens) == (3, 12)
+    texts = sorted(bytes(i for i in submit.prompt_token_ids if i < 256).decode() for submit in replica.submits)
+    assert texts == ["<user>user", "<user>user<assistant>assistant<user>user", "héllo"]
+
+
+@PROTOCOLS
+@pytest.mark.parametrize(
+    ("refusal", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, "bad request"),
+        (grpc.StatusCode.INTERNAL, "server error"),
+    ],
+)
+async def test_errors_are_counted_by_kind(
+    router: RunningRouter, replica: FakeReplica, protocol: Protocol, refusal: grpc.StatusCode, kind: str
+) -> None:
+    replica.refusal = refusal
+    _, (point,) = await measure(options(target(router, protocol), num_requests=3))
+    assert point.summary.errors == {kind: 3}
+    assert point.summary.num_answered == 0
+    assert f"3 of 3 requests failed: 3 {kind}" in warnings(point)
+
+
+@PROTOCOLS
+async def test_request_without_an_answer_times_out(
+    router: RunningRouter, replica: FakeReplica, protocol: Protocol
+) -> None:
+    replica._steps_allowed = 0
+    _, (point,) = await measure(options(target(router, protocol, timeout_s=0.3), num_requests=1))
+    assert point.summary.errors == {"timeout": 1}
+
+
+@PROTOCOLS
+async def test_service_that_is_not_there_or_serves_something_else(router: RunningRouter, protocol: Protocol) -> None:
+    with pytest.raises(BenchError, match="serves no model 'other': tiny"):
+        await measure(options(target(router, protocol, model="other")))
+    with pytest.raises(BenchError, match=r"127\.0\.0\.1:1"):
+        await measure(options(target(router, protocol, address="http://127.0.0.1:1"[7 * (protocol == "grpc") :])))
+
+
+async def test_line_of_json_has_everything_but_the_key(router: RunningRouter, tmp_path: Path) -> None:
+    wanted = options(target(router, Protocol.GRPC, api_key="secret"), loads=(OpenLoop(rate=float("inf")),))
+    model, points = await measure(wanted)
+    line = json.loads(serve_line(wanted, model, points))
+    assert (line["benchmark"], line["model"], line["points"][0]["summary"]["num_answered"]) == ("serve", "tiny", 12)
+    assert line["arguments"]["loads"] == [{"rate": "inf", "burstiness": 1.0}]
+    assert {"cpu", "cores", "python", "weft", "commit"} <= line.keys()
+    assert "secret" not in json.dumps(line)
+    assert plot_sweep(points, tmp_path, title="t").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_late_and_busy_generators_are_told(router: RunningRouter) -> None:
+    _, (point,) = await measure(options(target(router, Protocol.GRPC), loads=(OpenLoop(rate=float("inf")),)))
+    lag = point.summary.lag_s
+    assert lag is not None
+    late = replace(lag, max=0.5, p99=0.5)
+    summary = replace(point.summary, lag_s=late, num_short=2)
+    found = warnings(Point(load=point.load, summary=summary, cpu_share=0.97))
+    assert "fell behind: requests were sent up to 500.0 ms late" in found[0]
+    assert "took 97% of a core" in found[1]
+    assert "2 answers ended with fewer tokens" in found[2]
+
+
+async def test_command_prints_tables_and_writes_json_and_plot(router: RunningRouter, tmp_path: Path) -> None:
+    arguments = [
+        *("bench", "serve", "--router", router.addresses.grpc, "--rate", "200,400", "-n", "4", "--warmup", "1"),
+        *("--input-tokens", "4-8", "--output-tokens", "3", "--ttft-target", "5000"),
+        *("--json", str(tmp_path / "lines"), "--plot", str(tmp_path / "plots")),
+    ]
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "200 requests/s, Poisson" in result.output
+    assert "4 of 4 requests in" in result.output
+    assert "all loads" in result.output
+    (line,) = (tmp_path / "lines").read_text().splitlines()
+    assert [point["name"] for point in json.loads(line)["points"]] == [
+        "200 requests/s, Poisson",
+        "400 requests/s, Poisson",
+    ]
+    assert (tmp_path / "plots" / "rate_sweep.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "1", "--concurrency", "2"], "--rate and --concurrency are given; allowed: one of them"),
+        (["--rate", "fast"], "--rate is 'fast'; allowed: a number, or several as in 1,4,16"),
+        (["--concurrency", "1.5"], "--concurrency is '1.5'"),
+        (["--protocol", "smtp"], "--protocol is 'smtp'; allowed: grpc, http"),
+        (["--dataset", "all"], "--dataset is 'all'; allowed: random, shared-prefix"),
+        (["--input-tokens", "9-3"], "--input-tokens is '9-3'; allowed: a number, or a range"),
+        (["--dataset", "trace"], "--file is missing"),
+        (["--dataset", "trace", "--file", "x", "--length-scale", "2"], "--length-scale is 2"),
+    ],
+)
+def test_wrong_flags_are_told(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", *arguments])
+    assert message in str(result.exception)
