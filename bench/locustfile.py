@@ -1,0 +1,139 @@
+"""Locust on both front ends: users who send one request after the other, gRPC through the SDK and OpenAI over HTTP.
+
+    locust -f bench/locustfile.py --headless --users 8 --run-time 30s
+    locust -f bench/locustfile.py --users 8 GrpcUser        one of the two, with Locust's page on port 8089
+
+Needs the extra `bench`. For measuring, `weft bench serve` is the better tool: it says when it is the bottleneck, knows
+goodput, and its open loop does not slow down with the service. Locust has the page, and spreads over many machines.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+
+from grpc.experimental import gevent as grpc_gevent
+from locust import HttpUser, User, events, task  # makes the standard library cooperative
+from locust.argument_parser import LocustArgumentParser
+from locust.env import Environment
+
+grpc_gevent.init_gevent()  # before anything of grpc is made
+
+from bench.load.calls import Call  # noqa: E402
+from bench.load.datasets import DatasetOptions, make_sessions  # noqa: E402
+from bench.load.flags import parse_lengths  # noqa: E402
+from router.client import Client, ClientError  # noqa: E402
+from router.client_values import Collector  # noqa: E402
+
+_VOCAB_SIZE = 500  # about every model knows these ids
+_seeds = itertools.count()
+
+
+def _add_arguments(parser: LocustArgumentParser) -> None:
+    group = parser.add_argument_group("Weft")
+    group.add_argument("--router", default="127.0.0.1:50051", help="host:port of the router's gRPC service")
+    group.add_argument("--model", default="", help="default: the only model served")
+    group.add_argument("--input-tokens", default="128", help="of each prompt: a number, or 32-256")
+    group.add_argument("--output-tokens", default="64", help="to generate: a number, or 16-128")
+
+
+class GrpcUser(User):
+    """Asks over gRPC."""
+
+    def on_start(self) -> None:
+        """Connect."""
+        self._options = self.environment.parsed_options
+        self._calls = _make_calls(self.environment)
+        self._client = Client(self._options.router, timeout_s=300)
+
+    def on_stop(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+    @task
+    def generate(self) -> None:
+        """Send one request and follow its answer."""
+        call = next(self._calls)
+        assert isinstance(call.prompt, tuple), "random prompts are token ids"
+        collector, start_s, failure = Collector(), time.perf_counter(), None
+        try:
+            for delta in self._client.generate(
+                call.prompt, model=self._options.model, max_tokens=call.num_out, temperature=0.0, ignore_eos=True
+            ):
+                collector.add(delta)
+        except ClientError as error:
+            failure = error
+        total_s = time.perf_counter() - start_s
+        if failure is not None:
+            _report(self.environment, "gRPC", "generate", total_s, 0, failure)
+            return
+        answer = collector.completion()
+        _report(self.environment, "gRPC", "generate", total_s, len(answer.token_ids))
+        if answer.ttft_s is not None:
+            _report(self.environment, "gRPC", "first token", answer.ttft_s, 1)
+        if answer.tpot_s is not None:
+            _report(self.environment, "gRPC", "each further token", answer.tpot_s, 1)
+
+
+class CompletionsUser(HttpUser):
+    """Asks over HTTP, at Locust's own --host."""
+
+    host = "http://127.0.0.1:8000"
+
+    def on_start(self) -> None:
+        """Prepare prompts."""
+        self._calls = _make_calls(self.environment)
+
+    @task
+    def complete(self) -> None:
+        """Send one request and follow its answer; Locust itself counts it when the first token is there."""
+        call = next(self._calls)
+        body = {
+            "model": self.environment.parsed_options.model or None,
+            "prompt": call.prompt,
+            "max_tokens": call.num_out,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        start_s = time.perf_counter()
+        with self.client.post(
+            "/v1/completions", json=body, stream=True, catch_response=True, name="first token", timeout=300
+        ) as response:
+            if not response.ok:
+                return  # which Locust counts as a failure
+            num_tokens, failure = 0, None
+            for line in response.iter_lines():
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    failure = event.get("error") or failure
+                    num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+        error = None if failure is None else RuntimeError(failure.get("message"))
+        _report(self.environment, "HTTP", "complete", time.perf_counter() - start_s, num_tokens, error)
+
+
+def _make_calls(environment: Environment) -> Iterator[Call]:
+    options = environment.parsed_options
+    assert options is not None, "the command line was read"
+    dataset = DatasetOptions(
+        inputs=parse_lengths("--input-tokens", options.input_tokens),
+        outputs=parse_lengths("--output-tokens", options.output_tokens),
+    )
+    return (call for each in make_sessions(dataset, vocab_size=_VOCAB_SIZE, seed=next(_seeds)) for call in each.calls)
+
+
+def _report(
+    environment: Environment, kind: str, name: str, duration_s: float, length: int, failure: Exception | None = None
+) -> None:
+    environment.events.request.fire(
+        request_type=kind,
+        name=name,
+        response_time=duration_s * 1000,
+        response_length=length,
+        exception=failure,
+        context={},
+    )
+
+
+events.init_command_line_parser.add_listener(_add_arguments)

@@ -1,0 +1,92 @@
+"""`weft bench serve` and the Locust file on the real service: both front ends, and numbers that fit together."""
+
+import csv
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from helpers.live_cluster import Cluster, scrape
+
+from bench.load.arrivals import ClosedLoop, OpenLoop
+from bench.load.calls import Lengths
+from bench.load.datasets import DatasetKind, DatasetOptions
+from bench.load.sender import Protocol, Target
+from bench.load.serve import ServeOptions, measure
+from bench.load.statistics import Targets
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DATASET = DatasetOptions(
+    kind=DatasetKind.SHARED_PREFIX,
+    prefix_tokens=64,
+    inputs=Lengths(low=8, high=24),
+    outputs=Lengths(low=4, high=12),
+)
+
+
+def address_of(cluster: Cluster, protocol: Protocol) -> str:
+    return cluster.grpc_address if protocol is Protocol.GRPC else f"http://{cluster.http_address}"
+
+
+def engine_tokens(cluster: Cluster) -> float:
+    return sum(scrape(group.metrics_address)["weft_generation_tokens_total"] for group in cluster.groups())
+
+
+@pytest.mark.parametrize("protocol", list(Protocol))
+async def test_numbers_of_a_bench_fit_together(cluster: Cluster, protocol: Protocol) -> None:
+    before = engine_tokens(cluster)
+    _, points = await measure(
+        ServeOptions(
+            target=Target(protocol=protocol, address=address_of(cluster, protocol), timeout_s=120.0),
+            loads=(OpenLoop(rate=20.0), ClosedLoop(concurrency=4)),
+            dataset=DATASET,
+            num_requests=12,
+            duration_s=None,
+            num_warmup=0,
+            vocab_size=None,
+            targets=Targets(ttft_s=100.0, tpot_s=100.0),
+            seed=0,
+        )
+    )
+    for point in points:
+        summary = point.summary
+        assert (summary.num_requests, summary.num_answered, summary.num_short, summary.errors) == (12, 12, 0, {})
+        assert 12 * (64 + 8) <= summary.input_tokens <= 12 * (64 + 24)
+        assert 12 * 4 <= summary.output_tokens <= 12 * 12
+        assert summary.ttft_s is not None
+        assert summary.e2e_s is not None
+        assert summary.tpot_s is not None
+        assert 0 < summary.ttft_s.p50 <= summary.e2e_s.p50 <= summary.e2e_s.max <= summary.duration_s
+        assert 0 < summary.tpot_s.mean < summary.e2e_s.max
+        assert summary.output_rate == pytest.approx(summary.output_tokens / summary.duration_s)
+        assert summary.goodput is not None
+        assert summary.goodput.output_rate == summary.output_rate
+        assert summary.cached_tokens > 0
+    assert points[0].summary.output_tokens == points[1].summary.output_tokens, "every load sends the same requests"
+    assert engine_tokens(cluster) - before == sum(point.summary.output_tokens for point in points)
+
+
+def test_locust_drives_both_front_ends(cluster: Cluster, tmp_path: Path) -> None:
+    if find_spec("locust") is None:  # to import it here would make this process cooperative
+        pytest.skip("needs locust")
+    command = [
+        *(sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "locustfile.py"), "--headless"),
+        *("--users", "2", "--spawn-rate", "2", "--run-time", "3s", "--stop-timeout", "20", "--only-summary"),
+        *("--router", cluster.grpc_address, "--host", f"http://{cluster.http_address}"),
+        *("--input-tokens", "8-16", "--output-tokens", "4", "--csv", str(tmp_path / "locust")),
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "locust_stats.csv").open() as file:
+        rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
+    for kind, name in (("gRPC", "generate"), ("gRPC", "first token"), ("POST", "first token"), ("HTTP", "complete")):
+        row = rows[kind, name]
+        assert int(row["Request Count"]) > 0
+        assert int(row["Failure Count"]) == 0
+    for kind, name in (("gRPC", "generate"), ("HTTP", "complete")):
+        assert float(rows[kind, name]["Average Content Size"]) == 4, "tokens of an answer"
