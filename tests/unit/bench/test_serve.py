@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,8 @@ from bench.load.serve import Point, ServeOptions, measure
 from bench.load.statistics import Targets
 from cluster.cli import app
 
+REPOSITORY = Path(__file__).resolve().parents[3]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
 PROTOCOLS = pytest.mark.parametrize("protocol", list(Protocol))
 DATASET = DatasetOptions(
     kind=DatasetKind.SHARED_PREFIX,
@@ -193,6 +198,23 @@ async def test_command_prints_tables_and_writes_json_and_plot(router: RunningRou
         "400 requests/s, Poisson",
     ]
     assert (tmp_path / "plots" / "rate_sweep.png").stat().st_size > 10_000
+
+
+async def test_command_runs_where_replicas_do_not(router: RunningRouter, tmp_path: Path) -> None:
+    """As in the router's image: no torch, no ray, no numpy."""
+    lines = tmp_path / "lines"
+    arguments = [
+        *("weft", "bench", "serve", "--protocol", "http", "--url", f"http://{router.addresses.http}"),
+        *("-n", "3", "--warmup", "0", "--vocab-size", "200", "--json", str(lines)),
+    ]
+    block = "import runpy, sys; sys.modules.update(dict.fromkeys(('torch', 'ray', 'numpy', 'safetensors', 'zmq')));"
+    run = f"{block} sys.argv = {arguments!r}; runpy.run_module('cluster.cli', run_name='__main__')"
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", run], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 requests in" in done.stdout
+    assert json.loads(lines.read_text())["points"][0]["summary"]["num_answered"] == 3
 
 
 @pytest.mark.parametrize(
