@@ -26,6 +26,9 @@ MAX_LAG_S = 0.010
 MAX_CPU_SHARE = 0.8
 """Of a core: a load generator beyond this may be what is measured."""
 
+MIN_SEEN = 0.5
+"""Of the tokens: with fewer pieces of text, times of text say little about tokens."""
+
 _SECRETS = ("api_key",)
 _LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "end to end": "e2e_s"}
 
@@ -58,7 +61,8 @@ def warnings(point: Point) -> list[str]:
     summary = point.summary
     found = []
     lag = summary.lag_s
-    if lag is not None and lag.p99 > MAX_LAG_S:
+    is_at_once = isinstance(point.load, OpenLoop) and math.isinf(point.load.rate)
+    if lag is not None and lag.p99 > MAX_LAG_S and not is_at_once:
         found.append(
             f"the load generator fell behind: requests were sent up to {_ms(lag.max)} ms late (p99 {_ms(lag.p99)} ms)"
         )
@@ -70,6 +74,11 @@ def warnings(point: Point) -> list[str]:
     if summary.errors:
         kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(summary.errors.items()))
         found.append(f"{sum(summary.errors.values())} of {summary.num_requests} requests failed: {kinds}")
+    if summary.num_seen < MIN_SEEN * summary.output_tokens:
+        found.append(
+            f"{summary.output_tokens} tokens came as {summary.num_seen} pieces of text: TTFT and ITL over HTTP are "
+            "those of text, and most tokens of this model have none of their own"
+        )
     if summary.num_short:
         found.append(f"{summary.num_short} answers ended with fewer tokens than asked for")
     return found
@@ -184,22 +193,34 @@ def _throughput_line(summary: Summary) -> str:
 
 def _sweep_table(points: Sequence[Point]) -> Table:
     table = Table(
-        *("load", "requests/s", "output tokens/s", "goodput/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed"),
-        title="all loads (latencies in ms)",
+        *("load", "req/s", "tokens/s", "good/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed"),
+        title="all loads: answered requests, output tokens, latencies in ms",
     )
     for point in points:
         summary = point.summary
         table.add_row(
-            load_name(point.load),
+            _short_name(point.load),
             f"{summary.request_rate:.2f}",
             f"{summary.output_rate:.1f}",
             "-" if summary.goodput is None else f"{summary.goodput.request_rate:.2f}",
             *(_ms(each) for times in (summary.ttft_s, summary.tpot_s) for each in _p50_and_p99(times)),
             str(summary.num_requests - summary.num_answered),
         )
+    for column in table.columns:
+        column.no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     return table
+
+
+def _short_name(load: Load) -> str:
+    match load:
+        case OpenLoop():
+            return "at once" if math.isinf(load.rate) else f"{load.rate:g}/s"
+        case Replay():
+            return "trace"
+        case ClosedLoop():
+            return f"{load.concurrency} at a time"
 
 
 def _each(repeat: "Repeat") -> str:

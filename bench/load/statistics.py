@@ -75,6 +75,8 @@ class Summary:
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    num_seen: int
+    """Output tokens that were seen come; over HTTP pieces of text."""
     request_rate: float
     input_rate: float
     output_rate: float
@@ -112,6 +114,7 @@ def summarize(records: Sequence[CallRecord], targets: Targets | None = None) -> 
         input_tokens=input_tokens,
         cached_tokens=sum(record.usage.cached_tokens for record in answered if record.usage is not None),
         output_tokens=output_tokens,
+        num_seen=sum(record.num_seen for record in answered),
         request_rate=len(answered) / duration_s,
         input_rate=input_tokens / duration_s,
         output_rate=output_tokens / duration_s,

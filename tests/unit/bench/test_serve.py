@@ -174,11 +174,12 @@ async def test_late_and_busy_generators_are_told(router: RunningRouter) -> None:
     lag = point.summary.lag_s
     assert lag is not None
     late = replace(lag, max=0.5, p99=0.5)
-    summary = replace(point.summary, lag_s=late, num_short=2)
-    found = warnings(Point(load=point.load, summary=summary, cpu_share=0.97))
+    summary = replace(point.summary, lag_s=late, num_short=2, num_seen=3)
+    found = warnings(Point(load=OpenLoop(rate=1.0), summary=summary, cpu_share=0.97))
     assert "fell behind: requests were sent up to 500.0 ms late" in found[0]
     assert "took 97% of a core" in found[1]
-    assert "2 answers ended with fewer tokens" in found[2]
+    assert f"{summary.output_tokens} tokens came as 3 pieces of text" in found[2]
+    assert "2 answers ended with fewer tokens" in found[3]
 
 
 async def test_command_prints_tables_and_writes_json_and_plot(router: RunningRouter, tmp_path: Path) -> None:

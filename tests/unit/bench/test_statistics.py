@@ -105,7 +105,7 @@ def test_short_answers_are_counted() -> None:
 
 def test_run_in_which_all_fail_has_numbers_too() -> None:
     summary = summarize([failed(1.0, ErrorKind.UNAVAILABLE), failed(1.0, ErrorKind.UNAVAILABLE)], Targets(ttft_s=1.0))
-    assert (summary.num_answered, summary.output_rate, summary.ttft_s) == (0, 0.0, None)
+    assert (summary.num_answered, summary.num_seen, summary.output_rate, summary.ttft_s) == (0, 0, 0.0, None)
     assert summary.errors == {"unavailable": 2}
 
 
