@@ -1,7 +1,7 @@
 """Requests over gRPC, by the SDK. Each message says which tokens it holds."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 
 import grpc
 
@@ -15,6 +15,7 @@ from router.client import (
     CallCancelledError,
     ClientError,
     DeadlineError,
+    Delta,
     NotFoundError,
     OverloadedError,
     ServerError,
@@ -74,14 +75,11 @@ class GrpcSender:
         }
         finish = None
         try:
-            async for delta in self._client.generate(
-                None if isinstance(call.prompt, Chat) else call.prompt,
-                messages=call.prompt.messages if isinstance(call.prompt, Chat) else None,
-                **options,
-            ):
-                if delta.token_ids:
-                    received(len(delta.token_ids))
-                finish = delta.finish
+            async with aclosing(self._generate(call, options)) as deltas:
+                async for delta in deltas:
+                    if delta.token_ids:
+                        received(len(delta.token_ids))
+                    finish = delta.finish
         except ClientError as error:
             raise CallError(_KINDS.get(type(error), ErrorKind.OTHER), str(error)) from error
         if finish is None:
@@ -91,3 +89,8 @@ class GrpcSender:
             cached_tokens=finish.usage.cached_tokens,
             completion_tokens=finish.usage.completion_tokens,
         )
+
+    def _generate(self, call: Call, options: Options) -> AsyncGenerator[Delta, None]:
+        if isinstance(call.prompt, Chat):
+            return self._client.generate(messages=call.prompt.messages, **options)
+        return self._client.generate(call.prompt, **options)

@@ -94,8 +94,8 @@ def print_offline(console: Console, result: "OfflineResult") -> None:
         highlight=False,
     )
     table = Table(
-        *("", "output tokens/s", "each", "TTFT ms", "TPOT ms", "MBU", "FLOPs", "GB", "J/token"),
-        title="medians of the repeats",
+        *("", "tokens/s", "each repeat", "TTFT ms", "TPOT ms", "MBU", "FLOPs", "GB", "J/token"),
+        title="output tokens, medians of the repeats",
     )
     for name, repeats in result.repeats.items():
         ttft_s = result.median(name, lambda repeat: _p50(repeat.summary.ttft_s))
@@ -112,7 +112,7 @@ def print_offline(console: Console, result: "OfflineResult") -> None:
             _number(result.median(name, _joules_per_token)),
         )
     for column in table.columns:
-        column.no_wrap = column.header != "each"
+        column.no_wrap = column.header != "each repeat"
     console.print(table)
     if any(_is_contended(repeat) for repeats in result.repeats.values() for repeat in repeats):
         console.print("* other processes kept more than a tenth of a core busy", highlight=False)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+import trustme
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import RunningRouter, router_config, running_router
 from typer.testing import CliRunner
@@ -27,6 +28,8 @@ from bench.load.sender import Protocol, Target
 from bench.load.serve import Point, ServeOptions, measure
 from bench.load.statistics import Targets
 from cluster.cli import app
+from router.keys import hash_key
+from router.tls import TlsFiles
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
@@ -156,6 +159,34 @@ async def test_service_that_is_not_there_or_serves_something_else(router: Runnin
         await measure(options(target(router, protocol, model="other")))
     with pytest.raises(BenchError, match=r"127\.0\.0\.1:1"):
         await measure(options(target(router, protocol, address="http://127.0.0.1:1"[7 * (protocol == "grpc") :])))
+
+
+@PROTOCOLS
+async def test_services_with_tls_and_keys_are_measured_too(protocol: Protocol, tmp_path: Path) -> None:
+    authority, cert, keys = tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "keys.yaml"
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(str(authority))
+    ca.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(cert))
+    keys.write_text(f"keys: [{{name: alice, sha256: {hash_key('wk-1')}}}]")
+    tls = TlsFiles(cert_file=str(cert), key_file=str(cert))
+    async with (
+        FakeReplica("a") as replica,
+        running_router(router_config(replica.address, http_port=0, tls=tls, api_keys=str(keys))) as router,
+    ):
+        ports = {Protocol.GRPC: router.addresses.grpc, Protocol.HTTP: router.addresses.http or ""}
+        address = f"localhost:{ports[protocol].rpartition(':')[2]}"
+        where = Target(
+            protocol=protocol,
+            address=address if protocol is Protocol.GRPC else f"https://{address}/v1",
+            tls_ca=authority,
+            timeout_s=20.0,
+        )
+        _, (point,) = await measure(options(replace(where, api_key="wk-1"), num_requests=2))
+        assert point.summary.num_answered == 2
+        with pytest.raises(BenchError, match=r"unauthenticated|401"):
+            await measure(options(replace(where, api_key="wk-2")))
+        with pytest.raises(BenchError, match=r"none\.pem cannot be read: No such file"):
+            await measure(options(replace(where, tls_ca=tmp_path / "none.pem")))
 
 
 async def test_line_of_json_has_everything_but_the_key(router: RunningRouter, tmp_path: Path) -> None:
