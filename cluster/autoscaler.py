@@ -21,17 +21,18 @@ _MIN_FINISHED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalerConfig:
-    """When a model gets more or fewer replicas."""
+    """When a model gets more or fewer replicas, between its `min_replicas` and `max_replicas`."""
 
-    min_replicas: int = 1
-    """0: none at all while nobody asks; the first request then waits for one."""
-    max_replicas: int = 1
     target_requests: float = 32.0
     """Requests, running and waiting, that each replica should have."""
     target_kv_usage: float = 0.8
     """Share of the KV blocks that should be in use, above 0 and at most 1."""
     target_goodput: float = 0.95
     """Share of the finished requests that should have met both latency targets; 0: latency does not count."""
+    target_ttft_s: float | None = None
+    """Of the time to the first token; null: `router.metrics.slo_ttft_s`. Goodput is counted by it too."""
+    target_tpot_s: float | None = None
+    """Of the mean time of each further token; null: `router.metrics.slo_tpot_s`."""
     window_s: float = 30.0
     """An observation asks for what the mean of so long a time needs."""
     upscale_delay_s: float = 15.0
@@ -40,19 +41,14 @@ class AutoscalerConfig:
     """Time without any request before the last replica goes, where `min_replicas` is 0."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_replicas <= self.max_replicas or self.max_replicas < 1:
-            raise ClusterConfigError(
-                f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; "
-                "allowed: 0 <= min_replicas <= max_replicas, and max_replicas at least 1"
-            )
         for name in ("target_kv_usage", "target_goodput"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ClusterConfigError(f"{name} is {getattr(self, name)}; allowed: 0 to 1")
-        for name in ("target_requests", "target_kv_usage", "window_s"):
-            if not getattr(self, name) > 0:
-                raise ClusterConfigError(f"{name} is {getattr(self, name)}; allowed: more than 0")
+        for name in ("target_requests", "target_kv_usage", "target_ttft_s", "target_tpot_s", "window_s"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ClusterConfigError(f"{name} is {value}; allowed: more than 0")
         for name in ("upscale_delay_s", "downscale_delay_s", "idle_s"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ClusterConfigError(f"{name} is {getattr(self, name)}; allowed: 0 or more")
 
 
@@ -90,8 +86,12 @@ class Decision:
 class Autoscaler:
     """Holds the rules of one model; `decide` is a pure function of its arguments."""
 
-    def __init__(self, config: AutoscalerConfig) -> None:
+    def __init__(self, config: AutoscalerConfig, *, min_replicas: int, max_replicas: int) -> None:
+        """Bounds: 0 <= min_replicas <= max_replicas, and max_replicas at least 1."""
+        assert 0 <= min_replicas <= max_replicas >= 1, (min_replicas, max_replicas)
         self._config = config
+        self._min_replicas = min_replicas
+        self._max_replicas = max_replicas
 
     @property
     def horizon_s(self) -> float:
@@ -105,8 +105,8 @@ class Autoscaler:
         A delay counts only when the observations reach back so far: after a restart nothing shrinks too early.
         """
         config = self._config
-        if not config.min_replicas <= wanted <= config.max_replicas:
-            bounded = min(max(wanted, config.min_replicas), config.max_replicas)
+        if not self._min_replicas <= wanted <= self._max_replicas:
+            bounded = min(max(wanted, self._min_replicas), self._max_replicas)
             return Decision(replicas=bounded, reason=f"{wanted} is out of bounds")
         if not observations:
             return Decision(replicas=wanted, reason="")
@@ -115,18 +115,19 @@ class Autoscaler:
             if latest.num_requests:
                 return Decision(replicas=1, reason=f"{latest.num_requests} requests wait for the first replica")
             return Decision(replicas=0, reason="")
-        asked = list(self._asked(observations))
+        first_s = now_s - max(config.upscale_delay_s, config.downscale_delay_s) - config.window_s
+        asked = list(self._asked(each for each in observations if each.time_s > first_s))
         least = min(_since(asked, now_s - config.upscale_delay_s), key=_replicas, default=None)
         if least is not None and least.replicas > wanted and _reaches(observations, now_s - config.upscale_delay_s):
             return least
         most = max(_since(asked, now_s - config.downscale_delay_s), key=_replicas, default=None)
         if most is not None and most.replicas < wanted and _reaches(observations, now_s - config.downscale_delay_s):
             return most
-        if config.min_replicas == 0 and wanted == 1 and self._is_idle(observations, now_s):
+        if self._min_replicas == 0 and wanted == 1 and self._is_idle(observations, now_s):
             return Decision(replicas=0, reason=f"no request for {config.idle_s:g} s")
         return Decision(replicas=wanted, reason="")
 
-    def _asked(self, observations: Sequence[Observation]) -> Iterable[tuple[float, Decision]]:
+    def _asked(self, observations: Iterable[Observation]) -> Iterable[tuple[float, Decision]]:
         """What each observation asks for, with the window before it."""
         window: deque[Observation] = deque()
         for observation in observations:
@@ -154,9 +155,8 @@ class Autoscaler:
             by_latency = latest.num_ready + math.ceil(latest.num_ready * (config.target_goodput - share))
             if by_latency > asked.replicas:
                 asked = Decision(replicas=by_latency, reason=f"{share:.0%} of the requests on time")
-        return Decision(
-            replicas=min(max(asked.replicas, config.min_replicas, 1), config.max_replicas), reason=asked.reason
-        )
+        replicas = min(max(asked.replicas, self._min_replicas, 1), self._max_replicas)
+        return Decision(replicas=replicas, reason=asked.reason)
 
     def _is_idle(self, observations: Sequence[Observation], now_s: float) -> bool:
         since_s = now_s - self._config.idle_s

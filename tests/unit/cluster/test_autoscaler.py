@@ -15,7 +15,7 @@ from cluster.autoscaler import Autoscaler, AutoscalerConfig, Decision, Observati
 from cluster.errors import ClusterConfigError
 
 TRACE = Path(__file__).parents[4] / "shared" / "traces" / "servegen_m_small_clients.jsonl.gz"
-CONFIG = AutoscalerConfig(min_replicas=1, max_replicas=8, target_requests=10, window_s=10, idle_s=60)
+CONFIG = AutoscalerConfig(target_requests=10, window_s=10, idle_s=60)
 
 
 def look(
@@ -33,8 +33,16 @@ def look(
     )
 
 
-def decide(observations: list[Observation], wanted: int, config: AutoscalerConfig = CONFIG) -> Decision:
-    return Autoscaler(config).decide(observations, wanted, observations[-1].time_s)
+def decide(
+    observations: list[Observation],
+    wanted: int,
+    config: AutoscalerConfig = CONFIG,
+    *,
+    least: int = 1,
+    most: int = 8,
+) -> Decision:
+    autoscaler = Autoscaler(config, min_replicas=least, max_replicas=most)
+    return autoscaler.decide(observations, wanted, observations[-1].time_s)
 
 
 def test_load_scales_up_after_the_delay_and_says_why() -> None:
@@ -74,9 +82,9 @@ def test_requests_of_an_older_number_of_replicas_do_not_count() -> None:
     """Else the requests that were late before a replica came would ask for one more, and one more."""
     late = [look(time_s, ready=4, running=4, on_time="0/6") for time_s in range(30)]
     grown = [look(30 + time_s, ready=8, running=4, on_time="6/6") for time_s in range(4)]
-    config = replace(CONFIG, upscale_delay_s=0.0, max_replicas=64)
-    assert decide(late, 4, config).replicas == 8
-    assert decide(late + grown, 8, config).replicas == 8
+    config = replace(CONFIG, upscale_delay_s=0.0)
+    assert decide(late, 4, config, most=64).replicas == 8
+    assert decide(late + grown, 8, config, most=64).replicas == 8
 
 
 def test_few_requests_prove_nothing() -> None:
@@ -84,14 +92,14 @@ def test_few_requests_prove_nothing() -> None:
 
 
 def test_zero_and_back() -> None:
-    config = replace(CONFIG, min_replicas=0, downscale_delay_s=20)
+    config = replace(CONFIG, downscale_delay_s=20)
     quiet = [look(0, running=1), *[look(time_s) for time_s in range(1, 62)]]
-    assert decide(quiet[:60], 1, config).replicas == 1
-    assert decide(quiet, 1, config) == Decision(replicas=0, reason="no request for 60 s")
-    assert decide([*quiet, look(62, ready=0)], 0, config).replicas == 0
-    held = decide([*quiet, look(62, ready=0, waiting=1)], 0, config)
+    assert decide(quiet[:60], 1, config, least=0).replicas == 1
+    assert decide(quiet, 1, config, least=0) == Decision(replicas=0, reason="no request for 60 s")
+    assert decide([*quiet, look(62, ready=0)], 0, config, least=0).replicas == 0
+    held = decide([*quiet, look(62, ready=0, waiting=1)], 0, config, least=0)
     assert held == Decision(replicas=1, reason="1 requests wait for the first replica")
-    assert decide(quiet, 1, replace(config, min_replicas=1)).replicas == 1
+    assert decide(quiet, 1, config, least=1).replicas == 1
 
 
 def test_bounds_hold_at_once() -> None:
@@ -103,11 +111,11 @@ def test_bounds_hold_at_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3 and max_replicas 2"),
-        ({"min_replicas": -1}, "min_replicas is -1"),
         ({"target_kv_usage": 0.0}, "target_kv_usage is 0.0; allowed: more than 0"),
         ({"target_goodput": 1.5}, "target_goodput is 1.5; allowed: 0 to 1"),
         ({"upscale_delay_s": -1.0}, "upscale_delay_s is -1.0; allowed: 0 or more"),
+        ({"idle_s": math.inf}, "idle_s is inf; allowed: 0 or more"),
+        ({"target_ttft_s": 0.0}, "target_ttft_s is 0.0; allowed: more than 0"),
         ({"target_requests": math.nan}, "target_requests is nan"),
     ],
 )
@@ -123,14 +131,14 @@ def test_bad_settings_are_refused(changes: dict[str, float], message: str) -> No
     min_replicas=st.integers(0, 3),
 )
 def test_any_load_keeps_the_bounds_and_a_steady_one_settles(loads: list[int], wanted: int, min_replicas: int) -> None:
-    config = replace(CONFIG, min_replicas=min_replicas, downscale_delay_s=30, idle_s=40)
-    autoscaler = Autoscaler(config)
+    config = replace(CONFIG, downscale_delay_s=30, idle_s=40)
+    autoscaler = Autoscaler(config, min_replicas=min_replicas, max_replicas=8)
     seen: list[Observation] = []
     changes = []
     for time_s, load in enumerate(loads + [loads[-1]] * 120):
         seen.append(look(time_s, ready=wanted, running=load))
         decision = autoscaler.decide(seen, wanted, time_s)
-        assert min_replicas <= decision.replicas <= config.max_replicas
+        assert min_replicas <= decision.replicas <= 8
         assert (decision.replicas != wanted) == bool(decision.reason)
         if decision.replicas != wanted:
             changes.append(time_s)
@@ -146,8 +154,8 @@ def test_a_day_of_a_real_service_is_served_with_far_fewer_replica_hours() -> Non
     rates = day_of_arrivals()
     peak, service_s, capacity = max(rates), 6.0, 10
     scale = 40 * capacity / service_s / peak  # the busiest moment needs some 40 replicas
-    config = AutoscalerConfig(min_replicas=2, max_replicas=64, target_requests=0.7 * capacity)
-    autoscaler, step_s = Autoscaler(config), 10
+    config = AutoscalerConfig(target_requests=0.7 * capacity)
+    autoscaler, step_s = Autoscaler(config, min_replicas=2, max_replicas=64), 10
     seen: deque[Observation] = deque()
     wanted, starting, ready, waiting = 30, deque[int](), 30, 0.0
     replica_s = late = total = 0.0
