@@ -11,11 +11,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from cluster.autoscaler import AutoscalerConfig
 from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
 from router.config import (
@@ -112,6 +114,8 @@ class ModelSection(_Section):
     min_replicas: Annotated[int, Field(ge=0)] = 0
     """Bounds of `replicas`, for whoever changes it while the service runs."""
     max_replicas: Annotated[int, Field(ge=1)] | None = None
+    autoscaling: AutoscalerConfig | None = None
+    """The number follows the load, from `replicas` on and inside of the bounds; null: it stays as it was said."""
     accelerator: str | None = None
     """Place ranks only on GPUs of this type, as Ray names it: "A100", "H100", "L4" and so on; None: on any."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
@@ -130,6 +134,8 @@ class ModelSection(_Section):
             raise ValueError(
                 f"max_replicas is {self.max_replicas}; allowed: at least min_replicas, {self.min_replicas}"
             )
+        if self.autoscaling is not None and self.max_replicas is None:
+            raise ValueError("max_replicas is null; allowed: a number, where there is `autoscaling`")
         check_replicas(self, self.replicas)
         return self
 
@@ -366,6 +372,8 @@ def _section_at(kind: type[_Section], loc: tuple[str | int, ...]) -> Any:
     section: Any = kind
     for part in loc:
         section = section.model_fields[part].annotation if isinstance(part, str) else get_args(section)[0]
+        if isinstance(section, UnionType):
+            section = next(kind for kind in get_args(section) if kind is not NoneType)
     return section
 
 

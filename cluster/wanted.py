@@ -78,14 +78,15 @@ class Change:
     """A line for each setting."""
 
 
-_SCALING = ("replicas", "min_replicas", "max_replicas")
+_SCALING = ("replicas", "min_replicas", "max_replicas", "autoscaling")
 """Settings that no rank knows of."""
 
 
 def apply(models: Models, specs: Sequence[ModelSpec]) -> tuple[dict[str, WantedModel], list[Change]]:
     """Want exactly these models; also say what that changes. Applied again, it changes nothing.
 
-    Settings that are those of the revision before go back to it, so its groups that still run are kept.
+    Settings that are those of the revision before go back to it, so its groups that still run are kept. The number of
+    replicas of a model that scales by itself stays as it is, but for its bounds.
     """
     wanted: dict[str, WantedModel] = {}
     changes: list[Change] = []
@@ -96,6 +97,7 @@ def apply(models: Models, specs: Sequence[ModelSpec]) -> tuple[dict[str, WantedM
             wanted[spec.name] = WantedModel(hash_key=spec.engine.hash_key, current=Revision(number=1, section=section))
             changes.append(Change(kind=ChangeKind.ADD, name=spec.name, details=(_shape(section),)))
             continue
+        section = _with_replicas_of(before, section)
         wanted[spec.name] = _revise(before, section)
         kind = ChangeKind.SCALE if wanted[spec.name].current.number == before.current.number else ChangeKind.ROLLOUT
         if details := differences(before.current.section, section):
@@ -159,10 +161,7 @@ def changed_section(model: WantedModel, settings: Mapping[str, Any]) -> ModelSec
 
 def differences(before: ModelSection, after: ModelSection) -> tuple[str, ...]:
     """Say which settings differ, a line each: "cache.num_blocks: 512 -> 1024"."""
-    old, new = (dict(_flatten(section.model_dump(mode="json"))) for section in (before, after))
-    return tuple(
-        f"{path}: {_shown(old.get(path))} -> {_shown(new[path])}" for path in new if new[path] != old.get(path)
-    )
+    return tuple(_compare(before.model_dump(mode="json"), after.model_dump(mode="json")))
 
 
 def find(models: Models, name: str) -> WantedModel:
@@ -194,6 +193,15 @@ def _settings(section: ModelSection) -> ModelSection:
     return section.model_copy(update=defaults)
 
 
+def _with_replicas_of(model: WantedModel, section: ModelSection) -> ModelSection:
+    """The file's number is where a model begins that scales by itself; then it is the autoscaler's."""
+    if section.autoscaling is None:
+        return section
+    assert section.max_replicas is not None
+    replicas = min(max(model.replicas, section.min_replicas), section.max_replicas)
+    return section.model_copy(update={"replicas": replicas})
+
+
 def _scaled_like(revision: Revision, other: Revision) -> Revision:
     scaling = {name: getattr(other.section, name) for name in _SCALING}
     return replace(revision, section=revision.section.model_copy(update=scaling))
@@ -212,13 +220,16 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _compare(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            yield from _compare(before, value, f"{prefix}{key}.")
+        elif before != value:
+            yield f"{prefix}{key}: {_shown(before)} -> {_shown(value)}"
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {each}" for key, each in value.items() if each is not None)
     return "default" if value is None else str(value)

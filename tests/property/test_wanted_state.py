@@ -42,7 +42,14 @@ LLAMA = {
 NAMES = ("a", "b")
 SURGE = 1
 
-sections = st.fixed_dictionaries({"replicas": st.integers(0, 3), "max_context": st.sampled_from([None, 64, 128])})
+sections = st.fixed_dictionaries(
+    {
+        "replicas": st.integers(0, 3),
+        "max_context": st.sampled_from([None, 64, 128]),
+        "max_replicas": st.just(3),
+        "autoscaling": st.sampled_from([None, {}, {"target_requests": 8}]),
+    }
+)
 files = st.dictionaries(st.sampled_from(NAMES), sections, min_size=1)
 picks = st.integers(0, 1000)
 

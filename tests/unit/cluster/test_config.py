@@ -102,6 +102,30 @@ def test_each_model_has_its_own_hash_key() -> None:
             {"models": [{"scheduler": {"max_num_batched_tokens": 8}}]},
             "models[0].scheduler: max_num_batched_tokens is 8; allowed: at least max_num_seqs (256)",
         ),
+        (
+            {"models": [{"max_replicas": 2, "autoscaling": {"target": 2}}]},
+            "models[0].autoscaling.target: unknown key; allowed: target_requests, target_kv_usage, target_goodput",
+        ),
+        (
+            {"models": [{"max_replicas": 2, "autoscaling": {"target_kv_usage": 1.5}}]},
+            "models[0].autoscaling: target_kv_usage is 1.5; allowed: 0 to 1",
+        ),
+        (
+            {"models": [{"max_replicas": 2, "autoscaling": {"idle_s": "1 h"}}]},
+            'models[0].autoscaling.idle_s: "1 h"; allowed: a valid number',
+        ),
+        (
+            {"models": [{"autoscaling": {}}]},
+            "models[0]: max_replicas is null; allowed: a number, where there is `autoscaling`",
+        ),
+        (
+            {"models": [{"replicas": 3, "max_replicas": 2, "autoscaling": {}}]},
+            "models[0]: replicas is 3; allowed: 0 to 2",
+        ),
+        (
+            {"router": {"tls": {"cert_file": "c", "key_file": "k", "cert": "x"}}},
+            "router.tls.cert: unknown key; allowed: cert_",
+        ),
         ({"router": {"policy": "random"}}, "router.policy: \"random\"; allowed: 'round_robin', 'least_loaded'"),
         ({"router": {"port": 70000}}, "router.port: 70000; allowed: less than or equal to 65535"),
         ({"models": []}, "models: []"),

@@ -36,6 +36,34 @@ def test_another_number_of_replicas_is_no_rollout() -> None:
     assert (models["m"].replicas, models["m"].current.number) == (3, 1)
 
 
+SCALED = {"max_replicas": 4, "autoscaling": {"target_requests": 8}}
+
+
+def test_number_of_a_model_that_scales_by_itself_outlives_apply() -> None:
+    models = scale(wanted(model(replicas=1, **SCALED)), "m", 3)
+    models, changes = apply(models, [model(replicas=1, **SCALED)])
+    assert changes == []
+    assert models["m"].replicas == 3
+    models, changes = apply(models, [model(replicas=1, **{**SCALED, "max_replicas": 2})])
+    assert changes[0].details == ("replicas: 3 -> 2", "max_replicas: 4 -> 2")
+    models, _ = apply(models, [model(replicas=1, max_context=64, **SCALED)])
+    assert (models["m"].replicas, models["m"].current.number) == (2, 2)
+
+
+def test_scaling_is_turned_on_changed_and_off_without_a_rollout() -> None:
+    models = wanted(model(replicas=2, max_replicas=4))
+    models, on = apply(models, [model(replicas=1, **SCALED)])
+    assert on[0].kind is ChangeKind.SCALE
+    assert on[0].details[0].startswith("autoscaling: default -> target_requests 8.0, target_kv_usage 0.8, ")
+    assert models["m"].replicas == 2, "the number goes on from where it is"
+    models, changed = apply(models, [model(**{**SCALED, "autoscaling": {"target_requests": 8, "idle_s": 60}})])
+    assert [change.details for change in changed] == [("autoscaling.idle_s: 900.0 -> 60.0",)]
+    models, off = apply(models, [model(replicas=1, max_replicas=4)])
+    assert [change.kind for change in (*changed, *off)] == [ChangeKind.SCALE, ChangeKind.SCALE]
+    assert off[0].details[0] == "replicas: 2 -> 1"
+    assert (models["m"].replicas, models["m"].current.number) == (1, 1)
+
+
 def test_another_setting_is_a_new_revision_with_the_old_hash_key() -> None:
     before = wanted(model())
     models, changes = apply(before, [model(max_context=64, cache={"num_blocks": 8})])
