@@ -97,12 +97,15 @@ class FailoverConfig:
     """Replicas that may break under one request before it fails."""
     new_request_wait_s: float = 10.0
     """How long a request that has not begun waits for a ready replica."""
+    cold_start_wait_s: float = 900.0
+    """How long it waits before that for the first replica of a model that is started when somebody asks."""
     failover_wait_s: float = 120.0
     """How long one that has begun waits; a group needs time to form again."""
 
     def __post_init__(self) -> None:
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("new_request_wait_s", self.new_request_wait_s, 0)
+        _at_least("cold_start_wait_s", self.cold_start_wait_s, 0)
         _at_least("failover_wait_s", self.failover_wait_s, 0)
 
 

@@ -6,8 +6,10 @@ Knows models, links and the prefix index of each model; flight.py asks the model
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 from weft.block_hash import block_hashes, root_hash
@@ -15,12 +17,16 @@ from weft.v1 import control_pb2, replica_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
 from router.config import RouterConfig
+from router.demand import Demand, DemandReporter
 from router.errors import ModelNotFoundError, NoReplicaError
 from router.policy import Policy, ReplicaView
 from router.prefix_index import PrefixIndex, ReplicaId
 from router.prefix_policy import make_policy
 from router.replica import Endpoint, ReplicaLink
 from router.tls import connect
+
+if TYPE_CHECKING:
+    from weft.v1.control_pb2_grpc import ControlAsyncStub
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +46,11 @@ class ServedModel:
     path: str
     max_context: int
     """0: not known; that of the replicas is taken."""
+    starts_on_demand: bool = False
+    """Its first replica is started when somebody asks."""
+    target_ttft_s: float = 0.0
+    """0: what the router's own settings say, for this and the other target."""
+    target_tpot_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +68,6 @@ class ModelRoute:
 
     def __init__(self, served: ServedModel, policy: Policy) -> None:
         self.name = served.name
-        self.path = served.path
         self.policy = policy
         self.index = PrefixIndex()
         self.links: dict[ReplicaId, ReplicaLink] = {}
@@ -65,9 +75,15 @@ class ModelRoute:
         """Tokens in a block; None until a replica was connected."""
         self.vocab_size: int | None = None
         """Of the model; None until a replica was connected."""
+        self.num_open = 0
+        """Requests that were accepted and have not ended."""
+        self.num_finished = 0
+        """Requests that were served, but those that began while there was no replica."""
+        self.num_on_time = 0
+        """Of those: within both targets."""
         self._hash_key = b""
-        self._max_context = served.max_context
         self._max_replica_context = 0
+        self.update(served)
 
     @property
     def max_context(self) -> int:
@@ -79,9 +95,19 @@ class ModelRoute:
         """Replicas that could take a request."""
         return sum(link.is_ready for link in self.links.values())
 
+    @property
+    def demand(self) -> Demand:
+        """What clients ask of it, for the controller."""
+        num_placed = sum(link.load.num_own_requests for link in self.links.values())
+        return Demand(
+            num_held=max(0, self.num_open - num_placed), num_finished=self.num_finished, num_on_time=self.num_on_time
+        )
+
     def update(self, served: ServedModel) -> None:
         """Take over what membership says now."""
         self.path = served.path
+        self.starts_on_demand = served.starts_on_demand
+        self.target_ttft_s, self.target_tpot_s = served.target_ttft_s, served.target_tpot_s
         self._max_context = served.max_context
 
     def accept(self, snapshot: replica_pb2.Snapshot) -> bool:
@@ -140,6 +166,9 @@ class Directory:
         self._routes: dict[str, ModelRoute] = {}
         self._is_known = False
         self._tasks: asyncio.TaskGroup | None = None
+        self._reporter = DemandReporter(
+            config.router_id, lambda: {name: route.demand for name, route in self._routes.items()}
+        )
 
     @property
     def routes(self) -> list[ModelRoute]:
@@ -148,8 +177,8 @@ class Directory:
 
     @property
     def is_ready(self) -> bool:
-        """Whether some replica could take a request."""
-        return any(route.num_ready for route in self._routes.values())
+        """Whether some replica could take a request, or would be started for it."""
+        return any(route.num_ready or route.starts_on_demand for route in self._routes.values())
 
     def resolve(self, model: str) -> ModelRoute:
         """Return the model of this name; the empty name is the only model served.
@@ -168,6 +197,10 @@ class Directory:
             seen = f"model is {model!r}" if model else "no model is named"
             raise ModelNotFoundError(f"{seen}; served: {served}")
         return route
+
+    def report_soon(self) -> None:
+        """Tell the controller now that a request waits for a first replica."""
+        self._reporter.report_soon()
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return when something changed, or after a while."""
@@ -205,6 +238,8 @@ class Directory:
             self._add(endpoint)
             link = self._routes[endpoint.model].links[endpoint.replica_id]
             link.is_dismissed = endpoint.replica_id in membership.draining
+        for name, route in self._routes.items():
+            route.starts_on_demand &= name in names  # else a request that waits for it would wait on
         self._routes = {name: route for name, route in self._routes.items() if name in names}
         self._is_known = True
         self._notify()
@@ -249,9 +284,9 @@ class Directory:
         num_failures = 0
         while True:
             try:
-                async with connect(address, link.tls, _CONTROL_OPTIONS) as channel:
+                async with connect(address, link.tls, _CONTROL_OPTIONS) as channel, self._reporting(channel) as stub:
                     request = control_pb2.WatchReplicasRequest(router_id=self._config.router_id)
-                    async for response in ControlStub(channel).WatchReplicas(request):
+                    async for response in stub.WatchReplicas(request):
                         num_failures = 0
                         self.apply(_membership(response))
                 reason = "the controller ended the stream"
@@ -263,10 +298,32 @@ class Directory:
             delay_s = min(link.backoff_s * 2 ** min(num_failures, 16), link.max_backoff_s)
             await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
 
+    @asynccontextmanager
+    async def _reporting(self, channel: grpc.aio.Channel) -> AsyncIterator["ControlAsyncStub"]:
+        """Report demand to the controller for the length of the block."""
+        assert self._tasks is not None
+        stub: ControlAsyncStub = ControlStub(channel)
+        task = self._tasks.create_task(self._reporter.run(stub), name="demand")
+        try:
+            yield stub
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+
 
 def _membership(response: control_pb2.WatchReplicasResponse) -> Membership:
     return Membership(
-        models=tuple(ServedModel(name=m.name, path=m.path, max_context=m.max_context) for m in response.models),
+        models=tuple(
+            ServedModel(
+                name=m.name,
+                path=m.path,
+                max_context=m.max_context,
+                starts_on_demand=m.starts_on_demand,
+                target_ttft_s=m.target_ttft_s,
+                target_tpot_s=m.target_tpot_s,
+            )
+            for m in response.models
+        ),
         replicas=tuple(
             Endpoint(replica_id=ReplicaId(r.replica_id), model=r.model, address=r.address) for r in response.replicas
         ),

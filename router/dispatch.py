@@ -61,7 +61,7 @@ class Dispatcher:
         outcome = ""
         try:
             route = self._directory.resolve(call.model)
-            meter.model = route.name
+            meter.begin(route)
             span.set(gen_ai__request__model=route.name)
             meter.tenant = self._metrics.tenants.name(call.tenant, call.cache_salt)
             if call.tenant is not None:
@@ -73,11 +73,12 @@ class Dispatcher:
                 meter.num_prompt_tokens = len(request.prompt_token_ids)
                 if call.tenant is not None:
                     call.tenant.spend(len(request.prompt_token_ids))
-                with span.child("weft.admission"):
-                    await place.start(deadline_s)
-                meter.start()
                 flight = self._flight(request, route, span)
                 try:
+                    with span.child("weft.admission"):
+                        await flight.hold()
+                        await place.start(deadline_s)
+                    meter.start()
                     while not outcome:
                         delta = await flight.next()
                         meter.receive(len(delta.token_ids))

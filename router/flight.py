@@ -109,6 +109,27 @@ class Flight:
         self._hashes: list[bytes] | None = None
         self._seeking_since_s: float | None = None
         """When it was last without a replica that gives tokens; refusals do not begin the wait anew."""
+        route.num_open += 1  # until `close`
+
+    async def hold(self) -> None:
+        """Wait for the model's first replica, where one is started because somebody asks.
+
+        Raises:
+            DeadlineError, NoReplicaError: none came in time.
+        """
+        give_up_s = time.monotonic() + self._config.cold_start_wait_s
+        try:
+            async with asyncio.timeout_at(self._request.deadline_s):
+                while self._route.starts_on_demand and not self._route.num_ready:
+                    self._directory.report_soon()
+                    left_s = give_up_s - time.monotonic()
+                    if left_s <= 0:
+                        raise self._no_replica_error(self._config.cold_start_wait_s)
+                    await self._directory.wait_for_change(left_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the deadline passed before a replica of model {self._route.name!r} was ready"
+            ) from None
 
     async def next(self) -> GenerateDelta:
         """Return the next delta; after one with `finished` there is none.
@@ -124,7 +145,8 @@ class Flight:
             raise self._deadline_error() from None
 
     def close(self) -> None:
-        """Abort the request wherever it is; nothing happens when it has ended."""
+        """Abort the request wherever it is, unless it has ended. Once."""
+        self._route.num_open -= 1
         if self._part is not None:
             self._part.link.abort(self._part.wire_id)
             self._part.span.fail("aborted")

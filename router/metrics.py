@@ -31,7 +31,8 @@ _OUTCOMES = (
 """How a request to a model can end."""
 _FAULTS = ("deadline_exceeded", "resource_exhausted", "unavailable", "internal")
 """Outcomes that are the service's and not the client's doing."""
-_RESULTS = ("met", "ttft_missed", "tpot_missed", "failed")
+_SERVED = ("met", "ttft_missed", "tpot_missed")
+_RESULTS = (*_SERVED, "failed")
 """How a request did by the targets."""
 
 
@@ -84,6 +85,10 @@ class RouterMetrics:
         """Also report the state of these two."""
         self.registry.register(_StateCollector(self, admission, directory))
 
+    def targets_s(self, route: ModelRoute) -> tuple[float, float]:
+        """Return a model's targets of TTFT and TPOT."""
+        return route.target_ttft_s or self.config.slo_ttft_s, route.target_tpot_s or self.config.slo_tpot_s
+
     def request(self) -> "RequestMeter":
         """Return the meter of a request that arrives now."""
         return RequestMeter(self)
@@ -114,6 +119,15 @@ class RequestMeter:
         """0 until the request is known to be valid."""
         self.num_cached_tokens = 0
         """As its usage tells."""
+        self._targets_s = metrics.config.slo_ttft_s, metrics.config.slo_tpot_s
+        self._demand: ModelRoute | None = None
+
+    def begin(self, route: ModelRoute) -> None:
+        """Note which model it asks for."""
+        self.model = route.name
+        self._targets_s = self._metrics.targets_s(route)
+        if route.num_ready:  # that a first replica came late says nothing about how many there should be
+            self._demand = route
 
     def start(self) -> None:
         """Note that the request got its place in flight."""
@@ -149,6 +163,9 @@ class RequestMeter:
         result = self._result(outcome, tpot_s, is_finished=is_finished)
         if result is not None:
             metrics.slo_requests.labels(self.model, result).inc()
+        if self._demand is not None and result in _SERVED:
+            self._demand.num_finished += 1
+            self._demand.num_on_time += result == "met"
         if not is_finished:
             return
         metrics.e2e.labels(self.model).observe(metrics.clock() - self._arrived_s)
@@ -159,15 +176,15 @@ class RequestMeter:
 
     def _result(self, outcome: str, tpot_s: float | None, *, is_finished: bool) -> str | None:
         """Return how the request did by the targets; None when its client ended it, or never began it well."""
-        config = self._metrics.config
+        ttft_s, tpot_target_s = self._targets_s
         if self._first_s is None:
             if outcome == "deadline_exceeded":
                 return "ttft_missed"
-        elif self._first_s - self._arrived_s > config.slo_ttft_s:
+        elif self._first_s - self._arrived_s > ttft_s:
             return "ttft_missed"
         if not is_finished:
             return "failed" if outcome in _FAULTS else None
-        return "tpot_missed" if tpot_s is not None and tpot_s > config.slo_tpot_s else "met"
+        return "tpot_missed" if tpot_s is not None and tpot_s > tpot_target_s else "met"
 
     def _count_tenant(self, outcome: str) -> None:
         metrics, labels = self._metrics, (self.model, self.tenant)
@@ -190,29 +207,31 @@ class _StateCollector(Collector):
         routes = self._directory.routes
         for route in routes:
             self._metrics.prepare(route.name)
-        return (*self._own_state(), *_models_state(routes), *_replicas_state(routes))
+        return (*self._own_state(), *self._models_state(routes), *_replicas_state(routes))
 
     def _own_state(self) -> Iterable[GaugeMetricFamily]:
-        config, targets = self._admission.config, self._metrics.config
+        config = self._admission.config
         numbers = (
             ("requests_in_flight", "Requests that replicas work on.", self._admission.num_in_flight),
             ("requests_queued", "Requests that wait for a place in flight.", self._admission.num_queued),
             ("max_requests_in_flight", "Most requests in flight at once.", config.max_in_flight),
             ("max_requests_queued", "Most requests that may wait; one more is refused.", config.max_queued),
-            ("slo_ttft_seconds", "Target of the time to the first token.", targets.slo_ttft_s),
-            ("slo_tpot_seconds", "Target of the time of each further token.", targets.slo_tpot_s),
         )
         for name, text, value in numbers:
             family = _gauge(name, text)
             family.add_metric((), value)
             yield family
 
-
-def _models_state(routes: Sequence[ModelRoute]) -> Iterable[GaugeMetricFamily]:
-    ready = _gauge("ready_replicas", "Replicas that take requests now.", "model")
-    for route in routes:
-        ready.add_metric((route.name,), sum(link.is_ready for link in list(route.links.values())))
-    return (ready,)
+    def _models_state(self, routes: Sequence[ModelRoute]) -> Iterable[GaugeMetricFamily]:
+        ready = _gauge("ready_replicas", "Replicas that take requests now.", "model")
+        ttft = _gauge("slo_ttft_seconds", "Target of the time to the first token.", "model")
+        tpot = _gauge("slo_tpot_seconds", "Target of the time of each further token.", "model")
+        for route in routes:
+            ttft_s, tpot_s = self._metrics.targets_s(route)
+            ready.add_metric((route.name,), sum(link.is_ready for link in list(route.links.values())))
+            ttft.add_metric((route.name,), ttft_s)
+            tpot.add_metric((route.name,), tpot_s)
+        return (ready, ttft, tpot)
 
 
 def _replicas_state(routes: Sequence[ModelRoute]) -> Iterable[GaugeMetricFamily]:

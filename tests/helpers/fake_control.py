@@ -1,4 +1,4 @@
-"""A controller that says what a test tells it: a real gRPC server of weft.v1.Control with WatchReplicas only."""
+"""A controller that says what a test tells it: a real gRPC server of weft.v1.Control for what routers ask of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -14,6 +14,8 @@ class FakeControl(ControlServicer):
 
     def __init__(self) -> None:
         self.watchers: list[str] = []
+        self.reports: list[control_pb2.ReportDemandRequest] = []
+        self.takes_reports = True
         self._membership: control_pb2.WatchReplicasResponse | None = None
         self._version = 0
         self._changed = asyncio.Event()
@@ -33,13 +35,21 @@ class FakeControl(ControlServicer):
         await self._server.stop(None)
 
     def set_replicas(
-        self, replicas: dict[str, str], *, models: Sequence[str] = ("tiny",), draining: Sequence[str] = ()
+        self,
+        replicas: dict[str, str],
+        *,
+        models: Sequence[str] = ("tiny",),
+        draining: Sequence[str] = (),
+        starts_on_demand: bool = False,
     ) -> None:
         """Say that these replicas (id -> address) take requests for the first of these models, but for some."""
         self._version += 1
         membership = control_pb2.WatchReplicasResponse(
             version=self._version,
-            models=[control_pb2.ServedModel(name=name, path=f"/{name}", max_context=512) for name in models],
+            models=[
+                control_pb2.ServedModel(name=name, path=f"/{name}", max_context=512, starts_on_demand=starts_on_demand)
+                for name in models
+            ],
             replicas=[
                 control_pb2.ReplicaEndpoint(
                     replica_id=replica_id, model=models[0], address=address, draining=replica_id in draining
@@ -67,6 +77,15 @@ class FakeControl(ControlServicer):
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Any) -> Any:  # noqa: N802
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a fake")
+
+    async def ReportDemand(  # noqa: N802
+        self, request_iterator: AsyncIterator[control_pb2.ReportDemandRequest], context: Any
+    ) -> control_pb2.ReportDemandResponse:
+        if not self.takes_reports:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "of an older version")
+        async for report in request_iterator:
+            self.reports.append(report)
+        return control_pb2.ReportDemandResponse()
 
     async def Shutdown(self, request: control_pb2.ShutdownRequest, context: Any) -> Any:  # noqa: N802
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a fake")

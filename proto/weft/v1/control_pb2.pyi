@@ -129,24 +129,103 @@ class ServedModel(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
+    STARTS_ON_DEMAND_FIELD_NUMBER: _builtins.int
+    TARGET_TTFT_S_FIELD_NUMBER: _builtins.int
+    TARGET_TPOT_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """A folder or a hub id that holds the tokenizer and the configs."""
     max_context: _builtins.int
+    starts_on_demand: _builtins.bool
+    """Its first replica is started when somebody asks: a request may wait for it."""
+    target_ttft_s: _builtins.float
+    """Of the time to the first token and of each further one; 0: what the router's own settings say."""
+    target_tpot_s: _builtins.float
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         path: _builtins.str = ...,
         max_context: _builtins.int = ...,
+        starts_on_demand: _builtins.bool = ...,
+        target_ttft_s: _builtins.float = ...,
+        target_tpot_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "name", b"name", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "name", b"name", "path", b"path", "starts_on_demand", b"starts_on_demand", "target_tpot_s", b"target_tpot_s", "target_ttft_s", b"target_ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
+
+@_typing.final
+class ReportDemandRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDemand]: ...
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        models: _abc.Iterable[Global___ModelDemand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "router_id", b"router_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportDemandRequest: _TypeAlias = ReportDemandRequest  # noqa: Y015
+
+@_typing.final
+class ReportDemandResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportDemandResponse: _TypeAlias = ReportDemandResponse  # noqa: Y015
+
+@_typing.final
+class ModelDemand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUM_HELD_FIELD_NUMBER: _builtins.int
+    NUM_FINISHED_FIELD_NUMBER: _builtins.int
+    NUM_ON_TIME_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    num_held: _builtins.int
+    """Requests that were accepted and are on no replica now."""
+    num_finished: _builtins.int
+    """Since the report before: requests that were served, and those of them within both targets."""
+    num_on_time: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        num_held: _builtins.int = ...,
+        num_finished: _builtins.int = ...,
+        num_on_time: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_finished", b"num_finished", "num_held", b"num_held", "num_on_time", b"num_on_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelDemand: _TypeAlias = ModelDemand  # noqa: Y015
 
 @_typing.final
 class ReplicaEndpoint(_message.Message):
@@ -312,6 +391,7 @@ class ModelStatus(_message.Message):
     READY_REPLICAS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     PREVIOUS_REVISION_FIELD_NUMBER: _builtins.int
+    AUTOSCALING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     wanted_replicas: _builtins.int
@@ -322,6 +402,10 @@ class ModelStatus(_message.Message):
     """What `--undo` goes back to; 0: nothing."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]: ...
+    @_builtins.property
+    def autoscaling(self) -> Global___AutoscalingStatus:
+        """Absent: the number of replicas changes only when somebody says so."""
+
     def __init__(
         self,
         *,
@@ -332,14 +416,44 @@ class ModelStatus(_message.Message):
         ready_replicas: _builtins.int = ...,
         revision: _builtins.int = ...,
         previous_revision: _builtins.int = ...,
+        autoscaling: Global___AutoscalingStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["autoscaling", b"autoscaling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "name", b"name", "path", b"path", "previous_revision", b"previous_revision", "ready_replicas", b"ready_replicas", "revision", b"revision", "wanted_replicas", b"wanted_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaling", b"autoscaling", "groups", b"groups", "name", b"name", "path", b"path", "previous_revision", b"previous_revision", "ready_replicas", b"ready_replicas", "revision", b"revision", "wanted_replicas", b"wanted_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelStatus: _TypeAlias = ModelStatus  # noqa: Y015
+
+@_typing.final
+class AutoscalingStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_REPLICAS_FIELD_NUMBER: _builtins.int
+    MAX_REPLICAS_FIELD_NUMBER: _builtins.int
+    LAST_CHANGE_FIELD_NUMBER: _builtins.int
+    SECONDS_SINCE_CHANGE_FIELD_NUMBER: _builtins.int
+    min_replicas: _builtins.int
+    max_replicas: _builtins.int
+    last_change: _builtins.str
+    """The last change of the number and why; empty: none since the controller started."""
+    seconds_since_change: _builtins.float
+    def __init__(
+        self,
+        *,
+        min_replicas: _builtins.int = ...,
+        max_replicas: _builtins.int = ...,
+        last_change: _builtins.str = ...,
+        seconds_since_change: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_change", b"last_change", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "seconds_since_change", b"seconds_since_change"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AutoscalingStatus: _TypeAlias = AutoscalingStatus  # noqa: Y015
 
 @_typing.final
 class GroupStatus(_message.Message):

@@ -39,6 +39,11 @@ class ControlStub:
                 request_serializer=weft_dot_v1_dot_control__pb2.WatchReplicasRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_control__pb2.WatchReplicasResponse.FromString,
                 _registered_method=True)
+        self.ReportDemand = channel.stream_unary(
+                '/weft.v1.Control/ReportDemand',
+                request_serializer=weft_dot_v1_dot_control__pb2.ReportDemandRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_control__pb2.ReportDemandResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/weft.v1.Control/GetStatus',
                 request_serializer=weft_dot_v1_dot_control__pb2.GetStatusRequest.SerializeToString,
@@ -81,6 +86,13 @@ class ControlServicer:
 
     def WatchReplicas(self, request, context):
         """Streams the whole membership, now and at every change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportDemand(self, request_iterator, context):
+        """A router says every few seconds what clients ask of it; when the stream ends, what it said counts no more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,6 +153,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.WatchReplicas,
                     request_deserializer=weft_dot_v1_dot_control__pb2.WatchReplicasRequest.FromString,
                     response_serializer=weft_dot_v1_dot_control__pb2.WatchReplicasResponse.SerializeToString,
+            ),
+            'ReportDemand': grpc.stream_unary_rpc_method_handler(
+                    servicer.ReportDemand,
+                    request_deserializer=weft_dot_v1_dot_control__pb2.ReportDemandRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_control__pb2.ReportDemandResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -205,6 +222,33 @@ class Control:
             '/weft.v1.Control/WatchReplicas',
             weft_dot_v1_dot_control__pb2.WatchReplicasRequest.SerializeToString,
             weft_dot_v1_dot_control__pb2.WatchReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportDemand(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/weft.v1.Control/ReportDemand',
+            weft_dot_v1_dot_control__pb2.ReportDemandRequest.SerializeToString,
+            weft_dot_v1_dot_control__pb2.ReportDemandResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,8 @@ class ControlStub:
     def __new__(cls, channel: _aio.Channel) -> ControlAsyncStub: ...
     WatchReplicas: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchReplicasRequest, _control_pb2.WatchReplicasResponse]
     """Streams the whole membership, now and at every change."""
+    ReportDemand: _grpc.StreamUnaryMultiCallable[_control_pb2.ReportDemandRequest, _control_pb2.ReportDemandResponse]
+    """A router says every few seconds what clients ask of it; when the stream ends, what it said counts no more."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]
     Apply: _grpc.UnaryUnaryMultiCallable[_control_pb2.ApplyRequest, _control_pb2.ApplyResponse]
     """Wants exactly the models that are named: adds, changes and removes. Says what that means; doing it again changes nothing."""
@@ -52,6 +54,8 @@ class ControlAsyncStub(ControlStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchReplicas: _aio.UnaryStreamMultiCallable[_control_pb2.WatchReplicasRequest, _control_pb2.WatchReplicasResponse]  # type: ignore[assignment]
     """Streams the whole membership, now and at every change."""
+    ReportDemand: _aio.StreamUnaryMultiCallable[_control_pb2.ReportDemandRequest, _control_pb2.ReportDemandResponse]  # type: ignore[assignment]
+    """A router says every few seconds what clients ask of it; when the stream ends, what it said counts no more."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]  # type: ignore[assignment]
     Apply: _aio.UnaryUnaryMultiCallable[_control_pb2.ApplyRequest, _control_pb2.ApplyResponse]  # type: ignore[assignment]
     """Wants exactly the models that are named: adds, changes and removes. Says what that means; doing it again changes nothing."""
@@ -74,6 +78,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchReplicasResponse], _abc.AsyncIterator[_control_pb2.WatchReplicasResponse]]:
         """Streams the whole membership, now and at every change."""
+
+    @_abc_1.abstractmethod
+    def ReportDemand(
+        self,
+        request_iterator: _MaybeAsyncIterator[_control_pb2.ReportDemandRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ReportDemandResponse, _abc.Awaitable[_control_pb2.ReportDemandResponse]]:
+        """A router says every few seconds what clients ask of it; when the stream ends, what it said counts no more."""
 
     @_abc_1.abstractmethod
     def GetStatus(

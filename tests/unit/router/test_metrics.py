@@ -1,12 +1,20 @@
 """How a request is counted: by the targets, by tenant, and from zero on."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import poll, router_config, running_router, text_request
 
 from router.config import MetricsConfig
+from router.directory import ModelRoute, ServedModel
 from router.keys import KeyEntry, Tenant
+from router.load import LoadEstimate
 from router.metrics import RequestMeter, RouterMetrics
+from router.policy import RoundRobin
+from router.prefix_index import ReplicaId
+from router.replica import ReplicaLink
 from router.tenants import NO_TENANT, OTHER_TENANTS, TenantNames
 
 
@@ -154,3 +162,40 @@ async def test_model_without_a_replica_is_told_as_such() -> None:
         assert await router.series("weft_router_ready_replicas") == [({"model": "tiny"}, 0)]
         limits = ("weft_router_max_requests_in_flight", "weft_router_max_requests_queued")
         assert [await router.metric(name) for name in limits] == [1024, 1024]
+
+
+def route(num_ready: int, **targets: float) -> ModelRoute:
+    served = ServedModel(name="m", path="/m", max_context=0, **targets)
+    route = ModelRoute(served, RoundRobin())
+    ready = SimpleNamespace(is_ready=True, load=LoadEstimate())
+    route.links = {ReplicaId(str(index)): cast(ReplicaLink, ready) for index in range(num_ready)}
+    return route
+
+
+def serve(metrics: RouterMetrics, clock: Clock, asked: ModelRoute, *, ttft_s: float, outcome: str = "stop") -> None:
+    meter = metrics.request()
+    meter.begin(asked)
+    clock.now_s += ttft_s
+    meter.receive(1)
+    meter.end(outcome, is_finished=outcome == "stop")
+
+
+def test_model_may_have_targets_of_its_own(metrics: RouterMetrics, clock: Clock) -> None:
+    """The same for goodput on the dashboards and for the autoscaler."""
+    slow, other = route(1, target_ttft_s=5.0), route(1)
+    assert (metrics.targets_s(slow), metrics.targets_s(other)) == ((5.0, 0.1), (1.0, 0.1))
+    serve(metrics, clock, slow, ttft_s=4.0)
+    assert value(metrics, "slo_requests_total", result="met") == 1
+    serve(metrics, clock, other, ttft_s=4.0)
+    assert value(metrics, "slo_requests_total", result="ttft_missed") == 1
+    assert (slow.num_finished, slow.num_on_time) == (1, 1)
+    assert (other.num_finished, other.num_on_time) == (1, 0)
+
+
+def test_only_what_was_served_counts_for_the_autoscaler(metrics: RouterMetrics, clock: Clock) -> None:
+    cold, warm = route(0), route(1)
+    serve(metrics, clock, cold, ttft_s=60.0)
+    assert cold.num_finished == 0, "it came while there was no replica"
+    serve(metrics, clock, warm, ttft_s=0.1, outcome="internal")
+    serve(metrics, clock, warm, ttft_s=0.1, outcome="cancelled")
+    assert warm.num_finished == 0

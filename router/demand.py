@@ -1,0 +1,91 @@
+"""Tells the controller what clients ask of each model, for its autoscaler: one stream for each router."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+from weft.v1 import control_pb2
+
+if TYPE_CHECKING:
+    from weft.v1.control_pb2_grpc import ControlAsyncStub
+
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 2.0
+_MIN_GAP_S = 0.1  # however many begin to wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What clients ask of one model."""
+
+    num_held: int
+    """Requests that are on no replica now."""
+    num_finished: int
+    """Requests that were served, since this router began."""
+    num_on_time: int
+    """Of those: within both targets."""
+
+
+_NONE = Demand(num_held=0, num_finished=0, num_on_time=0)
+
+
+class DemandReporter:
+    """Reports every few seconds what `read` returns by model. On the router's event loop."""
+
+    def __init__(self, router_id: str, read: Callable[[], Mapping[str, Demand]]) -> None:
+        self._router_id = router_id
+        self._read = read
+        self._is_urgent = asyncio.Event()
+
+    def report_soon(self) -> None:
+        """Somebody waits for a first replica."""
+        self._is_urgent.set()
+
+    async def run(self, stub: "ControlAsyncStub") -> None:
+        """Report until cancelled, or until the controller turns out to be of a version that does not ask."""
+        while True:
+            try:
+                await self._report(stub)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    logger.info("the controller takes no reports of demand")
+                    return
+                logger.debug("demand is not reported: %s", error.details())
+            except asyncio.InvalidStateError:  # it ended the stream
+                pass
+            await asyncio.sleep(_REPORT_S)
+
+    async def _report(self, stub: "ControlAsyncStub") -> None:
+        call = stub.ReportDemand()
+        told = self._read()
+        try:
+            while True:
+                now = self._read()
+                models = [_growth(model, told.get(model, _NONE), demand) for model, demand in now.items()]
+                await call.write(control_pb2.ReportDemandRequest(router_id=self._router_id, models=models))
+                told = now
+                await self._pause()
+        finally:
+            call.cancel()
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(_REPORT_S):
+                await self._is_urgent.wait()
+        except TimeoutError:
+            pass
+        self._is_urgent.clear()
+        await asyncio.sleep(_MIN_GAP_S)
+
+
+def _growth(model: str, before: Demand, now: Demand) -> control_pb2.ModelDemand:
+    return control_pb2.ModelDemand(
+        model=model,
+        num_held=now.num_held,
+        num_finished=max(0, now.num_finished - before.num_finished),  # a model may be removed and come back
+        num_on_time=max(0, now.num_on_time - before.num_on_time),
+    )

@@ -1,0 +1,173 @@
+"""A model without a replica: its requests are held, the controller hears of them, and each ends in one clear way."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from helpers.fake_control import FakeControl
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import RunningRouter, poll, router_config, running_router, text_request, until
+from weft.v1 import control_pb2
+from weft.v1 import inference_pb2 as pb
+
+from router.config import AdmissionConfig, FailoverConfig
+
+QUICK = FailoverConfig(new_request_wait_s=0.2, cold_start_wait_s=20.0)
+
+
+@pytest.fixture
+async def control() -> AsyncIterator[FakeControl]:
+    control = FakeControl()
+    await control.start()
+    yield control
+    await control.stop()
+
+
+def last_held(control: FakeControl) -> int:
+    return next((demand.num_held for report in control.reports[-1:] for demand in report.models), 0)
+
+
+def total(control: FakeControl, name: str) -> int:
+    return sum(getattr(demand, name) for report in control.reports for demand in report.models)
+
+
+async def outcome(router: RunningRouter, timeout_s: float | None = 20.0) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await router.generate(text_request("hello"), timeout_s)
+    return error.value.code(), error.value.details() or ""
+
+
+async def test_held_request_is_reported_at_once_and_served_by_the_replica_that_comes(control: FakeControl) -> None:
+    control.set_replicas({}, starts_on_demand=True)
+    async with FakeReplica("a") as a, running_router(router_config(control=control.address, failover=QUICK)) as router:
+        await router.wait_ready(0)
+        asking = [asyncio.create_task(router.generate(text_request("hello"))) for _ in range(3)]
+        await until(lambda: last_held(control) == 3)
+        assert not any(task.done() for task in asking)
+        control.set_replicas({"a": a.address}, starts_on_demand=True)
+        for answer in await asyncio.gather(*asking):
+            assert answer.finished is not None
+            assert list(answer.finished.replica_ids) == ["a"]
+        await until(lambda: last_held(control) == 0)
+        assert total(control, "num_finished") == 0, "that they waited says nothing about how many replicas are needed"
+        await router.generate(text_request("hello"))
+        await until(lambda: total(control, "num_finished") == 1)
+        assert total(control, "num_on_time") == 1
+
+
+async def test_router_is_ready_where_a_replica_would_be_started(control: FakeControl) -> None:
+    control.set_replicas({}, starts_on_demand=True)
+    async with running_router(router_config(control=control.address, http_port=0)) as router:
+        await router.wait_ready(0)
+        await poll(lambda: _ready_status(router), b"200")
+        control.set_replicas({})
+        await poll(lambda: _ready_status(router), b"503")
+
+
+async def _ready_status(router: RunningRouter) -> bytes:
+    assert router.addresses.http is not None
+    host, port = router.addresses.http.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    line = await reader.readline()
+    writer.close()
+    return line.split()[1]
+
+
+async def test_request_that_waits_too_long_is_told_so(control: FakeControl) -> None:
+    control.set_replicas({}, starts_on_demand=True)
+    failover = FailoverConfig(new_request_wait_s=0.0, cold_start_wait_s=0.2)
+    async with running_router(router_config(control=control.address, failover=failover)) as router:
+        await router.wait_ready(0)
+        assert await outcome(router) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "no replica of model 'tiny' was ready for 0.2 s",
+        )
+
+
+async def test_deadline_ends_the_wait(control: FakeControl) -> None:
+    control.set_replicas({}, starts_on_demand=True)
+    async with running_router(router_config(control=control.address, failover=QUICK, metrics_port=0)) as router:
+        await router.wait_ready(0)
+        code, _ = await outcome(router, timeout_s=0.3)
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await router.outcomes(1) == {"deadline_exceeded": 1}
+
+
+@pytest.mark.parametrize("models", [("tiny",), ("other",)], ids=["cannot start", "no longer served"])
+async def test_wait_ends_when_no_replica_will_come(control: FakeControl, models: tuple[str, ...]) -> None:
+    control.set_replicas({}, starts_on_demand=True)
+    async with running_router(router_config(control=control.address, failover=QUICK)) as router:
+        await router.wait_ready(0)
+        asking = asyncio.create_task(outcome(router))
+        await until(lambda: last_held(control) == 1)
+        control.set_replicas({}, models=models)
+        assert await asking == (grpc.StatusCode.UNAVAILABLE, "no replica of model 'tiny' was ready for 0.2 s")
+
+
+async def test_held_requests_fill_the_queue_but_take_no_place_in_flight(control: FakeControl) -> None:
+    """Else the requests of one cold model would stop all other models."""
+    async with FakeReplica("a", model="warm") as a:
+        config = router_config(
+            control=control.address, failover=QUICK, admission=AdmissionConfig(max_in_flight=1, max_queued=2)
+        )
+        control.set_membership(_cold_and_warm(a.address))
+        async with running_router(config) as router:
+            await router.wait_ready(1, model="warm")
+            held = [asyncio.create_task(router.generate(text_request("hello"))) for _ in range(2)]
+            await until(lambda: _held_of(control, "tiny") == 2)
+            warm = pb.GenerateRequest(model="warm", text="hello", sampling=pb.SamplingParams(max_tokens=3, seed=1))
+            assert (await router.generate(warm)).finished is not None
+            third = asyncio.create_task(router.generate(text_request("hello")))
+            await until(lambda: _held_of(control, "tiny") == 3)
+            code, message = await outcome(router)
+            assert (code, message.partition(";")[0]) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "0 requests are in flight and 3 wait",
+            )
+            for task in (*held, third):
+                task.cancel()
+            await asyncio.gather(*held, third, return_exceptions=True)
+            await until(lambda: _held_of(control, "tiny") == 0)
+
+
+def _held_of(control: FakeControl, model: str) -> int:
+    return next((each.num_held for report in control.reports[-1:] for each in report.models if each.model == model), 0)
+
+
+def _cold_and_warm(address: str) -> control_pb2.WatchReplicasResponse:
+    return control_pb2.WatchReplicasResponse(
+        version=1,
+        models=[
+            control_pb2.ServedModel(name="tiny", path="/tiny", max_context=512, starts_on_demand=True),
+            control_pb2.ServedModel(name="warm", path="/warm", max_context=512),
+        ],
+        replicas=[control_pb2.ReplicaEndpoint(replica_id="a", model="warm", address=address)],
+    )
+
+
+async def test_demand_is_reported_again_to_a_controller_that_came_back(control: FakeControl) -> None:
+    control.set_replicas({}, starts_on_demand=True)
+    port = int(control.address.rpartition(":")[2])
+    async with running_router(router_config(control=control.address, failover=QUICK)) as router:
+        await router.wait_ready(0)
+        asking = asyncio.create_task(router.generate(text_request("hello"), 30.0))
+        await until(lambda: last_held(control) == 1)
+        await control.stop()
+        successor = FakeControl()
+        await successor.start(port)
+        successor.set_replicas({}, starts_on_demand=True)
+        await until(lambda: last_held(successor) == 1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await successor.stop()
+
+
+async def test_controller_of_an_older_version_is_followed_all_the_same(control: FakeControl) -> None:
+    control.takes_reports = False
+    async with FakeReplica("a") as a, running_router(router_config(control=control.address)) as router:
+        control.set_replicas({"a": a.address})
+        await router.wait_ready(1)
+        assert (await router.generate(text_request("hello"))).finished is not None
+        assert not control.reports
