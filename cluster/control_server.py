@@ -1,4 +1,4 @@
-"""weft.v1.Control over the controller's state: membership for routers, status and shutdown for operators."""
+"""weft.v1.Control over the controller's state: membership and demand of routers, status and changes for operators."""
 
 import asyncio
 import json
@@ -14,6 +14,7 @@ from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 
 from cluster.config import ModelSpec, build_spec
+from cluster.demand import DemandLedger
 from cluster.errors import ClusterConfigError, ClusterError, NotServedError, StartError
 from cluster.log_reader import LogReader
 from cluster.wanted import Change, ChangeKind
@@ -21,6 +22,9 @@ from parallel.errors import ModelError
 from workers.errors import EngineConfigError
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+_REPORT_TIMEOUT_S = 20.0
+"""A router that reports nothing for so long has gone, though its connection has not."""
 
 SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # routers ping a quiet stream
@@ -85,6 +89,7 @@ class ControlServer(ControlServicer):
         self,
         state: ControlState,
         logs: LogReader,
+        demand: DemandLedger,
         *,
         address: str = "",
         metrics_address: str = "",
@@ -94,6 +99,7 @@ class ControlServer(ControlServicer):
         self.address = address
         self._state = state
         self._logs = logs
+        self._demand = demand
         self._metrics_address = metrics_address
         self._num_restarts = num_restarts
         self._clock = clock
@@ -150,6 +156,20 @@ class ControlServer(ControlServicer):
             controller=control_pb2.ControllerStatus(pid=os.getpid(), restarts=self._num_restarts),
             metrics_address=self._metrics_address,
         )
+
+    async def ReportDemand(  # noqa: N802
+        self, request_iterator: AsyncIterator[control_pb2.ReportDemandRequest], context: Any
+    ) -> control_pb2.ReportDemandResponse:
+        """Hear what clients ask of one router, until it goes or falls silent."""
+        reports = aiter(request_iterator)
+        with self._demand.router() as router:
+            try:
+                while True:
+                    async with asyncio.timeout(_REPORT_TIMEOUT_S):
+                        report = await anext(reports)
+                    router.note(report.models)
+            except (StopAsyncIteration, TimeoutError):
+                return control_pb2.ReportDemandResponse()
 
     async def Apply(  # noqa: N802
         self, request: control_pb2.ApplyRequest, context: _Context

@@ -1,4 +1,4 @@
-"""The Ray actor that keeps a cluster as it is wanted: wanted_state.py, its gRPC service, and the loop that drives both.
+"""The Ray actor that keeps a cluster as it is wanted: wanted_state.py, its gRPC service, and the loops that drive them.
 
 Ray starts it again when its process dies. Groups and routers do not depend on it and go on meanwhile; the new one reads
 what was saved, takes over whatever lives, and only then tells routers of the membership. How a group is formed is said
@@ -18,6 +18,7 @@ import ray
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.control_server import ControlServer, bind_control_port
 from cluster.controller_metrics import ControllerListener
+from cluster.demand import DemandLedger
 from cluster.errors import StartError
 from cluster.formation import Formation, FormationListener, FormationSpec, cluster_nodes
 from cluster.lifecycle import RestartPolicy
@@ -25,6 +26,7 @@ from cluster.log_reader import LogReader, LogSource
 from cluster.logs import configure_logging, own_log
 from cluster.router_process import RouterProcess
 from cluster.saved_state import RayStateStore, SavedState, decode, encode
+from cluster.scaling import Scaling
 from cluster.wanted_state import WantedState
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class Controller:
         self._state: WantedState | None = None
         self._service: ControlServer | None = None
         self._metrics: ControllerListener | None = None
+        self._scaling: Scaling | None = None
         self._loop: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
         if _is_successor():
@@ -131,9 +134,12 @@ class Controller:
         self._metrics = ControllerListener(
             self._state, host=self._spec.host, port=saved.metrics_port or self._spec.control_metrics_port
         )
+        demand = DemandLedger()
+        self._scaling = Scaling(self._state, demand)
         self._service = ControlServer(
             self._state,
             self._logs,
+            demand,
             address=address,
             metrics_address=self._metrics.address,
             num_restarts=saved.num_restarts,
@@ -146,8 +152,13 @@ class Controller:
 
     async def _run(self) -> None:
         """Reconcile until shut down. A bug ends the process: its successor begins from what was saved."""
+        assert self._scaling is not None
         try:
-            await self._reconcile_until_stopped()
+            async with asyncio.TaskGroup() as tasks:
+                scaling = tasks.create_task(self._scaling.run())
+                await self._reconcile_until_stopped()
+                scaling.cancel()
+            await self._close()
         except BaseException:
             logger.exception("the controller failed")
             os._exit(1)
@@ -157,7 +168,6 @@ class Controller:
     async def _reconcile_until_stopped(self) -> None:
         assert self._state is not None
         assert self._service is not None
-        assert self._metrics is not None
         while not self._state.is_stopped:
             self._changed.clear()
             self._state.reconcile()
@@ -169,6 +179,10 @@ class Controller:
                     await self._changed.wait()
             except TimeoutError:
                 pass
+
+    async def _close(self) -> None:
+        assert self._service is not None
+        assert self._metrics is not None
         self._store.clear()
         await self._service.stop()
         await self._metrics.close()

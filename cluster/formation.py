@@ -25,13 +25,23 @@ from cluster.placement import (
     why_never,
     why_not,
 )
-from cluster.rank_actor import Outcome, RankActor, RankPlace, RankReport, RankSpec, ReplicaAddresses, rank_name
+from cluster.rank_actor import (
+    Outcome,
+    RankActor,
+    RankPlace,
+    RankReport,
+    RankSpec,
+    ReplicaAddresses,
+    ReplicaLoad,
+    rank_name,
+)
 from router.config import TracingConfig
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _ADOPT_TIMEOUT_S = 10.0
+_LOAD_TIMEOUT_S = 2.0
 _RANK_ACTOR = ray.remote(RankActor)
 
 
@@ -80,6 +90,8 @@ class Formation:
         self, spec: FormationSpec, listener: FormationListener, drained_nodes: Callable[[], frozenset[str]]
     ) -> None:
         """Make a life that has not begun; `drained_nodes` says where no group may be placed now."""
+        self.bundles: list[dict[str, float]] = []
+        """What it takes of the cluster, a stage each; empty before `run`."""
         self._spec = spec
         self._listener = listener
         self._drained_nodes = drained_nodes
@@ -89,7 +101,9 @@ class Formation:
     async def run(self) -> Outcome:
         """Form the group, serve, and return how it ended; nothing of it is left then."""
         try:
-            refusal = await (self._adopt() if self._spec.adopts else self._form())
+            placement = self._placement()
+            self.bundles = placement.bundles
+            refusal = await (self._adopt() if self._spec.adopts else self._form(placement))
             return refusal or await self._serve()
         except RayError as error:
             return Outcome(message=_tell(error))
@@ -106,9 +120,19 @@ class Formation:
         except (TimeoutError, RayError) as error:
             logger.warning("%s: not drained: %s", self._spec.replica_id, _tell(error))
 
-    async def _form(self) -> Outcome | None:
+    async def load(self) -> ReplicaLoad | None:
+        """Say how busy the replica is; None where it does not say soon."""
+        if not self._actors:
+            return None
+        try:
+            async with asyncio.timeout(_LOAD_TIMEOUT_S):
+                load: ReplicaLoad | None = await self._actors[0].load.remote()
+        except (TimeoutError, RayError):
+            return None
+        return load
+
+    async def _form(self, placement: Placement) -> Outcome | None:
         """Place the group and begin every rank; an outcome when it cannot be."""
-        placement = self._placement()
         if not self._spec.may_grow and (reason := why_never(placement, await asyncio.to_thread(cluster_nodes))):
             return Outcome(message=reason, is_refusal=True)
         group = await self._place(placement)

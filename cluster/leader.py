@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from cluster.errors import GroupTerminatedError
 from cluster.metrics import EngineCollector
-from cluster.rank_actor import RankSpec
+from cluster.rank_actor import RankSpec, ReplicaLoad
 from cluster.rank_metrics import MetricsListener
 from cluster.replica_server import ReplicaInfo, ReplicaServer
 from router.spans import make_tracer
@@ -89,6 +89,16 @@ class Leader:
         if self._engine is not None:
             await self._engine.stop()
         await asyncio.to_thread(self._tracer.close)
+
+    @property
+    def replica_load(self) -> ReplicaLoad:
+        """How busy the replica is, after its last step; only while it serves."""
+        load = self._last_load()
+        return ReplicaLoad(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            kv_usage=1 - load.num_free_blocks / load.num_blocks,
+        )
 
     def _collect(self, engine: Engine, running: AsyncEngine) -> EngineCollector:
         return EngineCollector(

@@ -86,6 +86,16 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """How busy a replica is."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    """Share of its KV blocks that requests use, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """What a controller must know to take over a rank that it did not start."""
 
@@ -154,6 +164,10 @@ class RankActor:
         await self._is_ready.wait()
         assert self._addresses is not None
         return self._addresses
+
+    async def load(self) -> ReplicaLoad | None:
+        """On the leader: say how busy the replica is; None before it serves."""
+        return None if self._addresses is None or self._leader is None else self._leader.replica_load
 
     async def run(self, host: str, port: int) -> Outcome:
         """Load the model and work until this rank, or another one of the group, fails."""

@@ -17,7 +17,7 @@ from cluster.formation import FormationListener
 from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.plan_groups import LiveGroup
-from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses
+from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
 from cluster.saved_state import GroupRecord
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,17 @@ _STATES = {
 class GroupLife(Protocol):
     """One life of a group: formation.Formation, or a double in tests."""
 
+    bundles: list[dict[str, float]]
+    """What it takes of the cluster, a stage each; empty before `run`."""
+
     async def run(self) -> Outcome:
         """Form the group, serve, and return how it ended; when cancelled, end it."""
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new and wait for the requests in flight, at most `grace_s`."""
+
+    async def load(self) -> ReplicaLoad | None:
+        """Say how busy the replica is; None where it does not say soon."""
 
 
 class Form(Protocol):
@@ -80,6 +86,8 @@ class ReplicaGroup:
         self.replica_id = ""
         self.is_adopting = adopts and record.num_lives > 0
         """It is not known yet whether its last life goes on."""
+        self.waits_for_room = False
+        """The cluster is too small for it now."""
         self._record = record
         self._form = form
         self._clock = clock
@@ -139,6 +147,15 @@ class ReplicaGroup:
             address=self._addresses.address,
             draining=self.lifecycle.state is GroupState.DRAINING,
         )
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What it takes of the cluster, or would; empty while nothing is tried."""
+        return [] if self._life is None else self._life.bundles
+
+    async def load(self) -> ReplicaLoad | None:
+        """Say how busy the replica is; None where it does not say soon."""
+        return None if self._life is None else await self._life.load()
 
     def observe(self) -> None:
         """Take note of an end that came by itself."""
@@ -213,12 +230,14 @@ class ReplicaGroup:
 
     def on_waiting(self, reason: str) -> None:
         """FormationListener."""
+        self.waits_for_room = True
         if self.lifecycle.state is GroupState.PENDING and self.lifecycle.detail != reason:
             self.lifecycle.wait(reason)
             self._on_change()
 
     def on_placed(self) -> None:
         """FormationListener."""
+        self.waits_for_room = False
         if self.lifecycle.state is GroupState.PENDING:
             self.lifecycle.placed(self._clock())
             self._on_change()
@@ -272,6 +291,7 @@ class ReplicaGroup:
         self._end_adoption()
 
     def _forget_life(self) -> None:
+        self.waits_for_room = False
         self._task = None
         self._life = None
         self._places = ()

@@ -14,18 +14,25 @@ from typing import Any, Protocol
 
 from weft.v1 import control_pb2
 
-from cluster.config import ModelSpec
+from cluster.config import ModelSection, ModelSpec
 from cluster.errors import NotServedError
 from cluster.lifecycle import GroupState, RestartPolicy
 from cluster.log_reader import LogSource
-from cluster.models import resolve_model
 from cluster.placement import NodeResources
 from cluster.plan_groups import plan_groups
 from cluster.preflight import check_model
+from cluster.rank_actor import ReplicaLoad
 from cluster.replica_group import Form, ReplicaGroup
 from cluster.saved_state import GroupRecord, RouterPorts, SavedState
+from cluster.state_messages import (
+    LastScaling,
+    autoscaling_status,
+    model_status,
+    node_status,
+    served_model,
+    starts_on_demand,
+)
 from cluster.wanted import Change, ChangeKind, Models, WantedModel, apply, changed_section, find, roll, scale, undo
-from parallel.families.registry import describe_model
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +62,7 @@ class WantedRouter(Protocol):
 
 
 class WantedState:
-    """The models, their groups and the router. Implements control_server.ControlState."""
+    """The models, their groups and the router. Implements control_server.ControlState and scaling.ScaledState."""
 
     def __init__(
         self,
@@ -90,8 +97,9 @@ class WantedState:
         self._policy = policy
         self._clock = clock
         self._models: dict[str, WantedModel] = dict(saved.models)
-        self._served = {name: _served_model(model.spec) for name, model in self._models.items()}
+        self._served = {name: served_model(model.spec) for name, model in self._models.items()}
         self._next_numbers = dict(saved.next_numbers)
+        self._scalings: dict[str, LastScaling] = {}
         self._drained_nodes = frozenset(saved.drained_nodes)
         self._is_stopping = False
         self.is_stopped = False
@@ -140,15 +148,15 @@ class WantedState:
             ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
         """
         checked = await asyncio.to_thread(lambda: [check_model(spec) for spec in specs])
-        served = await asyncio.to_thread(lambda: {spec.name: _served_model(spec) for spec in checked})
+        served = await asyncio.to_thread(lambda: {spec.name: served_model(spec) for spec in checked})
         wanted, changes = apply(self._models, checked)
         if changes and not dry_run:
             self._served = served
             self._want(wanted, changes)
         return changes
 
-    def scale(self, name: str, replicas: int) -> int:
-        """Want so many replicas of a model; return how many were wanted before.
+    def scale(self, name: str, replicas: int, *, reason: str = "by an operator") -> int:
+        """Want so many replicas of a model, for a reason; return how many were wanted before.
 
         Raises:
             NotServedError: there is no such model.
@@ -156,8 +164,10 @@ class WantedState:
         """
         before = find(self._models, name)
         if before.replicas != replicas:
-            change = Change(kind=ChangeKind.SCALE, name=before.name, details=(f"{before.replicas} -> {replicas}",))
+            text = f"{before.replicas} -> {replicas}: {reason}"
+            change = Change(kind=ChangeKind.SCALE, name=before.name, details=(text,))
             self._want(scale(self._models, name, replicas), [change])
+            self._scalings[before.name] = LastScaling(text=text, time_s=self._clock())
         return before.replicas
 
     async def roll(self, name: str, settings: Mapping[str, Any]) -> tuple[Change, int]:
@@ -171,11 +181,17 @@ class WantedState:
         model = find(self._models, name)
         spec = changed_section(model, settings).to_spec(model.hash_key)
         checked = await asyncio.to_thread(check_model, spec)
-        return await self._want_revision(*roll(self._models, name, checked.section))
+        served = await asyncio.to_thread(served_model, checked)
+        section = checked.section
+        if "replicas" not in settings:  # the autoscaler may have changed it meanwhile
+            section = section.model_copy(update={"replicas": find(self._models, name).replicas})
+        return self._want_revision(*roll(self._models, name, section), served)
 
     async def undo(self, name: str) -> tuple[Change, int]:
         """Go back to a model's revision before; as `roll`."""
-        return await self._want_revision(*undo(self._models, name))
+        models, change = undo(self._models, name)
+        served = await asyncio.to_thread(served_model, models[change.name].spec)
+        return self._want_revision(*undo(self._models, name), served)
 
     async def drain(self, target: str, grace_s: float | None) -> tuple[list[str], str]:
         """Let a replica, a group, or every group of a node leave; others are formed in their stead.
@@ -221,8 +237,26 @@ class WantedState:
 
     # What is told
 
+    def sections(self) -> Mapping[str, ModelSection]:
+        """The settings of every wanted model, with the number of replicas wanted now."""
+        return {name: model.current.section for name, model in self._models.items()}
+
+    async def loads(self, name: str) -> list[ReplicaLoad | None]:
+        """What each READY replica of a model has to do; None for one that does not say."""
+        ready = [group for group in self._groups_of(name) if group.lifecycle.state is GroupState.READY]
+        return await asyncio.gather(*(group.load() for group in ready))
+
+    def missing_bundles(self) -> list[dict[str, float]]:
+        """What all groups take that should live, while the cluster is too small for one of them; else nothing."""
+        groups = [group for group in self._groups if not group.is_leaving]
+        is_too_small = any(group.waits_for_room for group in groups)
+        return [bundle for group in groups for bundle in group.bundles] if is_too_small else []
+
     def models(self) -> list[control_pb2.ServedModel]:
         """The models that are served."""
+        for name, served in self._served.items():
+            section = self._models[name].current.section
+            served.starts_on_demand = starts_on_demand(section, self._groups_of(name))
         return list(self._served.values())
 
     def replicas(self) -> list[control_pb2.ReplicaEndpoint]:
@@ -240,36 +274,25 @@ class WantedState:
 
     async def node_statuses(self) -> list[control_pb2.NodeStatus]:
         """Every node of the Ray cluster that lives."""
-        return [
-            control_pb2.NodeStatus(
-                node_id=node.node_id,
-                address=node.address,
-                cpus=node.cpus,
-                free_cpus=node.free_cpus,
-                gpus=node.gpus,
-                free_gpus=node.free_gpus,
-                accelerator=", ".join(sorted(node.accelerators)),
-                drained=node.node_id in self._drained_nodes,
-            )
-            for node in await asyncio.to_thread(self._nodes)
-        ]
+        nodes = await asyncio.to_thread(self._nodes)
+        return [node_status(node, is_drained=node.node_id in self._drained_nodes) for node in nodes]
 
     def log_sources(self) -> list[LogSource]:
         """The logs of every process that runs now."""
         return [source for group in self._groups for source in group.log_sources()] + self._router.log_sources()
 
     def _model_status(self, name: str) -> control_pb2.ModelStatus:
-        groups = [group for group in self._groups if group.model.name == name]
-        is_ready = [group.lifecycle.state is GroupState.READY for group in groups]
-        status = control_pb2.ModelStatus(
-            name=name, groups=[group.status() for group in groups], ready_replicas=sum(is_ready)
-        )
-        if (model := self._models.get(name)) is not None:
-            status.path = self._served[name].path
-            status.wanted_replicas = model.replicas
-            status.revision = model.current.number
-            status.previous_revision = model.previous.number if model.previous else 0
+        model = self._models.get(name)
+        if model is None:
+            return model_status(name, None, self._groups_of(name), path="")
+        status = model_status(name, model, self._groups_of(name), path=self._served[name].path)
+        section, last = model.current.section, self._scalings.get(name)
+        if (scaling := autoscaling_status(section, last, self._clock())) is not None:
+            status.autoscaling.CopyFrom(scaling)
         return status
+
+    def _groups_of(self, name: str) -> list[ReplicaGroup]:
+        return [group for group in self._groups if group.model.name == name]
 
     # How it is done
 
@@ -278,7 +301,7 @@ class WantedState:
         has_changed = False
         for name in self._names():
             model = self._models.get(name)
-            groups = [group for group in self._groups if group.model.name == name and not group.is_leaving]
+            groups = [group for group in self._groups_of(name) if not group.is_leaving]
             if any(group.is_adopting for group in groups):
                 continue  # soon known
             plan = plan_groups(
@@ -330,12 +353,10 @@ class WantedState:
         self._save()
         self._changed.set()
 
-    async def _want_revision(self, wanted: Models, change: Change) -> tuple[Change, int]:
-        model = wanted[change.name]
-        served = await asyncio.to_thread(_served_model, model.spec)
-        self._want({**self._models, change.name: model}, [change])
+    def _want_revision(self, wanted: Models, change: Change, served: control_pb2.ServedModel) -> tuple[Change, int]:
+        self._want(wanted, [change])
         self._served[change.name] = served
-        return change, model.current.number
+        return change, wanted[change.name].current.number
 
     async def _find_node(self, target: str) -> NodeResources:
         nodes = await asyncio.to_thread(self._nodes)
@@ -356,11 +377,3 @@ class WantedState:
             drained_nodes=tuple(sorted(self._drained_nodes)),
         )
         self._save_state(self._saved)
-
-
-def _served_model(spec: ModelSpec) -> control_pb2.ServedModel:
-    folder = resolve_model(spec.source)
-    max_context = describe_model(folder).max_context
-    if spec.engine.max_context is not None:
-        max_context = min(max_context, spec.engine.max_context)
-    return control_pb2.ServedModel(name=spec.name, path=str(folder), max_context=max_context)

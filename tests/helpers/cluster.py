@@ -9,7 +9,7 @@ from weft.v1 import control_pb2
 from cluster.config import ModelSpec, build_spec
 from cluster.formation import FormationListener
 from cluster.log_reader import LogSource
-from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses
+from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
 from cluster.saved_state import RouterPorts
 from workers.async_engine import Snapshot
 from workers.engine import EngineLoad, StepResult
@@ -41,6 +41,8 @@ class FakeLife:
         self.was_cancelled = False
         self.drained_s: float | None = None
         self.holds_requests = False
+        self.bundles = [{"CPU": 1.0}] * model.engine.parallel.pipeline_parallel
+        self.busy: ReplicaLoad | None = ReplicaLoad(num_running=0, num_waiting=0, kv_usage=0.0)
         self.requests_ended = asyncio.Event()
         self._end: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
@@ -62,6 +64,9 @@ class FakeLife:
             ended = asyncio.ensure_future(self.requests_ended.wait())
             await asyncio.wait([ended, self._end], return_when=asyncio.FIRST_COMPLETED)
             ended.cancel()
+
+    async def load(self) -> ReplicaLoad | None:
+        return self.busy
 
     def become_ready(self, node_id: str = "node-a") -> None:
         self.listener.on_placed()

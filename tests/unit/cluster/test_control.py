@@ -14,6 +14,7 @@ from weft.v1.control_pb2_grpc import ControlStub
 from cluster.config import ModelSpec
 from cluster.control_client import ControlClient
 from cluster.control_server import ControlServer, bind_control_port
+from cluster.demand import DemandLedger
 from cluster.errors import ClusterConfigError, ControllerError, NotServedError, StartError
 from cluster.log_reader import LogReader, LogSource
 from cluster.readiness import first_failure, is_ready
@@ -86,7 +87,7 @@ async def running(tmp_path: Path) -> AsyncIterator[tuple[FakeState, ControlServe
     (tmp_path / "err").write_text("first\nsecond\n")
     source = LogSource(name="m-0.1/0", belongs_to=frozenset({"m", "m-0.1"}), node_id="here", path=str(tmp_path / "err"))
     logs.note([source])
-    server = ControlServer(state, logs, num_restarts=2)
+    server = ControlServer(state, logs, DemandLedger(), num_restarts=2)
     listener, address = bind_control_port("127.0.0.1", 0)
     await server.start(listener)
     yield state, server, address

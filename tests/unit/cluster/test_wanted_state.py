@@ -184,6 +184,37 @@ async def test_models_of_several_shapes_come_and_go(bench: Bench) -> None:
     assert await bench.apply({"name": "b", "replicas": 2}) == []
 
 
+async def test_room_is_asked_for_while_a_group_waits_for_it(bench: Bench) -> None:
+    await bench.apply({"name": "a", "pipeline_parallel": 2}, {"name": "b"})
+    assert bench.state.missing_bundles() == []
+    bench.forms.of("a-0.1").become_ready()
+    bench.forms.of("b-0.1").listener.on_waiting("needs 1 GPUs on one node; the largest free node has 0")
+    assert bench.state.missing_bundles() == [{"CPU": 1.0}] * 3
+    bench.forms.of("b-0.1").become_ready()
+    assert bench.state.missing_bundles() == []
+
+
+async def test_room_is_not_asked_for_when_the_group_that_waited_is_no_longer_wanted(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    bench.forms.lives[0].listener.on_waiting("needs 8 CPUs")
+    assert len(bench.state.missing_bundles()) == 1
+    bench.state.scale("m", 0)
+    bench.state.reconcile()
+    await turns()
+    assert bench.state.missing_bundles() == []
+
+
+async def test_rollout_keeps_a_number_that_changed_while_it_was_checked(bench: Bench) -> None:
+    await bench.apply({"replicas": 1, "max_replicas": 3, "autoscaling": {}})
+    rolling = asyncio.create_task(bench.state.roll("m", {"max_context": 64}))
+    await asyncio.sleep(0)
+    bench.state.scale("m", 3, reason="load")
+    await rolling
+    assert bench.model().wanted_replicas == 3
+    await bench.state.roll("m", {"replicas": 2})
+    assert bench.model().wanted_replicas == 2
+
+
 async def test_scale_up_forms_and_scale_down_drains_the_newest(bench: Bench) -> None:
     await bench.apply({"replicas": 1})
     await bench.settle()
