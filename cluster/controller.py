@@ -24,6 +24,7 @@ from cluster.formation import Formation, FormationListener, FormationSpec, clust
 from cluster.lifecycle import RestartPolicy
 from cluster.log_reader import LogReader, LogSource
 from cluster.logs import configure_logging, own_log
+from cluster.node_request import NodeRequest, ask_ray
 from cluster.router_process import RouterProcess
 from cluster.saved_state import RayStateStore, SavedState, decode, encode
 from cluster.scaling import Scaling
@@ -58,6 +59,8 @@ class Controller:
         self._service: ControlServer | None = None
         self._metrics: ControllerListener | None = None
         self._scaling: Scaling | None = None
+        self._nodes: NodeRequest | None = None
+        """None: the Ray cluster is this machine."""
         self._loop: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
         if _is_successor():
@@ -136,6 +139,8 @@ class Controller:
         )
         demand = DemandLedger()
         self._scaling = Scaling(self._state, demand)
+        if self._spec.ray_address is not None:
+            self._nodes = NodeRequest(ask_ray, is_successor=saved.num_restarts > 0)
         self._service = ControlServer(
             self._state,
             self._logs,
@@ -174,6 +179,8 @@ class Controller:
             self._logs.note([*self._state.log_sources(), self._own_log])
             if not self._state.is_adopting:  # a membership without those not yet found would send clients away
                 await self._service.publish()
+            if self._nodes is not None:
+                await self._nodes.want(self._state.missing_bundles())
             try:
                 async with asyncio.timeout(_TICK_S):
                     await self._changed.wait()
@@ -183,6 +190,8 @@ class Controller:
     async def _close(self) -> None:
         assert self._service is not None
         assert self._metrics is not None
+        if self._nodes is not None:
+            await self._nodes.want([])
         self._store.clear()
         await self._service.stop()
         await self._metrics.close()
