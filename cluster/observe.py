@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from prometheus_client.parser import text_string_to_metric_families
 from weft.v1 import control_pb2
 
-from cluster.status_view import state_name
+from cluster.status_view import bounds, state_name
 
 _Labels = frozenset[tuple[str, str]]
 
@@ -80,6 +80,10 @@ class ModelView:
     wanted_replicas: int
     ready_replicas: int
     revision: int
+    scales: str
+    """"0 to 4" where the number of replicas follows the load; else empty."""
+    last_scaling: str
+    """The last change of that number and why; empty: none since the controller started."""
     requests_per_s: float
     output_tokens_per_s: float
     prompt_tokens_per_s: float
@@ -242,6 +246,8 @@ def _model_view(model: control_pb2.ModelStatus, routers: list[_Delta]) -> ModelV
         wanted_replicas=model.wanted_replicas,
         ready_replicas=model.ready_replicas,
         revision=model.revision,
+        scales=bounds(model),
+        last_scaling=model.autoscaling.last_change,
         requests_per_s=rate("requests"),
         output_tokens_per_s=rate("generation_tokens"),
         prompt_tokens_per_s=rate("prompt_tokens"),

@@ -12,7 +12,7 @@ from weft.v1 import control_pb2
 from cluster.config import build_spec, load_cluster_file
 from cluster.control_client import ControlClient
 from cluster.errors import ClusterConfigError, ControllerError
-from cluster.status_view import ChangeView, state_name
+from cluster.status_view import ChangeView, bounds, state_name
 
 _POLL_S = 0.2
 
@@ -47,6 +47,8 @@ def scale_model(client: ControlClient, model: str, replicas: int, console: Conso
     """Want so many replicas of a model. Raises as `apply_file`."""
     before = client.scale(model, replicas)
     console.print(f"{model}: {before} -> {replicas} replicas", highlight=False)
+    if scales := next((bounds(each) for each in client.status().models if each.name == model), ""):
+        console.print(f"It scales from {scales} by itself, and goes on from this number.", highlight=False)
     if wait_s is not None:
         wait_as_wanted(client, console, timeout_s=wait_s, model=model)
 

@@ -21,7 +21,7 @@ from cluster.control_client import ControlClient
 from cluster.errors import ControllerError, StartError
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
-from cluster.status_view import ChangeView, StartView
+from cluster.status_view import ChangeView, StartView, bounds
 
 STOP_GRACE_S = 10.0
 """For requests in flight when the service is stopped with a signal."""
@@ -115,7 +115,8 @@ def print_addresses(
             group = model.groups[0]
             split = f"tensor parallel {group.tensor_parallel}, pipeline {group.pipeline_parallel}"
             shape = f"{model.wanted_replicas} x ({split})"
-        console.print(f"Serving {model.name}: {shape}", highlight=False)
+        scales = f", scaling from {bounds(model)}" if bounds(model) else ""
+        console.print(f"Serving {model.name}: {shape}{scales}", highlight=False)
     for router in status.routers:
         console.print(f"  gRPC        {router.grpc_address}", highlight=False)
         if router.http_address:

@@ -18,6 +18,13 @@ def state_name(group: control_pb2.GroupStatus) -> str:
     return control_pb2.GroupState.Name(group.state).removeprefix("GROUP_STATE_").lower()
 
 
+def bounds(model: control_pb2.ModelStatus) -> str:
+    """Return "0 to 4" where the number of replicas follows the load; else nothing."""
+    if not model.HasField("autoscaling"):
+        return ""
+    return f"{model.autoscaling.min_replicas} to {model.autoscaling.max_replicas}"
+
+
 def status_as_dict(status: control_pb2.GetStatusResponse) -> dict[str, Any]:
     """Return the whole status for `--json`, with the field names of control.proto."""
     return MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
@@ -32,6 +39,9 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
     groups = _table("replica", "state", "for", "rev", "restarts", "ranks (node:pid)", "address")
     for model in status.models:
         models.add_row(*_model_row(model))
+        if model.autoscaling.last_change:
+            ago = duration(model.autoscaling.seconds_since_change)
+            reasons.append(f"  {model.name}: {model.autoscaling.last_change}, {ago} ago")
         for group in model.groups:
             groups.add_row(*_group_row(group))
             if group.detail:
@@ -63,6 +73,8 @@ def _model_row(model: control_pb2.ModelStatus) -> tuple[str, ...]:
     style = "green" if model.ready_replicas == model.wanted_replicas else "yellow"
     splits = sorted({f"{group.tensor_parallel} x {group.pipeline_parallel}" for group in model.groups})
     ready = f"[{style}]{model.ready_replicas} of {model.wanted_replicas}"
+    if scales := bounds(model):
+        ready += f" ({scales})"
     return model.name, ready, revision, ", ".join(splits) or "-", model.path or "-"
 
 
@@ -167,6 +179,8 @@ class ChangeView:
 def _states(status: control_pb2.GetStatusResponse) -> dict[str, str]:
     states = {}
     for model in status.models:
+        if model.HasField("autoscaling"):
+            states[model.name] = f"{model.autoscaling.last_change} (scales from {bounds(model)})"
         for group in model.groups:
             name = state_name(group)
             shown = name == "ready" or not group.detail

@@ -77,6 +77,7 @@ def render(snapshot: Snapshot, width: int) -> RenderableType:
         title,
         Text(),
         _models(snapshot.models),
+        *_scalings(snapshot.models),
         Text(),
         _groups(snapshot.groups, is_wide=is_wide),
         *_reasons(snapshot.groups),
@@ -114,6 +115,12 @@ def _models(models: Sequence[ModelView]) -> Table:
             _latency(model.tpot_s),
         )
     return table
+
+
+def _scalings(models: Sequence[ModelView]) -> list[Text]:
+    """Where the number of replicas follows the load, a line each."""
+    scaled = [model for model in models if model.scales]
+    return [Text(f"  {model.name} scales from {model.scales}: {model.last_scaling or '-'}", "dim") for model in scaled]
 
 
 def _groups(groups: Sequence[GroupView], *, is_wide: bool) -> Table:

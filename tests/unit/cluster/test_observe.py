@@ -120,6 +120,18 @@ def test_everything_is_shown(width: int) -> None:
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
+    assert "m scales from" not in words
     for word in ("1 min", "m-0.1", "1/2", "pending", "needs 2 GPUs on one node", "router-0", "drained", "1/8"):
         assert word in words
     assert ("10.0.0.1:42" in words) == (width == 160)
+
+
+def test_model_that_scales_by_itself_tells_its_bounds_and_why() -> None:
+    seen = look(2)
+    seen.status.models[0].autoscaling.max_replicas = 4
+    seen.status.models[0].autoscaling.last_change = "1 -> 2: 40.0 requests at 32 a replica"
+    snapshot = take_snapshot(look(0), seen)
+    assert (snapshot.models[0].scales, snapshot.models[0].last_scaling[:6]) == ("0 to 4", "1 -> 2")
+    out = io.StringIO()
+    Console(file=out, width=80).print(render(snapshot, 80))
+    assert "  m scales from 0 to 4: 1 -> 2: 40.0 requests at 32 a replica\n" in out.getvalue()

@@ -111,6 +111,16 @@ def test_wait_lasts_until_the_model_is_as_wanted(console: Console, out: io.Strin
     assert out.getvalue().splitlines()[-1] == "As wanted."
 
 
+def test_number_set_by_hand_is_where_a_model_goes_on_that_scales_by_itself(console: Console, out: io.StringIO) -> None:
+    scaled = model((2, READY))
+    scaled.autoscaling.max_replicas = 4
+    scale_model(FakeClient(statuses=[scaled]).client, "m", 2, console, wait_s=None)
+    assert out.getvalue().splitlines() == [
+        "m: 1 -> 2 replicas",
+        "It scales from 0 to 4 by itself, and goes on from this number.",
+    ]
+
+
 def test_wait_ends_with_the_group_that_cannot_start(console: Console) -> None:
     fake = FakeClient(statuses=[model((2, READY), (2, FAILED))])
     with pytest.raises(ControllerError, match="m-1 cannot start: why"):
