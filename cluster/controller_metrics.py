@@ -128,14 +128,19 @@ def _handler(pages: dict[str, Callable[[], tuple[str, bytes]]]) -> type[BaseHTTP
 def _models(models: Sequence[control_pb2.ModelStatus]) -> Iterable[Metric]:
     wanted = GaugeMetricFamily("weft_cluster_replicas_wanted", "Replicas that a model should have.", labels=["model"])
     ready = GaugeMetricFamily("weft_cluster_replicas_ready", "Replicas that take requests.", labels=["model"])
+    least = GaugeMetricFamily("weft_cluster_replicas_min", "Fewest that the autoscaler may want.", labels=["model"])
+    most = GaugeMetricFamily("weft_cluster_replicas_max", "Most that the autoscaler may want.", labels=["model"])
     groups = GaugeMetricFamily("weft_cluster_groups", "Replica groups by state.", labels=["model", "state"])
     for model in models:
         states = [state_name(group) for group in model.groups]
         wanted.add_metric([model.name], model.wanted_replicas)
         ready.add_metric([model.name], states.count("ready"))
+        if model.HasField("autoscaling"):
+            least.add_metric([model.name], model.autoscaling.min_replicas)
+            most.add_metric([model.name], model.autoscaling.max_replicas)
         for state in _STATES:
             groups.add_metric([model.name, state], states.count(state))
-    return (wanted, ready, groups)
+    return (wanted, ready, least, most, groups)
 
 
 def _groups(models: Sequence[control_pb2.ModelStatus]) -> Iterable[Metric]:

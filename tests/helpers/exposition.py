@@ -64,6 +64,7 @@ def _rank() -> RankCollector:
 
 def _controller() -> ControllerCollector:
     group = control_pb2.GroupStatus(group_id="m-0", state=control_pb2.GROUP_STATE_READY)
-    model = control_pb2.ModelStatus(name="m", wanted_replicas=1, groups=[group])
+    autoscaling = control_pb2.AutoscalingStatus(max_replicas=1)
+    model = control_pb2.ModelStatus(name="m", wanted_replicas=1, groups=[group], autoscaling=autoscaling)
     router = control_pb2.RouterStatus(router_id="router-0", alive=True)
     return ControllerCollector(lambda: ClusterState([model], [router]))

@@ -24,6 +24,7 @@ class State:
         self.model = control_pb2.ModelStatus(
             name="m",
             wanted_replicas=3,
+            autoscaling=control_pb2.AutoscalingStatus(min_replicas=1, max_replicas=8),
             groups=[
                 control_pb2.GroupStatus(
                     group_id="m-0",
@@ -66,6 +67,8 @@ async def test_state_is_told_in_gauges_and_counters(listener: ControllerListener
     assert seen == {
         ("weft_cluster_replicas_wanted", "m"): 3,
         ("weft_cluster_replicas_ready", "m"): 1,
+        ("weft_cluster_replicas_min", "m"): 1,
+        ("weft_cluster_replicas_max", "m"): 8,
         ("weft_cluster_groups", "m", "pending"): 0,
         ("weft_cluster_groups", "m", "starting"): 1,
         ("weft_cluster_groups", "m", "ready"): 1,
