@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel.decoder import Decoder
 from parallel.device.base import Device
+from parallel.host_memory import use_huge_pages
 from parallel.kernels.base import LayerCache
 from workers.config import CacheConfig
 from workers.errors import EngineConfigError
@@ -86,7 +87,9 @@ def _zeros(shape: tuple[int, ...], decoder: Decoder) -> Tensor:
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that the system hands out page by page when they are first written; torch.zeros would write them all."""
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    zeros = torch.frombuffer(pages, dtype=dtype)
+    use_huge_pages(zeros)
+    return zeros.view(shape)
 
 
 def _peak_bytes(device: Device, profile: Callable[[], None]) -> int:

@@ -215,7 +215,7 @@ inline Running soften(float* scores, int count, int begin, int end, float soft_c
 // Buffers of one thread; they only grow.
 class Scratch {
   public:
-    Buffer<float> scores, part, totals;
+    Buffer<float> scores, part, totals, products;
     Buffer<BFloat16> packed, weights;
     std::vector<Running> running;
 
@@ -405,7 +405,7 @@ class PagedAttention {
     void compute(const Tile& tile) {
         Scratch& scratch = Scratch::of_this_thread();
         const int num_rows = tile.num_kv_heads * tile.num_queries * group_;
-        const size_t totals_size = size_t(num_rows + ROOM) * layout_.head_dim;
+        const size_t totals_size = size_t(num_rows) * layout_.head_dim;
         static thread_local Buffer<T> buffer;
         const T* q = gather(tile, buffer);
         if (tile.is_shared) return compute_shared(tile, q, scratch);
@@ -461,11 +461,11 @@ class PagedAttention {
         write(tile, running, totals);
     }
 
-    // The queries of a tile side by side; those of a single token already lie so.
+    // The queries of a tile side by side; those of a single token lie so already.
     const T* gather(const Tile& tile, Buffer<T>& buffer) const {
         const int heads = tile.num_kv_heads * group_, head_dim = layout_.head_dim;
         const T* first = tensors_.q + tile.first_query * tensors_.q_token_stride + int64_t(tile.first_kv_head) * group_ * head_dim;
-        if (tile.num_queries == 1) return first;
+        if (tile.num_queries == 1 && group_ <= ROOM / 2) return first;  // more rows may be read than there are
         T* const gathered = buffer.room((size_t(heads) * tile.num_queries + ROOM) * head_dim);
         T* to = gathered;
         const size_t group_size = size_t(group_) * head_dim;
@@ -531,6 +531,7 @@ class PagedAttention {
         const int num_tokens = (end - begin + PANEL - 1) / PANEL * PANEL;
         float* scores = scratch.scores.room(size_t(rows + ROOM) * PARTITION);
         BFloat16* weights = scratch.weights.room(size_t(rows + ROOM) * PARTITION);
+        float* products = scratch.products.room(size_t(rows + ROOM) * head_dim);
         BFloat16* packed = scratch.packed.room(size_t(2 * PARTITION) * head_dim);
         BFloat16* packed_values = packed + size_t(PARTITION) * head_dim;
         const PackedMatrix keys{packed, nullptr, num_tokens, head_dim}, values{packed_values, nullptr, head_dim, num_tokens};
@@ -550,7 +551,8 @@ class PagedAttention {
                 std::fill(of_row + (end - begin + LANES - 1) / LANES * LANES, of_row + num_tokens, 0.0f);
                 to_bfloat16(weights + size_t(row) * PARTITION, of_row, num_tokens);
             }
-            multiply_dense(totals + first_row * head_dim, head_dim, weights, PARTITION, rows, values);
+            multiply_dense(products, head_dim, weights, PARTITION, rows, values);
+            std::copy_n(products, size_t(rows) * head_dim, totals + first_row * head_dim);
         }
     }
 #endif

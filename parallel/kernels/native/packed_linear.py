@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from parallel.host_memory import use_huge_pages
 from parallel.kernels.native.library import LANES, Programs
 from parallel.kernels.native.tape import Recorder, Tape
 
@@ -27,6 +28,7 @@ class NativeLinear:
     ) -> None:
         self._num_out, self._num_in = weight_OI.shape
         self._packed = weight_OI.new_empty(-(-self._num_out // _PANEL) * _PANEL * self._num_in)
+        use_huge_pages(self._packed)
         self._bias_O = None if bias_O is None else bias_O.contiguous()
         self._multiply = programs.multiply
         self._recorder = recorder
