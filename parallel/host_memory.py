@@ -5,7 +5,7 @@ import mmap
 
 from torch import Tensor
 
-_MADV_HUGEPAGE = 14  # of Linux
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14  # of Linux
 
 
 def release_free_memory() -> None:
@@ -20,8 +20,17 @@ def use_huge_pages(x: Tensor) -> None:
 
     Products that read all weights once a step were 6 to 14 % faster with them: fewer addresses are to be looked up.
     """
+    _advise(x, _MADV_HUGEPAGE)
+
+
+def forget(x: Tensor) -> None:
+    """Give the pages back that lie within a contiguous tensor on the CPU, whose values nobody reads again."""
+    _advise(x, _MADV_DONTNEED)
+
+
+def _advise(x: Tensor, advice: int) -> None:
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = x.data_ptr() + x.nbytes - first
+    size = (x.data_ptr() + x.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if advise is not None and size > 0:
-        advise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)

@@ -123,7 +123,10 @@ class Kernels(Protocol):
     """The operations that the decoder calls; `kernels/select.py` chooses one implementation per process."""
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
-        """Lay out a weight [out, in], once, after loading. The caller drops its own references to both tensors."""
+        """Lay out a weight [out, in], once, after loading.
+
+        The caller drops its own references to both tensors; the weight's values may be gone.
+        """
 
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
         """As pack_linear, for a weight that the caller keeps and uses besides: nothing is copied."""

@@ -100,7 +100,7 @@ def test_products_with_packed_matrices(
         assert programs is not None
         assert can_pack(weight)
         for num_threads in (1, 2):
-            linear = NativeLinear(weight, bias if has_bias else None, programs, Recorder(), num_threads)
+            linear = NativeLinear(weight.clone(), bias if has_bias else None, programs, Recorder(), num_threads)
             torch.testing.assert_close(linear(x).double(), expected, rtol=2**-8, atol=2e-2)
 
 
