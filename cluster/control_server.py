@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -17,6 +18,7 @@ from cluster.config import ModelSpec, build_spec
 from cluster.demand import DemandLedger
 from cluster.errors import ClusterConfigError, ClusterError, NotServedError, StartError
 from cluster.log_reader import LogReader
+from cluster.models import read_text_files
 from cluster.wanted import Change, ChangeKind
 from parallel.errors import ModelError
 from workers.errors import EngineConfigError
@@ -30,6 +32,7 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # routers ping a quiet stream
     ("grpc.so_reuseport", 0),  # a second controller on the port must fail, not share it
 )
+_PART_BYTES = 1 << 20  # a message is at most 4 MB
 
 
 class ControlState(Protocol):
@@ -142,6 +145,18 @@ class ControlServer(ControlServicer):
                 membership = self._membership
             seen = membership.version
             yield membership
+
+    async def GetModelFiles(  # noqa: N802
+        self, request: control_pb2.GetModelFilesRequest, context: _Context
+    ) -> AsyncIterator[control_pb2.GetModelFilesResponse]:
+        """Stream the small files of a folder, if a model is served from it; no other file is told."""
+        async with _refusing(context):
+            if request.path not in {model.path for model in self._state.models()}:
+                raise NotServedError(f"no model is served from {request.path!r}")
+            files = await asyncio.to_thread(lambda: list(read_text_files(Path(request.path))))
+        for name, data in files:
+            for start in range(0, max(1, len(data)), _PART_BYTES):
+                yield control_pb2.GetModelFilesResponse(name=name, data=data[start : start + _PART_BYTES])
 
     async def GetStatus(  # noqa: N802
         self, request: control_pb2.GetStatusRequest, context: Any

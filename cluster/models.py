@@ -1,6 +1,7 @@
 """From what a user names - a folder, a packaged model, a hub id - to a folder on this machine."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.errors import ModelNotFoundError
@@ -33,6 +34,20 @@ def resolve_model(source: str) -> Path:
     return _fetch(source)
 
 
+def read_text_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of what a router reads of a model: tokenizer, chat template, configs. Not the weights.
+
+    Raises:
+        ModelNotFoundError: a file cannot be read.
+    """
+    try:
+        for file in sorted({file for pattern in _small_files() for file in folder.glob(pattern)}):
+            if file.is_file() and not file.name.endswith(".index.json"):
+                yield file.name, file.read_bytes()
+    except OSError as error:
+        raise ModelNotFoundError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
 def _fetch(hub_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -50,10 +65,8 @@ def _download(hub_id: str) -> Path:
     Repositories often have them twice and more: in other formats, in one file, in folders for other programs.
     """
     from huggingface_hub import snapshot_download  # every rank imports this file, and hardly any fetches
-    from weft.tokenizer.load import TOKENIZER_FILES
 
-    small = ["*.json", "*.jinja", *TOKENIZER_FILES]
-    folder = Path(snapshot_download(hub_id, allow_patterns=small, ignore_patterns="*/*"))
+    folder = Path(snapshot_download(hub_id, allow_patterns=_small_files(), ignore_patterns="*/*"))
     _require_config(folder, hub_id)
     for weights in FORMATS:
         index = folder / weights.index
@@ -62,6 +75,13 @@ def _download(hub_id: str) -> Path:
         if all((folder / name).is_file() for name in names):
             break
     return folder
+
+
+def _small_files() -> list[str]:
+    """Patterns of everything but weights that serves."""
+    from weft.tokenizer.load import TOKENIZER_FILES
+
+    return ["*.json", "*.jinja", *TOKENIZER_FILES]
 
 
 def _require_config(folder: Path, source: str) -> Path:

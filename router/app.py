@@ -22,11 +22,11 @@ from router.dispatch import Dispatcher
 from router.errors import RouterConfigError
 from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
+from router.model_files import tokenizer_loader
 from router.openai import create_app
 from router.server import GrpcListener
 from router.spans import Tracer, make_tracer
 from router.tls import TlsFiles
-from router.tokenizer import ModelTokenizer
 from router.tokenizer_pool import Tokenizer, TokenizerPool
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ async def run_router(
     *,
     stop: asyncio.Event,
     on_ready: Callable[[BoundAddresses], None],
-    load_tokenizer: Callable[[str], Tokenizer] = ModelTokenizer.from_folder,
+    load_tokenizer: Callable[[str], Tokenizer] | None = None,
     tracer: Tracer | None = None,
 ) -> None:
     """Serve until `stop` is set; then refuse new requests, let those in flight end within the grace, and return.
@@ -55,7 +55,7 @@ async def run_router(
         config: what to serve and where to listen.
         stop: set by the caller.
         on_ready: called once, when all listeners are bound and serve. Whether a replica is ready, health says.
-        load_tokenizer: reads a model's tokenizer from its folder, in a thread.
+        load_tokenizer: reads a model's tokenizer from its folder, in a thread; None: as model_files.py does.
         tracer: makes the spans of requests; None: what the configuration says.
 
     Raises:
@@ -73,7 +73,7 @@ async def run_router(
         return directory.is_ready and not stop.is_set()
 
     with ExitStack() as stack:
-        pool = TokenizerPool(load_tokenizer, num_threads=config.tokenizer_threads)
+        pool = TokenizerPool(load_tokenizer or tokenizer_loader(config), num_threads=config.tokenizer_threads)
         stack.callback(pool.close)
         stack.callback(tracer.close)
         dispatcher = Dispatcher(

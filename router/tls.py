@@ -52,6 +52,15 @@ def connect(address: str, tls: TlsFiles | None, options: Sequence[tuple[str, Any
     return grpc.aio.secure_channel(address, tls.channel_credentials, options=options)
 
 
+def connect_blocking(address: str, tls: TlsFiles | None, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
+    """Return the same for callers without an event loop."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    if tls.server_name is not None:
+        options = (*options, ("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.secure_channel(address, tls.channel_credentials, options=options)
+
+
 def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()

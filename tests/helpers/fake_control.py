@@ -1,18 +1,25 @@
 """A controller that says what a test tells it: a real gRPC server of weft.v1.Control for what routers ask of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 
+from cluster.models import read_text_files
+
 
 class FakeControl(ControlServicer):
     """Streams the membership that was set last, and each one set later."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, files: Mapping[str, Path] = MappingProxyType({})) -> None:
+        """Make one; `files` says where the folders really are that it names."""
+        self.files_asked: list[str] = []
+        self._files = files
         self.watchers: list[str] = []
         self.reports: list[control_pb2.ReportDemandRequest] = []
         self.takes_reports = True
@@ -74,6 +81,15 @@ class FakeControl(ControlServicer):
             if self._membership is not None:
                 yield self._membership
             await changed.wait()
+
+    async def GetModelFiles(  # noqa: N802
+        self, request: control_pb2.GetModelFilesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[control_pb2.GetModelFilesResponse]:
+        self.files_asked.append(request.path)
+        if request.path not in self._files:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "a fake")
+        for name, data in read_text_files(self._files[request.path]):
+            yield control_pb2.GetModelFilesResponse(name=name, data=data)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Any) -> Any:  # noqa: N802
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a fake")

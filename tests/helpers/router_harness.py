@@ -18,6 +18,7 @@ from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
 from router.errors import InvalidRequestError
 from router.generation_config import GenerationDefaults
 from router.spans import Tracer
+from router.tokenizer_pool import Tokenizer
 
 if TYPE_CHECKING:
     from weft.v1.inference_pb2_grpc import InferenceAsyncStub
@@ -144,15 +145,22 @@ def router_config(*addresses: str, control: str | None = None, **changes: object
     return RouterConfig(control=control, models=models, **settings)  # type: ignore[arg-type]
 
 
+def _bytes(path: str) -> ByteTokenizer:
+    return ByteTokenizer()
+
+
 @asynccontextmanager
-async def running_router(config: RouterConfig, *, tracer: Tracer | None = None) -> AsyncIterator[RunningRouter]:
+async def running_router(
+    config: RouterConfig,
+    *,
+    tracer: Tracer | None = None,
+    load_tokenizer: Callable[[str], Tokenizer] | None = _bytes,
+) -> AsyncIterator[RunningRouter]:
     """Run a router for the length of the block."""
     stop = asyncio.Event()
     ready: asyncio.Future[BoundAddresses] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        run_router(
-            config, stop=stop, on_ready=ready.set_result, load_tokenizer=lambda _: ByteTokenizer(), tracer=tracer
-        )
+        run_router(config, stop=stop, on_ready=ready.set_result, load_tokenizer=load_tokenizer, tracer=tracer)
     )
     await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
     if task.done():

@@ -69,6 +69,11 @@ class ControlStub:
                 request_serializer=weft_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetModelFiles = channel.unary_stream(
+                '/weft.v1.Control/GetModelFiles',
+                request_serializer=weft_dot_v1_dot_control__pb2.GetModelFilesRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_control__pb2.GetModelFilesResponse.FromString,
+                _registered_method=True)
         self.ReadLogs = channel.unary_unary(
                 '/weft.v1.Control/ReadLogs',
                 request_serializer=weft_dot_v1_dot_control__pb2.ReadLogsRequest.SerializeToString,
@@ -132,6 +137,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetModelFiles(self, request, context):
+        """Streams the files of a served model that a router reads: tokenizer, chat template, configs. Not the weights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadLogs(self, request, context):
         """Reads on in the logs of routers, ranks and the controller, dead ones of late included.
         """
@@ -183,6 +195,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=weft_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=weft_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetModelFiles': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetModelFiles,
+                    request_deserializer=weft_dot_v1_dot_control__pb2.GetModelFilesRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_control__pb2.GetModelFilesResponse.SerializeToString,
             ),
             'ReadLogs': grpc.unary_unary_rpc_method_handler(
                     servicer.ReadLogs,
@@ -384,6 +401,33 @@ class Control:
             '/weft.v1.Control/Drain',
             weft_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             weft_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.Control/GetModelFiles',
+            weft_dot_v1_dot_control__pb2.GetModelFilesRequest.SerializeToString,
+            weft_dot_v1_dot_control__pb2.GetModelFilesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,8 @@ class ControlStub:
     """Replaces the groups of a model one by one, each when its successor is READY."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
     """Takes a replica, or every replica of a node, out of service; others take their place."""
+    GetModelFiles: _grpc.UnaryStreamMultiCallable[_control_pb2.GetModelFilesRequest, _control_pb2.GetModelFilesResponse]
+    """Streams the files of a served model that a router reads: tokenizer, chat template, configs. Not the weights."""
     ReadLogs: _grpc.UnaryUnaryMultiCallable[_control_pb2.ReadLogsRequest, _control_pb2.ReadLogsResponse]
     """Reads on in the logs of routers, ranks and the controller, dead ones of late included."""
     Shutdown: _grpc.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]
@@ -65,6 +67,8 @@ class ControlAsyncStub(ControlStub):
     """Replaces the groups of a model one by one, each when its successor is READY."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes a replica, or every replica of a node, out of service; others take their place."""
+    GetModelFiles: _aio.UnaryStreamMultiCallable[_control_pb2.GetModelFilesRequest, _control_pb2.GetModelFilesResponse]  # type: ignore[assignment]
+    """Streams the files of a served model that a router reads: tokenizer, chat template, configs. Not the weights."""
     ReadLogs: _aio.UnaryUnaryMultiCallable[_control_pb2.ReadLogsRequest, _control_pb2.ReadLogsResponse]  # type: ignore[assignment]
     """Reads on in the logs of routers, ranks and the controller, dead ones of late included."""
     Shutdown: _aio.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]  # type: ignore[assignment]
@@ -125,6 +129,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
         """Takes a replica, or every replica of a node, out of service; others take their place."""
+
+    @_abc_1.abstractmethod
+    def GetModelFiles(
+        self,
+        request: _control_pb2.GetModelFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.GetModelFilesResponse], _abc.AsyncIterator[_control_pb2.GetModelFilesResponse]]:
+        """Streams the files of a served model that a router reads: tokenizer, chat template, configs. Not the weights."""
 
     @_abc_1.abstractmethod
     def ReadLogs(

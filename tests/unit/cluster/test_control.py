@@ -20,6 +20,8 @@ from cluster.log_reader import LogReader, LogSource
 from cluster.readiness import first_failure, is_ready
 from cluster.status_view import ChangeView, StartView, print_status, status_as_dict
 from cluster.wanted import Change, ChangeKind
+from router.errors import ModelFilesError
+from router.model_files import fetch_model_files
 from workers.errors import EngineConfigError
 
 READY = control_pb2.GROUP_STATE_READY
@@ -27,12 +29,13 @@ READY = control_pb2.GROUP_STATE_READY
 
 class FakeState:
     def __init__(self) -> None:
+        self.path = "/m"
         self.endpoints: list[control_pb2.ReplicaEndpoint] = []
         self.grace_s: float | None = None
         self.calls: list[tuple[Any, ...]] = []
 
     def models(self) -> list[control_pb2.ServedModel]:
-        return [control_pb2.ServedModel(name="m", path="/m", max_context=64)]
+        return [control_pb2.ServedModel(name="m", path=self.path, max_context=64)]
 
     def replicas(self) -> list[control_pb2.ReplicaEndpoint]:
         return list(self.endpoints)
@@ -192,6 +195,30 @@ async def test_logs_are_read_on_where_they_were_left(
         file.write("third\n")
     chunk = await asyncio.to_thread(read, {"m-0.1/0": chunk.next_offset}, 7)
     assert chunk.data == b"third\n"
+
+
+async def test_router_without_the_models_folder_gets_what_it_reads(
+    running: tuple[FakeState, ControlServer, str], tmp_path: Path
+) -> None:
+    state, _, address = running
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    state.path = str(there)
+    read = {"tokenizer.json": b"{}" * 1_500_000, "tokenizer_config.json": b"", "chat_template.jinja": b"{{ messages }}"}
+    unread = ("model.safetensors", "model.safetensors.index.json", "README.md", "secret.key")
+    for name, content in (read | dict.fromkeys(unread, b"x")).items():
+        (there / name).write_bytes(content)
+    await asyncio.to_thread(fetch_model_files, str(there), here, control=address)
+    assert {file.name: file.read_bytes() for file in here.iterdir()} == read
+
+
+async def test_files_of_a_folder_that_is_not_served_are_not_given(
+    running: tuple[FakeState, ControlServer, str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ModelFilesError, match=f"NOT_FOUND: no model is served from '{tmp_path}'"):
+        await asyncio.to_thread(fetch_model_files, str(tmp_path), tmp_path, control=running[2])
 
 
 async def test_second_controller_on_a_port_is_refused(running: tuple[FakeState, ControlServer, str]) -> None:

@@ -1,0 +1,63 @@
+"""Tokenizers of folders that only the controller has."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+from helpers.fake_control import FakeControl
+from helpers.router_harness import router_config, running_router
+from weft.v1 import inference_pb2 as pb
+
+from cluster.models import PACKAGED
+from router.errors import ModelFilesError
+from router.model_files import tokenizer_loader
+from router.tokenizer import ModelTokenizer
+
+TEXT = "Once upon a time"
+FOLDER = PACKAGED["weft-tiny"]
+
+
+async def test_router_elsewhere_reads_the_tokenizer_that_the_controller_has() -> None:
+    control = FakeControl(files={"/tiny": FOLDER})
+    await control.start()
+    control.set_replicas({})
+    async with running_router(router_config(control=control.address), load_tokenizer=None) as router:
+        await router.wait_ready(0)
+        for _ in range(2):
+            answer = await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text=TEXT), timeout=20)
+            assert tuple(answer.token_ids) == ModelTokenizer.from_folder(FOLDER).encode(TEXT)
+    assert control.files_asked == ["/tiny"], "once, and kept"
+    await control.stop()
+
+
+async def test_client_is_told_which_files_are_missing() -> None:
+    control = FakeControl()
+    await control.start()
+    control.set_replicas({})
+    async with running_router(router_config(control=control.address), load_tokenizer=None) as router:
+        await router.wait_ready(0)
+        with pytest.raises(grpc.aio.AioRpcError, match="/tiny is not on this machine, and the controller at") as error:
+            await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text=TEXT), timeout=20)
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    await control.stop()
+
+
+async def test_folder_without_a_tokenizer_is_named_as_the_controller_names_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    control = FakeControl(files={"/tiny": tmp_path})
+    await control.start()
+    control.set_replicas({})
+    async with running_router(router_config(control=control.address), load_tokenizer=None) as router:
+        await router.wait_ready(0)
+        with pytest.raises(grpc.aio.AioRpcError, match="/tiny has no tokenizer; looked for"):
+            await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text=TEXT), timeout=20)
+    await control.stop()
+
+
+def test_folder_that_is_here_is_read_here() -> None:
+    load = tokenizer_loader(router_config(control="127.0.0.1:1"))
+    assert load(str(FOLDER)).encode(TEXT)
+    with pytest.raises(ModelFilesError, match="did not give its files: UNAVAILABLE"):
+        load("/nowhere")
+    with pytest.raises(ModelFilesError, match="/nowhere has no tokenizer"):
+        tokenizer_loader(router_config("127.0.0.1:1"))("/nowhere")
