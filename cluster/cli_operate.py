@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from cluster.config import DEFAULT_CONTROL_PORT, DEFAULT_HOST
+from cluster.errors import ClusterConfigError
 
 DEFAULT_CONTROL = f"{DEFAULT_HOST}:{DEFAULT_CONTROL_PORT}"
 
@@ -73,8 +74,10 @@ def rollout(
 
 def drain(
     target: Annotated[
-        str, typer.Argument(metavar="REPLICA|NODE", help="A replica or group, or a node's address or Ray id.")
-    ],
+        str | None,
+        typer.Argument(metavar="REPLICA|NODE", help="A replica or group, or a node's address or Ray id."),
+    ] = None,
+    here: Annotated[bool, typer.Option("--this-node", help="The node on this machine.")] = False,
     grace: Annotated[
         float | None,
         typer.Option(min=0, help="Seconds until requests move to other replicas; default: drain_timeout_s."),
@@ -86,9 +89,12 @@ def drain(
 ) -> None:
     """Take a replica, or all of a node, out of service without losing a request; others take its place."""
     from cluster.control_client import ControlClient
-    from cluster.operate import drain_target
+    from cluster.operate import drain_target, this_node
 
+    if (target is None) != here:
+        raise ClusterConfigError("drain wants a REPLICA or NODE, or --this-node; allowed: one of the two")
     with ControlClient(control) as client:
+        target = this_node(client) if target is None else target
         drain_target(client, target, Console(), grace_s=grace, undo=undo, wait_s=timeout if wait else None)
 
 

@@ -1,5 +1,6 @@
 """What the operator's commands do: `weft apply`, `scale`, `rollout` and `drain`, and waiting until it is done."""
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -94,6 +95,16 @@ def drain_target(
         _wait(client, console, is_done, what="drained", timeout_s=wait_s)
 
 
+def this_node(client: ControlClient) -> str:
+    """Return the address of the node that is on this machine. Raises ControllerError."""
+    addresses = {node.address for node in client.status().nodes}
+    here = sorted(address for address in addresses if _is_of_this_machine(address))
+    if len(here) != 1:
+        seen = f"{', '.join(here)} are" if here else f"none of {', '.join(sorted(addresses)) or 'no nodes'} is"
+        raise ControllerError(f"{seen} on this machine; allowed with --this-node: one node, else name it")
+    return here[0]
+
+
 def wait_as_wanted(client: ControlClient, console: Console, *, timeout_s: float, model: str = "") -> None:
     """Wait until the models, or one, are served as they are wanted; tells what happens meanwhile.
 
@@ -157,6 +168,17 @@ def _wait(
             states = ", ".join(f"{group.group_id} {state_name(group)}" for group in _groups(status))
             raise ControllerError(f"not {what} within {timeout_s:g} s: {states}")
         time.sleep(_POLL_S)
+
+
+def _is_of_this_machine(address: str) -> bool:
+    """Only an address of one of its own interfaces can be bound."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+        return True
 
 
 def _groups(status: control_pb2.GetStatusResponse) -> list[control_pb2.GroupStatus]:

@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 from weft.v1 import control_pb2
 
+from cluster.cli import app
 from cluster.control_client import ControlClient
 from cluster.errors import ClusterConfigError, ControllerError
 from cluster.log_reader import LogReader, LogSource, read_piece
-from cluster.operate import apply_file, drain_target, is_as_wanted, parse_settings, roll_model, scale_model
+from cluster.operate import apply_file, drain_target, is_as_wanted, parse_settings, roll_model, scale_model, this_node
 from cluster.show_logs import LineSplitter, show_logs
 
 READY, STARTING = control_pb2.GROUP_STATE_READY, control_pb2.GROUP_STATE_STARTING
@@ -226,3 +227,28 @@ async def test_logs_of_other_nodes_are_read_there_and_dead_ones_stay_known(tmp_p
     assert asked == ["m-299.1/0"]
     assert "m-0" not in reader.names
     assert {"controller", "m-100.1/0"} <= set(reader.names)
+
+
+class NodesClient(FakeClient):
+    """A controller of nodes at some addresses."""
+
+    def __init__(self, *addresses: str) -> None:
+        super().__init__()
+        self.addresses = addresses
+
+    def status(self) -> control_pb2.GetStatusResponse:
+        return control_pb2.GetStatusResponse(nodes=[control_pb2.NodeStatus(address=each) for each in self.addresses])
+
+
+def test_this_node_is_the_one_whose_address_this_machine_has() -> None:
+    assert this_node(NodesClient("203.0.113.1", "127.0.0.7", "127.0.0.7").client) == "127.0.0.7"
+    with pytest.raises(ControllerError, match=r"none of 203\.0\.113\.1, 203\.0\.113\.2 is on this machine"):
+        this_node(NodesClient("203.0.113.1", "203.0.113.2").client)
+    with pytest.raises(ControllerError, match=r"127\.0\.0\.7, 127\.0\.0\.8 are on this machine; allowed"):
+        this_node(NodesClient("127.0.0.8", "127.0.0.7").client)
+
+
+@pytest.mark.parametrize("arguments", [["drain"], ["drain", "m-0", "--this-node"]])
+def test_drain_wants_one_target(arguments: list[str]) -> None:
+    with pytest.raises(ClusterConfigError, match="a REPLICA or NODE, or --this-node; allowed: one of the two"):
+        app(arguments, standalone_mode=False)
