@@ -209,8 +209,9 @@ class WantedState:
         groups = [group for group in self._groups if target in (group.group_id, group.replica_id)]
         node_id = ""
         if not groups:
-            node_id = (await self._find_node(target)).node_id
-            self._drained_nodes |= {node_id}
+            nodes = await asyncio.to_thread(self._nodes)
+            node_id = self._find_node(target, nodes).node_id
+            self._drained_nodes = self._drained_nodes & {node.node_id for node in nodes} | {node_id}
             groups = [group for group in self._groups if any(place.node_id == node_id for place in group.places)]
         for group in groups:
             group.leave(group.model.drain_timeout_s if grace_s is None else grace_s)
@@ -221,17 +222,22 @@ class WantedState:
 
     async def undrain(self, target: str) -> str:
         """Place groups on a node again; return its Ray id. Raises NotServedError."""
-        node_id = (await self._find_node(target)).node_id
+        node_id = self._find_node(target, await asyncio.to_thread(self._nodes)).node_id
         self._drained_nodes -= {node_id}
         self._save()
         self._changed.set()
         return node_id
 
     async def shut_down(self, grace_s: float) -> None:
-        """Stop the router, which finishes the requests in flight, then the groups."""
+        """Stop the router, which finishes its requests, then the groups, which finish those of routers elsewhere.
+
+        Both together take at most `grace_s`.
+        """
         self._is_stopping = True
+        give_up_s = self._clock() + grace_s
         await self._router.stop(grace_s)
-        await asyncio.gather(*(group.stop(grace_s=0.0) for group in self._groups))
+        left_s = max(0.0, give_up_s - self._clock())
+        await asyncio.gather(*(group.stop(grace_s=left_s) for group in self._groups))
         self.is_stopped = True
         self._changed.set()
 
@@ -358,8 +364,7 @@ class WantedState:
         self._served[change.name] = served
         return change, wanted[change.name].current.number
 
-    async def _find_node(self, target: str) -> NodeResources:
-        nodes = await asyncio.to_thread(self._nodes)
+    def _find_node(self, target: str, nodes: Sequence[NodeResources]) -> NodeResources:
         found = [node for node in nodes if target in (node.node_id, node.address)]
         if len(found) != 1:
             replicas = ", ".join(sorted(group.replica_id or group.group_id for group in self._groups)) or "none"

@@ -45,6 +45,7 @@ class Bench:
     router: FakeRouter = field(default_factory=FakeRouter)
     saved: bytes = encode(SavedState())
     clock: FakeClock = field(default_factory=FakeClock)
+    nodes: list[NodeResources] = field(default_factory=lambda: list(NODES))
     state: WantedState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class Bench:
             router=self.router,
             form=self.forms,
             save=self.save,
-            nodes=lambda: NODES,
+            nodes=lambda: self.nodes,
             changed=asyncio.Event(),
             policy=RestartPolicy(),
             clock=self.clock,
@@ -151,11 +152,12 @@ async def test_what_cannot_be_served_is_refused_and_changes_nothing(bench: Bench
     assert bench.model().revision == 1
 
 
-async def test_shutdown_stops_routers_with_grace_then_groups(bench: Bench) -> None:
+async def test_shutdown_stops_routers_and_then_groups_whose_requests_of_other_routers_finish(bench: Bench) -> None:
     await bench.apply({"replicas": 2})
     bench.forms.lives[0].become_ready()
     await bench.state.shut_down(4.0)
     assert bench.router.stopped_with_s == 4.0
+    assert [life.drained_s for life in bench.forms.lives] == [4.0, None], "one has not begun"
     assert all(life.was_cancelled for life in bench.forms.lives)
     assert bench.state.is_stopped
     bench.state.reconcile()
@@ -310,6 +312,13 @@ async def test_drained_node_loses_its_groups_and_gets_none_until_it_is_undone(be
     assert not bench.state.drained_nodes
     with pytest.raises(NotServedError, match=r"'x'; replicas: .*; nodes: 10\.0\.0\.0, 10\.0\.0\.1"):
         await bench.state.drain("x", None)
+
+
+async def test_drained_node_that_has_gone_is_forgotten_at_the_next_drain(bench: Bench) -> None:
+    await bench.state.drain("node-a", None)
+    del bench.nodes[0]
+    await bench.state.drain("node-b", None)
+    assert bench.state.drained_nodes == {"node-b"}
 
 
 async def test_new_controller_adopts_what_lives_and_forms_nothing(bench: Bench) -> None:
