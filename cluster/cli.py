@@ -144,6 +144,12 @@ def serve(
             help='Ray cluster to join ("auto": of this machine); default: a local one.', rich_help_panel=_Network
         ),
     ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over", help="Go on with the service that the Ray cluster has already.", rich_help_panel=_Network
+        ),
+    ] = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when READY, leave it running.")] = False,
     log_file: Annotated[Path | None, typer.Option(help="With --detach: where output goes.")] = None,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "warning",
@@ -186,10 +192,12 @@ def serve(
     }
     settings = merge_settings(target, {path: value for path, value in flags.items() if value is not None})
     spec = build_spec(settings)
+    if take_over and spec.ray_address is None:
+        raise ClusterConfigError("--take-over: there is nothing on a Ray of its own; allowed: with --ray-address")
     if detach and spec.ray_address is None:
         serve_in_background(settings, Console(), log_level=log_level, log_file=log_file)
     else:
-        run_service(spec, Console(), log_level=log_level, stays=not detach)
+        run_service(spec, Console(), log_level=log_level, stays=not detach, takes_over=take_over)
 
 
 @app.command()

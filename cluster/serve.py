@@ -23,14 +23,11 @@ from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.status_view import ChangeView, StartView, bounds
 
-STOP_GRACE_S = 10.0
-"""For requests in flight when the service is stopped with a signal."""
-
 _POLL_S = 0.1
 _LOG_LINES = 15
 
 
-def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = True) -> None:
+def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = True, takes_over: bool = False) -> None:
     """Run a service until it is stopped by a signal or by `weft stop`.
 
     Args:
@@ -38,6 +35,7 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
         console: where to show progress and addresses.
         log_level: of every process.
         stays: False: return when it is READY and leave it running, on a Ray cluster that was joined.
+        takes_over: go on with the service that the Ray cluster has, where it has one.
 
     Raises:
         ClusterError, ModelError, EngineConfigError: it did not come up, or it broke.
@@ -46,14 +44,14 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
 
     with _stop_signals() as rearm:
         try:
-            with Service.start(spec, log_level=log_level) as service:
+            with Service.start(spec, log_level=log_level, takes_over=takes_over) as service:
                 rearm()
-                _run(service, console, stays=stays)
+                _run(service, console, stays=stays, grace_s=spec.router.grace_s)
         except KeyboardInterrupt:
             console.print("Stopped before it was ready.")
 
 
-def _run(service: Any, console: Console, *, stays: bool) -> None:
+def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None:
     try:
         with StartView(console) as view:
             service.wait_ready(on_status=view.show)
@@ -67,7 +65,7 @@ def _run(service: Any, console: Console, *, stays: bool) -> None:
         raise
     except KeyboardInterrupt:
         console.print("Stopping ...")
-        service.shut_down(STOP_GRACE_S)
+        service.shut_down(grace_s)
     if stays:
         console.print("Stopped.")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weft.v1 import control_pb2
 
@@ -40,8 +40,13 @@ class Service:
         self._stopped = controller.stopped.remote()  # lasts over the controller's lives
 
     @classmethod
-    def start(cls, spec: ClusterSpec, *, log_level: str = "warning") -> "Service":
+    def start(cls, spec: ClusterSpec, *, log_level: str = "warning", takes_over: bool = False) -> "Service":
         """Start Ray if no cluster is named, and the controller. Returns before the groups are READY.
+
+        Args:
+            spec: what to serve.
+            log_level: of every process.
+            takes_over: on a cluster that has a service already, go on with that one as it is.
 
         Raises:
             ClusterError, ModelError, EngineConfigError: the message says what stopped it; nothing is left running.
@@ -53,13 +58,16 @@ class Service:
             start_local_ray(log_to_driver=log_to_driver)
         else:
             join_ray(spec.ray_address, log_to_driver=log_to_driver)
-        controller = None
+        created = None
         try:
-            controller = _create_controller(spec, is_local=is_local, log_level=log_level)
-            address = ray.get(controller.start.remote())
+            running = _take_over() if takes_over else None
+            if running is not None:
+                return running
+            created = _create_controller(spec, is_local=is_local, log_level=log_level)
+            address = ray.get(created.start.remote())
         except BaseException as error:
-            if controller is not None:
-                ray.kill(controller)  # on a cluster that was joined it would stay
+            if created is not None:
+                ray.kill(created)  # on a cluster that was joined it would stay
             leave_ray()
             match error:
                 case RayTaskError():
@@ -67,10 +75,12 @@ class Service:
                 case RayError():
                     raise StartError(f"the controller did not start: {error}") from error
                 case ValueError():  # what Ray raises for a name that is taken
-                    message = "this Ray cluster has a Weft already; allowed: one, so `weft stop` it first"
+                    message = (
+                        "this Ray cluster has a Weft already; allowed: one, so `weft stop` it first, or --take-over"
+                    )
                     raise StartError(message) from error
             raise
-        return cls(control_address=address, controller=controller)
+        return cls(control_address=address, controller=created)
 
     def status(self) -> control_pb2.GetStatusResponse:
         """Return the present state. Raises ControllerError."""
@@ -132,6 +142,17 @@ class Service:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _take_over() -> Service | None:
+    """Return the service that the cluster has, whose `weft serve` has gone; None where it has none."""
+    try:
+        controller: Any = ray.get_actor(CONTROLLER_NAME)
+        address = ray.get(controller.start.remote())
+    except (ValueError, RayActorError, ActorUnschedulableError):  # there is none, or it went down with its node
+        return None
+    logger.warning("this Ray cluster has a service already, which goes on as it is; `weft apply` changes it")
+    return Service(control_address=address, controller=controller)
 
 
 def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> Any:

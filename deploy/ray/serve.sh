@@ -1,12 +1,25 @@
 #!/bin/bash
-# Keeps `weft serve` running on a Ray head: it is started again when it breaks, but not when it was stopped (exit code 0,
-# or a signal) or its settings are wrong (2). While one runs, a second call does nothing, so that `ray up` can be repeated.
+# Keeps `weft serve` running on a Ray head: it is started again when it breaks, and goes on with the service that then still
+# runs on Ray; but not when it was stopped (exit code 0, or a signal) or its settings are wrong (2). While one runs, a second
+# call does nothing, so that `ray up` can be repeated. SIGTERM stops the service: requests in flight are finished first.
 #
 #   serve.sh ARGUMENTS OF weft serve
 exec 9>"$HOME/.weft-serve.lock"
 flock --nonblock 9 || exit 0
+is_stopping=0
+serve=
+trap 'is_stopping=1; [[ -z $serve ]] || kill -TERM "$serve"' TERM INT
 while true; do
-  weft serve "$@" 9>&-
-  case $? in 0 | 2 | 130 | 143) exit ;; esac
+  weft serve "$@" --take-over 9>&- &
+  serve=$!
+  wait "$serve"
+  status=$?
+  if ((is_stopping)); then
+    wait "$serve" # the trap has ended the first wait
+    exit
+  fi
+  serve=
+  case $status in 0 | 2 | 130 | 143) exit "$status" ;; esac
   sleep 5
+  ((is_stopping)) && exit
 done
