@@ -25,6 +25,7 @@ from helpers.chart import (
     render,
 )
 
+from cluster.cli import app
 from cluster.config import ClusterSpec, build_spec
 from router import __main__ as router_main
 from router.config import RouterConfig
@@ -169,12 +170,40 @@ def test_secrets_are_made_of_what_is_given(tmp_path: Path) -> None:
     assert not [item for item in objects if item["kind"] == "Pod"], "nobody gave the test a key"
 
 
-def test_a_router_has_time_to_finish_its_requests() -> None:
+def test_a_router_says_that_it_is_not_ready_and_has_time_to_finish_its_requests() -> None:
     objects = render(example="multi-node-pipeline")
     spec = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
-    assert spec["terminationGracePeriodSeconds"] > pause_s + router_config(objects).grace_s
+    probe, router = container["readinessProbe"], router_config(objects)
+    assert router.unready_s >= probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
+    assert spec["terminationGracePeriodSeconds"] > router.unready_s + router.grace_s
+
+
+def test_a_worker_drains_its_node_before_ray_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr("cluster.operate.this_node", lambda client: "10.0.0.7")
+    monkeypatch.setattr(
+        "cluster.operate.drain_target", lambda client, *args, **kwargs: told.update(kwargs, node=args[0])
+    )
+    objects = render(example="multi-node-pipeline")
+    spec = find(objects, "RayCluster")["spec"]["workerGroupSpecs"][0]["template"]["spec"]
+    (container,) = spec["containers"]
+    weft, *arguments = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert weft == "weft"
+    app(arguments, standalone_mode=False)
+    assert (told["node"], told["grace_s"], told["undo"]) == ("10.0.0.7", 120.0, False)
+    assert told["grace_s"] < told["wait_s"] < spec["terminationGracePeriodSeconds"]
+    control = find(objects, "Service", "demo-weft-control")
+    (variable,) = [each for each in container["env"] if each["name"] == "WEFT_CONTROL"]
+    assert variable["value"] == f"{control['metadata']['name']}:{cluster_spec(objects).control_port}"
+
+
+def test_the_head_has_time_to_finish_requests_and_with_a_redis_leaves_them_alone() -> None:
+    for example, arguments in (("one-gpu", []), ("multi-node-pipeline", ["outlived"])):
+        objects = render(example=example)
+        spec = find(objects, "RayCluster")["spec"]["headGroupSpec"]["template"]["spec"]
+        assert spec["containers"][0]["args"] == ["/etc/weft/cluster.yaml", "warning", *arguments]
+        assert spec["terminationGracePeriodSeconds"] > cluster_spec(objects).router.grace_s
 
 
 def test_workers_have_their_gpus_and_the_head_takes_no_rank() -> None:
@@ -261,8 +290,8 @@ def test_services_select_the_pods_they_mean() -> None:
 
 def test_models_lie_at_one_path_everywhere() -> None:
     for template in pod_templates(render(example="one-gpu")):
-        if template.get("kind") == "Pod":
-            continue  # of the test hook, which needs none
+        if template["spec"]["containers"][0]["name"] not in ("ray-head", "ray-worker"):
+            continue  # routers ask the controller, the test hook needs none
         claims = [volume for volume in template["spec"]["volumes"] if volume["name"] == "models"]
         assert claims == [{"name": "models", "persistentVolumeClaim": {"claimName": "demo-weft-models"}}]
         (mount,) = [m for m in template["spec"]["containers"][0]["volumeMounts"] if m["name"] == "models"]
@@ -334,7 +363,7 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
         ("modelStorage.kind=nfs", "modelStorage.kind must be one of"),
         ("gcsFaultTolerance.redisAddress=redis", "Does not match pattern"),
         ("models[0].tensor_parallel=2", "models[0] needs 2 GPUs on one worker; the largest worker group has 1"),
-        ("models[0].replicas=2", "the models need 2 GPUs; the worker groups have at most 1"),
+        ("models[0].replicas=2", "models[0].replicas is 2, of 1 GPUs each; the worker groups have room for 1 at most"),
         ("models[0].device=auto", "models[0].device is auto; allowed: cuda or cpu"),
         ("models[0].path=Qwen/Qwen3-8B", 'models[0].path is the hub id "Qwen/Qwen3-8B"'),
         ("modelStorage.kind=claim", "modelStorage.claimName is missing"),
@@ -350,6 +379,61 @@ def test_wrong_values_are_refused_with_their_reason(setting: str, reason: str) -
     with pytest.raises(RefusedError) as refused:
         render(*settings)
     assert reason in str(refused.value)
+
+
+EIGHT_GPUS = (
+    "models[0].device=cuda",
+    "workerGroups[0].name=gpu4",
+    "workerGroups[0].gpus=4",
+    "workerGroups[0].replicas=2",
+    "workerGroups[0].resources.requests.cpu=4",
+)
+OTHER = ("models[1].path=weft-tiny", "models[1].name=other", "models[1].device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (("models[0].min_replicas=2",), "models[0].replicas is 1; allowed: at least min_replicas, 2"),
+        (
+            ("models[0].replicas=3", "models[0].max_replicas=2"),
+            "models[0].replicas is 3; allowed: at most max_replicas, 2",
+        ),
+        (
+            ("models[0].tensor_parallel=3", "models[0].replicas=3"),
+            "models[0].replicas is 3, of 3 GPUs each; the worker groups have room for 2 at most",
+        ),
+        (
+            ("models[0].tensor_parallel=2", "models[0].max_replicas=5"),
+            "models[0].max_replicas is 5, of 2 GPUs each; the worker groups have room for 4 at most",
+        ),
+        (
+            ("models[0].tensor_parallel=4", "models[0].pipeline_parallel=2", "models[0].max_replicas=2"),
+            "models[0].max_replicas is 2, of 8 GPUs each; the worker groups have room for 1 at most",
+        ),
+        (
+            ("models[0].replicas=4", *OTHER, "models[1].replicas=5"),
+            "the models need 9 GPUs; the worker groups have at most 8",
+        ),
+    ],
+)
+def test_models_that_do_not_fit_the_workers_are_refused(settings: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        render(*EIGHT_GPUS, *settings)
+    assert reason in str(refused.value)
+
+
+def test_models_may_have_the_same_gpus_one_after_the_other() -> None:
+    bounds = ("models[0].max_replicas=8", "models[0].replicas=0", *OTHER, "models[1].max_replicas=8")
+    specs = cluster_spec(render(*EIGHT_GPUS, *bounds)).models
+    assert [spec.section.max_replicas for spec in specs] == [8, 8]
+
+
+def test_workers_that_may_come_count_as_room() -> None:
+    wanted = (*EIGHT_GPUS, "workerGroups[0].maxReplicas=3", "models[0].max_replicas=12")
+    assert render(*wanted, "autoscaling.enabled=true")
+    with pytest.raises(RefusedError, match="room for 8 at most"):
+        render(*wanted)
 
 
 def test_old_kubernetes_is_refused() -> None:

@@ -50,23 +50,35 @@ echo "$@" >> ray.log
 while true; do read -t 0.05 < <(:) || :; done
 """
 
+SERVICE = """
+trap 'cat ray.log > seen.log; exit 0' TERM
+echo on >> weft.log
+while true; do read -t 0.05 < <(:) || :; done
+"""
+
 
 def test_the_heads_container_ends_with_the_service(start: Start, tmp_path: Path) -> None:
     process = start(HEAD, "cluster.yaml", "info", ray=RAY, weft='echo "$@" >> weft.log; exit 3')
     assert process.wait(20) == 3
-    assert (tmp_path / "weft.log").read_text() == "serve cluster.yaml --log-level info\n"
+    assert (tmp_path / "weft.log").read_text() == "serve cluster.yaml --log-level info --take-over\n"
     assert (tmp_path / "ray.log").read_text() == "start --head --num-cpus=0 --block\nstopped\n"
 
 
 def test_sigterm_stops_the_service_before_ray(start: Start, tmp_path: Path) -> None:
-    weft = (
-        "trap 'cat ray.log > seen.log; exit 0' TERM; echo on > weft.log; while true; do read -t 0.05 < <(:) || :; done"
-    )
-    process = start(HEAD, "cluster.yaml", "info", ray=RAY, weft=weft)
+    process = start(HEAD, "cluster.yaml", "info", ray=RAY, weft=SERVICE)
     wait_for(tmp_path / "weft.log", "on")
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     assert "stopped" not in (tmp_path / "seen.log").read_text(), "requests in flight need Ray"
+    assert "stopped" in (tmp_path / "ray.log").read_text()
+
+
+def test_a_head_that_is_outlived_leaves_the_service_alone(start: Start, tmp_path: Path) -> None:
+    process = start(HEAD, "cluster.yaml", "info", "outlived", ray=RAY, weft=SERVICE)
+    wait_for(tmp_path / "weft.log", "on")
+    process.send_signal(signal.SIGTERM)
+    process.wait(20)
+    assert not (tmp_path / "seen.log").exists(), "nobody told the service to end"
     assert "stopped" in (tmp_path / "ray.log").read_text()
 
 
@@ -83,7 +95,7 @@ def test_a_service_that_breaks_is_started_again_until_it_is_stopped(
     weft = f'echo "$@" >> weft.log; [[ $(wc -l < weft.log) -lt {lives} ]] && exit 1; exit {last}'
     process = start(SERVE, "cluster.yaml", weft=weft, sleep="exit 0")
     process.wait(20)
-    assert (tmp_path / "weft.log").read_text() == "serve cluster.yaml\n" * lives
+    assert (tmp_path / "weft.log").read_text() == "serve cluster.yaml --take-over\n" * lives
 
 
 def test_only_one_service_is_kept(start: Start, tmp_path: Path) -> None:
@@ -95,3 +107,12 @@ def test_only_one_service_is_kept(start: Start, tmp_path: Path) -> None:
     assert (tmp_path / "weft.pid").read_text() != "twice\n"
     os.kill(int((tmp_path / "weft.pid").read_text()), signal.SIGTERM)
     assert first.wait(20) == 0
+
+
+def test_sigterm_stops_the_service_that_is_kept_and_does_not_start_it_again(start: Start, tmp_path: Path) -> None:
+    process = start(SERVE, "cluster.yaml", weft="touch ray.log\n" + SERVICE)
+    wait_for(tmp_path / "weft.log", "on")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert (tmp_path / "seen.log").exists(), "it was told to end, and did so by itself"
+    assert (tmp_path / "weft.log").read_text() == "on\n"

@@ -2,7 +2,10 @@
 # The head's container: Ray's head, and the service on it. When either ends the container ends, and Kubernetes starts
 # both again. SIGTERM stops the service first: requests in flight are finished while Ray still runs.
 #
-#   head.sh CLUSTER_FILE LOG_LEVEL       KubeRay sets KUBERAY_GEN_RAY_START_CMD, the chart POD_IP.
+#   head.sh CLUSTER_FILE LOG_LEVEL [outlived]       KubeRay sets KUBERAY_GEN_RAY_START_CMD, the chart POD_IP.
+#
+# outlived: Ray's tables lie in a Redis and workers go on without their head. SIGTERM then leaves the service as it is, and
+# the next head takes it over.
 set -u
 ulimit -n 65536 2>/dev/null
 
@@ -14,16 +17,19 @@ until ray health-check --address "$POD_IP:6379" >/dev/null 2>&1; do
 done
 
 export RAY_ADDRESS="$POD_IP:6379" # named, so that `auto` waits for the head's own node and does not search for one
-weft serve "$1" --log-level "$2" &
+weft serve "$1" --log-level "$2" --take-over &
 serve=$!
+signal=TERM
+[[ ${3:-} == outlived ]] && signal=KILL # it has nothing to say to the service
 is_stopping=0
-trap 'is_stopping=1; kill -TERM "$serve"' TERM INT
+trap 'is_stopping=1; kill -s "$signal" "$serve"' TERM INT
 wait -n "$ray" "$serve"
 status=$?
 if ((is_stopping)); then
   wait "$serve"
   status=$?
 fi
-kill -TERM "$ray" "$serve" 2>/dev/null
+kill -TERM "$ray" 2>/dev/null
+kill -s "$signal" "$serve" 2>/dev/null
 wait
 exit "$status"

@@ -63,6 +63,7 @@ router:
   http_port: null
   metrics_port: null
   policy: {{ .Values.router.policy }}
+  grace_s: {{ .Values.router.graceSeconds }}
   {{- if include "weft.tlsSecret" . }}
   tls:
     cert_file: /etc/weft-tls/tls.crt

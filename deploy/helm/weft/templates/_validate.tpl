@@ -5,8 +5,7 @@
 {{- range .Values.workerGroups }}
 {{- $gpus := int (.gpus | default 0) }}
 {{- $largest = max $largest $gpus }}
-{{- $most := $.Values.autoscaling.enabled | ternary (.maxReplicas | default .replicas) .replicas }}
-{{- $total = add $total (mul $gpus (int $most)) }}
+{{- $total = add $total (mul $gpus (int (include "weft.mostWorkers" (list $ .)))) }}
 {{- if and $.Values.autoscaling.enabled (lt (int (.maxReplicas | default .replicas)) (int .replicas)) }}
 {{- fail (printf "workerGroups: %s has maxReplicas %d; allowed: at least its replicas, %d" .name (int .maxReplicas) (int .replicas)) }}
 {{- end }}
@@ -15,6 +14,15 @@
 {{- range $index, $model := .Values.models }}
 {{- $tensor := int ($model.tensor_parallel | default 1) }}
 {{- $device := $model.device | default "auto" }}
+{{- $replicas := hasKey $model "replicas" | ternary $model.replicas 1 | int }}
+{{- $least := int ($model.min_replicas | default 0) }}
+{{- $most := int ($model.max_replicas | default $replicas) }}
+{{- if lt $replicas $least }}
+{{- fail (printf "models[%d].replicas is %d; allowed: at least min_replicas, %d" $index $replicas $least) }}
+{{- end }}
+{{- if gt $replicas $most }}
+{{- fail (printf "models[%d].replicas is %d; allowed: at most max_replicas, %d" $index $replicas $most) }}
+{{- end }}
 {{- if ne $device "cpu" }}
 {{- if and (eq $device "cuda") (gt $tensor (int $largest)) }}
 {{- fail (printf "models[%d] needs %d GPUs on one worker; the largest worker group has %d" $index $tensor (int $largest)) }}
@@ -22,7 +30,17 @@
 {{- if eq $device "auto" }}
 {{- fail (printf "models[%d].device is auto; allowed: cuda or cpu, because the head starts before any worker has shown a GPU" $index) }}
 {{- end }}
-{{- $wanted = add $wanted (mul $tensor (int ($model.pipeline_parallel | default 1)) (int ($model.replicas | default 1))) }}
+{{- $size := mul $tensor (int ($model.pipeline_parallel | default 1)) }}
+{{- $wanted = add $wanted (mul $size $replicas) }}
+{{- /* All models together may want more than there is, one after the other; what one could never have is a mistake. */}}
+{{- $room := 0 }}
+{{- range $.Values.workerGroups }}
+{{- $room = add $room (mul (div (int (.gpus | default 0)) $tensor) (int (include "weft.mostWorkers" (list $ .)))) }}
+{{- end }}
+{{- $room = div $room (int ($model.pipeline_parallel | default 1)) }}
+{{- if gt $most (int $room) }}
+{{- fail (printf "models[%d].%s is %d, of %d GPUs each; the worker groups have room for %d at most" $index (empty $model.max_replicas | not | ternary "max_replicas" "replicas") $most (int $size) (int $room)) }}
+{{- end }}
 {{- end }}
 {{- $path := $model.path | default "weft-tiny" }}
 {{- if and (eq $.Values.modelStorage.kind "none") (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$" $path) }}
@@ -63,4 +81,10 @@
 {{- fail (printf "router.autoscaling.maxReplicas is %d; allowed: at least minReplicas, %d" (int .maxReplicas) (int .minReplicas)) }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* How many workers a group may have. Takes the root and the group. */}}
+{{- define "weft.mostWorkers" -}}
+{{- $group := index . 1 }}
+{{- (index . 0).Values.autoscaling.enabled | ternary ($group.maxReplicas | default $group.replicas) $group.replicas }}
 {{- end }}
