@@ -1,4 +1,4 @@
-"""Print the run-time dependencies of pyproject.toml, one a line, so that an image has them in a layer below the code.
+"""Print the run-time dependencies of pyproject.toml and those of tracing, one a line, for a layer below the code.
 
 python deploy/requirements.py [--router]      --router: without what a router and the command line do not import
 """
@@ -14,7 +14,7 @@ OF_REPLICAS = {"torch", "ray", "numpy", "safetensors", "pyzmq"}
 def main(is_router: bool) -> None:
     """Print them."""
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    for requirement in project["dependencies"]:
+    for requirement in [*project["dependencies"], *project["optional-dependencies"]["tracing"]]:
         name = re.split(r"[^A-Za-z0-9_-]", requirement)[0]
         if not (is_router and name in OF_REPLICAS):
             print(requirement)

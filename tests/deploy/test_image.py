@@ -62,7 +62,7 @@ def test_versions_agree_with_makefile_and_chart() -> None:
 def test_router_image_leaves_out_only_what_replicas_need() -> None:
     everything, router = _requirements(), _requirements("--router")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert everything == project["dependencies"]
+    assert everything == project["dependencies"] + project["optional-dependencies"]["tracing"]
     left_out = {re.split(r"[\[><=]", line)[0] for line in everything if line not in router}
     assert left_out == {"torch", "ray", "numpy", "safetensors", "pyzmq"}
 
