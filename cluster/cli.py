@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,6 @@ from workers.errors import EngineError
 
 app = typer.Typer(
     name="weft",
-    help="Serve large language models on a cluster, or on this machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -59,6 +59,21 @@ def run_and_report(command: Callable[[], object]) -> None:
 def _fail(error: Exception, code: int) -> None:
     print(f"Error: {error}", file=sys.stderr)
     sys.exit(code)
+
+
+def _tell_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"weft {metadata.version('weft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """Serve large language models on a cluster, or on this machine."""
 
 
 @app.command()

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
@@ -252,3 +253,8 @@ def test_this_node_is_the_one_whose_address_this_machine_has() -> None:
 def test_drain_wants_one_target(arguments: list[str]) -> None:
     with pytest.raises(ClusterConfigError, match="a REPLICA or NODE, or --this-node; allowed: one of the two"):
         app(arguments, standalone_mode=False)
+
+
+def test_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["--version"], standalone_mode=False)
+    assert capsys.readouterr().out == f"weft {metadata.version('weft')}\n"
