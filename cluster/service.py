@@ -7,6 +7,7 @@ whether the controller lives.
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -96,13 +97,14 @@ class Service:
         while True:
             if not self.is_alive():
                 raise StartError("the controller ended before the service was ready")
-            status = self.status()
-            if on_status is not None:
-                on_status(status)
-            if failure := first_failure(status):
-                raise StartError(failure)
-            if is_ready(status):
-                return
+            with suppress(ControllerError):  # it is busy, or between two lives
+                status = self.status()
+                if on_status is not None:
+                    on_status(status)
+                if failure := first_failure(status):
+                    raise StartError(failure)
+                if is_ready(status):
+                    return
             if deadline_s is not None and time.monotonic() > deadline_s:
                 raise StartError(f"not ready within {timeout_s:g} s")
             time.sleep(_POLL_S)
