@@ -87,6 +87,8 @@ def drain_target(
         console.print(f"{target} takes groups again", highlight=False)
     else:
         console.print(f"leaving: {', '.join(sorted(leaving)) or 'nothing'}", highlight=False)
+        if response.node_id:
+            console.print(f"{target} takes no groups until: weft drain {target} --undo", highlight=False)
 
     def is_done(status: control_pb2.GetStatusResponse) -> bool:
         return not leaving & {group.replica_id or group.group_id for group in _groups(status)}

@@ -64,7 +64,7 @@ class FakeClient:
 
     def drain(self, target: str, *, grace_s: float | None, undo: bool) -> control_pb2.DrainResponse:
         self.calls.append((target, grace_s, undo))
-        return control_pb2.DrainResponse(replica_ids=["m-0.1"])
+        return control_pb2.DrainResponse(replica_ids=["m-0.1"], node_id="" if target.startswith("m-") else "n1")
 
     def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> list[control_pb2.LogChunk]:
         self.calls.append(dict(offsets))
@@ -143,6 +143,14 @@ def test_drain_waits_until_the_replica_is_gone_only(console: Console, out: io.St
     assert fake.calls == [("m-0", 3.0, False)]
     lines = out.getvalue().splitlines()
     assert (lines[0], lines[-1]) == ("leaving: m-0.1", "Drained.")
+
+
+def test_drain_of_a_node_tells_how_it_is_undone(console: Console, out: io.StringIO) -> None:
+    drain_target(FakeClient().client, "10.0.0.7", console, grace_s=None, undo=False, wait_s=None)
+    assert out.getvalue().splitlines() == [
+        "leaving: m-0.1",
+        "10.0.0.7 takes no groups until: weft drain 10.0.0.7 --undo",
+    ]
 
 
 def test_apply_tells_each_change(console: Console, out: io.StringIO, tmp_path: Path) -> None:
