@@ -6,17 +6,21 @@ ConfigMaps - is put in here. Opt-in, because it takes a minute and root: `pytest
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.chart import REPOSITORY, find, render
 from helpers.namespaces import Host, Hosts
+
+from cluster.models import PACKAGED
 
 pytestmark = [pytest.mark.rayup, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,48 +35,161 @@ sys.exit(answer.status != health_pb2.HealthCheckResponse.SERVING)
 """
 
 
-def test_the_charts_containers_make_a_service(hosts: Hosts, tmp_path: Path) -> None:
-    head, *workers = hosts.machines
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """The containers of the chart, and the hosts in place of its Pods."""
+
+    hosts: Hosts
+    objects: list[Any]
+    places: dict[str, str]
+    environment: dict[str, str]
+
+    @property
+    def cluster(self) -> Any:
+        return find(self.objects, "RayCluster")["spec"]
+
+    @property
+    def router(self) -> Any:
+        return _container(find(self.objects, "Deployment", "demo-weft-router")["spec"])
+
+    @contextmanager
+    def head(self) -> Iterator[None]:
+        """Run the head until it is READY for workers, and to the end of the block."""
+        head, parameters = self.hosts.machines[0], self.cluster["headGroupSpec"]["rayStartParams"]
+        start = f"ray start --head --block --dashboard-host={parameters['dashboard-host']} --num-cpus=0"
+        container = _container(self.cluster["headGroupSpec"])
+        environment = {"KUBERAY_GEN_RAY_START_CMD": start, "POD_IP": head.address, **self.environment}
+        with running(head, container, self.places, **environment):
+            wait_for_probe(self.hosts.operator, head, container["readinessProbe"], 8265)
+            yield
+
+    @contextmanager
+    def workers(self) -> Iterator[None]:
+        """Run both workers."""
+        head, *machines = self.hosts.machines
+        start = f"ray start --address={head.address}:6379 --block --dashboard-agent-listen-port=52365"
+        container = _container(self.cluster["workerGroupSpecs"][0])
+        with ExitStack() as stack:
+            for worker in machines:
+                environment = {"KUBERAY_GEN_RAY_START_CMD": start, **self.environment}
+                stack.enter_context(running(worker, container, self.places, **environment))
+                wait_for_probe(self.hosts.operator, worker, container["readinessProbe"], 52365)
+            yield
+
+    @contextmanager
+    def routers(self) -> Iterator[None]:
+        """Run a router until it is ready: until the model is served."""
+        operator = self.hosts.operator
+        with running(operator, self.router, self.places):
+            wait_for_probe(operator, operator, self.router["livenessProbe"])
+            wait_for_probe(operator, operator, self.router["readinessProbe"], timeout_s=240)
+            yield
+
+    def request(self) -> None:
+        """Send the request of the test hook."""
+        run(self.hosts.operator, *_command(find(self.objects, "Pod")["spec"]["containers"][0], self.places))
+
+    def group(self) -> Any:
+        """Return the only group, as `weft status` tells it."""
+        control = f"--control={self.hosts.machines[0].address}:50050"
+        status = run(self.hosts.operator, str(BIN / "python"), "-m", "cluster.cli", "status", "--json", control).stdout
+        return json.loads(status)["models"][0]["groups"][0]
+
+
+def make_chart(hosts: Hosts, folder: Path, *settings: str, **environment: str) -> Chart:
+    """Render the chart for the hosts; its model lies on a volume that only head and workers have."""
+    volume = folder / "volume"
+    shutil.copytree(PACKAGED["weft-tiny"], volume / "tiny")
+    hosts.operator.run("mount", "-t", "tmpfs", "tmpfs", str(volume))
     objects = render(
+        f"models[0].path={volume}/tiny",
         "models[0].cache.num_blocks=256",
         f"models[0].cpus_per_rank={os.cpu_count() or 1}",
         "serviceMonitor.enabled=true",
+        *settings,
         example="kind-cpu",
     )
     for name, text in find(objects, "ConfigMap", "demo-weft")["data"].items():
-        (tmp_path / name).write_text(text)
+        (folder / name).write_text(text)
     places = {
-        "/etc/weft/": f"{tmp_path}/",
-        "demo-weft-control:": f"{head.address}:",
+        "/etc/weft/": f"{folder}/",
+        "demo-weft-control:": f"{hosts.machines[0].address}:",
         "demo-weft:": f"{hosts.operator.address}:",
         "$(POD_NAME)": "router-a",
     }
-    cluster = find(objects, "RayCluster")["spec"]
-    ray_head = _container(cluster["headGroupSpec"])
-    ray_worker = _container(cluster["workerGroupSpecs"][0])
-    router = _container(find(objects, "Deployment", "demo-weft-router")["spec"])
-    join = f"ray start --address={head.address}:6379 --block --dashboard-agent-listen-port=52365"
-    start = (
-        f"ray start --head --block --dashboard-host={cluster['headGroupSpec']['rayStartParams']['dashboard-host']} "
-        f"--num-cpus={cluster['headGroupSpec']['rayStartParams']['num-cpus']}"
-    )
-    with ExitStack() as stack:
-        stack.enter_context(running(head, ray_head, places, KUBERAY_GEN_RAY_START_CMD=start, POD_IP=head.address))
-        wait_for_probe(hosts.operator, head, ray_head["readinessProbe"], 8265)
-        for worker in workers:
-            stack.enter_context(running(worker, ray_worker, places, KUBERAY_GEN_RAY_START_CMD=join))
-            wait_for_probe(hosts.operator, worker, ray_worker["readinessProbe"], 52365)
-        stack.enter_context(running(hosts.operator, router, places))
-        wait_for_probe(hosts.operator, hosts.operator, router["livenessProbe"])
-        wait_for_probe(hosts.operator, hosts.operator, router["readinessProbe"], timeout_s=240)
-        request = find(objects, "Pod")["spec"]["containers"][0]
-        run(hosts.operator, *_command(request, places))
-        (discovery,) = find(objects, "ScrapeConfig")["spec"]["httpSDConfigs"]
+    return Chart(hosts=hosts, objects=objects, places=places, environment=environment)
+
+
+def test_the_charts_containers_make_a_service(hosts: Hosts, tmp_path: Path) -> None:
+    chart = make_chart(hosts, tmp_path)
+    head, *workers = hosts.machines
+    with chart.head(), chart.workers(), chart.routers():
+        chart.request()
+        (discovery,) = find(chart.objects, "ScrapeConfig")["spec"]["httpSDConfigs"]
         url = discovery["url"].replace("demo-weft-control.llm.svc", head.address)
         ranks = [group for group in json.loads(fetch(hosts.operator, url)) if group["labels"]["job"] == "weft-rank"]
         assert {rank["labels"]["node"] for rank in ranks} == {worker.address for worker in workers}
         for rank in ranks:
             assert "weft_rank_steps_total" in fetch(hosts.operator, f"http://{rank['targets'][0]}/metrics")
+
+        container = _container(chart.cluster["workerGroupSpecs"][0])
+        (control,) = [each["value"] for each in container["env"] if each["name"] == "WEFT_CONTROL"]
+        hook = {"command": container["lifecycle"]["preStop"]["exec"]["command"], "args": []}
+        served = chart.group()["replica_id"]
+        drained = run(
+            workers[0], *_command(hook, chart.places), WEFT_CONTROL=control.replace("demo-weft-control", head.address)
+        )
+        assert drained.stdout.splitlines()[0] == f"leaving: {served}"
+        assert drained.stdout.splitlines()[-1] == "Drained."
+        assert chart.group()["state"] == "GROUP_STATE_PENDING", "there is one node left, for a model of two"
+
+
+def test_workers_outlive_a_head_whose_tables_lie_in_a_redis(hosts: Hosts, tmp_path: Path) -> None:
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server (Debian package redis-server)")
+    operator = hosts.operator
+    address = f"{operator.address}:6380"
+    chart = make_chart(
+        hosts,
+        tmp_path,
+        f"gcsFaultTolerance.redisAddress={address}",
+        RAY_REDIS_ADDRESS=address,  # these three KubeRay sets
+        RAY_external_storage_namespace="demo",
+        RAY_gcs_rpc_server_reconnect_timeout_s="600",
+    )
+    redis = operator.command(
+        "redis-server", "--bind", operator.address, "--port", "6380", "--protected-mode", "no", "--save", ""
+    )
+    with subprocess.Popen(redis, stdout=subprocess.DEVNULL) as process:
+        try:
+            with ExitStack() as stack:
+                with chart.head():
+                    stack.enter_context(chart.workers())
+                    stack.enter_context(chart.routers())
+                    before = chart.group()
+                chart.request()  # nobody at the head
+                with chart.head():
+                    after = wait_for_group(chart)
+                    chart.request()
+                    assert (after["replica_id"], after["ranks"]) == (before["replica_id"], before["ranks"])
+        finally:
+            process.terminate()
+
+
+def wait_for_group(chart: Chart, timeout_s: float = 120.0) -> Any:
+    """Wait until a controller tells that the group is READY; return it."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        seen: object = "no controller"
+        try:
+            seen = chart.group()
+        except (AssertionError, IndexError) as error:
+            seen = error
+        else:
+            if seen["state"] == "GROUP_STATE_READY":
+                return seen
+        assert time.monotonic() < deadline_s, seen
+        time.sleep(0.5)
 
 
 @contextmanager
@@ -91,7 +208,7 @@ def running(host: Host, container: Any, places: dict[str, str], **environment: s
             process.wait()
 
 
-def wait_for_probe(operator: Host, host: Host, probe: Any, port: int | None = None, timeout_s: float = 60.0) -> None:
+def wait_for_probe(operator: Host, host: Host, probe: Any, port: int | None = None, timeout_s: float = 120.0) -> None:
     """Ask as kubelet does until the answer is yes."""
     if "grpc" in probe:
         target = f"{host.address}:{probe['grpc']['port']}"
@@ -108,14 +225,14 @@ def fetch(operator: Host, url: str) -> str:
     return run(operator, *_fetch(url)).stdout
 
 
-def run(host: Host, *command: str) -> "subprocess.CompletedProcess[str]":
-    result = attempt(host, *command)
+def run(host: Host, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    result = attempt(host, *command, **environment)
     assert result.returncode == 0, result.stderr
     return result
 
 
-def attempt(host: Host, *command: str) -> "subprocess.CompletedProcess[str]":
-    command = tuple(host.command(*command, **_environment()))
+def attempt(host: Host, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = tuple(host.command(*command, **_environment(), **environment))
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
