@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_prestart_worker_first_driver="0", RAY_enable_metrics_collection="0")
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef0123456789abcdef")  # it has no home with one
 
 import psutil
 from ray.cluster_utils import Cluster as RayCluster
