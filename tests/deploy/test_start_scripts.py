@@ -58,7 +58,8 @@ while true; do read -t 0.05 < <(:) || :; done
 
 
 def test_the_heads_container_ends_with_the_service(start: Start, tmp_path: Path) -> None:
-    process = start(HEAD, "cluster.yaml", "info", ray=RAY, weft='echo "$@" >> weft.log; exit 3')
+    weft = 'until [[ -s ray.log ]]; do read -t 0.05 < <(:) || :; done; echo "$@" >> weft.log; exit 3'
+    process = start(HEAD, "cluster.yaml", "info", ray=RAY, weft=weft)
     assert process.wait(20) == 3
     assert (tmp_path / "weft.log").read_text() == "serve cluster.yaml --log-level info --take-over\n"
     assert (tmp_path / "ray.log").read_text() == "start --head --num-cpus=0 --block\nstopped\n"
@@ -66,6 +67,7 @@ def test_the_heads_container_ends_with_the_service(start: Start, tmp_path: Path)
 
 def test_sigterm_stops_the_service_before_ray(start: Start, tmp_path: Path) -> None:
     process = start(HEAD, "cluster.yaml", "info", ray=RAY, weft=SERVICE)
+    wait_for(tmp_path / "ray.log", "start")
     wait_for(tmp_path / "weft.log", "on")
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
@@ -75,6 +77,7 @@ def test_sigterm_stops_the_service_before_ray(start: Start, tmp_path: Path) -> N
 
 def test_a_head_that_is_outlived_leaves_the_service_alone(start: Start, tmp_path: Path) -> None:
     process = start(HEAD, "cluster.yaml", "info", "outlived", ray=RAY, weft=SERVICE)
+    wait_for(tmp_path / "ray.log", "start")
     wait_for(tmp_path / "weft.log", "on")
     process.send_signal(signal.SIGTERM)
     process.wait(20)
