@@ -21,6 +21,7 @@ from cluster.replica_spans import ReplicaSpans
 from cluster.replica_wire import to_failed, to_output, to_request
 from router.spans import NO_TRACER, Tracer
 from workers.async_engine import Snapshot
+from router.tls import InnerTls, bind
 from workers.engine import EngineLoad, StepResult
 from workers.errors import InvalidRequestError
 from workers.request import Request, RequestId
@@ -91,11 +92,11 @@ class ReplicaServer(ReplicaServicer):
         self._is_idle = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
-    async def start(self, host: str) -> int:
-        """Listen on a free port of `host` and return it."""
+    async def start(self, host: str, tls: InnerTls | None = None) -> int:
+        """Listen on a free port of `host` and return it. Raises RouterConfigError when TLS files cannot be used."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         add_ReplicaServicer_to_server(self, server)
-        port = server.add_insecure_port(f"{host}:0")
+        port = bind(server, f"{host}:0", tls)
         await server.start()
         self._server = server
         return port

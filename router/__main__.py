@@ -12,7 +12,7 @@ import uvloop
 from router.app import BoundAddresses, run_router
 from router.config import LinkConfig, PolicyName, RouterConfig, StaticModel, TraceProtocol, TracingConfig
 from router.errors import RouterConfigError, RouterError
-from router.tls import TlsFiles
+from router.tls import INNER_NAME, InnerTls, TlsFiles
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{prefix}-cert", metavar="PEM", help=f"certificate chain of {what}")
         parser.add_argument(f"--{prefix}-key", metavar="PEM", help="its key")
         parser.add_argument(f"--{prefix}-ca", metavar="PEM", help="authorities that the other side must come from")
-    parser.add_argument("--inner-tls-name", metavar="NAME", help="name in the certificates of the other side")
+    parser.add_argument(
+        "--inner-tls-name", default=INNER_NAME, metavar="NAME",
+        help="name in the certificates of controller and replicas (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--trace-endpoint", metavar="URL", help="OTLP collector for spans; default: no tracing")
     parser.add_argument(
         "--trace-protocol", type=TraceProtocol, choices=list(TraceProtocol), default=TraceProtocol.GRPC,
@@ -92,9 +95,11 @@ def _config(options: argparse.Namespace) -> RouterConfig:
         http_port=None if options.http_port == -1 else options.http_port,
         metrics_port=None if options.metrics_port == -1 else options.metrics_port,
         api_keys=options.api_keys,
-        tls=_tls(options.tls_cert, options.tls_key, options.tls_ca),
+        tls=_tls(options),
         link=LinkConfig(
-            tls=_tls(options.inner_tls_cert, options.inner_tls_key, options.inner_tls_ca, options.inner_tls_name)
+            tls=InnerTls.from_flags(
+                options.inner_tls_cert, options.inner_tls_key, options.inner_tls_ca, options.inner_tls_name
+            )
         ),
         policy=options.policy,
         tracing=TracingConfig(
@@ -105,12 +110,13 @@ def _config(options: argparse.Namespace) -> RouterConfig:
     )
 
 
-def _tls(cert: str | None, key: str | None, ca: str | None, name: str | None = None) -> TlsFiles | None:
+def _tls(options: argparse.Namespace) -> TlsFiles | None:
+    cert, key, ca = options.tls_cert, options.tls_key, options.tls_ca
     if cert is None and key is None and ca is None:
         return None
     if cert is None or key is None:
         raise RouterConfigError("TLS has a certificate or a key only; allowed: both")
-    return TlsFiles(cert_file=cert, key_file=key, ca_file=ca, server_name=name)
+    return TlsFiles(cert_file=cert, key_file=key, ca_file=ca)
 
 
 def _static_model(text: str) -> StaticModel:

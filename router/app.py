@@ -59,8 +59,10 @@ async def run_router(
         tracer: makes the spans of requests; None: what the configuration says.
 
     Raises:
-        RouterConfigError: a port is taken, or tracing is on and not installed.
+        RouterConfigError: a port is taken, TLS files cannot be used, or tracing is on and not installed.
     """
+    if config.link.tls is not None:
+        config.link.tls.check(serves=False)
     tracer = tracer or make_tracer(config.tracing, service="weft-router", instance=config.router_id)
     metrics = RouterMetrics(config.metrics)
     rng = random.Random()
@@ -161,7 +163,7 @@ class _HttpListener:
     """uvicorn in our event loop, on a socket that is bound before anything starts."""
 
     def __init__(self, app: Starlette, *, host: str, port: int, grace_s: float, tls: TlsFiles | None) -> None:
-        """Bind. Raises RouterConfigError when the port is taken or a TLS file cannot be read."""
+        """Bind. Raises RouterConfigError when the port is taken."""
         self._socket = _bind(host, port)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self.has_started = asyncio.Event()

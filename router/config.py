@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from router.errors import RouterConfigError
-from router.tls import TlsFiles
+from router.tls import InnerTls, TlsFiles
 
 
 class PolicyName(StrEnum):
@@ -79,8 +79,8 @@ class LinkConfig:
     backoff_s: float = 0.05
     """Wait before the second dial; doubles with each failure, and half of it is random."""
     max_backoff_s: float = 2.0
-    tls: TlsFiles | None = None
-    """Of the cluster's inner connections; None: they are not encrypted."""
+    tls: InnerTls | None = None
+    """Of the connections to controller and replicas; None: they are not encrypted."""
 
     def __post_init__(self) -> None:
         _at_least("connect_timeout_s", self.connect_timeout_s, 0)

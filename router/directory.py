@@ -18,7 +18,7 @@ from weft.v1.control_pb2_grpc import ControlStub
 
 from router.config import RouterConfig
 from router.demand import Demand, DemandReporter
-from router.errors import ModelNotFoundError, NoReplicaError
+from router.errors import ModelNotFoundError, NoReplicaError, RouterConfigError
 from router.policy import Policy, ReplicaView
 from router.prefix_index import PrefixIndex, ReplicaId
 from router.prefix_policy import make_policy
@@ -292,6 +292,8 @@ class Directory:
                 reason = "the controller ended the stream"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+            except RouterConfigError as error:  # a TLS file that went away
+                reason = str(error)
             if num_failures == 0:
                 logger.warning("controller at %s: %s; the last membership stays", address, reason)
             num_failures += 1

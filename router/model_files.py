@@ -13,7 +13,7 @@ from weft.v1.control_pb2_grpc import ControlStub
 
 from router.config import RouterConfig
 from router.errors import ModelFilesError
-from router.tls import TlsFiles, connect_blocking
+from router.tls import InnerTls, connect_blocking
 from router.tokenizer import ModelTokenizer
 
 _TIMEOUT_S = 60.0
@@ -40,7 +40,7 @@ def tokenizer_loader(config: RouterConfig) -> Callable[[str], ModelTokenizer]:
     return load
 
 
-def fetch_model_files(path: str, folder: Path, *, control: str, tls: TlsFiles | None = None) -> None:
+def fetch_model_files(path: str, folder: Path, *, control: str, tls: InnerTls | None = None) -> None:
     """Write the files of a served model into an empty folder.
 
     Args:

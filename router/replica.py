@@ -21,7 +21,7 @@ from weft.v1.replica_pb2_grpc import ReplicaStub
 
 from router.breaker import Breaker
 from router.config import BreakerConfig, LinkConfig
-from router.errors import ProtocolError
+from router.errors import ProtocolError, RouterConfigError
 from router.inbox import Inbox
 from router.load import LoadEstimate
 from router.prefix_index import PrefixIndex, ReplicaId
@@ -206,6 +206,8 @@ class ReplicaLink:
                 raise
             return _describe(group)
         raise AssertionError("a connection ends with an exception")
+        except RouterConfigError as error:  # a TLS file that went away
+            return str(error)
 
     async def _greet(self, call: _Call) -> None:
         hello = replica_pb2.Hello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION)

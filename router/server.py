@@ -140,7 +140,7 @@ class GrpcListener:
         keys: KeyRing | None = None,
         reads_trace_context: bool = False,
     ) -> None:
-        """Bind. Raises RouterConfigError when the port is taken or a TLS file cannot be read.
+        """Bind. Raises RouterConfigError when the port is taken or TLS files cannot be used.
 
         Args:
             dispatch: serves the calls.

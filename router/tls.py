@@ -1,5 +1,11 @@
-"""TLS for listeners and connections, from PEM files; mutual where the other side's authority is named."""
+"""TLS from PEM files: of the listeners for clients, and between routers, replicas, the controller and operators.
 
+Files are tried before they are used, and what is wrong with them is told. Those of the inner connections are read again
+by every new connection, so that certificates can be renewed under a running cluster.
+"""
+
+import logging
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,56 +15,189 @@ import grpc
 
 from router.errors import RouterConfigError
 
+logger = logging.getLogger(__name__)
+
+INNER_NAME = "weft"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Who this side is, and whom it trusts."""
+    """Who a listener for clients is, and whom it takes."""
 
     cert_file: str
     """Certificate chain."""
     key_file: str
     ca_file: str | None = None
-    """Authorities of the other side. A listener that has it takes only clients with a certificate of theirs."""
-    server_name: str | None = None
-    """Name that the certificates of the other side carry, where it is not the address that is dialled."""
+    """Authorities of clients: only those with a certificate of theirs are taken. None: everybody."""
 
     @property
     def credentials(self) -> grpc.ServerCredentials:
-        """Those of a gRPC listener. Raises RouterConfigError when a file cannot be read."""
+        """Those of a gRPC listener. Raises RouterConfigError when the files cannot be read or do not fit."""
+        _load(ssl.PROTOCOL_TLS_SERVER, self.cert_file, self.key_file, self.ca_file)
         ca = None if self.ca_file is None else _read(self.ca_file)
         pair = _read(self.key_file), _read(self.cert_file)
         return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerTls:
+    """Mutual TLS inside the cluster: who this side is, and whom it trusts."""
+
+    cert_file: str
+    """Certificate chain."""
+    key_file: str
+    ca_file: str
+    """Authorities of the other sides: whoever has a certificate of theirs may ask replicas and command the cluster."""
+    server_name: str = INNER_NAME
+    """Name in the certificates of replicas and controller. It is looked for in place of the address that is dialled,
+    for a replica may come up on any node."""
+
+    @classmethod
+    def from_flags(cls, cert: str | None, key: str | None, ca: str | None, name: str) -> "InnerTls | None":
+        """Return what a command line says; None where it names no file. Raises RouterConfigError when it names some."""
+        if cert is None and key is None and ca is None:
+            return None
+        if cert is None or key is None or ca is None:
+            raise RouterConfigError("inner TLS lacks a certificate, its key or the authorities; allowed: all three")
+        return cls(cert_file=cert, key_file=key, ca_file=ca, server_name=name)
+
+    def check(self, *, serves: bool) -> None:
+        """Try the files; with `serves` also whether a peer that has the same ones would take them.
+
+        Raises:
+            RouterConfigError: one cannot be read, they do not belong together, or a peer would refuse them.
+        """
+        client = _load(ssl.PROTOCOL_TLS_CLIENT, self.cert_file, self.key_file, self.ca_file)
+        if not serves:
+            return
+        server = _load(ssl.PROTOCOL_TLS_SERVER, self.cert_file, self.key_file, self.ca_file)
+        server.verify_mode = ssl.CERT_REQUIRED
+        try:
+            _shake_hands(client, server, self.server_name)
+        except ssl.SSLError as error:
+            raise RouterConfigError(
+                f"{self.cert_file} would be refused: {_reason(error)}; allowed: a certificate for servers and clients "
+                f"with the name {self.server_name!r}, from the authorities in {self.ca_file}"
+            ) from error
+
+    @property
+    def credentials(self) -> grpc.ServerCredentials:
+        """Those of a gRPC listener, which follow the files. Raises RouterConfigError as `check`."""
+        self.check(serves=True)
+        renewal = _Renewal(self)
+        # The stub forgets that the fetcher may return None.
+        return grpc.dynamic_ssl_server_credentials(
+            renewal.certificates,
+            renewal,  # type: ignore[arg-type]
+            require_client_authentication=True,
+        )
+
     @property
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Those of a gRPC connection. Raises RouterConfigError when a file cannot be read."""
-        ca = None if self.ca_file is None else _read(self.ca_file)
-        return grpc.ssl_channel_credentials(ca, _read(self.key_file), _read(self.cert_file))
+        return grpc.ssl_channel_credentials(_read(self.ca_file), _read(self.key_file), _read(self.cert_file))
+
+    @property
+    def channel_options(self) -> tuple[tuple[str, Any], ...]:
+        """What goes with `channel_credentials`."""
+        return (("grpc.ssl_target_name_override", self.server_name),)
 
 
-def bind(server: grpc.Server | grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
-    """Listen on host:port, with TLS where it is given; the port. Raises RuntimeError when it is taken."""
+def bind(server: grpc.Server | grpc.aio.Server, address: str, tls: TlsFiles | InnerTls | None) -> int:
+    """Listen on host:port, with TLS where it is given; the port.
+
+    Raises:
+        RuntimeError: the port is taken.
+        RouterConfigError: a TLS file cannot be read, or they do not fit.
+    """
     if tls is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, tls.credentials)
 
 
-def connect(address: str, tls: TlsFiles | None, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-    """A connection to another part of the cluster, with TLS where it is given."""
+def connect(address: str, tls: InnerTls | None, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+    """Return a connection to another part of the cluster, with TLS where it is given."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    if tls.server_name is not None:
-        options = (*options, ("grpc.ssl_target_name_override", tls.server_name))
-    return grpc.aio.secure_channel(address, tls.channel_credentials, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials, options=(*options, *tls.channel_options))
 
 
-def connect_blocking(address: str, tls: TlsFiles | None, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
+def connect_blocking(address: str, tls: InnerTls | None, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
     """Return the same for callers without an event loop."""
     if tls is None:
         return grpc.insecure_channel(address, options=options)
-    if tls.server_name is not None:
-        options = (*options, ("grpc.ssl_target_name_override", tls.server_name))
-    return grpc.secure_channel(address, tls.channel_credentials, options=options)
+    return grpc.secure_channel(address, tls.channel_credentials, options=(*options, *tls.channel_options))
+
+
+class _Renewal:
+    """What a listener shows: gRPC calls it before each handshake, in a thread of its own."""
+
+    def __init__(self, tls: InnerTls) -> None:
+        self._tls = tls
+        self._pem = self._read()
+
+    @property
+    def certificates(self) -> grpc.ServerCertificateConfiguration:
+        """As the files were when they were read last."""
+        chain, key, authorities = self._pem
+        return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return what the files say now; None where that is nothing new, or cannot be used."""
+        try:
+            pem = self._read()
+            if pem == self._pem:
+                return None
+            self._tls.check(serves=True)
+        except RouterConfigError as error:
+            logger.warning("inner TLS goes on with the certificate that it has: %s", error)
+            return None
+        self._pem = pem
+        return self.certificates
+
+    def _read(self) -> tuple[bytes, bytes, bytes]:
+        return _read(self._tls.cert_file), _read(self._tls.key_file), _read(self._tls.ca_file)
+
+
+def _load(protocol: int, cert_file: str, key_file: str, ca_file: str | None) -> ssl.SSLContext:
+    """Return the files as Python's TLS reads them, which tells faults that gRPC would only meet at a handshake."""
+    for path in (cert_file, key_file, *([] if ca_file is None else [ca_file])):
+        _read(path)
+    context = ssl.SSLContext(protocol)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC: an authority need not be a root
+    try:
+        context.load_cert_chain(cert_file, key_file, password="")
+    except ssl.SSLError as error:
+        raise RouterConfigError(
+            f"{cert_file} and {key_file}: {_reason(error)}; allowed: a certificate chain and its key, plain PEM"
+        ) from error
+    if ca_file is None:
+        return context
+    try:
+        context.load_verify_locations(ca_file)
+    except ssl.SSLError as error:
+        raise RouterConfigError(f"{ca_file}: {_reason(error)}; allowed: certificates of authorities, PEM") from error
+    return context
+
+
+def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> None:
+    """Connect the two in memory. Raises ssl.SSLError as either would on a network."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(down, up, server_hostname=name), server.wrap_bio(up, down, server_side=True)
+    is_done = False
+    while not is_done:
+        is_done = True
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                is_done = False
+
+
+def _reason(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message.rstrip(".")
+    return (error.reason or str(error)).replace("_", " ").lower()
 
 
 def _read(path: str) -> bytes:

@@ -15,7 +15,7 @@ from weft.v1 import inference_pb2 as pb
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 
-from router.tls import TlsFiles, bind
+from router.tls import InnerTls, bind
 
 EOS = 299
 VOCAB_SIZE = 300
@@ -75,7 +75,7 @@ class FakeReplica(ReplicaServicer):
         block_size: int = 4,
         max_context: int = 512,
         paused: bool = False,
-        tls: TlsFiles | None = None,
+        tls: InnerTls | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.model = model

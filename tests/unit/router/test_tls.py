@@ -1,19 +1,24 @@
 """TLS of the listeners and of the cluster's inner connections, plain and mutual, against certificates made here."""
 
 import ssl
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 import trustme
+from helpers.certificates import inner_tls
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import router_config, running_router
+from weft.v1 import replica_pb2
+from weft.v1.replica_pb2_grpc import ReplicaStub
 
+from router import __main__ as router_main
 from router.client import AsyncClient, UnavailableError
 from router.config import LinkConfig
 from router.errors import RouterConfigError
-from router.tls import TlsFiles
+from router.tls import InnerTls, TlsFiles, connect
 
 
 @pytest.fixture
@@ -21,23 +26,13 @@ def ca() -> trustme.CA:
     return trustme.CA()
 
 
-def files(ca: trustme.CA, folder: Path, name: str, *, is_mutual: bool) -> TlsFiles:
-    cert = ca.issue_cert(name)
-    folder.mkdir()
-    cert.private_key_pem.write_to_path(str(folder / "key.pem"))
-    for blob in cert.cert_chain_pems:
-        blob.write_to_path(str(folder / "cert.pem"), append=True)
-    ca.cert_pem.write_to_path(str(folder / "ca.pem"))
-    return TlsFiles(
-        cert_file=str(folder / "cert.pem"),
-        key_file=str(folder / "key.pem"),
-        ca_file=str(folder / "ca.pem") if is_mutual else None,
-        server_name=name,
-    )
+def listener_files(ca: trustme.CA, folder: Path, *, is_mutual: bool) -> TlsFiles:
+    files = inner_tls(ca, folder, name="localhost")
+    return TlsFiles(cert_file=files.cert_file, key_file=files.key_file, ca_file=files.ca_file if is_mutual else None)
 
 
 async def test_listeners_speak_tls_and_nothing_else(ca: trustme.CA, tmp_path: Path) -> None:
-    tls = files(ca, tmp_path / "router", "localhost", is_mutual=False)
+    tls = listener_files(ca, tmp_path / "router", is_mutual=False)
     async with FakeReplica("a") as a, running_router(router_config(a.address, tls=tls, http_port=0)) as router:
         target, root = f"localhost:{router.addresses.grpc.rpartition(':')[2]}", ca.cert_pem.bytes()
         async with AsyncClient(target, credentials=grpc.ssl_channel_credentials(root), timeout_s=10) as client:
@@ -53,8 +48,8 @@ async def test_listeners_speak_tls_and_nothing_else(ca: trustme.CA, tmp_path: Pa
 
 
 async def test_a_listener_with_an_authority_takes_only_its_clients(ca: trustme.CA, tmp_path: Path) -> None:
-    tls = files(ca, tmp_path / "router", "localhost", is_mutual=True)
-    mine = files(ca, tmp_path / "client", "client", is_mutual=True)
+    tls = listener_files(ca, tmp_path / "router", is_mutual=True)
+    mine = inner_tls(ca, tmp_path / "client", name="client")
     async with FakeReplica("a") as a, running_router(router_config(a.address, tls=tls, http_port=0)) as router:
         target, root = f"localhost:{router.addresses.grpc.rpartition(':')[2]}", ca.cert_pem.bytes()
         async with AsyncClient(target, credentials=mine.channel_credentials, timeout_s=10) as client:
@@ -72,20 +67,104 @@ async def test_a_listener_with_an_authority_takes_only_its_clients(ca: trustme.C
             assert (await http.get(url)).status_code == 200
 
 
+async def greets(replica: FakeReplica, tls: InnerTls | None) -> bool:
+    """Whether the replica answers a hello over a connection of its own."""
+    async with connect(replica.address, tls, ()) as channel:
+        call = ReplicaStub(channel).Connect(timeout=10)
+        try:
+            await call.write(replica_pb2.ConnectRequest(hello=replica_pb2.Hello(router_id="r", protocol_version=1)))
+            return isinstance(await call.read(), replica_pb2.ConnectResponse)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+
+
 async def test_replicas_and_routers_know_each_other_by_certificate(ca: trustme.CA, tmp_path: Path) -> None:
-    inner = files(ca, tmp_path / "inner", "weft", is_mutual=True)
-    stranger = files(trustme.CA(), tmp_path / "stranger", "weft", is_mutual=True)
+    inner = inner_tls(ca, tmp_path / "inner")
     async with FakeReplica("a", tls=inner) as a:
         async with running_router(router_config(a.address, link=LinkConfig(tls=inner))) as router:
             await router.wait_ready(1)
-        for link in (LinkConfig(tls=stranger), LinkConfig()):
-            async with running_router(router_config(a.address, link=link)) as router:
-                with pytest.raises(TimeoutError):
-                    await router.wait_ready(1, timeout_s=1.0)
+        assert not await greets(a, None)
+        assert not await greets(a, inner_tls(trustme.CA(), tmp_path / "stranger", trusts=ca))
+
+
+async def test_a_router_takes_no_replica_of_another_name_or_authority(ca: trustme.CA, tmp_path: Path) -> None:
+    mine = inner_tls(ca, tmp_path / "mine")
+    other_name = replace(inner_tls(ca, tmp_path / "name", name="other"), server_name="other")
+    async with FakeReplica("a", tls=other_name) as a:
+        assert await greets(a, replace(mine, server_name="other"))
+        assert not await greets(a, mine)
+    stranger = trustme.CA()
+    async with FakeReplica("a", tls=inner_tls(stranger, tmp_path / "stranger")) as a:
+        assert not await greets(a, inner_tls(stranger, tmp_path / "alice", trusts=ca))
+
+
+async def test_a_renewed_certificate_holds_for_new_connections_without_a_restart(
+    ca: trustme.CA, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = inner_tls(ca, tmp_path / "served")
+    before, after = inner_tls(ca, tmp_path / "before"), trustme.CA()
+    async with FakeReplica("a", tls=served) as a:
+        assert await greets(a, before)
+        inner_tls(ca, tmp_path / "served", name="mistaken")
+        assert await greets(a, before)
+        assert "goes on with the certificate that it has" in caplog.text
+        inner_tls(after, tmp_path / "served")
+        assert await greets(a, inner_tls(after, tmp_path / "after"))
+        assert not await greets(a, before)
 
 
 async def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
-    tls = TlsFiles(cert_file=str(tmp_path / "none.pem"), key_file=str(tmp_path / "none.pem"))
-    with pytest.raises(RouterConfigError, match=r"TLS file .*none\.pem cannot be read: No such file"):
-        async with running_router(router_config("127.0.0.1:1", tls=tls)):
-            pass
+    none = str(tmp_path / "none.pem")
+    for settings in (
+        {"tls": TlsFiles(cert_file=none, key_file=none)},
+        {"link": LinkConfig(tls=InnerTls(cert_file=none, key_file=none, ca_file=none))},
+    ):
+        with pytest.raises(RouterConfigError, match=r"TLS file .*none\.pem cannot be read: No such file"):
+            async with running_router(router_config("127.0.0.1:1", **settings)):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tls.key", trustme.CA().issue_cert("weft").private_key_pem.bytes(), "key values mismatch; allowed: a cert"),
+        ("tls.key", b"-", r"tls\.crt and .*tls\.key: .*; allowed: a certificate chain and its key, plain PEM"),
+        ("tls.crt", b"-", r"tls\.crt and .*tls\.key: .*; allowed: a certificate chain and its key, plain PEM"),
+        ("ca.crt", b"-", r"ca\.crt: .*; allowed: certificates of authorities, PEM"),
+        (
+            "ca.crt",
+            trustme.CA().cert_pem.bytes(),
+            r"tls\.crt would be refused: .*issuer certificate; allowed: .*'weft'",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_are_a_clear_error(
+    ca: trustme.CA, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    tls = inner_tls(ca, tmp_path)
+    tls.check(serves=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RouterConfigError, match=message):
+        tls.check(serves=True)
+
+
+def test_only_those_who_serve_need_the_clusters_name(ca: trustme.CA, tmp_path: Path) -> None:
+    tls = inner_tls(ca, tmp_path, name="alice")
+    tls.check(serves=False)
+    with pytest.raises(RouterConfigError, match=r"Hostname mismatch.*with the name 'weft'"):
+        tls.check(serves=True)
+
+
+def test_flags_name_all_files_or_none() -> None:
+    def tls(*flags: str) -> InnerTls | None:
+        options = router_main._parser().parse_args(["--control=c:1", *flags])
+        return router_main._config(options).link.tls
+
+    flags = ("--inner-tls-cert=c", "--inner-tls-key=k", "--inner-tls-ca=a")
+    assert tls() is None
+    assert tls(*flags) == InnerTls(cert_file="c", key_file="k", ca_file="a", server_name="weft")
+    assert tls(*flags, "--inner-tls-name=n").server_name == "n"
+    with pytest.raises(RouterConfigError, match="allowed: all three"):
+        tls(*flags[:2])
