@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from bench.load.cli import app as bench_app
-from cluster.cli_operate import DEFAULT_CONTROL, Control, register
+from cluster.cli_connection import with_control
+from cluster.cli_operate import register
 from cluster.config import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
 from cluster.logs import LEVELS
@@ -23,6 +24,9 @@ from cluster.models import DEFAULT_MODEL
 from parallel.errors import ModelError
 from router.errors import RouterError
 from workers.errors import EngineError
+
+if TYPE_CHECKING:
+    from cluster.control_client import ControlClient
 
 app = typer.Typer(
     name="weft",
@@ -216,16 +220,15 @@ def serve(
 
 
 @app.command()
+@with_control
 def status(
-    control: Control = DEFAULT_CONTROL,
+    client: "ControlClient",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show models, replica groups and routers."""
-    from cluster.control_client import ControlClient
     from cluster.status_view import print_status, status_as_dict
 
-    with ControlClient(control) as client:
-        state = client.status()
+    state = client.status()
     if as_json:
         print(json.dumps(status_as_dict(state), indent=2))
     else:
@@ -233,15 +236,13 @@ def status(
 
 
 @app.command()
+@with_control
 def stop(
-    control: Control = DEFAULT_CONTROL,
+    client: "ControlClient",
     grace: Annotated[float, typer.Option(min=0, help="Seconds that requests in flight may take.")] = 10.0,
 ) -> None:
     """Stop the service: routers first, then replica groups, then the controller."""
-    from cluster.control_client import ControlClient
-
-    with ControlClient(control) as client:
-        client.shut_down(grace)
+    client.shut_down(grace)
     print("Stopped.")
 
 

@@ -1,17 +1,17 @@
 """The operator's half of the `weft` command: what changes a running service, and what looks into it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from cluster.config import DEFAULT_CONTROL_PORT, DEFAULT_HOST
+from cluster.cli_connection import with_control
 from cluster.errors import ClusterConfigError
 
-DEFAULT_CONTROL = f"{DEFAULT_HOST}:{DEFAULT_CONTROL_PORT}"
+if TYPE_CHECKING:
+    from cluster.control_client import ControlClient
 
-Control = Annotated[str, typer.Option(envvar="WEFT_CONTROL", help="host:port of the controller.")]
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done.")]
 _Timeout = Annotated[float, typer.Option(min=0, help="With --wait: seconds.")]
 _WAIT_S = 1800.0
@@ -23,37 +23,37 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
+@with_control
 def apply(
+    client: "ControlClient",
     file: Annotated[Path, typer.Argument(help="A cluster file, as for `weft serve`.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
-    control: Control = DEFAULT_CONTROL,
 ) -> None:
     """Serve exactly the models of a file: add, change and remove while the service runs."""
-    from cluster.control_client import ControlClient
     from cluster.operate import apply_file
 
-    with ControlClient(control) as client:
-        apply_file(client, file, Console(), dry_run=dry_run, wait_s=timeout if wait else None)
+    apply_file(client, file, Console(), dry_run=dry_run, wait_s=timeout if wait else None)
 
 
+@with_control
 def scale(
+    client: "ControlClient",
     model: Annotated[str, typer.Argument(help="What clients call it.")],
     replicas: Annotated[int, typer.Argument(min=0, help="Replica groups.")],
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
-    control: Control = DEFAULT_CONTROL,
 ) -> None:
     """Run another number of replicas of a model."""
-    from cluster.control_client import ControlClient
     from cluster.operate import scale_model
 
-    with ControlClient(control) as client:
-        scale_model(client, model, replicas, Console(), wait_s=timeout if wait else None)
+    scale_model(client, model, replicas, Console(), wait_s=timeout if wait else None)
 
 
+@with_control
 def rollout(
+    client: "ControlClient",
     model: Annotated[str, typer.Argument(help="What clients call it.")],
     settings: Annotated[
         list[str] | None,
@@ -62,17 +62,16 @@ def rollout(
     undo: Annotated[bool, typer.Option("--undo", help="Back to the revision before.")] = False,
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
-    control: Control = DEFAULT_CONTROL,
 ) -> None:
     """Replace the groups of a model one by one, each when its successor is READY. Without --set: weights read anew."""
-    from cluster.control_client import ControlClient
     from cluster.operate import roll_model
 
-    with ControlClient(control) as client:
-        roll_model(client, model, settings or [], Console(), undo=undo, wait_s=timeout if wait else None)
+    roll_model(client, model, settings or [], Console(), undo=undo, wait_s=timeout if wait else None)
 
 
+@with_control
 def drain(
+    client: "ControlClient",
     target: Annotated[
         str | None,
         typer.Argument(metavar="REPLICA|NODE", help="A replica or group, or a node's address or Ray id."),
@@ -85,34 +84,32 @@ def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Of a node: place groups there again.")] = False,
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
-    control: Control = DEFAULT_CONTROL,
 ) -> None:
     """Take a replica, or all of a node, out of service without losing a request; others take its place."""
-    from cluster.control_client import ControlClient
     from cluster.operate import drain_target, this_node
 
     if (target is None) != here:
         raise ClusterConfigError("drain wants a REPLICA or NODE, or --this-node; allowed: one of the two")
-    with ControlClient(control) as client:
-        target = this_node(client) if target is None else target
-        drain_target(client, target, Console(), grace_s=grace, undo=undo, wait_s=timeout if wait else None)
+    target = this_node(client) if target is None else target
+    drain_target(client, target, Console(), grace_s=grace, undo=undo, wait_s=timeout if wait else None)
 
 
+@with_control
 def top(
+    client: "ControlClient",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next.")] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object each interval.")] = False,
     count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Look so often, then end.")] = None,
-    control: Control = DEFAULT_CONTROL,
 ) -> None:
     """Watch models, groups, ranks and nodes: queues, KV use, cache hits, latencies, tokens per second."""
-    from cluster.control_client import ControlClient
     from cluster.top import run_top
 
-    with ControlClient(control) as client:
-        run_top(client, Console(), interval_s=interval, as_json=as_json, count=count)
+    run_top(client, Console(), interval_s=interval, as_json=as_json, count=count)
 
 
+@with_control
 def logs(
+    client: "ControlClient",
     target: Annotated[
         str,
         typer.Argument(
@@ -122,11 +119,8 @@ def logs(
     ] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is logged from now on.")] = False,
     tail_kb: Annotated[int, typer.Option(min=0, help="Of each log, at most so many KiB from its end.")] = 64,
-    control: Control = DEFAULT_CONTROL,
 ) -> None:
     """Print what processes have logged, on whichever node, those that died of late included."""
-    from cluster.control_client import ControlClient
     from cluster.show_logs import show_logs
 
-    with ControlClient(control) as client:
-        show_logs(client, target, follows=follow, tail_bytes=tail_kb << 10)
+    show_logs(client, target, follows=follow, tail_bytes=tail_kb << 10)

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
@@ -31,7 +31,7 @@ from router.config import (
     RouterConfig,
     TracingConfig,
 )
-from router.tls import TlsFiles
+from router.tls import InnerTls, TlsFiles
 from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from workers.errors import EngineConfigError
 
@@ -70,6 +70,8 @@ class ClusterSpec:
     host: str
     control_port: int
     control_metrics_port: int
+    inner_tls: InnerTls | None
+    """Of every gRPC connection inside the cluster, the router's included; None: plain text."""
     router: RouterConfig
     ray_address: str | None
     """None: a local Ray is started for this service alone."""
@@ -210,9 +212,10 @@ class RouterSection(_Section):
     failover: FailoverConfig = FailoverConfig()
     metrics: MetricsConfig = MetricsConfig()
 
-    def to_config(self, *, host: str, control: str, tracing: TracingConfig) -> RouterConfig:
+    def to_config(self, *, host: str, control: str, tracing: TracingConfig, inner_tls: InnerTls | None) -> RouterConfig:
         """Return the router's own values."""
         fields = {name: getattr(self, name) for name in RouterSection.model_fields if name != "port"}
+        fields["link"] = dataclasses.replace(self.link, tls=inner_tls)
         return RouterConfig(control=control, host=host, grpc_port=self.port, tracing=tracing, **fields)
 
 
@@ -248,6 +251,8 @@ class ClusterFile(_Section):
     controller: ControllerSection = ControllerSection()
     tracing: TracingConfig = TracingConfig()
     """Spans of routers and replicas."""
+    inner_tls: InnerTls | None = None
+    """Mutual TLS between routers, replicas, the controller and the `weft` command; null: plain text."""
     ray: RaySection = RaySection()
 
 
@@ -283,13 +288,15 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
             raise ClusterConfigError(f"models[{index}]: {error}") from error
     _check_unique(models)
     _check_ports(file)
+    _check_inner_tls(file)
     control = f"{file.host}:{file.controller.port}"
     return ClusterSpec(
         models=tuple(models),
         host=file.host,
         control_port=file.controller.port,
         control_metrics_port=file.controller.actual_metrics_port,
-        router=file.router.to_config(host=file.host, control=control, tracing=file.tracing),
+        inner_tls=file.inner_tls,
+        router=file.router.to_config(host=file.host, control=control, tracing=file.tracing, inner_tls=file.inner_tls),
         ray_address=file.ray.address,
     )
 
@@ -328,6 +335,19 @@ def _check_ports(file: ClusterFile) -> None:
             raise ClusterConfigError(f"{name}: {port} is {owner[port]} already; allowed: a port of its own, or 0")
         if port:
             owner[port] = name
+
+
+def _check_inner_tls(file: ClusterFile) -> None:
+    if file.router.link.tls is not None:
+        raise ClusterConfigError(
+            "router.link.tls: given; allowed: the section inner_tls, which holds for the whole cluster"
+        )
+    if file.inner_tls is None:
+        return
+    for name in ("cert_file", "key_file", "ca_file"):
+        path = getattr(file.inner_tls, name)
+        if not Path(path).is_absolute():
+            raise ClusterConfigError(f"inner_tls.{name}: {path!r}; allowed: an absolute path, the same on every node")
 
 
 def _innermost(faults: Sequence[Any]) -> list[Any]:
@@ -371,13 +391,17 @@ def _shown(value: object) -> str:
 def _section_at(kind: type[_Section], loc: tuple[str | int, ...]) -> Any:
     section: Any = kind
     for part in loc:
-        section = section.model_fields[part].annotation if isinstance(part, str) else get_args(section)[0]
+        section = _field_types(section)[part] if isinstance(part, str) else get_args(section)[0]
         if isinstance(section, UnionType):
-            section = next(kind for kind in get_args(section) if kind is not NoneType)
+            section = get_args(section)[0]  # `... | None`
     return section
 
 
-def _keys(section: Any) -> str:
+def _field_types(section: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(section):
-        return ", ".join(field.name for field in dataclasses.fields(section))
-    return ", ".join(section.model_fields)
+        return {field.name: field.type for field in dataclasses.fields(section)}
+    return {name: field.annotation for name, field in section.model_fields.items()}
+
+
+def _keys(section: Any) -> str:
+    return ", ".join(_field_types(section))

@@ -10,6 +10,7 @@ from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
 from cluster.errors import ClusterConfigError, ClusterError, ControllerError
+from router.tls import InnerTls, connect_blocking
 
 _CHANGE_TIMEOUT_S = 600.0
 """A model that comes from a hub may be fetched first."""
@@ -18,10 +19,12 @@ _CHANGE_TIMEOUT_S = 600.0
 class ControlClient:
     """A connection to one controller; close it, or use it in a `with`. Every call has a deadline."""
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, *, tls: InnerTls | None = None, timeout_s: float = 10.0) -> None:
+        """Make one, with TLS where the controller has it. Raises RouterConfigError when a TLS file cannot be read."""
         self._address = address
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._tls = tls
+        self._channel = connect_blocking(address, tls, [("grpc.use_local_subchannel_pool", 1)])
         self._stub = ControlStub(self._channel)
 
     def __enter__(self) -> "ControlClient":
@@ -94,9 +97,22 @@ class ControlClient:
     def _translate(self, error: grpc.RpcError) -> ClusterError:
         match error.code():
             case grpc.StatusCode.UNAVAILABLE:
-                return ControllerError(f"no controller answers at {self._address}; is `weft serve` running?")
+                return ControllerError(
+                    f"no controller answers at {self._address}; {self._advise(error.details() or '')}"
+                )
             case grpc.StatusCode.INVALID_ARGUMENT:
                 return ClusterConfigError(error.details())
             case grpc.StatusCode.NOT_FOUND | grpc.StatusCode.FAILED_PRECONDITION:
                 return ControllerError(error.details())
+            case grpc.StatusCode.UNIMPLEMENTED:
+                return ControllerError(
+                    f"the controller at {self._address} is older than this command and does not know it"
+                )
         return ControllerError(f"the controller at {self._address}: {error.code().name}: {error.details()}")
+
+    def _advise(self, details: str) -> str:
+        if "refused" in details.lower():
+            return "is `weft serve` running?"
+        if self._tls is None:
+            return f"is `weft serve` running? With inner_tls it wants --tls-cert, --tls-key and --tls-ca ({details})"
+        return f"is `weft serve` running, with inner_tls and certificates of these authorities? ({details})"

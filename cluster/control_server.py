@@ -21,6 +21,8 @@ from cluster.log_reader import LogReader
 from cluster.models import read_text_files
 from cluster.wanted import Change, ChangeKind
 from parallel.errors import ModelError
+from router.errors import RouterConfigError
+from router.tls import InnerTls, bind
 from workers.errors import EngineConfigError
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -75,13 +77,19 @@ class ControlState(Protocol):
         """Stop routers and groups."""
 
 
-def bind_control_port(host: str, port: int) -> tuple[grpc.aio.Server, str]:
-    """Return a server that is bound but does not serve yet, and its host:port. Raises StartError: the port is taken."""
+def bind_control_port(host: str, port: int, tls: InnerTls | None = None) -> tuple[grpc.aio.Server, str]:
+    """Return a server that is bound but does not serve yet, and its host:port.
+
+    Raises:
+        StartError: the port is taken, or the TLS files cannot be used on this node.
+    """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = bind(server, f"{host}:{port}", tls)
     except RuntimeError as error:
         raise StartError(f"the controller cannot listen on {host}:{port}; allowed: a free port") from error
+    except RouterConfigError as error:
+        raise StartError(f"the controller cannot speak TLS: {error}") from error
     return server, f"{host}:{bound}"
 
 

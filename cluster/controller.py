@@ -72,7 +72,8 @@ class Controller:
             await self._resuming
         if self._loop is None:
             saved = self._load()
-            listener, address = bind_control_port(self._spec.host, saved.control_port or self._spec.control_port)
+            port = saved.control_port or self._spec.control_port
+            listener, address = bind_control_port(self._spec.host, port, self._spec.inner_tls)
             self._create(saved, address)
             assert self._state is not None
             await self._state.apply(self._spec.models)
@@ -105,7 +106,7 @@ class Controller:
         give_up_s = time.monotonic() + _BIND_TIMEOUT_S
         while True:
             try:
-                return bind_control_port(self._spec.host, port)
+                return bind_control_port(self._spec.host, port, self._spec.inner_tls)
             except StartError:
                 if time.monotonic() > give_up_s:
                     raise
@@ -216,6 +217,7 @@ class Controller:
             adopts=adopts,
             log_level=self._log_level,
             tracing=self._spec.router.tracing,
+            inner_tls=self._spec.inner_tls,
         )
         return Formation(spec, listener, lambda: state.drained_nodes)
 

@@ -36,6 +36,7 @@ from cluster.rank_actor import (
     rank_name,
 )
 from router.config import TracingConfig
+from router.tls import InnerTls
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class FormationSpec:
     """Its processes may run already: take them over, or end what is left of them."""
     log_level: str
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    inner_tls: InnerTls | None = None
 
 
 class Formation:
@@ -212,6 +214,7 @@ class Formation:
                 drain_timeout_s=self._spec.model.drain_timeout_s,
                 log_level=self._spec.log_level,
                 tracing=self._spec.tracing,
+                inner_tls=self._spec.inner_tls,
             )
             actor = _RANK_ACTOR.options(
                 num_cpus=placement.cpus_per_rank,

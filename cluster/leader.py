@@ -41,7 +41,13 @@ class Leader:
         return self._rendezvous.host, self._rendezvous.port
 
     async def start(self, config: EngineConfig, progress: Callable[[float], None], stats: RankStats) -> str:
-        """Load the model together with the other ranks, serve, and return the replica's host:port."""
+        """Load the model together with the other ranks, serve, and return the replica's host:port.
+
+        Raises RouterConfigError when the TLS files cannot be used.
+        """
+        tls = self._spec.inner_tls
+        if tls is not None:
+            tls.check(serves=True)  # before the weights are read
         engine = await asyncio.to_thread(
             build_engine, config, rendezvous=self._rendezvous, progress=progress, rank_stats=stats
         )
@@ -49,7 +55,7 @@ class Leader:
         self._engine = AsyncEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
         self._server = ReplicaServer(_info(self._spec, config, engine), self._engine, tracer=self._tracer)
         self._engine.start()
-        port = await self._server.start(self._host)
+        port = await self._server.start(self._host, tls)
         self._collector = self._collect(engine, self._engine)
         self._metrics.add(self._collector)
         return f"{self._host}:{port}"

@@ -22,11 +22,13 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
 
     Raises:
         ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
-        StartError: a port is taken, or tracing is on and not installed.
+        StartError: a port is taken, tracing is on and not installed, or the inner TLS files cannot be used.
     """
     models = tuple(check_model(model) for model in spec.models)
     try:
         check_tracing(spec.router.tracing)
+        if spec.inner_tls is not None:
+            spec.inner_tls.check(serves=True)
     except RouterConfigError as error:
         raise StartError(str(error)) from error
     if spec.ray_address is None:

@@ -22,6 +22,8 @@ from cluster.rank_metrics import MetricsListener, RankCollector
 from cluster.signals import on_sigterm
 from parallel.errors import ModelError
 from router.config import TracingConfig
+from router.errors import RouterConfigError
+from router.tls import InnerTls
 from workers.config import EngineConfig
 from workers.errors import EngineConfigError
 from workers.stats import RankStats
@@ -51,6 +53,8 @@ class RankSpec:
     """After SIGTERM, until requests in flight move elsewhere."""
     log_level: str = "warning"
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    inner_tls: InnerTls | None = None
+    """Of the leader's gRPC service, with files of the node that it runs on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +181,7 @@ class RankActor:
                 await self._lead(config)
             else:
                 await asyncio.to_thread(self._follow, config, host, port)
-        except GroupTerminatedError as error:
+        except (GroupTerminatedError, RouterConfigError) as error:  # files may be missing for a moment only
             logger.warning("rank %d of %s ends: %s", self._spec.rank, self._spec.replica_id, error)
             return self._end(Outcome(message=f"rank {self._spec.rank}: {error}"))
         except (ModelError, EngineConfigError, ClusterError) as error:

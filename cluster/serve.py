@@ -1,5 +1,6 @@
 """`weft serve`: brings a service up, says where it is, and stays until it is stopped; or leaves it behind."""
 
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,12 +17,14 @@ import msgspec
 from rich.console import Console
 from weft.v1 import control_pb2
 
-from cluster.config import DEFAULT_CONTROL_PORT, ClusterSpec, build_spec
+from cluster.cli_connection import connection_flags
+from cluster.config import ClusterSpec, build_spec
 from cluster.control_client import ControlClient
 from cluster.errors import ControllerError, StartError
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.status_view import ChangeView, StartView, bounds
+from router.tls import InnerTls
 
 _POLL_S = 0.1
 _LOG_LINES = 15
@@ -55,7 +58,7 @@ def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None
     try:
         with StartView(console) as view:
             service.wait_ready(on_status=view.show)
-        print_addresses(console, service.status(), service.control_address)
+        print_addresses(console, service.status(), service.control_address, service.tls)
         changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=0.5):
             with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
@@ -100,11 +103,16 @@ def serve_in_background(
         process.terminate()
         process.wait()
         raise
-    print_addresses(console, status, _reachable(spec), log_file=path)
+    print_addresses(console, status, _reachable(spec), spec.inner_tls, log_file=path)
 
 
 def print_addresses(
-    console: Console, status: control_pb2.GetStatusResponse, control: str, *, log_file: Path | None = None
+    console: Console,
+    status: control_pb2.GetStatusResponse,
+    control: str,
+    tls: InnerTls | None,
+    *,
+    log_file: Path | None = None,
 ) -> None:
     """Say what is served and where."""
     for model in status.models:
@@ -126,15 +134,14 @@ def print_addresses(
         console.print(f"  Prometheus  http://{status.metrics_address}/targets", highlight=False)
     if log_file is not None:
         console.print(f"  log         {log_file}", highlight=False)
-    port = int(control.rpartition(":")[2])
-    stop = "weft stop" if port == DEFAULT_CONTROL_PORT else f"weft stop --control {control}"
-    console.print(f"Stop it with `{stop}`{'' if log_file else ' or Ctrl-C'}.", highlight=False)
+    stop = shlex.join(["weft", "stop", *connection_flags(control, tls)])
+    console.print(f"Stop it with `{stop}`{'' if log_file else ' or Ctrl-C'}.", highlight=False, soft_wrap=True)
 
 
 def _wait_ready(
     process: "subprocess.Popen[bytes]", spec: ClusterSpec, console: Console, log_file: Path
 ) -> control_pb2.GetStatusResponse:
-    with StartView(console) as view, ControlClient(_reachable(spec)) as client:
+    with StartView(console) as view, ControlClient(_reachable(spec), tls=spec.inner_tls) as client:
         while True:
             if process.poll() is not None:
                 raise StartError(_last_words(log_file))

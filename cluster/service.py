@@ -22,6 +22,7 @@ from cluster.errors import ControllerError, StartError
 from cluster.local_ray import join_ray, leave_ray, start_local_ray
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
+from router.tls import InnerTls
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +35,10 @@ OnStatus = Callable[[control_pb2.GetStatusResponse], None]
 class Service:
     """A running service. Made by `start`; `close` always, which ends what was started on a local Ray."""
 
-    def __init__(self, *, control_address: str, controller: Any) -> None:
+    def __init__(self, *, control_address: str, tls: InnerTls | None, controller: Any) -> None:
         self.control_address = control_address
-        self.client = ControlClient(control_address)
+        self.tls = tls
+        self.client = ControlClient(control_address, tls=tls)
         self._controller = controller  # an actor ends when its last handle is dropped
         self._stopped = controller.stopped.remote()  # lasts over the controller's lives
 
@@ -61,7 +63,7 @@ class Service:
             join_ray(spec.ray_address, log_to_driver=log_to_driver)
         created = None
         try:
-            running = _take_over() if takes_over else None
+            running = _take_over(spec.inner_tls) if takes_over else None
             if running is not None:
                 return running
             created = _create_controller(spec, is_local=is_local, log_level=log_level)
@@ -81,7 +83,7 @@ class Service:
                     )
                     raise StartError(message) from error
             raise
-        return cls(control_address=address, controller=created)
+        return cls(control_address=address, tls=spec.inner_tls, controller=created)
 
     def status(self) -> control_pb2.GetStatusResponse:
         """Return the present state. Raises ControllerError."""
@@ -146,7 +148,7 @@ class Service:
         self.close()
 
 
-def _take_over() -> Service | None:
+def _take_over(tls: InnerTls | None) -> Service | None:
     """Return the service that the cluster has, whose `weft serve` has gone; None where it has none."""
     try:
         controller: Any = ray.get_actor(CONTROLLER_NAME)
@@ -154,7 +156,7 @@ def _take_over() -> Service | None:
     except (ValueError, RayActorError, ActorUnschedulableError):  # there is none, or it went down with its node
         return None
     logger.warning("this Ray cluster has a service already, which goes on as it is; `weft apply` changes it")
-    return Service(control_address=address, controller=controller)
+    return Service(control_address=address, tls=tls, controller=controller)
 
 
 def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> Any:

@@ -1,15 +1,19 @@
 """One real service for all end-to-end tests: two replica groups of two ranks on a local Ray, behind the router."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import trustme
+from helpers.certificates import inner_tls
 from helpers.live_cluster import Cluster
 from helpers.otlp import Collector, running_collector
 
 from cluster.config import build_spec
 from cluster.models import PACKAGED
 from cluster.service import Service
+from router.tls import InnerTls
 
 REPLICAS = 2
 START_TIMEOUT_S = 120.0
@@ -32,7 +36,13 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def session_cluster(model_folder: Path, collector: Collector) -> Iterator[Cluster]:
+def inner_files(tmp_path_factory: pytest.TempPathFactory) -> InnerTls:
+    """A certificate of the service, and its authority: all connections inside of it are mutual TLS."""
+    return inner_tls(trustme.CA(), tmp_path_factory.mktemp("inner"))
+
+
+@pytest.fixture(scope="session")
+def session_cluster(model_folder: Path, collector: Collector, inner_files: InnerTls) -> Iterator[Cluster]:
     spec = build_spec(
         {
             "models": [
@@ -50,6 +60,7 @@ def session_cluster(model_folder: Path, collector: Collector) -> Iterator[Cluste
             "router": {"port": 0, "http_port": 0, "metrics_port": 0, "policy": "least_loaded"},
             "controller": {"port": 0},
             "tracing": {"endpoint": collector.endpoint, "sample_ratio": 0.0},
+            "inner_tls": asdict(inner_files),
         }
     )
     with Service.start(spec) as service:

@@ -38,7 +38,7 @@ def alone(session_cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def weft(cluster: Cluster, *arguments: str) -> str:
-    command = [sys.executable, "-m", "cluster.cli", *arguments, "--control", cluster.service.control_address]
+    command = [sys.executable, "-m", "cluster.cli", *arguments, *cluster.control_flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

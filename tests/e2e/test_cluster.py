@@ -12,8 +12,9 @@ import grpc
 import openai
 import pytest
 from helpers.live_cluster import Ask, Cluster, ask_alone, ask_together, scrape, wait_until
-from weft.v1 import control_pb2, inference_pb2
+from weft.v1 import control_pb2, inference_pb2, replica_pb2
 from weft.v1.inference_pb2_grpc import InferenceStub
+from weft.v1.replica_pb2_grpc import ReplicaStub
 
 from router.client import Client
 
@@ -231,10 +232,10 @@ def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_line_shows_status_and_generates(cluster: Cluster) -> None:
-    control = cluster.service.control_address
-    told = json.loads(weft("status", "--json", "--control", control).stdout)
+    flags = cluster.control_flags
+    told = json.loads(weft("status", "--json", *flags).stdout)
     assert [group["state"] for group in told["models"][0]["groups"]] == ["GROUP_STATE_READY"] * cluster.num_replicas
-    shown = weft("status", "--control", control).stdout
+    shown = weft("status", *flags).stdout
     assert all(str(rank.pid) in shown for group in cluster.groups() for rank in group.ranks)
     flags = ("--router", cluster.grpc_address, "--max-tokens", "12", "--temperature", "0")
     streamed = weft("generate", TEXT[:30], *flags)
@@ -246,14 +247,24 @@ def test_command_line_shows_status_and_generates(cluster: Cluster) -> None:
     assert "gpt-9" in refused.stderr
 
 
+def test_nobody_without_a_certificate_is_served_inside_the_cluster(cluster: Cluster) -> None:
+    refused = weft("status", "--control", cluster.service.control_address)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "With inner_tls it wants --tls-cert, --tls-key and --tls-ca" in refused.stderr
+    hello = replica_pb2.ConnectRequest(hello=replica_pb2.Hello(router_id="r", protocol_version=1))
+    with grpc.insecure_channel(cluster.groups()[0].address) as channel, pytest.raises(grpc.RpcError) as caught:
+        next(ReplicaStub(channel).Connect(iter([hello]), timeout=30))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 def test_stop_ends_the_service(cluster: Cluster) -> None:
     """Last in this file: nothing is left of the service after it."""
     pids = [rank.pid for group in cluster.groups() for rank in group.ranks]
-    done = weft("stop", "--control", cluster.service.control_address, "--grace", "5")
+    done = weft("stop", *cluster.control_flags, "--grace", "5")
     assert (done.returncode, done.stdout) == (0, "Stopped.\n")
     wait_until(lambda: cluster.service.wait_stopped(timeout_s=0.1), "controller ended", timeout_s=15)
     wait_until(lambda: not any(is_running(pid) for pid in pids), "ranks ended", timeout_s=15)
-    assert "no controller answers" in weft("status", "--control", cluster.service.control_address).stderr
+    assert "no controller answers" in weft("status", *cluster.control_flags).stderr
 
 
 def is_running(pid: int) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 from weft.v1 import control_pb2
 
+from cluster.cli_connection import connection_flags
 from cluster.service import Service
 from router.client import AsyncClient, Client, Completion
 from router.client_values import Collector, Options
@@ -35,6 +36,11 @@ class Cluster:
 
     def status(self) -> control_pb2.GetStatusResponse:
         return self.service.status()
+
+    @property
+    def control_flags(self) -> list[str]:
+        """By which the `weft` command reaches it."""
+        return connection_flags(self.service.control_address, self.service.tls)
 
     def groups(self) -> list[control_pb2.GroupStatus]:
         return list(self.status().models[0].groups)

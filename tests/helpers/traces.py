@@ -14,6 +14,7 @@ from cluster.replica_server import ReplicaInfo, ReplicaServer
 from helpers.engines import FakeExecutor, fake_engine
 from helpers.fake_model import VOCAB_SIZE
 from router.spans import Tracer
+from router.tls import InnerTls
 from router.tracing import OtelTracer
 from workers.async_engine import AsyncEngine
 from workers.plan import StepPlan
@@ -68,7 +69,7 @@ class GatedReplica:
 
 
 @asynccontextmanager
-async def gated_replica(replica_id: str, tracer: Tracer) -> AsyncIterator[GatedReplica]:
+async def gated_replica(replica_id: str, tracer: Tracer, *, tls: InnerTls | None = None) -> AsyncIterator[GatedReplica]:
     """Run a replica of the model `tiny` for the length of the block."""
     executor = FakeExecutor()
     engine = fake_engine(executor, clock=time.monotonic)
@@ -84,7 +85,7 @@ async def gated_replica(replica_id: str, tracer: Tracer) -> AsyncIterator[GatedR
         max_num_seqs=8,
     )
     server = ReplicaServer(info, running, tracer=tracer)
-    address = f"127.0.0.1:{await server.start('127.0.0.1')}"
+    address = f"127.0.0.1:{await server.start('127.0.0.1', tls)}"
     replica = GatedReplica(server=server, address=address, gate=threading.Semaphore(0))
 
     def on_submit(plan: StepPlan) -> None:

@@ -86,7 +86,7 @@ def test_each_model_has_its_own_hash_key() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"modle": []}, "modle: unknown key; allowed: models, host, router, controller, tracing, ray"),
+        ({"modle": []}, "modle: unknown key; allowed: models, host, router, controller, tracing, inner_tls, ray"),
         ({"router": {"prot": 1}}, "router.prot: unknown key; allowed: port, http_port, metrics_port, tls, api_keys"),
         ({"models": [{"tensor": 2}]}, "models[0].tensor: unknown key; allowed: path, name, replicas, tensor_parallel"),
         (

@@ -14,6 +14,7 @@ from cluster import rank_actor
 from cluster.models import PACKAGED
 from cluster.rank_actor import Outcome, RankActor, RankSpec
 from parallel.random_model import write_random_model
+from router.tls import InnerTls
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
 
 CONFIG = {
@@ -52,9 +53,10 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def actor(folder: Path, **settings: object) -> RankActor:
+def actor(folder: Path, *, inner_tls: InnerTls | None = None, **settings: object) -> RankActor:
     engine = EngineConfig(model=str(folder), device="cpu", cache=CacheConfig(num_blocks=8), **settings)  # type: ignore[arg-type]
-    return RankActor(RankSpec(replica_id="m-0.1", model="m", rank=0, engine=engine, num_threads=1))
+    spec = RankSpec(replica_id="m-0.1", model="m", rank=0, engine=engine, num_threads=1, inner_tls=inner_tls)
+    return RankActor(spec)
 
 
 async def run(rank: RankActor) -> Outcome:
@@ -143,4 +145,16 @@ async def test_rank_whose_engine_fails_ends_its_process(
     rank._leader._on_failure(RuntimeError("rank 1 is gone"))
     outcome = await ended
     assert (outcome.message, outcome.is_refusal) == ("rank 0: rank 1 is gone", False)
+    assert exits == [1]
+
+
+async def test_rank_without_its_tls_files_says_so_before_it_loads_and_may_be_tried_again(
+    folder: Path, exits: list[int]
+) -> None:
+    tls = InnerTls(cert_file="/none/tls.crt", key_file="/none/tls.key", ca_file="/none/ca.crt")
+    rank = actor(folder, inner_tls=tls)
+    outcome = await run(rank)
+    message = "rank 0: the TLS file /none/tls.crt cannot be read: No such file or directory"
+    assert (outcome.message, outcome.is_refusal) == (message, False)
+    assert await rank.progress() == 0
     assert exits == [1]
