@@ -188,7 +188,8 @@ def _groups(status: control_pb2.GetStatusResponse) -> list[control_pb2.GroupStat
 
 
 def _print_change(console: Console, change: control_pb2.Change) -> None:
-    console.print(f"{_MARKS[change.kind]} {change.name}", highlight=False, markup=False)
+    mark = _MARKS.get(change.kind, f"? change {change.kind}")  # of a newer controller
+    console.print(f"{mark} {change.name}", highlight=False, markup=False)
     for line in change.details:
         console.print(f"    {line}", highlight=False, markup=False)
 

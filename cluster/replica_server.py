@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
+from weft import protocol
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 
@@ -20,15 +21,13 @@ from cluster.replica_connection import OutboxLimits, RouterConnection
 from cluster.replica_spans import ReplicaSpans
 from cluster.replica_wire import to_failed, to_output, to_request
 from router.spans import NO_TRACER, Tracer
-from workers.async_engine import Snapshot
 from router.tls import InnerTls, bind
+from workers.async_engine import Snapshot
 from workers.engine import EngineLoad, StepResult
 from workers.errors import InvalidRequestError
 from workers.request import Request, RequestId
 
 logger = logging.getLogger(__name__)
-
-PROTOCOL_VERSION = 1
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -151,19 +150,20 @@ class ReplicaServer(ReplicaServicer):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {self._hello_timeout_s:g} s")
         if first is None or first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is no hello")
-        if first.hello.protocol_version != PROTOCOL_VERSION:
+        version = protocol.agree(first.hello.protocol_version)
+        if version is None:
             seen = first.hello.protocol_version
-            message = f"protocol_version is {seen}; allowed: {PROTOCOL_VERSION}"
+            message = f"the router's protocol_version is {seen}; allowed: {protocol.OLDEST} or newer"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
-        return self._open(first.hello.router_id)
+        return self._open(first.hello.router_id, version)
 
-    def _open(self, router_id: str) -> RouterConnection:
+    def _open(self, router_id: str, version: int) -> RouterConnection:
         """Enter a stream and queue its snapshot, in one turn of the event loop."""
         self._num_connections += 1
         number = self._num_connections
         connection = RouterConnection(number, router_id, limits=self._limits, clock=self._clock)
         state = self._engine.snapshot()
-        connection.send(snapshot=self._to_snapshot(state), load=self._to_load(state.load))
+        connection.send(snapshot=self._to_snapshot(state, version), load=self._to_load(state.load))
         self._connections[number] = connection
         logger.info("router %s connected", router_id)
         return connection
@@ -230,12 +230,12 @@ class ReplicaServer(ReplicaServicer):
                 self._spans.end(output)
         return outputs
 
-    def _to_snapshot(self, state: Snapshot) -> replica_pb2.Snapshot:
+    def _to_snapshot(self, state: Snapshot, version: int) -> replica_pb2.Snapshot:
         info = self._info
         return replica_pb2.Snapshot(
             replica_id=info.replica_id,
             model=info.model,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=version,
             block_size=info.block_size,
             hash_key=info.hash_key,
             block_hashes=b"".join(state.block_hashes),

@@ -14,7 +14,9 @@ STATE_STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "dr
 
 
 def state_name(group: control_pb2.GroupStatus) -> str:
-    """Return "ready", "starting" and so on."""
+    """Return "ready", "starting" and so on; the number of a state that only a newer controller knows."""
+    if group.state not in control_pb2.GroupState.values():
+        return f"state {group.state}"
     return control_pb2.GroupState.Name(group.state).removeprefix("GROUP_STATE_").lower()
 
 

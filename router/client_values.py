@@ -347,7 +347,7 @@ def _to_finish(finished: pb.Finished) -> Finish:
             stopped_by = finished.stop_token_id
     usage = finished.usage
     return Finish(
-        reason=_FINISH_REASONS[finished.reason],
+        reason=_FINISH_REASONS.get(finished.reason, "stop"),  # one that only a newer router knows
         stopped_by=stopped_by,
         usage=Usage(
             prompt_tokens=usage.prompt_tokens,

@@ -179,7 +179,8 @@ class Renderer(ABC):
             stop_reason = finished.stop_string
         elif finished.stop_token_id in self._calls[choice.index].sampling.stop_token_ids:
             stop_reason = finished.stop_token_id
-        return {"finish_reason": _FINISH_REASONS[finished.reason], "stop_reason": stop_reason}
+        reason = _FINISH_REASONS.get(finished.reason, "stop")  # one that only a newer replica knows
+        return {"finish_reason": reason, "stop_reason": stop_reason}
 
 
 class CompletionRenderer(Renderer):

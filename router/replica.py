@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import grpc
+from weft import protocol
 from weft.block_hash import split_hashes
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaStub
@@ -28,8 +29,6 @@ from router.prefix_index import PrefixIndex, ReplicaId
 from router.tls import connect
 
 logger = logging.getLogger(__name__)
-
-PROTOCOL_VERSION = 1
 
 _Call = grpc.aio.StreamStreamCall[replica_pb2.ConnectRequest, replica_pb2.ConnectResponse]
 
@@ -153,7 +152,7 @@ class ReplicaLink:
 
     async def run(self) -> None:
         """Connect, and connect again when the stream breaks, until retired or cancelled."""
-        num_failures = 0
+        num_failures, told = 0, ""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -166,7 +165,9 @@ class ReplicaLink:
                     logger.warning("replica %s: stream broke: %s", self.replica_id, reason)
                     self.breaker.fail(self._clock())
                 elif not self._may_leave.is_set():
-                    logger.debug("replica %s: not connected: %s", self.replica_id, reason)
+                    level = logging.DEBUG if reason == told else logging.WARNING
+                    logger.log(level, "replica %s: not connected: %s", self.replica_id, reason)
+                told = reason
                 self._drop(reason)
                 if self._is_retired:
                     return
@@ -205,12 +206,12 @@ class ReplicaLink:
             elif unexpected is not None:
                 raise
             return _describe(group)
-        raise AssertionError("a connection ends with an exception")
         except RouterConfigError as error:  # a TLS file that went away
             return str(error)
+        raise AssertionError("a connection ends with an exception")
 
     async def _greet(self, call: _Call) -> None:
-        hello = replica_pb2.Hello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION)
+        hello = replica_pb2.Hello(router_id=self._router_id, protocol_version=protocol.VERSION)
         async with asyncio.timeout(self._config.connect_timeout_s):
             await call.write(replica_pb2.ConnectRequest(hello=hello))
             frame = await self._read_frame(call)
@@ -228,8 +229,11 @@ class ReplicaLink:
         self._on_change()
 
     def _check_snapshot(self, snapshot: replica_pb2.Snapshot) -> None:
-        if snapshot.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol version {snapshot.protocol_version}; allowed: {PROTOCOL_VERSION}")
+        version = snapshot.protocol_version
+        if not protocol.OLDEST <= version <= protocol.VERSION:
+            raise ProtocolError(
+                f"the replica speaks protocol version {version}; allowed: {protocol.OLDEST} to {protocol.VERSION}"
+            )
         if self.replica_id not in (snapshot.replica_id, self.endpoint.address):
             raise ProtocolError(f"{self.endpoint.address} is replica {snapshot.replica_id}; wanted: {self.replica_id}")
         if snapshot.model != self.endpoint.model:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from weft import protocol
 from weft.block_hash import block_hashes, root_hash
 from weft.v1 import inference_pb2 as pb
 from weft.v1 import replica_pb2
@@ -87,6 +88,8 @@ class FakeReplica(ReplicaServicer):
         self.aborts: list[str] = []
         self.refusal: grpc.StatusCode | None = None
         """New requests fail with this code."""
+        self.protocol_version = protocol.VERSION
+        self.finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_LENGTH
         self.is_draining = False
         self.before_step: Callable[[], None] = lambda: None
         self.num_steps = 0
@@ -293,7 +296,7 @@ class FakeReplica(ReplicaServicer):
                 decode_s=1.0,
             )
             output.finished.CopyFrom(  # type: ignore[no-untyped-call]
-                replica_pb2.RequestFinished(reason=pb.FINISH_REASON_LENGTH, usage=usage)
+                replica_pb2.RequestFinished(reason=self.finish_reason, usage=usage)
             )
         return output
 
@@ -305,7 +308,7 @@ class FakeReplica(ReplicaServicer):
         return replica_pb2.Snapshot(
             replica_id=self.replica_id,
             model=self.model,
-            protocol_version=1,
+            protocol_version=self.protocol_version,
             block_size=self.block_size,
             hash_key=HASH_KEY,
             block_hashes=b"".join(sorted(self.resident)),

@@ -1,4 +1,4 @@
-"""The repository's own promises: generated stubs are fresh and the protocol passes its linter."""
+"""The repository's own promises: generated stubs are fresh, the protocol passes its linter and breaks no release."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+RELEASES = sorted((REPOSITORY / "proto/released").glob("*.binpb"))
 
 
 def test_generated_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
@@ -25,10 +26,29 @@ def test_generated_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
     assert committed == fresh, "run `make proto` and commit the result"
 
 
-@pytest.mark.parametrize("arguments", [["lint"], ["format", "--diff", "--exit-code"]], ids=["lint", "format"])
-def test_protos_pass_buf(arguments: list[str]) -> None:
+def run_buf(*arguments: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     buf = shutil.which("buf") or shutil.which("buf", path=REPOSITORY / "node_modules/.bin")
     if buf is None:
         pytest.skip("needs buf, which `make test` installs where npm is present")
-    result = subprocess.run([buf, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    return subprocess.run([buf, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [["lint"], ["format", "--diff", "--exit-code"]], ids=["lint", "format"])
+def test_protos_pass_buf(arguments: list[str]) -> None:
+    result = run_buf(*arguments)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.stem)
+def test_protos_break_no_release(release: Path) -> None:
+    result = run_buf("breaking", "--against", str(release))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_field_that_means_something_else_breaks_a_release(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "buf.yaml", tmp_path)
+    shutil.copytree(REPOSITORY / "proto/weft", tmp_path / "proto/weft")
+    file = tmp_path / "proto/weft/v1/replica.proto"
+    file.write_text(file.read_text().replace("string cache_salt = 6;", "bytes cache_salt = 6;"))
+    result = run_buf("breaking", "--against", str(RELEASES[-1]), folder=tmp_path)
+    assert 'Field "6" with name "cache_salt" on message "Submit" changed type' in result.stdout

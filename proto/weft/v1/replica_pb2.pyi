@@ -57,7 +57,7 @@ class Hello(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     protocol_version: _builtins.int
-    """Of this file; 1."""
+    """The newest version of this protocol that the router speaks (weft/protocol.py)."""
     def __init__(
         self,
         *,
@@ -203,6 +203,7 @@ class Snapshot(_message.Message):
     replica_id: _builtins.str
     model: _builtins.str
     protocol_version: _builtins.int
+    """Of this stream: the newest that both speak, where the router is not too old."""
     block_size: _builtins.int
     """Tokens in a KV block."""
     hash_key: _builtins.bytes

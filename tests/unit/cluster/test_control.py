@@ -295,3 +295,9 @@ def test_status_fits_and_tells_reasons() -> None:
     print_status(Console(file=out, width=80), status_with(control_pb2.GROUP_STATE_FAILED, router_alive=False))
     assert all(word in out.getvalue() for word in ("m-0", "failed", "why", "router-0", "not alive"))
     assert max(map(len, out.getvalue().splitlines())) <= 80
+
+
+def test_state_that_only_a_newer_controller_knows_is_shown_by_its_number() -> None:
+    out = io.StringIO()
+    print_status(Console(file=out, width=80), status_with(99, router_alive=True))  # type: ignore[arg-type]
+    assert "state 99" in out.getvalue()
