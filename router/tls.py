@@ -197,7 +197,7 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> N
 def _reason(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message.rstrip(".")
-    return (error.reason or str(error)).replace("_", " ").lower()
+    return error.reason.replace("_", " ").lower() if error.reason else "it cannot be read as that"
 
 
 def _read(path: str) -> bytes:
