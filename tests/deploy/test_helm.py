@@ -146,6 +146,26 @@ def test_tls_and_keys_hold_for_every_router_also_the_heads_own() -> None:
         assert (mounts["tls"], mounts["api-keys"]) == ("/etc/weft-tls", "/etc/weft-keys")
 
 
+def test_inner_tls_is_the_same_for_all_who_speak_inside_the_cluster() -> None:
+    objects = render(example="multi-node-pipeline")
+    tls = cluster_spec(objects).inner_tls
+    assert tls is not None
+    assert router_config(objects).link.tls == tls
+    variables = {"CERT": tls.cert_file, "KEY": tls.key_file, "CA": tls.ca_file, "NAME": tls.server_name}
+    for template in pod_templates(objects):
+        spec = template["spec"]
+        (container,) = spec["containers"]
+        if container["name"] == "request":
+            continue  # a client
+        assert {"name": "inner-tls", "secret": {"secretName": "weft-inner"}} in spec["volumes"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {Path(file).parent for file in (tls.cert_file, tls.key_file, tls.ca_file)} == {Path(mounts["inner-tls"])}
+        if container["name"] != "router":
+            environment = {each["name"]: each.get("value") for each in container["env"]}
+            assert {name: environment[f"WEFT_CONTROL_TLS_{name}"] for name in variables} == variables
+    assert cluster_spec(render("innerTls.existingSecret=s", "innerTls.serverName=n")).inner_tls.server_name == "n"
+
+
 def test_client_certificates_are_asked_for_and_do_not_stop_probes_and_hook() -> None:
     objects = render("router.tls.existingSecret=weft-tls", "router.tls.requireClientCertificate=true")
     assert router_config(objects).tls == cluster_spec(objects).router.tls

@@ -55,6 +55,15 @@ imagePullSecrets:
 host: 0.0.0.0
 ray:
   address: auto
+{{- with .Values.innerTls }}
+{{- if .existingSecret }}
+inner_tls:
+  cert_file: /etc/weft-inner-tls/tls.crt
+  key_file: /etc/weft-inner-tls/tls.key
+  ca_file: /etc/weft-inner-tls/ca.crt
+  server_name: {{ .serverName }}
+{{- end }}
+{{- end }}
 controller:
   port: {{ .Values.controller.port }}
   metrics_port: {{ .Values.controller.metricsPort }}
@@ -136,6 +145,15 @@ capabilities:
       name: {{ . }}
       key: token
 {{- end }}
+{{- with .Values.innerTls }}
+{{- if .existingSecret }}
+# For `weft` inside these Pods.
+- {name: WEFT_CONTROL_TLS_CERT, value: /etc/weft-inner-tls/tls.crt}
+- {name: WEFT_CONTROL_TLS_KEY, value: /etc/weft-inner-tls/tls.key}
+- {name: WEFT_CONTROL_TLS_CA, value: /etc/weft-inner-tls/ca.crt}
+- {name: WEFT_CONTROL_TLS_NAME, value: {{ .serverName }}}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Where a Pod may run, from a part of the values. */}}
@@ -179,6 +197,21 @@ priorityClassName: {{ . }}
 {{- else if .keys }}
 {{- include "weft.fullname" $ }}-api-keys
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What everyone has who speaks inside the cluster: head, workers and routers. */}}
+{{- define "weft.innerVolumes" -}}
+{{- with .Values.innerTls.existingSecret }}
+- name: inner-tls
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "weft.innerMounts" -}}
+{{- if .Values.innerTls.existingSecret }}
+- {name: inner-tls, mountPath: /etc/weft-inner-tls, readOnly: true}
 {{- end }}
 {{- end }}
 
