@@ -532,16 +532,18 @@ class PagedAttention {
         float* scores = scratch.scores.room(size_t(rows + ROOM) * PARTITION);
         BFloat16* weights = scratch.weights.room(size_t(rows + ROOM) * PARTITION);
         float* products = scratch.products.room(size_t(rows + ROOM) * head_dim);
-        BFloat16* packed = scratch.packed.room(size_t(2 * PARTITION) * head_dim);
-        BFloat16* packed_values = packed + size_t(PARTITION) * head_dim;
-        const PackedMatrix keys{packed, nullptr, num_tokens, head_dim}, values{packed_values, nullptr, head_dim, num_tokens};
+        const size_t head_size = size_t(num_tokens) * head_dim;
+        BFloat16* packed_keys = scratch.packed.room(2 * tile.num_kv_heads * head_size);
+        BFloat16* packed_values = packed_keys + tile.num_kv_heads * head_size;
         int64_t offsets[PARTITION];
         for (int i = 0; i < num_tokens; i++)  // past the last token: numbers that are weighted by 0
             offsets[i] = i < end - begin ? place(tile, begin + i) : offsets[end - begin - 1];
+        pack_keys(packed_keys, tensors_.keys, offsets, num_tokens, tile.num_kv_heads, head_dim);
+        pack_values(packed_values, tensors_.values, offsets, num_tokens, tile.num_kv_heads, head_dim);
         const TileScope scope(std::min(rows, TILE), TILE);
         for (int head = 0; head < tile.num_kv_heads; head++) {
-            pack_keys(packed, tensors_.keys + head * head_dim, offsets, num_tokens, head_dim);
-            pack_values(packed_values, tensors_.values + head * head_dim, offsets, num_tokens, head_dim);
+            const PackedMatrix keys{packed_keys + head * head_size, nullptr, num_tokens, head_dim};
+            const PackedMatrix values{packed_values + head * head_size, nullptr, head_dim, num_tokens};
             const size_t first_row = size_t(head) * rows;
             multiply_dense(scores, PARTITION, q + first_row * head_dim, head_dim, rows, keys);
             for (int row = 0; row < rows; row++) {

@@ -31,29 +31,24 @@ inline void transpose_pairs(__m512i* rows) {
     }
 }
 
-// The head of one token after the other comes from anywhere in memory: these many tokens ahead are asked for.
-constexpr int FORESEEN = 32;
-
-inline void prefetch_head(const BFloat16* head, int head_dim) {
-    for (int dim = 0; dim < head_dim; dim += 32) __builtin_prefetch(head + dim);
-}
-
-// The keys of a head as a packed matrix [num_tokens, head_dim]; that of token i begins at keys + offsets[i].
-inline void pack_keys(BFloat16* packed, const BFloat16* keys, const int64_t* offsets, int num_tokens, int head_dim) {
-    for (int token = 0; token < num_tokens; token += TILE) {
-        for (int i = token + FORESEEN; i < std::min(num_tokens, token + FORESEEN + TILE); i++) prefetch_head(keys + offsets[i], head_dim);
-        BFloat16* to = packed + token / PANEL * PANEL * head_dim + token % PANEL / TILE * (STEP_SIZE / 2);
-        for (int dim = 0; dim < head_dim; dim += STEP, to += STEP_SIZE) {
-            __m512i rows[TILE];
-            for (int i = 0; i < TILE; i++) rows[i] = _mm512_loadu_si512(keys + offsets[token + i] + dim);
-            transpose_pairs(rows);
-            for (int pair = 0; pair < TILE; pair++) _mm512_storeu_si512(to + pair * STEP, rows[pair]);
+// The keys of some heads, side by side in memory, each as a packed matrix [num_tokens, head_dim], one after the other. The
+// first head of token i begins at keys + offsets[i]. All heads of a few tokens are packed before the next tokens, since so they lie.
+inline void pack_keys(BFloat16* packed, const BFloat16* keys, const int64_t* offsets, int num_tokens, int num_heads, int head_dim) {
+    for (int token = 0; token < num_tokens; token += TILE)
+        for (int head = 0; head < num_heads; head++) {
+            BFloat16* to = packed + (int64_t(head) * num_tokens + token / PANEL * PANEL) * head_dim + token % PANEL / TILE * (STEP_SIZE / 2);
+            for (int dim = 0; dim < head_dim; dim += STEP, to += STEP_SIZE) {
+                __m512i rows[TILE];
+                for (int i = 0; i < TILE; i++) rows[i] = _mm512_loadu_si512(keys + offsets[token + i] + head * head_dim + dim);
+                transpose_pairs(rows);
+                for (int pair = 0; pair < TILE; pair++) _mm512_storeu_si512(to + pair * STEP, rows[pair]);
+            }
         }
-    }
 }
 
-// The values of a head as a packed matrix [head_dim, num_tokens].
-inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t* offsets, int num_tokens, int head_dim) {
+// The values of some heads, each as a packed matrix [head_dim, num_tokens].
+inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t* offsets, int num_tokens, int num_heads,
+                        int head_dim) {
     struct Places {
         uint16_t low[32], high[32];
     };
@@ -67,12 +62,12 @@ inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t*
     }();
     const __m512i low = _mm512_loadu_si512(places.low), high = _mm512_loadu_si512(places.high);
     for (int token = 0; token < num_tokens; token += 2) {
-        for (int i = token + FORESEEN; i < std::min(num_tokens, token + FORESEEN + 2); i++) prefetch_head(values + offsets[i], head_dim);
+        const BFloat16 *even = values + offsets[token], *odd = values + offsets[token + 1];
         BFloat16* to = packed + token / STEP * STEP_SIZE + token % STEP * (STEP / 2);
-        for (int dim = 0; dim < head_dim; dim += PANEL, to += PANEL * num_tokens) {
-            const __m512i even = _mm512_loadu_si512(values + offsets[token] + dim), odd = _mm512_loadu_si512(values + offsets[token + 1] + dim);
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
-            _mm512_storeu_si512(to + STEP_SIZE / 2, _mm512_permutex2var_epi16(even, high, odd));
+        for (int dim = 0; dim < num_heads * head_dim; dim += PANEL, to += PANEL * num_tokens) {
+            const __m512i first = _mm512_loadu_si512(even + dim), second = _mm512_loadu_si512(odd + dim);
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, low, second));
+            _mm512_storeu_si512(to + STEP_SIZE / 2, _mm512_permutex2var_epi16(first, high, second));
         }
     }
 }

@@ -71,10 +71,11 @@ void multiply_panel(BFloat16* out, const BFloat16* x, int64_t x_stride, const Pa
     const BFloat16* values = matrix.values + panel * matrix.num_in * PANEL;
     __m512 sums[CHAINS][ROWS][2] = {};
     for (int k = 0; k < matrix.num_in; k += STEP, values += STEP_SIZE) {
-        _mm_prefetch(reinterpret_cast<const char*>(values + 2 * STEP_SIZE), _MM_HINT_T0);
         for (int pair = 0; pair < STEP / 2; pair += CHAINS)
             for (int chain = 0; chain < CHAINS; chain++) {
                 const BFloat16* from = values + (pair + chain) * 2 * LANES;
+                __builtin_prefetch(from + PREFETCH * STEP_SIZE);  // the hardware looks less far ahead than memory is slow
+                __builtin_prefetch(from + PREFETCH * STEP_SIZE + STEP_SIZE / 2);
                 const __m512bh left = (__m512bh)_mm512_loadu_si512(from);
                 const __m512bh right = (__m512bh)_mm512_loadu_si512(from + STEP_SIZE / 2);
                 for (int row = 0; row < ROWS; row++) {
@@ -157,7 +158,7 @@ void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const Pack
     }
     for (int k = begin; k < end; k += STEP, values += STEP_SIZE, first += left.step, second += left.step) {
         if (IS_FAR)
-            for (int line = 0; line < STEP_SIZE; line += 32)  // the hardware looks less far ahead than memory is slow
+            for (int line = 0; line < STEP_SIZE; line += 32)
                 _mm_prefetch(reinterpret_cast<const char*>(values + PREFETCH * STEP_SIZE + line), _MM_HINT_T1);
         _tile_loadd(4, first, stride);
         _tile_loadd(6, values, 64);
