@@ -71,6 +71,7 @@ class Kind(IntEnum):
     WRITE_CACHE = 3
     ATTENTION = 4
     MULTIPLY = 5
+    MULTIPLY_GATED = 6
 
 
 class Operation(ctypes.Structure):

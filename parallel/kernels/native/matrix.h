@@ -179,50 +179,82 @@ void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const Pack
     }
 }
 
-inline void write_rows(BFloat16* out, int num_rows, const PackedMatrix& matrix, int64_t panel, const float* sums) {
-    for (int row = 0; row < num_rows; row++)
-        write_sums(out + row * matrix.num_out, matrix, panel * PANEL, _mm512_loadu_ps(sums + row * PANEL),
-                   _mm512_loadu_ps(sums + row * PANEL + TILE));
-}
+// What becomes of the sums: written as they are, or, where the first half of the outputs are gates of the second, as
+// silu(gate) * up. Of both, a panel of the result takes the sums of `num_panels` panels of the matrix.
+struct Plain {
+    static constexpr int num_panels = 1;
+    static int64_t panel(const PackedMatrix&, int64_t panel, int) { return panel; }
+    static void write(BFloat16* out, const PackedMatrix& matrix, int64_t panel, const float* sums, const float*) {
+        write_sums(out, matrix, panel * PANEL, _mm512_load_ps(sums), _mm512_load_ps(sums + TILE));
+    }
+    static int64_t num_out(const PackedMatrix& matrix) { return matrix.num_out; }
+};
+
+struct Gated {
+    static constexpr int num_panels = 2;
+    static int64_t panel(const PackedMatrix& matrix, int64_t panel, int which) {
+        return panel + which * (matrix.num_out / 2 / PANEL);
+    }
+    static void write(BFloat16* out, const PackedMatrix& matrix, int64_t panel, const float* gates, const float* ups) {
+        alignas(64) BFloat16 rounded[2][PANEL];
+        for (int which = 0; which < 2; which++) {
+            const int64_t first = Gated::panel(matrix, panel, which) * PANEL;
+            const float* sums = which ? ups : gates;
+            write_sums(rounded[which] - first, matrix, first, _mm512_load_ps(sums), _mm512_load_ps(sums + TILE));
+        }
+        for (int i = 0; i < PANEL; i += LANES)
+            store(out + panel * PANEL + i, gated(load(rounded[0] + i), load(rounded[1] + i)));
+    }
+    static int64_t num_out(const PackedMatrix& matrix) { return matrix.num_out / 2; }
+};
 
 // Few rows, as they lie: the panels pass once, as fast as memory gives them.
-inline void multiply_few_rows(BFloat16* out, LeftRows left, const PackedMatrix& matrix, int64_t begin, int64_t end) {
-    alignas(64) float sums[ROWS * PANEL];
+template <class Result>
+void multiply_few_rows(BFloat16* out, LeftRows left, const PackedMatrix& matrix, int64_t begin, int64_t end) {
+    alignas(64) float sums[Result::num_panels][ROWS * PANEL];
+    const int64_t num_out = Result::num_out(matrix);
     for (int row = 0; row < left.count; row += ROWS) {
         const int rows = std::min(ROWS, left.count - row);
         const TileScope scope(std::min(rows, TILE), std::max(rows - TILE, 1));
         const BFloat16* first = left.x + row * left.stride;
         const LeftTiles tiles{first, first + TILE * left.stride, left.stride, STEP};
         for (int64_t panel = begin; panel < end; panel++) {
-            if (rows > TILE)
-                multiply_tiles<2, true>(sums, PANEL, tiles, matrix, panel, 0, matrix.num_in);
-            else
-                multiply_tiles<1, true>(sums, PANEL, tiles, matrix, panel, 0, matrix.num_in);
-            write_rows(out + row * matrix.num_out, rows, matrix, panel, sums);
+            for (int i = 0; i < Result::num_panels; i++)
+                if (rows > TILE)
+                    multiply_tiles<2, true>(sums[i], PANEL, tiles, matrix, Result::panel(matrix, panel, i), 0, matrix.num_in);
+                else
+                    multiply_tiles<1, true>(sums[i], PANEL, tiles, matrix, Result::panel(matrix, panel, i), 0, matrix.num_in);
+            for (int r = 0; r < rows; r++)
+                Result::write(out + (row + r) * num_out, matrix, panel, sums[0] + r * PANEL,
+                              sums[Result::num_panels - 1] + r * PANEL);
         }
     }
 }
 
 // Many rows, packed: a part of a panel that fits the first-level cache stays there while all of them pass.
-inline void multiply_many_rows(BFloat16* out, const BFloat16* packed, int num_rows, const PackedMatrix& matrix,
-                               int64_t begin, int64_t end) {
+template <class Result>
+void multiply_many_rows(BFloat16* out, const BFloat16* packed, int num_rows, const PackedMatrix& matrix, int64_t begin,
+                        int64_t end) {
     constexpr int PART = 256;  // inputs
     static thread_local Buffer<float> buffer;
-    float* sums = buffer.room(size_t(num_rows + ROWS) * PANEL);
+    const size_t size = size_t(num_rows + ROWS) * PANEL;
+    float* sums = buffer.room(size * Result::num_panels);
+    const int64_t num_out = Result::num_out(matrix);
     const TileScope scope;
-    for (int64_t panel = begin; panel < end; panel++) {
-        for (int part = 0; part < matrix.num_in; part += PART) {
-            const int end_of_part = std::min(part + PART, matrix.num_in);
-            for (int row = 0; row < num_rows; row += ROWS) {
-                const BFloat16* first = packed + int64_t(row) * matrix.num_in;
-                const LeftTiles tiles{first, first + TILE * STEP, STEP, ROWS * STEP};
-                float* to = sums + size_t(row) * PANEL;
-                multiply_tiles<2, false>(to, PANEL, tiles, matrix, panel, part, end_of_part);
-                if (end_of_part == matrix.num_in)
-                    write_rows(out + row * matrix.num_out, std::min(ROWS, num_rows - row), matrix, panel, to);
+    for (int64_t panel = begin; panel < end; panel++)
+        for (int i = 0; i < Result::num_panels; i++)
+            for (int part = 0; part < matrix.num_in; part += PART) {
+                const int end_of_part = std::min(part + PART, matrix.num_in);
+                const bool is_last = i == Result::num_panels - 1 && end_of_part == matrix.num_in;
+                for (int row = 0; row < num_rows; row += ROWS) {
+                    const BFloat16* first = packed + int64_t(row) * matrix.num_in;
+                    const LeftTiles tiles{first, first + TILE * STEP, STEP, ROWS * STEP};
+                    float* to = sums + i * size + size_t(row) * PANEL;
+                    multiply_tiles<2, false>(to, PANEL, tiles, matrix, Result::panel(matrix, panel, i), part, end_of_part);
+                    for (int r = row; is_last && r < std::min(row + ROWS, num_rows); r++)
+                        Result::write(out + r * num_out, matrix, panel, sums + size_t(r) * PANEL, sums + (i * size + size_t(r) * PANEL));
+                }
             }
-        }
-    }
 }
 
 #endif
@@ -237,34 +269,69 @@ inline int64_t scratch_size(int64_t num_rows, int num_in) {
 
 constexpr int MULTIPLY_SECTIONS = 2;  // of a team, at most
 
+// How a product is shared out: runs of rows times runs of panels of the result.
+struct Shares {
+    int most_rows;
+    int64_t panels, run, panel_runs, count;
+
+    Shares(int num_rows, int num_in, int64_t num_out) {
+        constexpr int64_t CACHED = 512 * 1024;  // of x stays near a core while all panels pass
+        constexpr int64_t RUN = 128 * 1024;     // of the matrix are read by an item
+        most_rows = std::max<int>(64, CACHED / (num_in * int(sizeof(BFloat16))) / 64 * 64);
+        panels = num_panels(num_out);
+        run = std::max<int64_t>(1, RUN / (int64_t(num_in) * PANEL * int64_t(sizeof(BFloat16))));
+        panel_runs = (panels + run - 1) / run;
+        count = (num_rows + most_rows - 1) / most_rows * panel_runs;
+    }
+};
+
+// Calls work(first row, rows, first panel, panels' end) for each share.
+template <class Work>
+void for_each_share(int num_rows, int num_in, int64_t num_out, Team& team, const Work& work) {
+    const Shares shares(num_rows, num_in, num_out);
+    team.for_each(shares.count, [&](int64_t item) {
+        const int row = int(item / shares.panel_runs) * shares.most_rows;
+        const int64_t begin = item % shares.panel_runs * shares.run;
+        work(row, std::min(shares.most_rows, num_rows - row), begin, std::min(shares.panels, begin + shares.run));
+    });
+}
+
+#ifdef WEFT_HAS_AMX
+
+template <class Result>
+void multiply_by_tiles(BFloat16* out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
+    const bool is_packed = needs_packing(left.count);
+    if (is_packed) pack_left(scratch, left, matrix.num_in, team);
+    const int64_t num_out = Result::num_out(matrix);
+    for_each_share(left.count, matrix.num_in, num_out, team, [=](int row, int rows, int64_t begin, int64_t end) {
+        BFloat16* to = out + row * num_out;
+        if (is_packed)
+            multiply_many_rows<Result>(to, scratch + int64_t(row) * matrix.num_in, rows, matrix, begin, end);
+        else
+            multiply_few_rows<Result>(to, LeftRows{left.x + row * left.stride, left.stride, rows}, matrix, begin, end);
+    });
+}
+
+#endif
+
 // out[row, o] = x[row] . weight[o] + bias[o], sums in float32.
 inline void multiply(BFloat16* out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
-    constexpr int64_t CACHED = 512 * 1024;  // of x stays near a core while all panels pass
-    constexpr int64_t RUN = 128 * 1024;     // of the matrix are read by an item
-    const BFloat16* packed = nullptr;
 #ifdef WEFT_HAS_AMX
-    if (may_use_tiles() && needs_packing(left.count)) {
-        pack_left(scratch, left, matrix.num_in, team);
-        packed = scratch;
-    }
+    if (may_use_tiles()) return multiply_by_tiles<Plain>(out, left, matrix, scratch, team);
 #endif
-    const int most_rows = std::max<int>(64, CACHED / (matrix.num_in * int(sizeof(BFloat16))) / 64 * 64);
-    const int row_runs = (left.count + most_rows - 1) / most_rows;
-    const int64_t panel_bytes = int64_t(matrix.num_in) * PANEL * sizeof(BFloat16), panels = num_panels(matrix.num_out);
-    const int64_t run = std::max<int64_t>(1, RUN / panel_bytes), panel_runs = (panels + run - 1) / run;
-    team.for_each(row_runs * panel_runs, [=](int64_t item) {
-        const int row = int(item / panel_runs) * most_rows;
-        const int64_t begin = item % panel_runs * run, end = std::min(panels, begin + run);
-        const LeftRows part{left.x + row * left.stride, left.stride, std::min(most_rows, left.count - row)};
-        BFloat16* to = out + row * matrix.num_out;
-#ifdef WEFT_HAS_AMX
-        if (may_use_tiles()) {
-            if (!packed) return multiply_few_rows(to, part, matrix, begin, end);
-            return multiply_many_rows(to, packed + int64_t(row) * matrix.num_in, part.count, matrix, begin, end);
-        }
-#endif
-        for (int64_t panel = begin; panel < end; panel++) multiply_panel_by_vectors(to, part, matrix, panel);
+    for_each_share(left.count, matrix.num_in, matrix.num_out, team, [=](int row, int rows, int64_t begin, int64_t end) {
+        const LeftRows part{left.x + row * left.stride, left.stride, rows};
+        for (int64_t panel = begin; panel < end; panel++)
+            multiply_panel_by_vectors(out + row * matrix.num_out, part, matrix, panel);
     });
+}
+
+// silu(gate) * up of such a product whose outputs are the gates, and as many that they gate; half of them a multiple of
+// PANEL. The same bits as one after the other. Only where there are matrix tiles.
+inline void multiply_gated(BFloat16* out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
+#ifdef WEFT_HAS_AMX
+    multiply_by_tiles<Gated>(out, left, matrix, scratch, team);
+#endif
 }
 
 }  // namespace weft

@@ -7,7 +7,8 @@ from parallel.host_memory import forget, use_huge_pages
 from parallel.kernels.native.library import LANES, Programs
 from parallel.kernels.native.tape import Recorder, Tape
 
-_PANEL = 32
+PANEL = 32
+"""Outputs that are laid out together."""
 _STEP = 32
 _SMALL_WEIGHT = 1 << 14
 """Elements below which torch's product costs less than packing is worth."""
@@ -30,13 +31,13 @@ class NativeLinear:
         self, weight_OI: Tensor, bias_O: Tensor | None, programs: Programs, recorder: Recorder, num_threads: int
     ) -> None:
         self._num_out, self._num_in = weight_OI.shape
-        self._packed = weight_OI.new_empty(-(-self._num_out // _PANEL) * _PANEL * self._num_in)
+        self._packed = weight_OI.new_empty(-(-self._num_out // PANEL) * PANEL * self._num_in)
         use_huge_pages(self._packed)
         self._bias_O = None if bias_O is None else bias_O.contiguous()
         self._multiply = programs.multiply
         self._recorder = recorder
         self._num_threads = num_threads
-        step = max(1, _PACKED_AT_ONCE // self._num_in // _PANEL) * _PANEL
+        step = max(1, _PACKED_AT_ONCE // self._num_in // PANEL) * PANEL
         for start in range(0, self._num_out, step):
             rows = weight_OI[start : start + step]
             place = self._packed[start * self._num_in :].data_ptr()

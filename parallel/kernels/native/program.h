@@ -20,7 +20,7 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, SILU_MUL, WRITE_CACHE, ATTENTION, MULTIPLY };
+enum class Kind : int32_t { RMS_NORM, ROTARY, SILU_MUL, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED };
 
 struct Operation {
     Kind kind;
@@ -65,7 +65,8 @@ class Program {
     Program(const Operation* operations, int count, const Step& step) : operations_(operations), count_(count), step_(step) {
         static thread_local Buffer<BFloat16> scratch;
         for (int i = 0; i < count; i++)
-            if (operations[i].kind == Kind::MULTIPLY) scratch_ = scratch.room(scratch_size(step.num_tokens, operations[i].num_in));
+            if (operations[i].kind == Kind::MULTIPLY || operations[i].kind == Kind::MULTIPLY_GATED)
+                scratch_ = scratch.room(scratch_size(step.num_tokens, operations[i].num_in));
         for (int i = 0; i < count; i++)
             if (operations[i].kind == Kind::ATTENTION) {
                 const StepLayout* layout = step.layers[operations[i].index].layout;
@@ -121,9 +122,12 @@ class Program {
                                          static_cast<const T*>(layer.values)};
                 return PagedAttention<T>(tensors, *layer.layout, *o.params, *plan).run(team);
             }
-            case Kind::MULTIPLY: {
+            case Kind::MULTIPLY:
+            case Kind::MULTIPLY_GATED: {
                 const PackedMatrix matrix{static_cast<const T*>(o.weight), static_cast<const T*>(o.bias), o.num_out, o.num_in};
-                return multiply(at(o.out), LeftRows{at(o.in), stride(o.in), int(step_.num_tokens)}, matrix, scratch_, team);
+                const LeftRows left{at(o.in), stride(o.in), int(step_.num_tokens)};
+                if (o.kind == Kind::MULTIPLY) return weft::multiply(at(o.out), left, matrix, scratch_, team);
+                return multiply_gated(at(o.out), left, matrix, scratch_, team);
             }
         }
     }

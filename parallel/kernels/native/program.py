@@ -6,13 +6,15 @@ layers do more than the kernels can record (tape.py), they run as they are, as b
 
 import ctypes
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
-from parallel.kernels.native.library import AnglesStep, LayerStep, Operation, Programs, Step, StepLayout
+from parallel.kernels.native.library import AnglesStep, Kind, LayerStep, Operation, Programs, Step, StepLayout
+from parallel.kernels.native.packed_linear import PANEL
 from parallel.kernels.native.tape import CannotRecordError, OnlyKernels, Recorder, Tape
 
 logger = logging.getLogger(__name__)
@@ -84,9 +86,10 @@ class Program:
         self._tape = tape  # keeps what the operations point to
         self._run = programs.run
         self._has_tiles = programs.has_matrix_tiles(caches[0].k_BPKH.shape[3])
-        self._operations = (Operation * len(tape.operations))(*tape.operations)
+        operations = _fuse_gates(tape) if self._has_tiles else tape.operations
+        self._operations = (Operation * len(operations))(*operations)
         self._caches: Sequence[LayerCache] = ()
-        self._slots, self._slot_of_buffer = _share_memory(tape, self._output)
+        self._slots, self._slot_of_buffer = _share_memory(operations, tape.widths, self._output)
         self._arena = torch.empty(0, dtype=torch.bfloat16)
         self._widths = (ctypes.c_int64 * len(tape.widths))(*tape.widths)
         self._buffers = (ctypes.c_void_p * len(tape.widths))()
@@ -165,19 +168,41 @@ class Program:
         )
 
 
-def _share_memory(tape: Tape, output: int) -> tuple[list[int], dict[int, int]]:
+def _fuse_gates(tape: Tape) -> list[Operation]:
+    """A product whose result is only read by the SiLU after it becomes one operation with that."""
+    readers = Counter(place.buffer for operation in tape.operations for place in (operation.input, operation.second))
+    fused: list[Operation] = []
+    for operation in tape.operations:
+        last = fused[-1] if fused else None
+        if (
+            last is not None
+            and (last.kind, operation.kind) == (Kind.MULTIPLY, Kind.SILU_MUL)
+            and last.output.buffer == operation.input.buffer
+            and readers[last.output.buffer] == 1
+            and last.num_out % (2 * PANEL) == 0
+        ):
+            fused[-1] = gated = Operation.from_buffer_copy(last)
+            gated.kind, gated.output = Kind.MULTIPLY_GATED, operation.output
+        else:
+            fused.append(operation)
+    return fused
+
+
+def _share_memory(
+    operations: Sequence[Operation], widths: Sequence[int], output: int
+) -> tuple[list[int], dict[int, int]]:
     """Widths of the slots, and the slot of each buffer; what is read no more makes room for the next of its width."""
     last_use: dict[int, int] = {}
-    for index, operation in enumerate(tape.operations):
+    for index, operation in enumerate(operations):
         for place in (operation.input, operation.second, operation.output):
             last_use[place.buffer] = index
     slots: list[int] = []
     slot_of_buffer: dict[int, int] = {}
     free: dict[int, list[int]] = {}
-    for index, operation in enumerate(tape.operations):
+    for index, operation in enumerate(operations):
         written = operation.output.buffer
         if written > 0 and written != output and written not in slot_of_buffer:
-            width = tape.widths[written]
+            width = widths[written]
             if free.get(width):
                 slot_of_buffer[written] = free[width].pop()
             else:
@@ -185,5 +210,5 @@ def _share_memory(tape: Tape, output: int) -> tuple[list[int], dict[int, int]]:
                 slots.append(width)
         for buffer in {place.buffer for place in (operation.input, operation.second, operation.output)}:
             if buffer in slot_of_buffer and last_use[buffer] == index:
-                free.setdefault(tape.widths[buffer], []).append(slot_of_buffer[buffer])
+                free.setdefault(widths[buffer], []).append(slot_of_buffer[buffer])
     return slots, slot_of_buffer

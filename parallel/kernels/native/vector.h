@@ -133,6 +133,9 @@ inline Floats exponential(Floats x) {
     return choose(is_tiny, Floats{}, y);
 }
 
+// silu(gate) * up.
+inline Floats gated(Floats gate, Floats up) { return gate / (1.0f + exponential(-gate)) * up; }
+
 inline float exponential(float x) {
     const bool is_tiny = x < -87.0f;
     x = is_tiny ? -87.0f : x;

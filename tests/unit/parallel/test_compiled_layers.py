@@ -15,6 +15,7 @@ from parallel.decoder import Decoder
 from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
 from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.native.build import find_compiler
 from parallel.kernels.native.program import CompiledLayers
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
@@ -59,9 +60,10 @@ def load(folder: Path, config: dict[str, Any], kernels: NativeCpuKernels) -> Dec
 
 def build(kind: type[NativeCpuKernels] = NativeCpuKernels) -> NativeCpuKernels:
     try:
-        kernels = kind.build()
+        find_compiler()
     except DeviceError as error:
         pytest.skip(str(error))
+    kernels = kind.build()
     if kernels._programs is None:
         pytest.skip("this CPU has no products of bfloat16 pairs")
     return kernels

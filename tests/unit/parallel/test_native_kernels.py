@@ -23,9 +23,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def operations() -> dict[torch.dtype, Operations]:
     try:
-        return load_operations(build.build_library())
+        build.find_compiler()
     except DeviceError as error:
         pytest.skip(str(error))
+    return load_operations(build.build_library())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
