@@ -95,13 +95,14 @@ def compiled(decoder: Decoder) -> CompiledLayers:
     return layers
 
 
+@pytest.mark.parametrize("recorded", [0, 3], ids=["chunks", "one-token"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_layers_give_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_compiled_layers_give_the_same_bits(name: str, recorded: int, tmp_path: Path) -> None:
     decoders = [
         load(tmp_path / "model", CONFIG | COMPILED[name], build(kind)) for kind in (NativeCpuKernels, EagerKernels)
     ]
     caches = [filled_caches(decoder, 120) for decoder in decoders]
-    for spans in [STEPS[0], *STEPS]:  # the first one is recorded, and compared as well
+    for spans in [STEPS[recorded], *STEPS]:  # the first one is recorded, and compared as well
         meta = make_meta(sorted(spans, key=lambda span: span[0] != 1), block_size=BLOCK_SIZE, num_blocks=120)
         fast, eager = (run(decoder, of, meta) for decoder, of in zip(decoders, caches, strict=True))
         assert torch.equal(fast, eager)
