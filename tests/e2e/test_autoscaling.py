@@ -19,7 +19,7 @@ QUICK = {"target_requests": 1, "window_s": 1, "upscale_delay_s": 2, "downscale_d
 
 
 def weft(cluster: Cluster, *arguments: str) -> str:
-    command = [sys.executable, "-m", "cluster.cli", *arguments, "--control", cluster.service.control_address]
+    command = [sys.executable, "-m", "cluster.cli", *arguments, *cluster.control_flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

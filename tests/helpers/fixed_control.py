@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from weft.v1 import control_pb2
 
 from cluster.control_server import ControlServer, bind_control_port
+from cluster.demand import DemandLedger
 from cluster.log_reader import LogReader
 from router.tls import InnerTls
 
@@ -43,7 +44,7 @@ class FixedState:
 @asynccontextmanager
 async def fixed_control(addresses: Mapping[str, str], tls: InnerTls | None = None) -> AsyncIterator[str]:
     """Tell routers of these replicas (id -> address) for the length of the block; yields host:port."""
-    server = ControlServer(FixedState(addresses), LogReader("here"))  # type: ignore[arg-type]
+    server = ControlServer(FixedState(addresses), LogReader("here"), DemandLedger())  # type: ignore[arg-type]
     listener, address = bind_control_port("127.0.0.1", 0, tls)
     await server.start(listener)
     await server.publish()

@@ -19,7 +19,7 @@ CONFIG = {
     "vocab_size": 6144,
     "hidden_size": 640,
     "intermediate_size": 1792,
-    "num_hidden_layers": 10,
+    "num_hidden_layers": 18,
     "num_attention_heads": 10,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -33,6 +33,7 @@ import torch
 from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
 from parallel.families.registry import describe_model
+from parallel.host_memory import release_free_memory
 from parallel.kernels.select import select_kernels
 from parallel.mesh import Axis, Mesh
 
@@ -49,6 +50,7 @@ def status():
 load_decoder(small, mesh=mesh, device=device, dtype=dtype, kernels=kernels)  # what is loaded once: libraries, threads
 shape = Decoder(describe_model(large), mesh=mesh, device=torch.device("meta"), dtype=dtype, kernels=kernels)
 own = sum(parameter.tensor.nbytes for parameter in shape.sharded_parameters())
+release_free_memory()
 Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
 before = status()
 decoder = load_decoder(large, mesh=mesh, device=device, dtype=dtype, kernels=kernels)
@@ -60,7 +62,7 @@ print(json.dumps({"own": own, "peak": peak, "kept": kept}))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 207 MB in float32, and a small one, in both formats."""
+    """A model of 350 MB in float32, and a small one, in both formats."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {
         "small": {"num_hidden_layers": 1, "vocab_size": 64},
@@ -98,5 +100,5 @@ def test_peak_is_the_ranks_own_weights_and_a_tenth(
     seen = json.loads(result.stdout)
 
     itemsize = getattr(torch, dtype).itemsize
-    assert seen["own"] == pytest.approx(207e6 * itemsize / 4 / tp_size, rel=0.01)
+    assert seen["own"] == pytest.approx(350e6 * itemsize / 4 / tp_size, rel=0.01)
     assert seen["own"] * 0.9 < seen["peak"] < seen["own"] * 1.1, seen
