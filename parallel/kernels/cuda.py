@@ -1,16 +1,89 @@
-"""The operations of the model on CUDA: the reference's, but for those that would make the host wait for the device."""
+"""The operations of the model on CUDA: Triton kernels where they take the case, else the reference's.
 
-from parallel.kernels.base import ExpertWeights, PackedExperts
+Checked on a CPU by Triton's interpreter and its compiler; not yet run on a GPU (tests/gpu).
+"""
+
+import importlib
+import logging
+from typing import Any
+
+from torch import Tensor
+
+from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts
 from parallel.kernels.grouped_experts import GroupedExperts, GroupedLinear, is_fast_in_torch, torch_grouped_linear
 from parallel.kernels.reference import ReferenceKernels
 
+logger = logging.getLogger(__name__)
+
 
 class CudaKernels(ReferenceKernels):
-    """`Kernels` for a GPU. Its experts were checked on a CPU, not yet on a GPU (tests/gpu/test_experts.py)."""
+    """`Kernels` for a GPU. What is installed is looked up once, here. No operation makes the host wait."""
+
+    def __init__(self) -> None:
+        self._attention: Any = _import_triton("attention")
+        self._elementwise: Any = _import_triton("elementwise")
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
         return GroupedExperts(weights, _choose_grouped_linear(weights))
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        if self._elementwise is None:
+            return super().rms_norm(x_TE, weight_E, eps)
+        normed_TE: Tensor = self._elementwise.rms_norm(x_TE, weight_E, eps)
+        return normed_TE
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`; the residual is written in place."""
+        if self._elementwise is None:
+            return super().add_rms_norm(x_TE, residual_TE, weight_E, eps)
+        normed_TE, residual_TE = self._elementwise.add_rms_norm(x_TE, residual_TE, weight_E, eps)
+        return normed_TE, residual_TE
+
+    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.rotary`; written in place."""
+        if self._elementwise is None:
+            return super().rotary(q_TNH, k_TKH, cos_TR, sin_TR)
+        q_TNH, k_TKH = self._elementwise.rotary(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=False)
+        return q_TNH, k_TKH
+
+    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.rotary_interleaved`; written in place."""
+        if self._elementwise is None:
+            return super().rotary_interleaved(q_TNH, k_TKH, cos_TR, sin_TR)
+        q_TNH, k_TKH = self._elementwise.rotary(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=True)
+        return q_TNH, k_TKH
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """See `Kernels.silu_mul`."""
+        if self._elementwise is None:
+            return super().silu_mul(gate_up_T2I)
+        out_TI: Tensor = self._elementwise.silu_mul(gate_up_T2I)
+        return out_TI
+
+    def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
+        """See `Kernels.write_cache`."""
+        if self._elementwise is None:
+            super().write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
+        else:
+            self._elementwise.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
+
+    def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """See `Kernels.attention`."""
+        if self._attention is None or q_TNH.shape[-1] > self._attention.MAX_HEAD_DIM:
+            return super().attention(q_TNH, cache, meta, params)
+        out_TNH: Tensor = self._attention.triton_attention(q_TNH, cache, meta, params)
+        return out_TNH
+
+
+def _import_triton(name: str) -> Any:
+    """The Triton kernels of this name; None: torch came without Triton."""
+    try:
+        return importlib.import_module(f"parallel.kernels.triton_{name}")
+    except ModuleNotFoundError as error:
+        logger.warning("%s in plain torch, which is slower: %s", name, error)
+        return None
 
 
 def _choose_grouped_linear(weights: ExpertWeights) -> GroupedLinear:

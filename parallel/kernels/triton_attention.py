@@ -1,0 +1,338 @@
+"""Attention over the paged cache in Triton: split-KV decode, and prefill of chunks, as one kernel and a merge.
+
+Checked by Triton's interpreter on a CPU; not yet run on a GPU, and not tuned for one. Shape letters as in base.py.
+
+A program makes one tile of rows: the queries of TILE_Q neighbouring tokens of one sequence, for all G query heads that
+share a key-value head, so that each key is read once for all of them (row = token * GROUP + head):
+
+    decode   one token a sequence; its context is cut into partitions of a fixed size, a program for each, whose
+             results `_merge` puts together (FlashDecoding, arXiv:2311.01282, section 2)
+    prefill  tiles of the sequences' new tokens, each of which walks its whole context (arXiv:2307.08691)
+
+Partitions begin at multiples of their size, and their size is the same for nearly all steps (`partition_size`): no bit
+of a decoding sequence's result depends on what else is in the step.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.cuda_buckets import num_partitions, partition_size
+
+MAX_HEAD_DIM = 256
+"""Larger heads do not fit in the shared memory of a multiprocessor."""
+
+_TILE_BYTES = 16384
+"""Of one tile of keys, in shared memory: there are two tiles (keys and values), each in two stages."""
+_PREFILL_BYTES = 128
+"""Rows of a prefill tile times the size of a number: 64 rows in bfloat16."""
+_MIN_ROWS = 16  # of a product in tensor cores
+
+
+def triton_attention(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+    """See `Kernels.attention`; for heads of up to MAX_HEAD_DIM. Nothing waits for the device."""
+    out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    if meta.num_decodes:
+        _decode(q_TNH, cache, meta, params, out_TNH)
+    if len(q_TNH) > meta.num_decodes:
+        _prefill(q_TNH, cache, meta, params, out_TNH)
+    return out_TNH
+
+
+def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams, out_TNH: Tensor) -> None:
+    num_seqs, (num_heads, head_dim), num_kv_heads = meta.num_decodes, q_TNH.shape[1:], cache.k_BPKH.shape[2]
+    size = partition_size(num_seqs, meta.max_context_len)
+    num_parts = num_partitions(meta.max_context_len, params.sliding_window, size)
+    rows = max(_MIN_ROWS, triton.next_power_of_2(num_heads // num_kv_heads))
+    grid = num_seqs, num_kv_heads, num_parts
+    if num_parts == 1:
+        _launch(grid, rows, q_TNH, cache, meta, params, out_TNH, size=size)
+        return
+    parts_SNCH = q_TNH.new_empty(num_seqs, num_heads, num_parts, head_dim, dtype=torch.float32)
+    sums_SNC = q_TNH.new_empty(num_seqs, num_heads, num_parts, dtype=torch.float32)
+    _launch(grid, rows, q_TNH, cache, meta, params, parts_SNCH, size=size, sums=sums_SNC)
+    _merge[num_seqs, num_heads](
+        parts_SNCH,
+        sums_SNC,
+        out_TNH,
+        meta.context_lens,
+        num_parts,
+        size,
+        params.sliding_window or 0,
+        head_dim,
+        HEAD=triton.next_power_of_2(head_dim),
+        TILE_PARTS=16,
+        HAS_WINDOW=params.sliding_window is not None,
+    )
+
+
+def _prefill(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams, out_TNH: Tensor) -> None:
+    num_heads, num_kv_heads = q_TNH.shape[1], cache.k_BPKH.shape[2]
+    group = triton.next_power_of_2(num_heads // num_kv_heads)
+    rows = max(_PREFILL_BYTES // q_TNH.element_size(), group)
+    # each sequence has at most one tile more than its share of the tokens
+    num_seqs = len(meta.context_lens) - meta.num_decodes
+    num_tiles = (len(q_TNH) - meta.num_decodes) // (rows // group) + num_seqs
+    _launch((num_tiles, num_kv_heads, 1), rows, q_TNH, cache, meta, params, out_TNH, size=0)
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    rows: int,
+    q_TNH: Tensor,
+    cache: LayerCache,
+    meta: AttentionMeta,
+    params: AttentionParams,
+    out: Tensor,
+    *,
+    size: int,
+    sums: Tensor | None = None,
+) -> None:
+    """Run `_attend`; a partition size of 0 is a prefill."""
+    num_heads, head_dim = q_TNH.shape[1:]
+    block_size, num_kv_heads = cache.k_BPKH.shape[1:3]
+    head = triton.next_power_of_2(head_dim)
+    group = triton.next_power_of_2(num_heads // num_kv_heads)
+    bias, sinks = params.key_bias_NP, params.sinks_N
+    none: Any = q_TNH  # a pointer that is not followed
+    _attend[grid](
+        q_TNH,
+        cache.k_BPKH,
+        cache.v_BPKH,
+        out,
+        none if sums is None else sums,
+        meta.query_starts,
+        meta.context_lens,
+        meta.block_tables,
+        none if bias is None else bias,
+        none if sinks is None else sinks,
+        params.scale,
+        params.soft_cap or 0.0,
+        params.sliding_window or 0,
+        size,
+        meta.num_decodes,
+        len(meta.context_lens),
+        num_heads,
+        num_heads // num_kv_heads,
+        head_dim,
+        *q_TNH.stride()[:2],
+        *cache.k_BPKH.stride()[:3],
+        *cache.v_BPKH.stride()[:3],
+        meta.block_tables.stride(0),
+        0 if bias is None else bias.stride(0),
+        BLOCK_SIZE=block_size,
+        HEAD=head,
+        GROUP=group,
+        TILE_Q=rows // group,
+        TILE_KEYS=max(16, min(128, _TILE_BYTES // (head * q_TNH.element_size()))),
+        IS_PREFILL=size == 0,
+        IS_PARTIAL=sums is not None,
+        HAS_WINDOW=params.sliding_window is not None,
+        HAS_CAP=params.soft_cap is not None,
+        HAS_BIAS=bias is not None,
+        HAS_SINKS=sinks is not None,
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+@triton.jit(do_not_specialize=["num_decodes", "num_seqs", "table_stride"])
+def _attend(
+    q,  # [T, N, H]
+    keys,  # [B, P, K, H]
+    values,
+    out,  # [T, N, H]; of partitions float32 [S, N, partitions, H]
+    sums,  # float32 [S, N, partitions]: logarithms of the sums of exponentials
+    query_starts,
+    context_lens,
+    block_tables,
+    bias,
+    sinks,
+    scale,
+    soft_cap,
+    window,
+    partition_size,
+    num_decodes,
+    num_seqs,
+    num_heads,
+    num_group,
+    head_dim,
+    q_token_stride,
+    q_head_stride,
+    k_block_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_block_stride,
+    v_slot_stride,
+    v_head_stride,
+    table_stride,
+    bias_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    IS_PREFILL: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """One tile of rows of one key-value head, over the whole context or one partition of it."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    seq = tile
+    if IS_PREFILL:
+        seq = _sequence_of_tile(query_starts, tile, num_decodes, num_seqs, TILE_Q)
+    query_start = tl.load(query_starts + seq)
+    num_queries = tl.load(query_starts + seq + 1) - query_start
+    context_len = tl.load(context_lens + seq)
+    first_query = 0
+    if IS_PREFILL:
+        first_query = (tile - (query_start - num_decodes) // TILE_Q - (seq - num_decodes)) * TILE_Q
+    position = context_len - num_queries + first_query  # of the first query of the tile
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(position - window + 1, 0)
+    end = tl.minimum(position + TILE_Q, context_len)
+    if not IS_PREFILL:
+        part_begin = (begin // partition_size + part) * partition_size
+        begin = tl.maximum(begin, part_begin)
+        end = tl.minimum(end, part_begin + partition_size)
+    if (first_query < num_queries) & (begin < end):
+        row = tl.arange(0, TILE_Q * GROUP)
+        query = first_query + row // GROUP
+        head = kv_head * num_group + row % GROUP
+        is_row = (query < num_queries) & (row % GROUP < num_group)
+        dim = tl.arange(0, HEAD)
+        is_dim = dim < head_dim
+        token = (query_start + query).to(tl.int64)
+        q_tile = tl.load(
+            q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
+            mask=is_row[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        row_position = context_len - num_queries + query
+        largest = tl.full((TILE_Q * GROUP,), float("-inf"), tl.float32)
+        total = tl.zeros((TILE_Q * GROUP,), tl.float32)
+        if HAS_SINKS:  # noqa: SIM102  # known when it is compiled, the other not
+            if part == 0:
+                largest = tl.load(sinks + head, mask=is_row, other=0.0)
+                total = tl.full((TILE_Q * GROUP,), 1.0, tl.float32)
+        mean = tl.zeros((TILE_Q * GROUP, HEAD), tl.float32)
+        table = block_tables + seq.to(tl.int64) * table_stride
+        keys += kv_head * k_head_stride
+        values += kv_head * v_head_stride
+        for start in range(begin, end, TILE_KEYS):
+            key = start + tl.arange(0, TILE_KEYS)
+            is_key = key < end
+            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            slot = key % BLOCK_SIZE
+            k_tile = tl.load(
+                keys + (block * k_block_stride + slot * k_slot_stride)[None, :] + dim[:, None],
+                mask=is_key[None, :] & is_dim[:, None],
+                other=0.0,
+            )
+            scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale
+            if HAS_CAP:
+                scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
+            if HAS_BIAS:
+                scores += tl.load(
+                    bias + head[:, None] * bias_stride + key[None, :], mask=is_row[:, None] & is_key[None, :], other=0.0
+                )
+            is_seen = is_key[None, :] & (key[None, :] <= row_position[:, None])
+            if HAS_WINDOW:
+                is_seen &= key[None, :] > row_position[:, None] - window
+            scores = tl.where(is_seen, scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row may have seen no key yet
+            weights = tl.exp(scores - finite[:, None])
+            shrink = tl.exp(largest - finite)
+            total = total * shrink + tl.sum(weights, 1)
+            v_tile = tl.load(
+                values + (block * v_block_stride + slot * v_slot_stride)[:, None] + dim[None, :],
+                mask=is_key[:, None] & is_dim[None, :],
+                other=0.0,
+            )
+            mean = tl.dot(weights.to(v_tile.dtype), v_tile, mean * shrink[:, None], input_precision="ieee")
+            largest = new_largest
+        mean = mean / total[:, None]
+        if IS_PARTIAL:
+            place = (seq.to(tl.int64) * num_heads + head) * tl.num_programs(2) + part
+            tl.store(sums + place, largest + tl.log(total), mask=is_row)
+        else:
+            place = token * num_heads + head
+        tl.store(
+            out + place[:, None] * head_dim + dim[None, :],
+            mean.to(out.dtype.element_ty),
+            mask=is_row[:, None] & is_dim[None, :],
+        )
+
+
+@triton.jit
+def _sequence_of_tile(query_starts, tile, num_decodes, num_seqs, TILE_Q: tl.constexpr):
+    """The last sequence past the decodes whose first tile is not after this one.
+
+    Sequence s begins at tile (query_starts[s] - num_decodes) // TILE_Q + s - num_decodes.
+    """
+    low = num_decodes
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        first_tile = (tl.load(query_starts + middle) - num_decodes) // TILE_Q + middle - num_decodes
+        if first_tile <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _merge(
+    parts,  # float32 [S, N, partitions, H]
+    sums,  # float32 [S, N, partitions]
+    out,  # [T, N, H]
+    context_lens,
+    num_parts,
+    partition_size,
+    window,
+    head_dim,
+    HEAD: tl.constexpr,
+    TILE_PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """The mean of one head's partitions, weighted by their sums; only those that hold keys are read."""
+    seq = tl.program_id(0)
+    row = seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    context_len = tl.load(context_lens + seq)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(context_len - window, 0)
+    num_used = (context_len - 1) // partition_size - begin // partition_size + 1
+    dim = tl.arange(0, HEAD)
+    is_dim = dim < head_dim
+    largest = float("-inf")
+    total = 0.0
+    mean = tl.zeros((HEAD,), tl.float32)
+    for start in range(0, num_used, TILE_PARTS):
+        part = start + tl.arange(0, TILE_PARTS)
+        is_part = part < num_used
+        log_sum = tl.load(sums + row * num_parts + part, mask=is_part, other=float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(log_sum, 0))
+        weights = tl.exp(log_sum - new_largest)
+        shrink = tl.exp(largest - new_largest)
+        tile = tl.load(
+            parts + (row * num_parts + part)[:, None] * head_dim + dim[None, :],
+            mask=is_part[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        mean = mean * shrink + tl.sum(tile * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        largest = new_largest
+    tl.store(out + row * head_dim + dim, (mean / total).to(out.dtype.element_ty), mask=is_dim)

@@ -1,0 +1,31 @@
+"""What a step on a GPU is planned with, without a GPU."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.kernels.cuda_buckets import MAX_PARTITIONS, PARTITION_SIZE, num_partitions, partition_size
+
+
+@given(num_seqs=st.integers(1, 4096), max_context_len=st.integers(1, 200_000))
+def test_partitions_are_few_enough_and_no_larger_than_they_need_to_be(num_seqs: int, max_context_len: int) -> None:
+    size = partition_size(num_seqs, max_context_len)
+    assert num_seqs * num_partitions(max_context_len, None, size) <= max(MAX_PARTITIONS, num_seqs)
+    if size > PARTITION_SIZE:
+        assert num_seqs * num_partitions(max_context_len, None, size // 2) > MAX_PARTITIONS
+
+
+def test_one_long_sequence_is_cut_into_many_partitions() -> None:
+    assert num_partitions(65536, None, partition_size(1, 65536)) == 128
+
+
+@given(context=st.integers(1, 5000), window=st.integers(1, 6000), size=st.sampled_from([16, 512, 1024]))
+def test_a_window_never_lies_in_more_partitions_than_counted(context: int, window: int, size: int) -> None:
+    first = max(0, context - window)
+    used = (context - 1) // size - first // size + 1
+    assert used <= num_partitions(context, window, size)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, 4), (2048, 4), (1024, 3), (1, 2)])
+def test_a_window_bounds_the_partitions(window: int | None, expected: int) -> None:
+    assert num_partitions(2000, window, 512) == expected

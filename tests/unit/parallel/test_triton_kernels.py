@@ -1,0 +1,103 @@
+"""The Triton kernels mean what the reference means, in Triton's interpreter, and compile for GPUs that are not here.
+
+In float32 and float16: the interpreter of Triton 3.9 multiplies and rounds bfloat16 wrongly. What is compiled is
+bfloat16. Each runs in a process of its own, because the interpreter is chosen when Triton is imported.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+_ATTENTION = """
+import torch
+from helpers.attention_cases import attention_cases
+from parallel.kernels.triton_attention import triton_attention
+
+cpu = torch.device("cpu")
+for case in attention_cases():
+    case.check(triton_attention, torch.float32, cpu)
+    if case.name in ("head 96", "partitions", "all"):
+        case.check(triton_attention, torch.float16, cpu)
+"""
+
+
+def run_with_triton(script: str, **environment: str) -> None:
+    pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=240)
+
+
+def test_attention_is_right_when_interpreted() -> None:
+    run_with_triton(_ATTENTION, TRITON_INTERPRET="1")
+
+
+_ELEMENTWISE = """
+import torch
+from helpers.elementwise_cases import elementwise_checks
+from parallel.kernels.cuda import CudaKernels
+
+for check in elementwise_checks():
+    for dtype in (torch.float32, torch.float16):
+        check(CudaKernels(), dtype, torch.device("cpu"))
+"""
+
+
+def test_operations_between_products_are_right_when_interpreted() -> None:
+    run_with_triton(_ELEMENTWISE, TRITON_INTERPRET="1")
+
+
+_COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from parallel.kernels import triton_attention, triton_elementwise
+
+
+def build(kernel, pointers, constants, floats, **options):
+    signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(floats, "fp32")
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def attend(is_prefill):
+    numbers = dict.fromkeys(("q", "keys", "values", "out"), "*bf16")
+    pointers = numbers | dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
+    pointers |= dict.fromkeys(("sums", "bias", "sinks"), "*fp32") | ({} if is_prefill else {"out": "*fp32"})
+    sizes = dict(BLOCK_SIZE=16, HEAD=128, GROUP=4, TILE_Q=16 if is_prefill else 4, TILE_KEYS=64)
+    features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "HAS_SINKS"), True)
+    constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=not is_prefill)
+    return build(
+        triton_attention._attend, pointers, constants, ("scale", "soft_cap"), num_warps=4, num_stages=2
+    )
+
+
+for is_prefill in (False, True):
+    assert attend(is_prefill).metadata.shared <= 99 * 1024, "the smallest shared memory of the GPUs since Ampere"
+build(
+    triton_attention._merge,
+    dict(parts="*fp32", sums="*fp32", out="*bf16", context_lens="*i32"),
+    dict(HEAD=128, TILE_PARTS=16, HAS_WINDOW=True),
+    (),
+)
+for name, wide, constants in (
+    ("_rms_norm", (), dict(TILE=4096, HAS_RESIDUAL=True)),
+    ("_silu_mul", (), dict(TILE=1024)),
+    ("_rotary", ("cos", "sin"), dict(HEADS=16, TILE=64, IS_INTERLEAVED=False)),
+    ("_rotary", ("cos", "sin"), dict(HEADS=16, TILE=64, IS_INTERLEAVED=True)),
+    ("_write_cache", (), dict(BLOCK_SIZE=16, TILE=1024)),
+):
+    kernel = getattr(triton_elementwise, name)
+    numbers = {"x", "residual", "weight", "out", "gate_up", "q", "k", "v", "keys", "values"} & {*kernel.arg_names}
+    pointers = dict.fromkeys(numbers, "*bf16") | dict.fromkeys(wide, "*fp32")
+    pointers |= {"slot_mapping": "*i64"} if "slot_mapping" in kernel.arg_names else {}
+    build(kernel, pointers, constants, ("eps",) if "eps" in kernel.arg_names else ())
+"""
+
+
+def test_kernels_compile_for_a_gpu_and_attention_fits_in_its_shared_memory() -> None:
+    run_with_triton(_COMPILE)
