@@ -1,4 +1,4 @@
-"""The operations of the model on CUDA: Triton kernels where they take the case, else the reference's.
+"""The operations of the model on CUDA: FlashAttention where there is one, Triton kernels, else the reference's.
 
 Checked on a CPU by Triton's interpreter and its compiler; not yet run on a GPU (tests/gpu).
 """
@@ -7,9 +7,11 @@ import importlib
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts
+from parallel.kernels.flash_attention import FlashAttention
 from parallel.kernels.grouped_experts import GroupedExperts, GroupedLinear, is_fast_in_torch, torch_grouped_linear
 from parallel.kernels.reference import ReferenceKernels
 
@@ -19,7 +21,8 @@ logger = logging.getLogger(__name__)
 class CudaKernels(ReferenceKernels):
     """`Kernels` for a GPU. What is installed is looked up once, here. No operation makes the host wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._flash_attention = FlashAttention.find(device)
         self._attention: Any = _import_triton("attention")
         self._elementwise: Any = _import_triton("elementwise")
 
@@ -71,6 +74,8 @@ class CudaKernels(ReferenceKernels):
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""
+        if self._flash_attention is not None and self._flash_attention.takes(q_TNH, params):
+            return self._flash_attention(q_TNH, cache, meta, params)
         if self._attention is None or q_TNH.shape[-1] > self._attention.MAX_HEAD_DIM:
             return super().attention(q_TNH, cache, meta, params)
         out_TNH: Tensor = self._attention.triton_attention(q_TNH, cache, meta, params)

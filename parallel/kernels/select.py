@@ -34,7 +34,7 @@ def _make(device: torch.device, name: str) -> Kernels:
     if name == "reference" or device.type not in ("cpu", "cuda"):
         return ReferenceKernels()
     if device.type == "cuda":
-        return CudaKernels()
+        return CudaKernels(device)
     if name == "cpu":
         return CpuKernels()
     try:

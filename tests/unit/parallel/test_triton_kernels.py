@@ -44,7 +44,7 @@ from parallel.kernels.cuda import CudaKernels
 
 for check in elementwise_checks():
     for dtype in (torch.float32, torch.float16):
-        check(CudaKernels(), dtype, torch.device("cpu"))
+        check(CudaKernels(torch.device("cpu")), dtype, torch.device("cpu"))
 """
 
 

@@ -1,0 +1,53 @@
+"""When FlashAttention is taken, and that torch accepts what it is called with; it runs on a GPU only."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.paged_layout import make_meta
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parallel.kernels.base import AttentionParams, LayerCache
+from parallel.kernels.cuda import CudaKernels
+from parallel.kernels.flash_attention import FlashAttention
+
+PLAIN = AttentionParams(scale=0.1)
+
+
+def queries(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(3, 4, head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("q", "params", "expected"),
+    [
+        (queries(), PLAIN, True),
+        (queries(80), PLAIN, True),
+        (queries(84), PLAIN, False),
+        (queries(576), PLAIN, False),
+        (queries(dtype=torch.float32), PLAIN, False),
+        (queries(), dataclasses.replace(PLAIN, sliding_window=100), False),
+        (queries(), dataclasses.replace(PLAIN, soft_cap=30.0), False),
+        (queries(), dataclasses.replace(PLAIN, sinks_N=torch.zeros(4)), False),
+    ],
+)
+def test_it_takes_plain_attention_of_half_precision(q: torch.Tensor, params: AttentionParams, expected: bool) -> None:
+    assert FlashAttention().takes(q, params) is expected
+
+
+def test_torch_accepts_the_call() -> None:
+    """Tensors without values: the schema and shapes are checked, nothing is computed."""
+    meta = make_meta([(1, 9), (4, 40)], block_size=16, num_blocks=9)
+    with FakeTensorMode() as mode:
+        names = ("query_starts", "context_lens", "block_tables", "slot_mapping")
+        fake = dataclasses.replace(meta, **{name: mode.from_tensor(getattr(meta, name)) for name in names})
+        cache = LayerCache(*(torch.empty(9, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2)))
+        q = torch.empty(5, 4, 64, dtype=torch.bfloat16)
+        assert FlashAttention()(q, cache, fake, PLAIN).shape == q.shape
+
+
+def test_what_is_not_installed_is_no_error() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine may have it")
+    assert FlashAttention.find(torch.device("cuda")) is None
+    assert CudaKernels(torch.device("cuda"))._flash_attention is None
