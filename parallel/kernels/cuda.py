@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts
+from parallel.errors import DeviceError
+from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
+from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
 from parallel.kernels.flash_attention import FlashAttention
 from parallel.kernels.grouped_experts import GroupedExperts, GroupedLinear, is_fast_in_torch, torch_grouped_linear
 from parallel.kernels.reference import ReferenceKernels
@@ -77,9 +79,17 @@ class CudaKernels(ReferenceKernels):
         if self._flash_attention is not None and self._flash_attention.takes(q_TNH, params):
             return self._flash_attention(q_TNH, cache, meta, params)
         if self._attention is None or q_TNH.shape[-1] > self._attention.MAX_HEAD_DIM:
+            if not meta.context_lens_host:
+                raise DeviceError(f"attention over heads of {q_TNH.shape[-1]} is planned on the host")
             return super().attention(q_TNH, cache, meta, params)
         out_TNH: Tensor = self._attention.triton_attention(q_TNH, cache, meta, params)
         return out_TNH
+
+    def compile_layers(self, run: RunLayers) -> RunLayers:
+        """See `Kernels.compile_layers`."""
+        if self._attention is None or self._elementwise is None:  # only its cache write leaves tokens out
+            return run
+        return GraphedLayers(run, CudaGraphs().record)
 
 
 def _import_triton(name: str) -> Any:

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.kernels.cuda_buckets import MAX_PARTITIONS, PARTITION_SIZE, num_partitions, partition_size
+from parallel.kernels.cuda_buckets import (
+    MAX_PARTITIONS,
+    PARTITION_SIZE,
+    TOKEN_BUCKETS,
+    StepBucket,
+    choose_bucket,
+    num_partitions,
+    partition_size,
+)
 
 
 @given(num_seqs=st.integers(1, 4096), max_context_len=st.integers(1, 200_000))
@@ -29,3 +37,25 @@ def test_a_window_never_lies_in_more_partitions_than_counted(context: int, windo
 @pytest.mark.parametrize(("window", "expected"), [(None, 4), (2048, 4), (1024, 3), (1, 2)])
 def test_a_window_bounds_the_partitions(window: int | None, expected: int) -> None:
     assert num_partitions(2000, window, 512) == expected
+
+
+@given(num_tokens=st.integers(1, TOKEN_BUCKETS[-1]), max_context_len=st.integers(1, 200_000))
+def test_a_bucket_holds_its_step_and_wastes_little(num_tokens: int, max_context_len: int) -> None:
+    bucket = choose_bucket(num_tokens=num_tokens, num_decodes=num_tokens, max_context_len=max_context_len)
+    assert bucket is not None
+    assert num_tokens <= bucket.num_tokens <= 2 * num_tokens
+    assert max_context_len <= bucket.max_context_len <= max(512, 4 * max_context_len)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_decodes", "expected"),
+    [
+        (17, 17, StepBucket(24, 2048)),
+        (256, 256, StepBucket(256, 2048)),
+        (257, 257, None),
+        (17, 16, None),
+        (17, 0, None),
+    ],
+)
+def test_only_steps_of_decodes_have_a_bucket(num_tokens: int, num_decodes: int, expected: StepBucket | None) -> None:
+    assert choose_bucket(num_tokens=num_tokens, num_decodes=num_decodes, max_context_len=513) == expected

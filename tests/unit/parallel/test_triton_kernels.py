@@ -52,6 +52,41 @@ def test_operations_between_products_are_right_when_interpreted() -> None:
     run_with_triton(_ELEMENTWISE, TRITON_INTERPRET="1")
 
 
+_DECODER = """
+import tempfile
+from pathlib import Path
+import torch
+from helpers.graph_cases import check_decoder
+from parallel.kernels.cuda import CudaKernels
+from parallel.kernels.cuda_graphs import GraphedLayers, Recording
+
+
+def call_again(run):
+    result = run()
+
+    def replay():
+        for to, tensor in zip(result, run()):
+            to.copy_(tensor)
+
+    return Recording(replay, result)
+
+
+class Kernels(CudaKernels):
+    def compile_layers(self, run):
+        assert isinstance(super().compile_layers(run), GraphedLayers)
+        return GraphedLayers(run, call_again)
+
+
+with tempfile.TemporaryDirectory() as folder:
+    decoder = check_decoder(Kernels(torch.device("cpu")), Path(folder), torch.device("cpu"), tolerance=1e-4)
+    assert len(decoder._run._graphs) == 2
+"""
+
+
+def test_a_decoder_whose_steps_are_filled_up_is_right_when_interpreted() -> None:
+    run_with_triton(_DECODER, TRITON_INTERPRET="1")
+
+
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile

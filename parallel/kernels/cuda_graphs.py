@@ -1,0 +1,170 @@
+"""All layers of a decode step as one launch: a CUDA graph for each bucket of steps, recorded when it is first met.
+
+A graph reads and writes where it was recorded, so that each has tensors of its own (`_Buffers`) into which a step is
+copied. What fills it up to the bucket's size are sequences without context, whose keys go nowhere: their slot is
+negative. Steps with chunks of prompts run as they are: they keep the device busy by themselves.
+
+Which step has which bucket is said in cuda_buckets.py. The recording itself was never run on a GPU; buckets, padding
+and the following of caches are tested with a recording that calls the layers again.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel.errors import DeviceError
+from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
+from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
+
+logger = logging.getLogger(__name__)
+
+Angles = Sequence[tuple[Tensor, ...]]
+Result = tuple[Tensor, Tensor]
+
+
+class Recording(NamedTuple):
+    """What was recorded."""
+
+    replay: Callable[[], None]
+    """Computes `result` anew."""
+    result: Result
+
+
+Record = Callable[[Callable[[], Result]], Recording]
+"""Calls the function at least once, and returns what does the same again."""
+
+
+class GraphedLayers:
+    """Implements `RunLayers`. One thread.
+
+    Args:
+        run: the layers, one operation at a time. It raises DeviceError where it needs a step's lengths on the host,
+            which a graph does not have (its metas' host lists are empty); from then on nothing is recorded.
+        record: `CudaGraphs().record` on a GPU.
+    """
+
+    def __init__(self, run: RunLayers, record: Record) -> None:
+        self._run = run
+        self._record = record
+        self._graphs: dict[StepBucket, tuple[_Buffers, Recording]] = {}
+        self._places: list[tuple[int, torch.Size]] = []
+        self._is_refused = False
+
+    def __call__(
+        self, x_TE: Tensor, angles: Angles, caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
+    ) -> Result:
+        """See `RunLayers`."""
+        num_tokens, meta = len(x_TE), metas[0]
+        bucket = choose_bucket(
+            num_tokens=num_tokens, num_decodes=meta.num_decodes, max_context_len=meta.max_context_len
+        )
+        if bucket is None or self._is_refused:
+            return self._run(x_TE, angles, caches, metas)
+        self._follow(caches)
+        if bucket not in self._graphs and not self._add_graph(bucket, x_TE, angles, caches, metas):
+            return self._run(x_TE, angles, caches, metas)
+        buffers, recording = self._graphs[bucket]
+        buffers.fill(x_TE, angles, metas)
+        recording.replay()
+        added_TE, residual_TE = recording.result
+        return added_TE[:num_tokens].clone(), residual_TE[:num_tokens].clone()  # the next step may overwrite them
+
+    def _follow(self, caches: Sequence[LayerCache]) -> None:
+        """Drop all graphs where the caches are others than before."""
+        places = [(tensor.data_ptr(), tensor.shape) for cache in caches for tensor in cache]
+        if places != self._places:
+            self._places = places
+            self._graphs.clear()
+
+    def _add_graph(
+        self,
+        bucket: StepBucket,
+        x_TE: Tensor,
+        angles: Angles,
+        caches: Sequence[LayerCache],
+        metas: Sequence[AttentionMeta],
+    ) -> bool:
+        buffers = _Buffers(bucket, x_TE, angles, metas, block_size=caches[0].k_BPKH.shape[1])
+        buffers.fill(x_TE, angles, metas)  # recording runs the layers, which write to the caches
+        try:
+            recording = self._record(lambda: self._run(buffers.x_TE, buffers.angles, caches, buffers.metas))
+        except DeviceError as error:
+            logger.info("steps are not recorded as graphs: %s", error)
+            self._is_refused = True
+            return False
+        logger.debug("recorded a graph of %d tokens and contexts up to %d", *bucket)
+        self._graphs[bucket] = buffers, recording
+        return True
+
+
+class CudaGraphs:
+    """Records CUDA graphs that share the memory of what is in between: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def record(self, run: Callable[[], Result]) -> Recording:
+        """Run once beside the current stream, where kernels are compiled and libraries set up, then record."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            run()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+        return Recording(graph.replay, result)
+
+
+class _Buffers:
+    """The inputs of one graph: a step of as many sequences as its bucket has, of one token each."""
+
+    def __init__(
+        self, bucket: StepBucket, x_TE: Tensor, angles: Angles, metas: Sequence[AttentionMeta], *, block_size: int
+    ) -> None:
+        size = bucket.num_tokens
+        self.x_TE = x_TE.new_zeros(size, x_TE.shape[1])
+        self.angles = [tuple(table.new_zeros(size, table.shape[1]) for table in kind) for kind in angles]
+        context_lens = metas[0].context_lens.new_zeros(size)
+        query_starts = torch.arange(size + 1, dtype=torch.int32, device=x_TE.device)
+        self._groups = [
+            AttentionMeta(
+                query_starts=query_starts,
+                context_lens=context_lens,
+                block_tables=meta.block_tables.new_zeros(size, -(-bucket.max_context_len // block_size)),
+                slot_mapping=meta.slot_mapping.new_zeros(size),
+                num_decodes=size,
+                max_query_len=1,
+                max_context_len=bucket.max_context_len,
+                query_starts_host=[],
+                context_lens_host=[],
+            )
+            for meta in _distinct(metas)
+        ]
+        group_of = {id(meta): group for meta, group in zip(_distinct(metas), self._groups, strict=True)}
+        self.metas = [group_of[id(meta)] for meta in metas]
+
+    def fill(self, x_TE: Tensor, angles: Angles, metas: Sequence[AttentionMeta]) -> None:
+        """Copy a step in; what is past it has no context and no slot."""
+        num_tokens = len(x_TE)
+        self.x_TE[:num_tokens].copy_(x_TE)
+        for mine, kind in zip(self.angles, angles, strict=True):
+            for to, table in zip(mine, kind, strict=True):
+                to[:num_tokens].copy_(table)
+        lengths = self._groups[0].context_lens
+        lengths[:num_tokens].copy_(metas[0].context_lens)
+        lengths[num_tokens:].zero_()
+        for group, meta in zip(self._groups, _distinct(metas), strict=True):
+            group.slot_mapping[:num_tokens].copy_(meta.slot_mapping)
+            group.slot_mapping[num_tokens:].fill_(-1)
+            group.block_tables[:num_tokens, : meta.block_tables.shape[1]].copy_(meta.block_tables)
+
+
+def _distinct(metas: Sequence[AttentionMeta]) -> list[AttentionMeta]:
+    """One for each group of layers, in the order of their first layers."""
+    return list({id(meta): meta for meta in metas}.values())

@@ -1,0 +1,113 @@
+"""Steps filled up to a bucket, with a recording that calls the layers again instead of a GPU's."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from helpers.paged_layout import make_meta
+from torch import Tensor
+
+from parallel.errors import DeviceError
+from parallel.kernels.base import AttentionMeta, LayerCache
+from parallel.kernels.cuda_graphs import GraphedLayers, Recording, Result
+
+P, WIDTH = 16, 8
+
+
+@dataclass
+class Layers:
+    """Two layers that write their input to the cache and read what the meta leads to; counts its calls."""
+
+    needs_host: bool = False
+    num_tokens: list[int] = field(default_factory=list)
+
+    def __call__(
+        self,
+        x_TE: Tensor,
+        angles: Sequence[tuple[Tensor, ...]],
+        caches: Sequence[LayerCache],
+        metas: Sequence[AttentionMeta],
+    ) -> Result:
+        if self.needs_host and not metas[0].context_lens_host:
+            raise DeviceError("lengths are needed")
+        self.num_tokens.append(len(x_TE))
+        total = x_TE + sum(table for kind in angles for table in kind)
+        for cache, meta in zip(caches, metas, strict=True):
+            is_token = meta.slot_mapping >= 0
+            cache.k_BPKH.view(-1, WIDTH)[meta.slot_mapping[is_token]] = x_TE[is_token]
+            last = (meta.context_lens.long() - 1).clamp(min=0)
+            if meta.num_decodes == len(x_TE):
+                assert torch.equal(is_token, meta.context_lens > 0)
+                blocks = meta.block_tables.gather(1, last[:, None] // P)[:, 0]
+                total = total + cache.k_BPKH[blocks, last % P, 0] * meta.context_lens[:, None]
+        x_TE.zero_()  # layers may overwrite what goes in
+        return total, total * 2
+
+
+def call_again(run: Callable[[], Result]) -> Recording:
+    result = run()
+
+    def replay() -> None:
+        for to, tensor in zip(result, run(), strict=True):
+            to.copy_(tensor)
+
+    return Recording(replay, result)
+
+
+def new_caches() -> list[LayerCache]:
+    return [LayerCache(*torch.zeros(2, 300, P, 1, WIDTH)) for _ in range(2)]
+
+
+def check_step(layers: GraphedLayers, spans: list[tuple[int, int]], caches: list[LayerCache]) -> None:
+    """The step gives what the plain layers give, and leaves the same in the caches."""
+    metas = [make_meta(spans, block_size=P, num_blocks=300, seed=seed) for seed in (1, 2)]
+    num_tokens = sum(query for query, _ in spans)
+    x, cos, sin = torch.randn(3, num_tokens, WIDTH)
+    wanted_caches = [LayerCache(*(part.clone() for part in cache)) for cache in caches]
+    wanted = Layers()(x.clone(), [(cos, sin), ()], wanted_caches, metas)
+    actual = layers(x.clone(), [(cos, sin), ()], caches, metas)
+    for one, other in zip(
+        (*actual, *caches[0], *caches[1]), (*wanted, *wanted_caches[0], *wanted_caches[1]), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_decodes_are_filled_up_and_give_the_same() -> None:
+    run, caches = Layers(), new_caches()
+    layers = GraphedLayers(run, call_again)
+    for contexts in ([3, 40, 100, 7, 9], [600], [1] * 8, [30, 2, 5, 1, 1, 16]):
+        check_step(layers, [(1, context) for context in contexts], caches)
+    assert set(run.num_tokens) == {8, 1}
+    assert len(layers._graphs) == 2  # of eight short ones, and of one longer than 512
+
+
+def test_a_result_outlives_the_next_step() -> None:
+    layers, caches = GraphedLayers(Layers(), call_again), new_caches()
+    meta = make_meta([(1, 3)], block_size=P, num_blocks=300)
+    first = layers(torch.ones(1, WIDTH), [], caches, [meta, meta])[0]
+    kept = first.clone()
+    layers(torch.zeros(1, WIDTH), [], caches, [meta, meta])
+    assert torch.equal(first, kept)
+
+
+def test_chunks_of_prompts_run_as_they_are() -> None:
+    run = Layers()
+    layers = GraphedLayers(run, call_again)
+    check_step(layers, [(1, 4), (5, 9)], new_caches())
+    assert run.num_tokens == [6]
+    assert not layers._graphs
+
+
+def test_new_caches_are_followed() -> None:
+    layers = GraphedLayers(Layers(), call_again)
+    for caches in (new_caches(), new_caches()):
+        check_step(layers, [(1, 4), (1, 9)], caches)
+        assert len(layers._graphs) == 1
+
+
+def test_layers_that_need_lengths_on_the_host_run_as_they_are() -> None:
+    run = Layers(needs_host=True)
+    layers = GraphedLayers(run, call_again)
+    for _ in range(2):
+        check_step(layers, [(1, 4), (1, 9), (1, 2)], new_caches())
+    assert run.num_tokens == [3, 3]
