@@ -125,7 +125,10 @@ def serve(
         int | None, typer.Option(help="Most prompt tokens of one sequence in a step.", rich_help_panel=_Cache)
     ] = None,
     scheduling_policy: Annotated[
-        str | None, typer.Option(help="Order of the waiting queue: fcfs or priority.", rich_help_panel=_Cache)
+        str | None,
+        typer.Option(
+            help="Who is served first: fcfs, priority, deadline, shortest_remaining or mlfq.", rich_help_panel=_Cache
+        ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=_Cache)] = None,
     num_blocks: Annotated[

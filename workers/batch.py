@@ -30,6 +30,7 @@ class Batch:
 
     budget: int
     """Tokens left."""
+    now_s: float
     shares: dict[Sequence, int] = field(default_factory=dict)
     """Tokens to compute of each sequence."""
     new: list[Sequence] = field(default_factory=list)

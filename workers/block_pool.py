@@ -56,6 +56,10 @@ class BlockPool:
         """Return how many of these blocks would leave the free list if they were shared."""
         return sum(not self._num_references[block] for block in blocks)
 
+    def count_exclusive(self, blocks: Iterable[int]) -> int:
+        """Return how many of these owned blocks have one reference only."""
+        return sum(self._num_references[block] == 1 for block in blocks)
+
     def share(self, blocks: list[int]) -> None:
         """Add one reference to each of these indexed blocks."""
         for block in blocks:

@@ -1,6 +1,7 @@
 """The engine's settings, as frozen values; cluster/config.py builds them from flags or YAML."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from workers.errors import EngineConfigError
 
@@ -29,6 +30,16 @@ class CacheConfig:
             raise EngineConfigError(f"memory_fraction is {self.memory_fraction}; allowed: more than 0, at most 1")
 
 
+class SchedulingPolicy(StrEnum):
+    """Which request is served first; queueing.py says what each does."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    DEADLINE = "deadline"
+    SHORTEST_REMAINING = "shortest_remaining"
+    MLFQ = "mlfq"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """How one replica forms its batches."""
@@ -41,8 +52,10 @@ class SchedulerConfig:
     """Requests waiting at once; one more is refused."""
     prefill_chunk_tokens: int | None = None
     """The most prompt tokens of one sequence in a step; None: only the token budget limits."""
-    policy: str = "fcfs"
-    """Order of the waiting queue: "fcfs" or "priority"."""
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    """Which request is served first."""
+    promote_after_s: float | None = 60.0
+    """Under all policies but "fcfs", a request that has waited so long goes before all others; None: never."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
@@ -55,8 +68,8 @@ class SchedulerConfig:
             )
         if self.prefill_chunk_tokens is not None and self.prefill_chunk_tokens < 1:
             raise EngineConfigError(f"prefill_chunk_tokens is {self.prefill_chunk_tokens}; allowed: at least 1")
-        if self.policy not in ("fcfs", "priority"):
-            raise EngineConfigError(f"policy is {self.policy!r}; allowed: 'fcfs', 'priority'")
+        if self.promote_after_s is not None and not self.promote_after_s >= 0:
+            raise EngineConfigError(f"promote_after_s is {self.promote_after_s}; allowed: at least 0")
 
     @property
     def max_chunk_tokens(self) -> int:

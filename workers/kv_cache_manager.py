@@ -99,6 +99,25 @@ class KVCacheManager:
         num_left = len(sequence.token_ids) - sequence.num_computed_tokens
         return self._num_missing(num_blocks, num_entries, num_left, num_full=sequence.num_full_blocks)
 
+    def num_exclusive_blocks(self, sequence: Sequence, *, besides: list[int]) -> int:
+        """Return how many blocks only this sequence holds, those of the table `besides` not counted."""
+        held = self._held(sequence.block_table, sequence.num_full_blocks)
+        kept = set(besides)
+        return self._pool.count_exclusive(block for block in held if block not in kept)
+
+    def num_tokens_at_risk(self, sequence: Sequence) -> int:
+        """Return how many computed tokens go with the blocks that no other sequence holds, should those be evicted.
+
+        What others hold can be found again, up to the first block that is this sequence's alone.
+        """
+        num_groups, num_kept = self._num_groups, 0
+        for start in range(0, sequence.num_full_blocks * num_groups, num_groups):
+            blocks = [sequence.block_table[start + group] for group in self._full]
+            if not blocks or self._pool.count_exclusive(blocks):
+                break
+            num_kept += 1
+        return sequence.num_computed_tokens - num_kept * self.block_size
+
     def match_prefix(self, sequence: Sequence) -> list[int]:
         """Return a block table of what the sequence could start from; good until the next call that allocates.
 

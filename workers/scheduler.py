@@ -6,8 +6,10 @@ Tensors are built in inputs.py from the plans made here.
 """
 
 import logging
+import math
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -19,7 +21,7 @@ from workers.errors import InvalidRequestError, QueueFullError, RequestFailedErr
 from workers.kv_cache_manager import KVCacheManager
 from workers.limits import LengthLimits
 from workers.plan import ModelOutput, SampledToken, StepPlan
-from workers.queueing import WaitingQueue, serving_order
+from workers.queueing import ServingOrder, WaitingQueue
 from workers.request import Finish, FinishReason, Request, RequestId, TokenLogprobs
 from workers.sequence import NO_SLOT, Sequence, SequenceStatus, make_finish
 
@@ -65,9 +67,11 @@ class Scheduler:
     at once even while its step is in flight. No output follows; blocks and slot are given back when that step returns.
 
     Memory: a sequence is admitted when all its tokens fit and every running sequence keeps room for what it has and one
-    block more. When blocks run out all the same, the running sequence that is last in order gives up its own for one
+    block more. When blocks run out all the same, a running sequence that is later in order gives up its own for one
     before it, and waits; nothing is ever taken for one that is later. So the first in order always goes on, alone if
-    it must be, and alone it fits: add() refuses what does not.
+    it must be, and alone it fits: add() refuses what does not. Order is the policy's (queueing.py); where it has
+    levels, a waiting sequence also displaces running ones of a later level. Of those that could give way, the one
+    does that is of the last level and has the least to compute again.
     """
 
     def __init__(
@@ -87,7 +91,8 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._max_in_flight = max_in_flight
         self._sequences: dict[RequestId, Sequence] = {}  # not ended
-        self._waiting = WaitingQueue()
+        self._order = ServingOrder(config.policy, promote_after_s=config.promote_after_s)
+        self._waiting = WaitingQueue(self._order)
         self._running: list[Sequence] = []  # in order
         self._flights: deque[Flight] = deque()
         self._free_slots = list(reversed(range(config.max_num_seqs)))
@@ -139,14 +144,14 @@ class Scheduler:
         sampling = request.sampling
         sequence = Sequence(
             request=request,
-            order=serving_order(self._config.policy, request, self._num_arrivals),
+            arrival_number=self._num_arrivals,
             stop_token_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._eos_token_ids),
             max_num_tokens=self._limits.max_num_tokens(request),
             arrival_s=now_s,
         )
         self._num_arrivals += 1
         self._sequences[request.request_id] = sequence
-        self._waiting.push(sequence)
+        self._waiting.push(sequence, now_s)
         self._watch_deadline(sequence)
         return sequence
 
@@ -183,20 +188,24 @@ class Scheduler:
     def schedule(self, now_s: float) -> StepPlan | None:
         """Return the next step; None when there is nothing to do, or nothing that is not in flight.
 
-        Decodes (one token left to compute) are served first, then running prefills, then the queue, each in order.
+        Decodes (one token left to compute) are served first, then running prefills and the queue, each in order: the
+        queue after all prefills that are not of a later level.
         """
         if len(self._flights) >= self._max_in_flight:
             return None
-        batch = Batch(budget=self._config.max_num_batched_tokens)
+        self._waiting.promote(now_s)
+        if not self._order.is_fixed:
+            self._sort_running()
+        batch = Batch(budget=self._config.max_num_batched_tokens, now_s=now_s)
         decodes, prefills = self._split_ready()
         for sequence in decodes:
             self._share(batch, sequence, 1)
         for sequence in prefills:
+            self._admit(batch, before_level=sequence.order[0])
             if not batch.budget:
                 break
             self._share(batch, sequence, self._chunk(sequence, batch.budget))
-        if batch.budget and self._free_slots and len(self._waiting):
-            self._admit(batch, now_s)
+        self._admit(batch)
         return self._launch(batch) if batch.shares else None
 
     def update(self, plan: StepPlan, output: ModelOutput, now_s: float) -> list[TokenOutput]:
@@ -241,6 +250,11 @@ class Scheduler:
 
     # Putting a step together
 
+    def _sort_running(self) -> None:
+        for sequence in self._running:
+            sequence.order = self._order.place(sequence)
+        self._running.sort(key=_order)
+
     def _split_ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """Return the running sequences that are not in flight: those to decode now, and those with more to compute.
 
@@ -268,24 +282,23 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted a moment ago, for this step
         while not self._cache.allocate(sequence, num_tokens):
-            victim = self._choose_victim(sequence)
-            if victim is None:
+            later = self._running[self._running.index(sequence) + 1 :]
+            victims = [candidate for candidate in later if not candidate.in_flight]
+            if not victims:
                 return
-            batch.drop(victim)
-            self._preempt(victim)
+            self._preempt(batch, self._choose_victim(victims))
         batch.add(sequence, num_tokens)
 
-    def _choose_victim(self, sequence: Sequence) -> Sequence | None:
-        """Return the last running sequence after this one whose blocks no plan in flight uses."""
-        for candidate in reversed(self._running):
-            if candidate is sequence:
-                break
-            if not candidate.in_flight:
-                return candidate
-        return None
+    def _choose_victim(self, candidates: list[Sequence]) -> Sequence:
+        """Return the one of the last level that has the least to compute again; the later of equals."""
+        return max(
+            candidates,
+            key=lambda sequence: (sequence.order[0], -self._cache.num_tokens_at_risk(sequence), sequence.order),
+        )
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, batch: Batch, sequence: Sequence) -> None:
         """Take blocks and slot from a running sequence; it keeps its tokens and is computed again."""
+        batch.drop(sequence)
         logger.warning(
             "request %s preempted with %d of %d tokens computed",
             sequence.request_id,
@@ -299,24 +312,58 @@ class Scheduler:
         self._release(sequence)
         sequence.num_computed_tokens = 0
         sequence.status = SequenceStatus.WAITING
-        self._waiting.push(sequence)
+        self._waiting.push(sequence, batch.now_s)
 
-    def _admit(self, batch: Batch, now_s: float) -> None:
-        """Start waiting sequences while there are slots, budget and memory. None overtakes one that has to wait."""
-        reserve = sum(self._cache.num_reserved_blocks(sequence) for sequence in self._running)
-        while batch.budget and self._free_slots:
+    def _admit(self, batch: Batch, *, before_level: float = math.inf) -> None:
+        """Start waiting sequences of earlier levels while there are slots, budget and memory for them, or running ones
+        to displace. None overtakes one that has to wait.
+        """
+        reserve: int | None = None
+        while batch.budget:
             sequence = self._waiting.peek()
-            if sequence is None:
+            if sequence is None or sequence.order[0] >= before_level:
                 return
+            if not self._free_slots and not self._is_before_running(sequence):
+                return
+            if reserve is None:
+                reserve = self._num_reserved_blocks(self._running)
             prefix = self._cache.match_prefix(sequence)
-            if not self._cache.fits(sequence, prefix, reserve=reserve):
+            reserve = self._make_room(batch, sequence, prefix, reserve)
+            if reserve is None:
                 return
-            self._waiting.pop()
+            self._waiting.pop(batch.now_s)
             self._cache.share(sequence, prefix)
-            self._start(sequence, now_s)
+            self._start(sequence, batch.now_s)
             batch.new.append(sequence)
             self._share(batch, sequence, self._chunk(sequence, batch.budget))
             reserve += self._cache.num_reserved_blocks(sequence)
+
+    def _is_before_running(self, sequence: Sequence) -> bool:
+        """Whether any running sequence is of a later level."""
+        return bool(self._running) and self._running[-1].order[0] > sequence.order[0]
+
+    def _make_room(self, batch: Batch, sequence: Sequence, prefix: list[int], reserve: int) -> int | None:
+        """Displace running sequences of later levels until a waiting one fits, and return what is left of the reserve.
+
+        None when it would not fit without them all; then none is displaced.
+        """
+        cache, level = self._cache, sequence.order[0]
+        if self._free_slots and cache.fits(sequence, prefix, reserve=reserve):
+            return reserve
+        victims = [victim for victim in self._running if victim.order[0] > level and not victim.in_flight]
+        num_gained = sum(cache.num_exclusive_blocks(victim, besides=prefix) for victim in victims)
+        least = reserve - num_gained - self._num_reserved_blocks(victims)
+        if not victims or not cache.fits(sequence, prefix, reserve=least):
+            return None
+        while not (self._free_slots and cache.fits(sequence, prefix, reserve=reserve)):
+            victim = self._choose_victim(victims)
+            victims.remove(victim)
+            reserve -= cache.num_reserved_blocks(victim)
+            self._preempt(batch, victim)
+        return reserve
+
+    def _num_reserved_blocks(self, sequences: Iterable[Sequence]) -> int:
+        return sum(self._cache.num_reserved_blocks(sequence) for sequence in sequences)
 
     def _start(self, sequence: Sequence, now_s: float) -> None:
         """Make a waiting sequence, which has its prefix blocks, a running one."""

@@ -10,6 +10,9 @@ from workers.request import Finish, FinishReason, Request, RequestId, Usage
 
 NO_SLOT = -1
 
+Order = tuple[int, float, int]
+"""(level, rank within it, arrival number): smaller is served first and preempted last."""
+
 
 class SequenceStatus(StrEnum):
     """Where a sequence is in its life."""
@@ -27,13 +30,20 @@ class Sequence:
     """One request in flight. Compared and hashed by identity."""
 
     request: Request
-    order: tuple[int, int]
-    """(priority, arrival number): smaller is served first and preempted last. Never changes."""
+    arrival_number: int
     stop_token_ids: frozenset[int]
     """Ids that end the sequence: the model's end-of-sequence ids unless ignored, and the request's own."""
     max_num_tokens: int
     """The sequence ends when it has this many tokens: prompt plus max_tokens, or the context if that is less."""
     arrival_s: float
+
+    order: Order = (0, 0.0, 0)
+    """Set when it is queued, and by policies that look at progress before each step (queueing.py)."""
+    is_promoted: bool = False
+    """It waited too long, and is served before all others until it ends."""
+    waiting_since_s: float = 0.0
+    waited_s: float = 0.0
+    """In the queue, all earlier stays together."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     in_flight: bool = False

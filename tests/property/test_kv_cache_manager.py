@@ -73,7 +73,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         tokens = [0] * shared + tokens
         sequence = Sequence(
             request=make_request("r", tokens),
-            order=(0, 0),
+            arrival_number=0,
             stop_token_ids=frozenset(),
             max_num_tokens=100,
             arrival_s=0.0,

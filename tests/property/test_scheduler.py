@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from workers.config import SchedulingPolicy
 from workers.errors import InvalidRequestError, QueueFullError
 from workers.plan import StepPlan
 from workers.request import FinishReason, Request
@@ -82,7 +83,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 12),
         prefill_chunk_tokens=st.none() | st.integers(1, 6),
         enable_prefix_caching=st.booleans(),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(SchedulingPolicy),
+        promote_after_s=st.sampled_from([None, 0.0, 5.0]),
         windows=st.sampled_from([(None,), (None,), (5,), (1,), (2, 9), (None, 3), (None, None, 4, 7), (None, 12)]),
     )
     def build(

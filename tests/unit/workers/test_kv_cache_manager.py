@@ -23,7 +23,7 @@ def make_cache(
 def make_sequence(num_tokens: int, *, first: int = 0, cache_salt: str = "") -> Sequence:
     request = make_request("r", list(range(first, first + num_tokens)), cache_salt=cache_salt)
     return Sequence(
-        request=request, order=(0, 0), stop_token_ids=frozenset(), max_num_tokens=num_tokens + 16, arrival_s=0.0
+        request=request, arrival_number=0, stop_token_ids=frozenset(), max_num_tokens=num_tokens + 16, arrival_s=0.0
     )
 
 
