@@ -94,16 +94,7 @@ class KVCacheManager:
 
     def num_reserved_blocks(self, sequence: Sequence) -> int:
         """Return how many more blocks a running sequence may hold with its tokens and one more block of them."""
-        num_blocks = self.num_blocks_for(len(sequence.token_ids)) + 1
-        num_entries = len(sequence.block_table) // self._num_groups
-        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
-        return self._num_missing(num_blocks, num_entries, num_left, num_full=sequence.num_full_blocks)
-
-    def num_exclusive_blocks(self, sequence: Sequence, *, besides: list[int]) -> int:
-        """Return how many blocks only this sequence holds, those of the table `besides` not counted."""
-        held = self._held(sequence.block_table, sequence.num_full_blocks)
-        kept = set(besides)
-        return self._pool.count_exclusive(block for block in held if block not in kept)
+        return self._num_more(sequence, self.num_blocks_for(len(sequence.token_ids)) + 1)
 
     def num_tokens_at_risk(self, sequence: Sequence) -> int:
         """Return how many computed tokens go with the blocks that no other sequence holds, should those be evicted.
@@ -147,6 +138,11 @@ class KVCacheManager:
         num_taken = self._num_missing(num_blocks, num_prefix, num_left, num_full=num_prefix)
         num_taken += self._pool.count_free(self._held(prefix, num_prefix))
         return num_taken + reserve <= self._pool.num_free
+
+    def fits_rest(self, sequence: Sequence, *, reserve: int) -> bool:
+        """Return whether all tokens of a sequence that kept its blocks would fit now, `reserve` blocks left free."""
+        num_more = self._num_more(sequence, self.num_blocks_for(len(sequence.token_ids)))
+        return num_more + reserve <= self._pool.num_free
 
     def share(self, sequence: Sequence, prefix: list[int]) -> None:
         """Let a sequence without blocks start with what `match_prefix` found for it."""
@@ -217,6 +213,12 @@ class KVCacheManager:
         for group, num_reached in self._sliding:
             held += table[max(0, num_full - num_reached) * self._num_groups + group :: self._num_groups]
         return held
+
+    def _num_more(self, sequence: Sequence, num_blocks: int) -> int:
+        """How many blocks more than it has a sequence holds at once on the way to so many entries."""
+        num_entries = len(sequence.block_table) // self._num_groups
+        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+        return self._num_missing(num_blocks, num_entries, num_left, num_full=sequence.num_full_blocks)
 
     def _num_missing(self, num_blocks: int, num_entries: int, num_left: int, *, num_full: int) -> int:
         """How many blocks more than in `num_entries`, `num_full` of them full, are held at once on the way to

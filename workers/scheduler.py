@@ -9,7 +9,6 @@ import logging
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -26,6 +25,9 @@ from workers.request import Finish, FinishReason, Request, RequestId, TokenLogpr
 from workers.sequence import NO_SLOT, Sequence, SequenceStatus, make_finish
 
 logger = logging.getLogger(__name__)
+
+_LEFT_BY_DISPLACEMENT = 0.5
+"""Fraction of the pool that stays free for those that get a slot without displacing anyone."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +71,11 @@ class Scheduler:
     Memory: a sequence is admitted when all its tokens fit and every running sequence keeps room for what it has and one
     block more. When blocks run out all the same, a running sequence that is later in order gives up its own for one
     before it, and waits; nothing is ever taken for one that is later. So the first in order always goes on, alone if
-    it must be, and alone it fits: add() refuses what does not. Order is the policy's (queueing.py); where it has
-    levels, a waiting sequence also displaces running ones of a later level. Of those that could give way, the one
-    does that is of the last level and has the least to compute again.
+    it must be, and alone it fits: add() refuses what does not.
+
+    Order is the policy's (queueing.py). Where it has levels, a waiting sequence displaces a running one of a later
+    level from its slot, not from its blocks: those are kept while nobody needs them, so that mostly nothing is computed
+    again. Of those that could give way, that of the last level does which has the least to compute again.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Scheduler:
         self._sequences: dict[RequestId, Sequence] = {}  # not ended
         self._order = ServingOrder(config.policy, promote_after_s=config.promote_after_s)
         self._waiting = WaitingQueue(self._order)
+        self._suspended: dict[Sequence, None] = {}  # those in the queue that kept their blocks
         self._running: list[Sequence] = []  # in order
         self._flights: deque[Flight] = deque()
         self._free_slots = list(reversed(range(config.max_num_seqs)))
@@ -233,15 +238,17 @@ class Scheduler:
         assert len(set(in_flight)) == len(in_flight), "a sequence is in two plans"
         ended = [sequence for sequence in in_flight if sequence.status is SequenceStatus.FINISHED]
         holders = [*self._running, *ended]
-        self._cache.check_integrity(holders)
+        self._cache.check_integrity([*holders, *self._suspended])
         slots = [*self._free_slots, *(sequence.slot for sequence in holders)]
         assert sorted(slots) == list(range(self._config.max_num_seqs)), f"slots are lost or used twice: {slots}"
         assert len(in_flight) == sum(sequence.in_flight for sequence in holders), "in_flight contradicts the plans"
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running)
         for sequence in self._waiting:
             assert sequence.status is SequenceStatus.WAITING
-            assert not sequence.block_table
-            assert sequence.num_computed_tokens == 0
+            if sequence not in self._suspended:
+                assert not sequence.block_table
+                assert sequence.num_computed_tokens == 0
+        assert self._suspended.keys() <= set(self._waiting), "a sequence is suspended and does not wait"
         assert set(self._sequences.values()) == {*self._running, *self._waiting}, "a sequence is lost"
         assert len(self._sequences) == len(self._running) + len(self._waiting)
         assert self._running == sorted(self._running, key=_order), "running sequences are not in order"
@@ -282,6 +289,9 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted a moment ago, for this step
         while not self._cache.allocate(sequence, num_tokens):
+            if self._suspended:
+                self._drop_blocks(self._choose_victim(list(self._suspended)))
+                continue
             later = self._running[self._running.index(sequence) + 1 :]
             victims = [candidate for candidate in later if not candidate.in_flight]
             if not victims:
@@ -297,85 +307,109 @@ class Scheduler:
         )
 
     def _preempt(self, batch: Batch, sequence: Sequence) -> None:
-        """Take blocks and slot from a running sequence; it keeps its tokens and is computed again."""
+        """Take slot and blocks from a running sequence; it keeps its tokens and is computed again."""
+        self._suspend(batch, sequence)
+        self._drop_blocks(sequence)
+
+    def _suspend(self, batch: Batch, sequence: Sequence) -> None:
+        """Take the slot from a running sequence; it waits, and keeps its blocks until somebody needs them."""
         batch.drop(sequence)
+        self.counters.num_preemptions += 1
+        sequence.num_preemptions += 1
+        sequence.num_lost_tokens = 0
+        self._running.remove(sequence)
+        self._release_slot(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self._suspended[sequence] = None
+        self._waiting.push(sequence, batch.now_s)
+
+    def _drop_blocks(self, sequence: Sequence) -> None:
+        """Take the blocks from a suspended sequence."""
         logger.warning(
             "request %s preempted with %d of %d tokens computed",
             sequence.request_id,
             sequence.num_computed_tokens,
             sequence.num_tokens,
         )
-        self.counters.num_preemptions += 1
-        sequence.num_preemptions += 1
+        del self._suspended[sequence]
+        self._cache.free(sequence)
         sequence.num_lost_tokens = sequence.num_computed_tokens
-        self._running.remove(sequence)
-        self._release(sequence)
         sequence.num_computed_tokens = 0
-        sequence.status = SequenceStatus.WAITING
-        self._waiting.push(sequence, batch.now_s)
 
     def _admit(self, batch: Batch, *, before_level: float = math.inf) -> None:
-        """Start waiting sequences of earlier levels while there are slots, budget and memory for them, or running ones
-        to displace. None overtakes one that has to wait.
+        """Start waiting sequences of earlier levels while there are slots, or running ones to displace, budget and
+        memory. None overtakes one that has to wait.
         """
-        reserve: int | None = None
-        while batch.budget:
-            sequence = self._waiting.peek()
-            if sequence is None or sequence.order[0] >= before_level:
+        sequence = self._next_to_start(before_level)
+        if sequence is None or not batch.budget:
+            return
+        reserve = sum(self._cache.num_reserved_blocks(running) for running in self._running)
+        while sequence is not None and batch.budget:
+            victim = None if self._free_slots else self._choose_displaced(sequence)
+            if victim is not None:
+                reserve -= self._cache.num_reserved_blocks(victim)
+            elif not self._free_slots:
                 return
-            if not self._free_slots and not self._is_before_running(sequence):
+            if not self._find_room(sequence, reserve, displaces=victim is not None):
                 return
-            if reserve is None:
-                reserve = self._num_reserved_blocks(self._running)
-            prefix = self._cache.match_prefix(sequence)
-            reserve = self._make_room(batch, sequence, prefix, reserve)
-            if reserve is None:
-                return
+            if victim is not None:
+                self._suspend(batch, victim)
             self._waiting.pop(batch.now_s)
-            self._cache.share(sequence, prefix)
             self._start(sequence, batch.now_s)
             batch.new.append(sequence)
             self._share(batch, sequence, self._chunk(sequence, batch.budget))
             reserve += self._cache.num_reserved_blocks(sequence)
+            sequence = self._next_to_start(before_level)
 
-    def _is_before_running(self, sequence: Sequence) -> bool:
-        """Whether any running sequence is of a later level."""
-        return bool(self._running) and self._running[-1].order[0] > sequence.order[0]
-
-    def _make_room(self, batch: Batch, sequence: Sequence, prefix: list[int], reserve: int) -> int | None:
-        """Displace running sequences of later levels until a waiting one fits, and return what is left of the reserve.
-
-        None when it would not fit without them all; then none is displaced.
-        """
-        cache, level = self._cache, sequence.order[0]
-        if self._free_slots and cache.fits(sequence, prefix, reserve=reserve):
-            return reserve
-        victims = [victim for victim in self._running if victim.order[0] > level and not victim.in_flight]
-        num_gained = sum(cache.num_exclusive_blocks(victim, besides=prefix) for victim in victims)
-        least = reserve - num_gained - self._num_reserved_blocks(victims)
-        if not victims or not cache.fits(sequence, prefix, reserve=least):
+    def _next_to_start(self, before_level: float) -> Sequence | None:
+        """Return the first that waits, if it is of an earlier level and there may be a slot for it."""
+        sequence = self._waiting.peek()
+        if sequence is None or sequence.order[0] >= before_level:
             return None
-        while not (self._free_slots and cache.fits(sequence, prefix, reserve=reserve)):
-            victim = self._choose_victim(victims)
-            victims.remove(victim)
-            reserve -= cache.num_reserved_blocks(victim)
-            self._preempt(batch, victim)
-        return reserve
+        has_later = bool(self._running) and self._running[-1].order[0] > sequence.order[0]
+        return sequence if self._free_slots or has_later else None
 
-    def _num_reserved_blocks(self, sequences: Iterable[Sequence]) -> int:
-        return sum(self._cache.num_reserved_blocks(sequence) for sequence in sequences)
+    def _choose_displaced(self, sequence: Sequence) -> Sequence | None:
+        level = sequence.order[0]
+        victims = [running for running in self._running if running.order[0] > level and not running.in_flight]
+        return self._choose_victim(victims) if victims else None
+
+    def _find_room(self, sequence: Sequence, reserve: int, *, displaces: bool) -> bool:
+        """Return whether a waiting sequence fits, `reserve` blocks left free; then it holds what of it is computed.
+
+        It takes blocks from suspended ones where it must, but not to displace another: then it leaves a part of the
+        pool free, or more and more suspended sequences would fill it and lose their blocks to each other.
+        """
+        if displaces:
+            return self._take_blocks(sequence, reserve + int(self._cache.num_blocks * _LEFT_BY_DISPLACEMENT))
+        while not self._take_blocks(sequence, reserve):
+            others = [other for other in self._suspended if other is not sequence]
+            if not others:
+                return False
+            self._drop_blocks(self._choose_victim(others))
+        return True
+
+    def _take_blocks(self, sequence: Sequence, reserve: int) -> bool:
+        cache = self._cache
+        if sequence in self._suspended:
+            return cache.fits_rest(sequence, reserve=reserve)
+        prefix = cache.match_prefix(sequence)
+        if not cache.fits(sequence, prefix, reserve=reserve):
+            return False
+        cache.share(sequence, prefix)
+        sequence.num_computed_tokens = sequence.num_full_blocks * cache.block_size
+        return True
 
     def _start(self, sequence: Sequence, now_s: float) -> None:
-        """Make a waiting sequence, which has its prefix blocks, a running one."""
-        num_cached = sequence.num_full_blocks * self._cache.block_size
-        sequence.num_computed_tokens = num_cached
+        """Make a waiting sequence, which has the blocks of what is computed of it, a running one."""
+        self._suspended.pop(sequence, None)
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
-            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
             self.counters.num_cached_tokens += sequence.num_cached_tokens
         else:
-            self.counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_cached)
+            self.counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed_tokens)
         sequence.status = SequenceStatus.RUNNING
         sequence.slot = self._free_slots.pop()
         insort(self._running, sequence, key=_order)
@@ -431,6 +465,8 @@ class Scheduler:
         del self._sequences[sequence.request_id]
         if sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
+            self._suspended.pop(sequence, None)
+            self._cache.free(sequence)
         else:
             self._running.remove(sequence)
             if not sequence.in_flight:
@@ -439,6 +475,9 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._cache.free(sequence)
+        self._release_slot(sequence)
+
+    def _release_slot(self, sequence: Sequence) -> None:
         self._free_slots.append(sequence.slot)
         self._removed_slots.append(sequence.slot)
         sequence.slot = NO_SLOT

@@ -18,7 +18,7 @@ class SequenceStatus(StrEnum):
     """Where a sequence is in its life."""
 
     WAITING = "waiting"
-    """In the queue: never scheduled, or preempted. Holds no block and no slot."""
+    """In the queue: never scheduled, or preempted. Holds no slot, and blocks only while it is suspended."""
     RUNNING = "running"
     """Holds a slot and blocks."""
     FINISHED = "finished"

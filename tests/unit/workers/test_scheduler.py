@@ -518,6 +518,104 @@ def test_small_pool_finishes_everything_without_a_storm(max_in_flight: int) -> N
     assert served.cache.num_free_blocks == served.cache.num_blocks
 
 
+def test_earlier_level_displaces_a_running_sequence_which_keeps_its_blocks() -> None:
+    served = ScheduledModel(max_num_seqs=1, policy="priority", enable_prefix_caching=False)
+    ordinary = served.submit("ordinary", prompt(10), max_tokens=6, priority=1)
+    served.step()
+    served.step()
+    urgent = served.submit("urgent", prompt(10, first=50), max_tokens=3)
+    served.step()
+
+    assert (ordinary.status, urgent.status) == (SequenceStatus.WAITING, SequenceStatus.RUNNING)
+    assert len(ordinary.block_table) == 3
+    served.scheduler.check_integrity()
+    served.run()
+    counters = served.scheduler.counters
+    assert (counters.num_preemptions, counters.num_recomputed_tokens) == (1, 0)
+    assert served.tokens["ordinary"] == run_alone(ordinary.request)
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("fcfs", 0), ("priority", 1)])
+def test_same_level_displaces_nobody(policy: str, priority: int) -> None:
+    served = ScheduledModel(max_num_seqs=1, policy=policy)
+    served.submit("first", prompt(10), max_tokens=6, priority=1)
+    served.step()
+    later = served.submit("later", prompt(10, first=50), max_tokens=3, priority=priority)
+    served.step()
+
+    assert later.status is SequenceStatus.WAITING
+
+
+def test_displaced_sequence_loses_its_blocks_to_one_that_needs_them() -> None:
+    served = ScheduledModel(num_blocks=16, max_num_seqs=1, policy="priority", enable_prefix_caching=False)
+    ordinary = served.submit("ordinary", prompt(16), max_tokens=6, priority=2)
+    served.step()
+    served.submit("urgent", prompt(6, first=50), max_tokens=2)
+    served.step()
+    assert ordinary.block_table
+    large = served.submit("large", prompt(52, first=30), max_tokens=4, priority=1)  # 14 of 16 blocks
+
+    while large.status is SequenceStatus.WAITING:
+        served.step()
+        served.scheduler.check_integrity()
+
+    assert not ordinary.block_table
+    served.run()
+    assert served.scheduler.counters.num_recomputed_tokens == 16
+    assert served.tokens["ordinary"] == run_alone(ordinary.request)
+
+
+def test_nobody_is_displaced_where_that_fills_the_pool() -> None:
+    served = ScheduledModel(num_blocks=8, max_num_seqs=1, policy="priority")
+    served.submit("ordinary", prompt(10), max_tokens=6, priority=1)
+    served.step()
+    urgent = served.submit("urgent", prompt(10, first=50), max_tokens=3)
+    served.step()
+
+    assert urgent.status is SequenceStatus.WAITING  # 3 blocks of 5, and 4 are to stay free
+    served.run()
+
+
+def test_abort_of_a_displaced_sequence_frees_its_blocks() -> None:
+    served = ScheduledModel(max_num_seqs=1, policy="priority")
+    served.submit("ordinary", prompt(10), max_tokens=6, priority=1)
+    served.step()
+    served.submit("urgent", prompt(3, first=50), max_tokens=9)
+    served.step()
+
+    served.abort("ordinary")
+
+    served.scheduler.check_integrity()
+    assert served.cache.num_blocks - served.cache.num_free_blocks == 1
+    served.run()
+
+
+def test_short_request_is_admitted_before_the_rest_of_a_long_prompt() -> None:
+    served = ScheduledModel(max_num_batched_tokens=16, policy="shortest_remaining", num_blocks=99)
+    served.submit("long", prompt(160), max_tokens=100)
+    served.step()
+    served.submit("short", prompt(4, first=50), max_tokens=2)
+
+    assert [num_tokens for _, _, num_tokens in shares(served.launch())] == [4, 12]
+
+
+@pytest.mark.parametrize("has_common", [True, False])
+def test_who_has_the_least_to_compute_again_is_preempted(has_common: bool) -> None:
+    served = ScheduledModel(num_blocks=14 if has_common else 17)  # full when all four need a block at the same step
+    served.submit("first", prompt(4), max_tokens=40)
+    common = prompt(12, first=30)
+    served.submit("holder", common, max_tokens=40)
+    served.step()
+    own = prompt(12, first=60)
+    sharing = served.submit("sharing", [*(common if has_common else own), 90], max_tokens=40)
+    served.step()
+    alone = served.submit("alone", prompt(10, first=80), max_tokens=40)
+    while not served.scheduler.counters.num_preemptions:
+        served.step()
+
+    assert (sharing.num_preemptions, alone.num_preemptions) == ((1, 0) if has_common else (0, 1))
+
+
 # Abort and deadline
 
 

@@ -1,0 +1,320 @@
+"""Scheduling policies compared in virtual time: the real scheduler, and steps that take as long as a formula says.
+
+python -m bench.simulate                                       requests with heavy tails, made by seed
+python -m bench.simulate --trace azure_2023_conv.jsonl.gz --rate 2.6 --requests 2000
+python -m bench.simulate --policy fcfs,mlfq --num-seqs 16 --num-blocks 800
+
+Every request asks for its output rounded up to a power of two (`max_tokens`, what shortest_remaining knows) and ends
+earlier, as at an end-of-sequence token. Priorities 0 to 2 are drawn; only the policy of that name looks at them.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.load.calls import draw_ids
+from bench.load.dataset_files import TraceLimits, read_trace
+from bench.load.statistics import Distribution
+from bench.machine import describe_machine
+from workers.block_pool import BlockPool
+from workers.config import SchedulerConfig, SchedulingPolicy
+from workers.kv_cache_manager import KVCacheManager
+from workers.plan import ModelOutput, SampledToken, StepPlan
+from workers.request import FinishReason, Request, RequestId, SamplingParams
+from workers.scheduler import Scheduler
+
+_VOCAB_SIZE = 32_000
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request of the simulated clients."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    num_out: int
+    """Tokens after which it ends."""
+    priority: int = 0
+    deadline_s: float | None = None
+
+    def to_request(self, name: str) -> Request:
+        """Return it as the scheduler sees it."""
+        max_tokens = 1 << (self.num_out - 1).bit_length()
+        return Request(
+            request_id=RequestId(name),
+            prompt_token_ids=self.prompt,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            priority=self.priority,
+            deadline_s=self.deadline_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """How long a step takes: reading the weights, computing its tokens, reading the keys and values that they see.
+
+    The defaults are about those of 8 B parameters in bf16 on one H100.
+    """
+
+    step_s: float = 8e-3
+    token_s: float = 5e-5
+    context_token_s: float = 4e-8
+
+    def duration_s(self, plan: StepPlan) -> float:
+        """Return the time that this step takes."""
+        num_tokens = sum(share.num_tokens for share in plan.scheduled)
+        num_seen = sum(share.start + share.num_tokens for share in plan.scheduled)
+        return self.step_s + num_tokens * self.token_s + num_seen * self.context_token_s
+
+    def alone_s(self, job: Job) -> float:
+        """Return about how long a request takes with nothing else to do."""
+        return job.num_out * self.step_s + len(job.prompt) * self.token_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of all requests under one policy."""
+
+    policy: SchedulingPolicy
+    completion_s: Distribution
+    """From arrival to the end, of those that were not given up."""
+    slowdown: Distribution
+    """The same over the time that the request takes alone."""
+    urgent_s: float
+    """Mean completion of priority 0."""
+    ttft_s: Distribution
+    wait_s: float
+    """The longest time, all stays together, that any request spent in the queue."""
+    output_rate: float
+    """Tokens per second from the first arrival to the last end."""
+    num_expired: int
+    num_preemptions: int
+    recomputed_share: float
+    """Of all computed tokens: the preemption tax."""
+    num_steps: int
+    cpu_s: float = dataclasses.field(compare=False)
+    """CPU time of `schedule` and `update`."""
+
+
+class Simulation:
+    """One replica's step loop without ranks. Two runs of equal jobs and settings give equal outcomes."""
+
+    def __init__(self, jobs: Sequence[Job], config: SchedulerConfig, cost: StepCost, *, num_blocks: int) -> None:
+        self._config = config
+        self._cost = cost
+        self._jobs = {RequestId(str(i)): job for i, job in enumerate(jobs)}
+        self._coming = deque(self._jobs.items())
+        pool = BlockPool(num_blocks, enable_prefix_caching=True)
+        self.scheduler = Scheduler(
+            config,
+            KVCacheManager(pool, block_size=_BLOCK_SIZE, hash_key=b"simulation"),
+            max_context=num_blocks * _BLOCK_SIZE + 1,
+            eos_token_ids=frozenset(),
+            max_in_flight=1,
+        )
+        self.now_s = 0.0
+        self._cpu_s = 0.0
+        self._num_steps = self._num_computed = self._num_expired = 0
+        self._waited_s = 0.0
+        self._ends_s: dict[RequestId, float] = {}
+        self._first_tokens_s: dict[RequestId, float] = {}
+
+    def run(self) -> Outcome:
+        """Serve all requests to their end."""
+        while self._coming or self.scheduler.has_unfinished:
+            self.step()
+        return self._summarize()
+
+    def step(self) -> None:
+        """Let requests arrive, then make one step, or wait for the next arrival where there is nothing to do."""
+        scheduler = self.scheduler
+        while self._coming and self._coming[0][1].at_s <= self.now_s:
+            name, job = self._coming.popleft()
+            scheduler.add(job.to_request(name), job.at_s)
+        self._num_expired += len(scheduler.expire(self.now_s))
+        start_s = time.process_time()
+        plan = scheduler.schedule(self.now_s)
+        self._cpu_s += time.process_time() - start_s
+        if plan is not None:
+            self._execute(plan)
+        elif self._coming:
+            self.now_s = self._coming[0][1].at_s
+        else:
+            assert not scheduler.has_unfinished, "requests wait for nothing"
+
+    def _execute(self, plan: StepPlan) -> None:
+        self.now_s += self._cost.duration_s(plan)
+        self._num_steps += 1
+        self._num_computed += sum(share.num_tokens for share in plan.scheduled)
+        output = ModelOutput(plan.number, [SampledToken(share.slot, 1) for share in plan.scheduled if share.samples])
+        start_s = time.process_time()
+        outputs = self.scheduler.update(plan, output, self.now_s)
+        self._cpu_s += time.process_time() - start_s
+        for token in outputs:
+            sequence = token.sequence
+            name = sequence.request_id
+            self._first_tokens_s.setdefault(name, self.now_s)
+            if sequence.num_output_tokens < self._jobs[name].num_out:
+                continue
+            if sequence.finish is None:
+                self.scheduler.finish(sequence, FinishReason.STOP, self.now_s)
+            self._ends_s[name] = self.now_s
+            self._waited_s = max(self._waited_s, sequence.waited_s)
+
+    def _summarize(self) -> Outcome:
+        jobs, counters = self._jobs, self.scheduler.counters
+        completions_s = {name: end_s - jobs[name].at_s for name, end_s in self._ends_s.items()}
+        urgent = [completion_s for name, completion_s in completions_s.items() if jobs[name].priority == 0]
+        num_out = sum(jobs[name].num_out for name in self._ends_s)
+        return Outcome(
+            policy=self._config.policy,
+            completion_s=_distribution(completions_s.values()),
+            slowdown=_distribution(
+                completion_s / self._cost.alone_s(jobs[name]) for name, completion_s in completions_s.items()
+            ),
+            urgent_s=math.fsum(urgent) / max(1, len(urgent)),
+            ttft_s=_distribution(at_s - jobs[name].at_s for name, at_s in self._first_tokens_s.items()),
+            wait_s=self._waited_s,
+            output_rate=num_out / (self.now_s - min(job.at_s for job in jobs.values())),
+            num_expired=self._num_expired,
+            num_preemptions=counters.num_preemptions,
+            recomputed_share=counters.num_recomputed_tokens / self._num_computed,
+            num_steps=self._num_steps,
+            cpu_s=self._cpu_s,
+        )
+
+
+def _distribution(values: Iterable[float]) -> Distribution:
+    found = Distribution.of(values)
+    assert found is not None, "no request came to its end"
+    return found
+
+
+# The requests
+
+
+def draw_jobs(num_jobs: int, *, rate: float, seed: int) -> list[Job]:
+    """Make requests with heavy tails that arrive at random: prompts log-normal (median 300 tokens), outputs Pareto of
+    exponent 1.2 from 20 tokens, cut at 4,000 and 2,000.
+    """
+    rng = random.Random(seed)
+    jobs, at_s = [], 0.0
+    for _ in range(num_jobs):
+        at_s += rng.expovariate(rate)
+        num_in = max(1, min(4000, round(rng.lognormvariate(math.log(300), 1.0))))
+        num_out = min(2000, round(20 * rng.paretovariate(1.2)))
+        prompt = draw_ids(rng, num_in, _VOCAB_SIZE)
+        jobs.append(Job(at_s=at_s, prompt=prompt, num_out=num_out, priority=rng.randrange(3)))
+    return jobs
+
+
+def read_jobs(path: Path, num_jobs: int, *, rate: float | None, seed: int) -> list[Job]:
+    """Return the first requests of a trace, its times stretched to this many requests per second."""
+    rng = random.Random(seed)
+    sessions = read_trace(path, limits=TraceLimits(), vocab_size=_VOCAB_SIZE, seed=seed)
+    found = [(session.at_s or 0.0, session.calls[0]) for session in itertools.islice(sessions, num_jobs)]
+    first_s, last_s = found[0][0], found[-1][0]
+    stretch = 1.0 if rate is None else len(found) / rate / max(1e-9, last_s - first_s)
+    return [
+        Job(
+            at_s=(at_s - first_s) * stretch,
+            prompt=tuple(call.prompt),
+            num_out=call.num_out,
+            priority=rng.randrange(3),
+        )
+        for at_s, call in found
+        if isinstance(call.prompt, tuple)
+    ]
+
+
+def with_deadlines(jobs: Sequence[Job], cost: StepCost, *, factors: Sequence[float], seed: int) -> list[Job]:
+    """Give each request a deadline: its time alone, times one of the factors, and two seconds."""
+    rng = random.Random(seed)
+    return [
+        dataclasses.replace(job, deadline_s=job.at_s + 2.0 + cost.alone_s(job) * rng.choice(factors)) for job in jobs
+    ]
+
+
+# The command
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    options = _parse(argv)
+    logging.getLogger("workers.scheduler").setLevel(logging.ERROR)  # it warns of each preemption
+    cost = StepCost(
+        step_s=options.step_ms / 1e3, token_s=options.token_us / 1e6, context_token_s=options.context_ns / 1e9
+    )
+    if options.trace is None:
+        jobs = draw_jobs(options.requests, rate=options.rate or 8.0, seed=options.seed)
+    else:
+        jobs = read_jobs(options.trace, options.requests, rate=options.rate, seed=options.seed)
+    if options.deadlines:
+        jobs = with_deadlines(jobs, cost, factors=(2.0, 5.0, 20.0), seed=options.seed)
+    outcomes = []
+    for policy in options.policy:
+        config = SchedulerConfig(
+            policy=policy,
+            max_num_seqs=options.num_seqs,
+            max_num_batched_tokens=options.batched_tokens,
+            max_waiting=len(jobs),
+            promote_after_s=options.promote_after,
+        )
+        outcomes.append(Simulation(jobs, config, cost, num_blocks=options.num_blocks).run())
+    _print(outcomes)
+    settings = {name: str(value) for name, value in vars(options).items() if name != "policy"}
+    line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
+    print(json.dumps(line))
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="JSON lines as in ../shared/traces; default: made by seed")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--rate", type=float, help="requests per second; default: 8, or those of the trace")
+    parser.add_argument("--policy", type=_policies, default=list(SchedulingPolicy), help="names, with commas")
+    parser.add_argument("--num-seqs", type=int, default=32, help="sequences running at once")
+    parser.add_argument("--num-blocks", type=int, default=8000, help=f"KV blocks of {_BLOCK_SIZE} tokens")
+    parser.add_argument("--batched-tokens", type=int, default=2048, help="token budget of a step")
+    parser.add_argument("--promote-after", type=float, default=60.0, help="seconds")
+    parser.add_argument("--deadlines", action="store_true", help="2, 5 or 20 times the time alone, and 2 s")
+    parser.add_argument("--step-ms", type=float, default=StepCost().step_s * 1e3)
+    parser.add_argument("--token-us", type=float, default=StepCost().token_s * 1e6)
+    parser.add_argument("--context-ns", type=float, default=StepCost().context_token_s * 1e9)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def _policies(names: str) -> list[SchedulingPolicy]:
+    return [SchedulingPolicy(name) for name in names.split(",")]
+
+
+def _print(outcomes: Sequence[Outcome]) -> None:
+    columns = "policy|completion mean|p50|p99|slowdown mean|urgent mean|TTFT mean|p99|longest wait|tokens/s"
+    table = Table(*columns.split("|"), "expired", "preempted", "recomputed", "CPU/step")
+    for outcome in outcomes:
+        completion, ttft = outcome.completion_s, outcome.ttft_s
+        times = [completion.mean, completion.p50, completion.p99, outcome.urgent_s, ttft.mean, ttft.p99, outcome.wait_s]
+        cells = [f"{value:.2f} s" for value in times]
+        cells.insert(3, f"{outcome.slowdown.mean:.1f}")
+        counts = [f"{outcome.output_rate:.0f}", str(outcome.num_expired), str(outcome.num_preemptions)]
+        shares = [f"{outcome.recomputed_share:.1%}", f"{outcome.cpu_s / outcome.num_steps * 1e3:.2f} ms"]
+        table.add_row(outcome.policy, *cells, *counts, *shares)
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    main()
