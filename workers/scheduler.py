@@ -22,7 +22,7 @@ from workers.limits import LengthLimits
 from workers.plan import ModelOutput, SampledToken, StepPlan
 from workers.queueing import ServingOrder, WaitingQueue
 from workers.request import Finish, FinishReason, Request, RequestId, TokenLogprobs
-from workers.sequence import NO_SLOT, Sequence, SequenceStatus, make_finish
+from workers.sequence import NO_SLOT, Order, Sequence, SequenceStatus, make_finish
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class Scheduler:
         self._max_chunk_tokens = min(config.max_chunk_tokens, cache.max_chunk_tokens)
         self._eos_token_ids = eos_token_ids
         self._max_in_flight = max_in_flight
+        self._num_left_by_displacement = int(cache.num_blocks * _LEFT_BY_DISPLACEMENT)
         self._sequences: dict[RequestId, Sequence] = {}  # not ended
         self._order = ServingOrder(config.policy, promote_after_s=config.promote_after_s)
         self._waiting = WaitingQueue(self._order)
@@ -290,21 +291,18 @@ class Scheduler:
             return  # preempted a moment ago, for this step
         while not self._cache.allocate(sequence, num_tokens):
             if self._suspended:
-                self._drop_blocks(self._choose_victim(list(self._suspended)))
+                self._drop_blocks(max(self._suspended, key=self._victim_key))
                 continue
             later = self._running[self._running.index(sequence) + 1 :]
             victims = [candidate for candidate in later if not candidate.in_flight]
             if not victims:
                 return
-            self._preempt(batch, self._choose_victim(victims))
+            self._preempt(batch, max(victims, key=self._victim_key))
         batch.add(sequence, num_tokens)
 
-    def _choose_victim(self, candidates: list[Sequence]) -> Sequence:
-        """Return the one of the last level that has the least to compute again; the later of equals."""
-        return max(
-            candidates,
-            key=lambda sequence: (sequence.order[0], -self._cache.num_tokens_at_risk(sequence), sequence.order),
-        )
+    def _victim_key(self, sequence: Sequence) -> tuple[int, int, Order]:
+        """Largest for who gives way first: the one of the last level with the least to compute again."""
+        return (sequence.order[0], -self._cache.num_tokens_at_risk(sequence), sequence.order)
 
     def _preempt(self, batch: Batch, sequence: Sequence) -> None:
         """Take slot and blocks from a running sequence; it keeps its tokens and is computed again."""
@@ -344,15 +342,18 @@ class Scheduler:
         if sequence is None or not batch.budget:
             return
         reserve = sum(self._cache.num_reserved_blocks(running) for running in self._running)
+        victims: list[Sequence] | None = None  # who could be displaced, last is first
         while sequence is not None and batch.budget:
-            victim = None if self._free_slots else self._choose_displaced(sequence)
-            if victim is not None:
+            displaces = not self._free_slots
+            if displaces and victims is None:
+                victims = sorted((run for run in self._running if not run.in_flight), key=self._victim_key)
+            if displaces and not (victims and victims[-1].order[0] > sequence.order[0]):
+                return
+            if not self._find_room(sequence, reserve, displaces=displaces):
+                return
+            if displaces and victims:
+                victim = victims.pop()
                 reserve -= self._cache.num_reserved_blocks(victim)
-            elif not self._free_slots:
-                return
-            if not self._find_room(sequence, reserve, displaces=victim is not None):
-                return
-            if victim is not None:
                 self._suspend(batch, victim)
             self._waiting.pop(batch.now_s)
             self._start(sequence, batch.now_s)
@@ -366,13 +367,11 @@ class Scheduler:
         sequence = self._waiting.peek()
         if sequence is None or sequence.order[0] >= before_level:
             return None
+        if self._free_slots:
+            return sequence
+        has_room = self._cache.num_free_blocks > self._num_left_by_displacement
         has_later = bool(self._running) and self._running[-1].order[0] > sequence.order[0]
-        return sequence if self._free_slots or has_later else None
-
-    def _choose_displaced(self, sequence: Sequence) -> Sequence | None:
-        level = sequence.order[0]
-        victims = [running for running in self._running if running.order[0] > level and not running.in_flight]
-        return self._choose_victim(victims) if victims else None
+        return sequence if has_room and has_later else None
 
     def _find_room(self, sequence: Sequence, reserve: int, *, displaces: bool) -> bool:
         """Return whether a waiting sequence fits, `reserve` blocks left free; then it holds what of it is computed.
@@ -381,12 +380,12 @@ class Scheduler:
         pool free, or more and more suspended sequences would fill it and lose their blocks to each other.
         """
         if displaces:
-            return self._take_blocks(sequence, reserve + int(self._cache.num_blocks * _LEFT_BY_DISPLACEMENT))
+            return self._take_blocks(sequence, reserve + self._num_left_by_displacement)
         while not self._take_blocks(sequence, reserve):
             others = [other for other in self._suspended if other is not sequence]
             if not others:
                 return False
-            self._drop_blocks(self._choose_victim(others))
+            self._drop_blocks(max(others, key=self._victim_key))
         return True
 
     def _take_blocks(self, sequence: Sequence, reserve: int) -> bool:

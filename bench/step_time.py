@@ -1,0 +1,150 @@
+"""What a step costs beside the model: CPU time of deciding it, of taking its output and of building its inputs.
+
+python -m bench.step_time [--sequences 256,1024,4096] [--policy fcfs,mlfq] [--steps 100]
+
+All sequences decode, and half as many requests wait, which displace some under policies with levels while there is
+memory for it. The target is 1 ms for 256 sequences, linear beyond.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.load.statistics import percentile
+from bench.machine import describe_machine
+from workers.block_pool import BlockPool
+from workers.config import SchedulerConfig, SchedulingPolicy
+from workers.inputs import InputBuilder
+from workers.kv_cache_manager import KVCacheManager
+from workers.plan import ModelOutput, SampledToken
+from workers.request import Request, RequestId, SamplingParams
+from workers.scheduler import Scheduler
+
+_MAX_CONTEXT = 4096
+_BLOCK_SIZE = 16
+_NUM_PROMPT_TOKENS = 32
+_NUM_WARM_UP_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Of one policy with so many running sequences: CPU time, in milliseconds."""
+
+    policy: SchedulingPolicy
+    num_seqs: int
+    schedule_ms: float
+    """Medians."""
+    update_ms: float
+    inputs_ms: float
+    total_ms: float
+    p99_ms: float
+    """Of the total."""
+
+
+class Steps:
+    """A scheduler and a rank's input builder, with a model that always says the same."""
+
+    def __init__(self, policy: SchedulingPolicy, num_seqs: int, num_steps: int) -> None:
+        length = _NUM_PROMPT_TOKENS + num_steps + 4 * _NUM_WARM_UP_STEPS
+        num_blocks = num_seqs * (length // _BLOCK_SIZE + 2)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                policy=policy,
+                max_num_batched_tokens=max(num_seqs, 8192),
+                max_num_seqs=num_seqs,
+                max_waiting=2 * num_seqs,
+                promote_after_s=None,
+            ),
+            KVCacheManager(
+                BlockPool(num_blocks, enable_prefix_caching=True), block_size=_BLOCK_SIZE, hash_key=b"step time"
+            ),
+            max_context=_MAX_CONTEXT,
+            eos_token_ids=frozenset(),
+            max_in_flight=1,
+        )
+        self._inputs = InputBuilder(
+            num_slots=num_seqs, max_context=_MAX_CONTEXT, block_size=_BLOCK_SIZE, device=torch.device("cpu")
+        )
+        for i in range(num_seqs):
+            self._add(i, _NUM_PROMPT_TOKENS, max_tokens=length)
+        while self._scheduler.num_waiting:
+            self.run()
+        for i in range(num_seqs // 2):
+            self._add(num_seqs + i, _NUM_PROMPT_TOKENS, max_tokens=_MAX_CONTEXT // 2)
+
+    def run(self) -> tuple[float, float, float]:
+        """Make one step; return the CPU seconds of `schedule`, `update` and `build`."""
+        start_s = time.process_time()
+        plan = self._scheduler.schedule(0.0)
+        scheduled_s = time.process_time()
+        assert plan is not None
+        self._inputs.build(plan)
+        built_s = time.process_time()
+        output = ModelOutput(plan.number, [SampledToken(share.slot, 5) for share in plan.scheduled if share.samples])
+        ready_s = time.process_time()
+        self._scheduler.update(plan, output, 0.0)
+        return scheduled_s - start_s, time.process_time() - ready_s, built_s - scheduled_s
+
+    def _add(self, number: int, num_prompt_tokens: int, *, max_tokens: int) -> None:
+        prompt = (number % 997, number // 997, *([7] * (num_prompt_tokens - 2)))
+        sampling = SamplingParams(max_tokens=max_tokens)
+        self._scheduler.add(Request(request_id=RequestId(str(number)), prompt_token_ids=prompt, sampling=sampling), 0.0)
+
+
+def measure(policy: SchedulingPolicy, num_seqs: int, num_steps: int) -> StepTime:
+    """Measure so many steps."""
+    steps = Steps(policy, num_seqs, num_steps)
+    for _ in range(_NUM_WARM_UP_STEPS):
+        steps.run()
+    gc.collect()
+    times = [steps.run() for _ in range(num_steps)]
+    schedule_ms, update_ms, inputs_ms = (sorted(part * 1e3 for part in parts) for parts in zip(*times, strict=True))
+    total_ms = sorted(sum(parts) * 1e3 for parts in times)
+    return StepTime(
+        policy=policy,
+        num_seqs=num_seqs,
+        schedule_ms=percentile(schedule_ms, 0.5),
+        update_ms=percentile(update_ms, 0.5),
+        inputs_ms=percentile(inputs_ms, 0.5),
+        total_ms=percentile(total_ms, 0.5),
+        p99_ms=percentile(total_ms, 0.99),
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=_integers, default=[256, 1024, 4096], metavar="N,N")
+    parser.add_argument("--policy", type=_policies, default=list(SchedulingPolicy), metavar="NAME,NAME")
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args(argv)
+    found = [measure(policy, num, options.steps) for num in options.sequences for policy in options.policy]
+    _print(found)
+    print(json.dumps({"machine": describe_machine(), "steps": options.steps, "times": list(map(asdict, found))}))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _policies(text: str) -> list[SchedulingPolicy]:
+    return [SchedulingPolicy(part) for part in text.split(",")]
+
+
+def _print(found: Sequence[StepTime]) -> None:
+    table = Table("sequences", "policy", "schedule", "update", "inputs", "total", "p99", title="CPU time of a step, ms")
+    for time_of in found:
+        parts = [time_of.schedule_ms, time_of.update_ms, time_of.inputs_ms, time_of.total_ms, time_of.p99_ms]
+        table.add_row(str(time_of.num_seqs), time_of.policy, *(f"{part:.2f}" for part in parts))
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
