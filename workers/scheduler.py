@@ -130,9 +130,9 @@ class Scheduler:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens that wait to be computed; the one token that each decoding sequence always has is not counted."""
-        return self._waiting.num_tokens + sum(
-            num_left for sequence in self._running if (num_left := _num_left(sequence)) > 1
-        )
+        num_kept = sum(sequence.num_computed_tokens for sequence in self._suspended)
+        num_running = sum(num_left for sequence in self._running if (num_left := _num_left(sequence)) > 1)
+        return self._waiting.num_tokens - num_kept + num_running
 
     def add(self, request: Request, now_s: float) -> Sequence:
         """Queue a request.

@@ -528,6 +528,7 @@ def test_earlier_level_displaces_a_running_sequence_which_keeps_its_blocks() -> 
 
     assert (ordinary.status, urgent.status) == (SequenceStatus.WAITING, SequenceStatus.RUNNING)
     assert len(ordinary.block_table) == 3
+    assert served.scheduler.num_pending_tokens == 1
     served.scheduler.check_integrity()
     served.run()
     counters = served.scheduler.counters
