@@ -1,0 +1,93 @@
+"""Weft's engine beside other engines: the same prompts, in turns, one process at a time.
+
+python -m bench.peers --geometry llama-110m --dtype bfloat16 --peers transformers,llama.cpp,openvino,vllm --rounds 5
+
+Each engine runs in an environment of its own (`python -m bench.peers.install PEER` makes it). Rounds in which another
+process was busy are marked and do not count. Ends with one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.errors import BenchConfigError
+from bench.load.geometries import find_model
+from bench.load.workloads import WORKLOADS
+from bench.machine import describe_machine
+from bench.peers.catalog import PEERS, WEFT, default_venvs
+from bench.peers.comparison import SMALL_GAP
+from bench.peers.measure import Options, measure
+from bench.peers.report import make_report, print_report
+from cluster.errors import ClusterError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print tables, and end with a line of JSON."""
+    args = _parse(arguments)
+    console = Console(stderr=True)
+    try:
+        options = _options(args)
+        outcome = measure(options, tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+    except ClusterError as error:
+        sys.exit(f"error: {error}")
+    report = make_report(options, outcome, machine=describe_machine())
+    print_report(Console(), outcome)
+    line = json.dumps(report)
+    print(line)
+    if args.json is not None:
+        with args.json.open("a") as file:
+            file.write(line + "\n")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    peers = [name for name in PEERS if name != WEFT]
+    parser.add_argument("--geometry", default="llama-110m", help="llama-110m, qwen2.5-0.5b, or a model's folder")
+    parser.add_argument("--dtype", choices=list(SMALL_GAP), default="bfloat16", help="of all engines")
+    parser.add_argument("--peers", default=",".join(peers), help=f"of {', '.join(peers)} (all)")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of W1, W2, W3 (all)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that is not (%(default)s)")
+    parser.add_argument("--threads", type=int, help="of each engine (the cores of this process)")
+    parser.add_argument("--venvs", type=Path, default=default_venvs(), help="where the environments are (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts; each round has the next one (%(default)s)")
+    parser.add_argument("--settle", type=float, default=0.5, help="seconds between two runs (%(default)s)")
+    parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
+    return parser.parse_args(arguments)
+
+
+def _options(args: argparse.Namespace) -> Options:
+    workloads = _names(args.workloads)
+    unknown = [name for name in workloads if name not in WORKLOADS]
+    if unknown or not workloads:
+        raise BenchConfigError(f"--workloads is {args.workloads!r}; allowed: {', '.join(WORKLOADS)}")
+    if args.rounds < 1:
+        raise BenchConfigError(f"--rounds is {args.rounds}; allowed: at least 1")
+    num_threads = len(os.sched_getaffinity(0)) if args.threads is None else args.threads
+    if num_threads < 1:
+        raise BenchConfigError(f"--threads is {num_threads}; allowed: at least 1")
+    return Options(
+        model=find_model(args.geometry),
+        dtype=args.dtype,
+        peers=_names(args.peers),
+        workloads=workloads,
+        rounds=args.rounds,
+        num_threads=num_threads,
+        venvs=args.venvs.expanduser().absolute(),
+        seed=args.seed,
+        settle_s=args.settle,
+    )
+
+
+def _names(given: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Writes a Llama or Qwen2 checkpoint in Hugging Face layout as a GGUF file without a tokenizer, for llama.cpp."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor
+
+_ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+
+
+def write_gguf(model: Path, path: Path, *, dtype: str) -> None:
+    """Write matrices in `dtype` ("bfloat16" or "float32") and vectors in float32.
+
+    Raises ValueError for another model type or dtype.
+    """
+    config = json.loads((model / "config.json").read_text())
+    kind = config["model_type"]
+    if kind not in _ARCHITECTURES:
+        raise ValueError(f"model_type is {kind!r}; allowed: {', '.join(_ARCHITECTURES)}")
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype is {dtype!r}; allowed: 'bfloat16', 'float32', 'int8'")
+    architecture = _ARCHITECTURES[kind]
+    writer: Any = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    _add_config(writer, config, is_bfloat16=dtype == "bfloat16")
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for name, tensor in _tensors(model, config):
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, f"{name} has a place in {kind}"
+        _add_tensor(writer, gguf_name, tensor, as_bfloat16=dtype == "bfloat16" and tensor.dim() > 1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_config(writer: Any, config: dict[str, Any], *, is_bfloat16: bool) -> None:
+    num_heads = config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_key_length(_head_dim(config))
+    writer.add_value_length(_head_dim(config))
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if is_bfloat16 else gguf.LlamaFileType.ALL_F32)
+    writer.add_tokenizer_model("none")
+
+
+def _tensors(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(model.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+                continue
+            yield name, _pair_rotary_rows(name, tensor, config)
+
+
+def _pair_rotary_rows(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """llama.cpp rotates rows 2i and 2i+1 of a Llama head together; in a checkpoint those are i and i + H/2."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    key = next((heads[each] for each in heads if f".{each}." in name), None)
+    if config["model_type"] != "llama" or key is None:
+        return tensor
+    halves = tensor.view(config[key], 2, _head_dim(config) // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def _add_tensor(writer: Any, name: str, tensor: Tensor, *, as_bfloat16: bool) -> None:
+    if as_bfloat16:
+        data: NDArray[Any] = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    else:
+        data = tensor.to(torch.float32).numpy().astype(np.float32)
+        writer.add_tensor(name, data)
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])

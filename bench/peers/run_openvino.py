@@ -1,0 +1,80 @@
+"""OpenVINO GenAI as one of the engines that are compared: its continuous batching pipeline, prefixes cached."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+
+from bench.peers.worker import Answer, Job, Loaded, Setup, cached, packages, serve_worker
+
+_API: Any = openvino_genai
+_PRECISIONS = {"bfloat16": ("fp32", "bf16"), "float32": ("fp32", "f32"), "int8": ("int8", "bf16")}
+"""By dtype: weights as exported, and what the CPU computes in (fp32 weights become bf16 when compiled for it)."""
+
+
+class OpenVino:
+    """One pipeline; requests are added together and stepped until none is left."""
+
+    def __init__(self, setup: Setup) -> None:
+        weights, self._precision = _PRECISIONS[setup.dtype]
+        self._weights = weights
+        folder = cached(setup.cache, weights, lambda path: _export(setup.model, path, weights))
+        scheduler = _API.SchedulerConfig()
+        scheduler.cache_size = 1
+        scheduler.max_num_seqs = setup.max_num_seqs
+        scheduler.max_num_batched_tokens = 2048
+        scheduler.enable_prefix_caching = True
+        properties = {"INFERENCE_PRECISION_HINT": self._precision, "INFERENCE_NUM_THREADS": setup.num_threads}
+        self._pipeline = _API.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
+        self._num_requests = 0
+
+    def describe(self) -> Loaded:
+        """Versions, and the precision of weights and of computing."""
+        return Loaded(
+            packages=packages("openvino", "openvino-genai"), dtype=f"{self._weights} weights, {self._precision}"
+        )
+
+    def run(self, job: Job) -> Answer:
+        """All requests at once; prompts differ between jobs, so the prefix cache finds nothing older."""
+        handles = []
+        for prompt, num_out in zip(job.prompts, job.num_out, strict=True):
+            ids: Any = openvino.Tensor(np.array([prompt], dtype=np.int64))
+            self._num_requests += 1
+            handles.append(self._pipeline.add_request(self._num_requests, ids, _greedy(num_out)))
+        first_s = None
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            if first_s is None and any(handle.can_read() for handle in handles):
+                first_s = time.perf_counter()
+        return Answer(tokens=[list(handle.read_all()[0].generated_ids) for handle in handles], first_s=first_s)
+
+
+def _greedy(num_out: int) -> Any:
+    config = _API.GenerationConfig()
+    config.max_new_tokens = num_out
+    config.do_sample = False
+    config.ignore_eos = True
+    return config
+
+
+def _export(model: str, path: Path, weights: str) -> None:
+    """Convert with optimum, in a process of its own: it needs torch, which the pipeline runs without."""
+    command = [
+        *(str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", model),
+        *("--task", "text-generation-with-past", "--weight-format", weights, str(path)),
+    ]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+
+
+def main() -> None:
+    """Answer the parent."""
+    serve_worker(OpenVino)
+
+
+if __name__ == "__main__":
+    main()

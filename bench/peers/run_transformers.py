@@ -1,0 +1,76 @@
+"""transformers as one of the engines that are compared: `generate` on one left-padded batch."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from bench.peers.worker import Answer, Job, Loaded, Setup, packages, serve_worker
+
+
+class Generate:
+    """One batch that runs until its longest request is done; tokens beyond those asked for do not count."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._model = load_model(setup, attention="sdpa")
+
+    def describe(self) -> Loaded:
+        """Its version and torch's."""
+        return Loaded(packages=packages("transformers", "torch"), dtype=str(self._model.dtype), note="left padding")
+
+    def run(self, job: Job) -> Answer:
+        """Pad to the longest prompt, generate as much as the longest output."""
+        longest = max(map(len, job.prompts))
+        padding = [longest - len(prompt) for prompt in job.prompts]
+        input_ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, job.prompts, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
+        first = _FirstToken()
+        with torch.inference_mode():
+            ids = self._model.generate(
+                input_ids,
+                attention_mask=mask,
+                generation_config=greedy_config(max(job.num_out)),
+                stopping_criteria=[first],
+            )
+        rows = ids[:, longest:].tolist()
+        tokens = [row[:num_out] for row, num_out in zip(rows, job.num_out, strict=True)]
+        return Answer(tokens=tokens, first_s=first.at_s)
+
+
+def load_model(setup: Setup, *, attention: str) -> Any:
+    """The model in the dtype asked for. Raises ValueError for one that transformers has no CPU path for."""
+    if setup.dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype is {setup.dtype!r}; allowed: 'bfloat16', 'float32'")
+    torch.set_num_threads(setup.num_threads)
+    dtype = getattr(torch, setup.dtype)
+    auto: Any = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(setup.model, dtype=dtype, attn_implementation=attention).eval()
+
+
+def greedy_config(num_out: int) -> Any:
+    """Exactly so many tokens: there is no end of text."""
+    make: Callable[..., Any] = transformers.GenerationConfig
+    return make(max_new_tokens=num_out, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+
+
+class _FirstToken:
+    """A stopping criterion that never stops and notes when it was first asked."""
+
+    def __init__(self) -> None:
+        self.at_s: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.at_s is None:
+            self.at_s = time.perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def main() -> None:
+    """Answer the parent."""
+    serve_worker(Generate)
+
+
+if __name__ == "__main__":
+    main()

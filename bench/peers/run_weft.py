@@ -1,0 +1,89 @@
+"""Weft's engine as one of the engines that are compared, in this checkout's own environment."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from bench.peers.worker import Answer, Job, Loaded, Setup, packages, serve_worker
+from workers.config import CacheConfig, EngineConfig, SchedulerConfig
+from workers.engine import Engine, build_engine
+from workers.request import Request, RequestId, RequestOutput, SamplingParams
+
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class WeftEngine:
+    """The engine with its defaults; only the sizes are those that every peer gets."""
+
+    def __init__(self, setup: Setup) -> None:
+        cache = CacheConfig()
+        config = EngineConfig(
+            model=setup.model,
+            dtype=setup.dtype,
+            device="cpu",
+            max_context=setup.max_context,
+            num_threads=setup.num_threads,
+            cache=replace(cache, num_blocks=_num_blocks(setup, cache.block_size)),
+            scheduler=SchedulerConfig(max_num_seqs=setup.max_num_seqs),
+        )
+        self._dtype = setup.dtype
+        self._engine: Engine = build_engine(config)
+        self._num_jobs = 0
+
+    def describe(self) -> Loaded:
+        """Weft's and torch's versions."""
+        return Loaded(packages=packages("torch"), dtype=self._dtype, note=str(Path(__file__).parents[2]))
+
+    def run(self, job: Job) -> Answer:
+        """All requests at once; a salt for each job, so that none finds blocks of another."""
+        self._num_jobs += 1
+        collected = _Collected(len(job.prompts))
+        for index, (prompt, num_out) in enumerate(zip(job.prompts, job.num_out, strict=True)):
+            self._engine.add_request(
+                Request(
+                    request_id=RequestId(str(index)),
+                    prompt_token_ids=tuple(prompt),
+                    sampling=replace(_GREEDY, max_tokens=num_out, logprobs=2 if job.with_gaps else None),
+                    cache_salt=f"job {self._num_jobs}",
+                )
+            )
+        while collected.num_open:
+            for output in self._engine.step().outputs:
+                collected.take(output)
+        return Answer(
+            tokens=collected.tokens,
+            first_s=collected.first_s,
+            gaps=collected.gaps if job.with_gaps else None,
+        )
+
+
+class _Collected:
+    def __init__(self, number: int) -> None:
+        self.num_open = number
+        self.first_s: float | None = None
+        self.tokens: list[list[int]] = [[] for _ in range(number)]
+        self.gaps: list[list[float]] = [[] for _ in range(number)]
+
+    def take(self, output: RequestOutput) -> None:
+        if output.error is not None:
+            raise output.error
+        index = int(output.request_id)
+        if output.token_ids and self.first_s is None:
+            self.first_s = time.perf_counter()
+        self.tokens[index] += output.token_ids
+        self.gaps[index] += [each.top[0][1] - each.top[1][1] for each in output.logprobs]
+        self.num_open -= output.finish is not None
+
+
+def _num_blocks(setup: Setup, block_size: int) -> int:
+    """Enough for all sequences, each of which leaves its last block partly empty."""
+    return setup.cache_tokens // block_size + 2 * setup.max_num_seqs
+
+
+def main() -> None:
+    """Answer the parent."""
+    serve_worker(WeftEngine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""The comparison with peers: the protocol over a fake engine, and what is made of timed sections."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bench.errors import BenchConfigError, BenchError
+from bench.peers import measure as measuring
+from bench.peers.catalog import PEERS, READY, WEFT, Start, find_start
+from bench.peers.comparison import Measured, compare_tokens, interleave, summarize
+from bench.peers.measure import Options, measure
+from bench.peers.process import Worker, WorkerError
+from bench.peers.report import make_report
+from bench.peers.worker import Answer, Job, Loaded, Setup, answer_lines, cached
+
+_SETUP = Setup(model="m", dtype="float32", cache="c", num_threads=1, max_num_seqs=2, max_context=8, cache_tokens=16)
+_JOB = Job(prompts=[[1, 2], [3]], num_out=[2, 1])
+
+_FAKE_WORKER = """
+import os, sys
+from bench.peers.worker import Answer, Loaded, serve_worker
+
+class Echo:
+    def __init__(self, setup):
+        if sys.argv[1] == "refuses":
+            raise ValueError("no such dtype")
+        print("noise on stdout")
+    def describe(self):
+        return Loaded(packages={"echo": "1"}, dtype="float32")
+    def run(self, job):
+        if sys.argv[1] == "dies":
+            sys.stderr.write("out of memory")
+            os._exit(3)
+        first = 7 if sys.argv[1] == "differs" else 0
+        tokens = [[first] + [0] * (n - 1) for n in job.num_out]
+        return Answer(tokens=tokens, gaps=[[0.5] * n for n in job.num_out])
+
+serve_worker(Echo)
+"""
+
+
+class _Fake:
+    """Repeats the first token of each prompt."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.short = setup.dtype == "int8"
+
+    def describe(self) -> Loaded:
+        return Loaded(packages={}, dtype="float32")
+
+    def run(self, job: Job) -> Answer:
+        number = 1 if self.short else None
+        return Answer(tokens=[[prompt[0]] * (number or n) for prompt, n in zip(job.prompts, job.num_out, strict=True)])
+
+
+def _talk(*messages: dict[str, object]) -> list[dict[str, object]]:
+    replies = io.StringIO()
+    answer_lines(io.StringIO("".join(json.dumps(each) + "\n" for each in messages)), replies, _Fake)
+    return [json.loads(line) for line in replies.getvalue().splitlines()]
+
+
+def _fake_worker(mode: str, tmp_path: Path) -> Worker:
+    return Worker(mode, _fake_start(mode).command, environment={}, log=tmp_path / f"{mode}.log")
+
+
+def _fake_start(mode: str) -> Start:
+    root = str(Path(measuring.__file__).parents[2])
+    command = (sys.executable, "-c", f"import sys; sys.path.append({root!r})\n{_FAKE_WORKER}", mode)
+    return Start(command=command, environment={})
+
+
+def _job() -> dict[str, object]:
+    return {"prompts": _JOB.prompts, "num_out": _JOB.num_out}
+
+
+def _setup(dtype: str = "float32") -> dict[str, object]:
+    return {name: getattr(_SETUP, name) for name in Setup.__dataclass_fields__} | {"dtype": dtype}
+
+
+def test_a_worker_answers_until_it_is_told_to_quit() -> None:
+    loaded, ran = _talk(
+        {"do": "load", "setup": _setup()}, {"do": "run", "job": _job()}, {"do": "quit"}, {"do": "run", "job": _job()}
+    )
+    assert loaded == {"ok": {"packages": {}, "dtype": "float32", "note": ""}}
+    assert ran["ok"]["tokens"] == [[1, 1], [3]]  # type: ignore[index]
+
+
+def test_an_engine_that_stops_early_is_an_error() -> None:
+    _, ran = _talk({"do": "load", "setup": _setup("int8")}, {"do": "run", "job": _job()})
+    assert "[1, 1]" in str(ran["error"])
+    assert "[2, 1]" in str(ran["error"])
+
+
+def test_an_unknown_message_is_refused_with_those_allowed() -> None:
+    assert _talk({"do": "dance"}) == [{"error": "do is 'dance'; allowed: 'load', 'run', 'quit'"}]
+
+
+def test_what_an_engine_prints_does_not_disturb_the_protocol(tmp_path: Path) -> None:
+    worker = _fake_worker("works", tmp_path)
+    try:
+        assert worker.load(_SETUP, timeout_s=60).packages == {"echo": "1"}
+        assert worker.run(_JOB, timeout_s=60).tokens == [[0, 0], [0]]
+    finally:
+        worker.close()
+    assert "noise on stdout" in (tmp_path / "works.log").read_text()
+
+
+def test_a_worker_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    worker = _fake_worker("dies", tmp_path)
+    try:
+        worker.load(_SETUP, timeout_s=60)
+        with pytest.raises(WorkerError, match=r"(?s)exit 3\): .*out of memory"):
+            worker.run(_JOB, timeout_s=60)
+    finally:
+        worker.close()
+
+
+def test_a_worker_that_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
+    worker = Worker("mute", (sys.executable, "-c", "input(); input()"), environment={}, log=tmp_path / "mute.log")
+    with pytest.raises(WorkerError, match=r"no answer to 'load' within 0\.1 s"):
+        worker.load(_SETUP, timeout_s=0.1)
+    worker.close()
+
+
+def _write(content: str, path: Path) -> None:
+    path.write_text(content)
+
+
+def _options(tmp_path: Path, *peers: str) -> Options:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 100}')
+    return Options(
+        model=tmp_path / "model",
+        dtype="float32",
+        peers=peers,
+        workloads=("W1",),
+        rounds=2,
+        num_threads=1,
+        venvs=tmp_path / "venvs",
+        seed=0,
+        settle_s=0.0,
+    )
+
+
+def test_engines_that_fail_are_left_out_and_the_others_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = {WEFT: "works", "vllm": "differs", "openvino": "refuses", "llama.cpp": "dies"}
+    monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start(modes[name]))
+    options = _options(tmp_path, "vllm", "openvino", "llama.cpp")
+    lines: list[str] = []
+
+    outcome = measure(options, tell=lines.append)
+
+    assert [(each.round, each.engine) for each in outcome.measured] == [(1, WEFT), (1, "vllm"), (2, WEFT), (2, "vllm")]
+    assert set(outcome.skipped) == {"openvino", "llama.cpp"}
+    assert "no such dtype" in outcome.skipped["openvino"]
+    assert outcome.agreements["W1"]["vllm"].num_far == 1
+    report = json.loads(json.dumps(make_report(options, outcome, machine={})))
+    assert [(row["workload"], row["engine"]) for row in report["rows"]] == [("W1", WEFT), ("W1", "vllm")]
+
+
+def test_a_failure_of_weft_itself_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("refuses"))
+    with pytest.raises(WorkerError, match="weft: ValueError: no such dtype"):
+        measure(_options(tmp_path), tell=lambda line: None)
+
+
+def test_a_peer_without_an_environment_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"python -m bench\.peers\.install transformers"):
+        find_start("transformers-cb", venvs=tmp_path, num_threads=2)
+
+
+def test_an_unknown_peer_is_refused_with_those_allowed(tmp_path: Path) -> None:
+    with pytest.raises(BenchConfigError, match=r"'llamacpp'; allowed: transformers, transformers-cb, llama\.cpp"):
+        find_start("llamacpp", venvs=tmp_path, num_threads=2)
+
+
+@pytest.mark.parametrize("name", list(PEERS))
+def test_each_worker_starts_in_its_own_environment(name: str, tmp_path: Path) -> None:
+    venv = PEERS[name].venv
+    if venv is not None:
+        (tmp_path / venv).mkdir()
+        (tmp_path / venv / READY).touch()
+    start = find_start(name, venvs=tmp_path, num_threads=3)
+    assert start.command[0] == (sys.executable if venv is None else str(tmp_path / venv / "bin" / "python"))
+    assert start.environment["OMP_NUM_THREADS"] == "3"
+    root = Path(start.command[-1])
+    assert (root / PEERS[name].module.replace(".", "/")).with_suffix(".py").is_file()
+
+
+def test_engines_take_turns_on_each_workload() -> None:
+    order = list(interleave(["a", "b"], ["W1", "W2"], 2))
+    assert order[:4] == [(1, "W1", "a"), (1, "W1", "b"), (1, "W2", "a"), (1, "W2", "b")]
+    assert [index for index, _, _ in order] == [1] * 4 + [2] * 4
+
+
+def _measured(engine: str, index: int, rate: float, *, others: float | None = 0.0) -> Measured:
+    return Measured(
+        round=index,
+        workload="W1",
+        engine=engine,
+        num_requests=1,
+        num_tokens=64,
+        wall_s=64 / rate,
+        others_cores=others,
+        first_s=0.1,
+    )
+
+
+def test_medians_and_ratios_leave_contended_rounds_out() -> None:
+    rows = summarize(
+        [
+            *(_measured("weft", 1, 80), _measured("peer", 1, 40)),
+            *(_measured("weft", 2, 90), _measured("peer", 2, 5, others=0.5)),
+            *(_measured("weft", 3, 10, others=0.2), _measured("peer", 3, 50)),
+            *(_measured("weft", 4, 100), _measured("peer", 4, 40)),
+        ],
+        reference="weft",
+    )
+    weft, peer = rows
+    assert weft.median_rate == pytest.approx(90)
+    assert weft.ratio == pytest.approx(1)
+    assert peer.rates == pytest.approx((40, 50, 40))
+    assert peer.dropped_rates == pytest.approx((5,))
+    assert peer.median_rate == pytest.approx(40)
+    assert peer.ratio == pytest.approx((80 / 40 + 100 / 40) / 2)
+
+
+def test_an_engine_without_a_quiet_round_has_no_number() -> None:
+    rows = summarize([_measured("weft", 1, 80), _measured("peer", 1, 40, others=1.0)], reference="weft")
+    assert (rows[1].median_rate, rows[1].ratio, rows[1].ttft_s) == (None, None, None)
+
+
+def test_where_the_system_does_not_tell_every_round_counts() -> None:
+    (row,) = summarize([_measured("weft", 1, 80, others=None)], reference="weft")
+    assert row.median_rate == pytest.approx(80)
+
+
+def test_time_per_token_is_that_of_one_request_after_its_first_token() -> None:
+    one = _measured("weft", 1, 64)
+    assert one.tpot_s == pytest.approx(0.9 / 63)
+    assert replace(one, num_requests=2).tpot_s is None
+    assert replace(one, first_s=None).tpot_s is None
+
+
+def test_tokens_are_compared_up_to_the_first_difference() -> None:
+    agreement = compare_tokens(
+        [[1, 2, 3, 4], [5, 6], [7, 8]],
+        [[0.9, 0.05, 0.9, 0.9], [0.9, 0.9], [0.8, 0.9]],
+        [[1, 9, 9, 9], [5, 6], [0, 8]],
+        small_gap=0.1,
+    )
+    assert (agreement.num_same, agreement.num_close, agreement.num_far) == (1, 1, 1)
+    assert agreement.widest_gap == pytest.approx(0.8)
+    assert agreement.mean_prefix == pytest.approx((1 / 4 + 1 + 0) / 3)
+
+
+def test_a_converted_checkpoint_is_made_once_and_put_in_place_whole(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        cached(str(tmp_path), "m.gguf", fail)
+    assert not (tmp_path / "m.gguf").exists()
+    for content in ("whole", "again"):
+        path = cached(str(tmp_path), "m.gguf", partial(_write, content))
+        assert path.read_text() == "whole"
