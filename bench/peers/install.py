@@ -5,6 +5,7 @@ Each environment gets a torch that computes on a CPU first (where pip finds `+cp
 """
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -134,12 +135,9 @@ def _requirements(wheel: Path, *, without: Sequence[str]) -> list[str]:
     with ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         required = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
-    return [
-        each
-        for each in required
-        if "extra ==" not in each
-        and each.replace(";", " ").replace("=", " ").replace(">", " ").split()[0] not in without
-    ]
+    names = [re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in required]
+    pairs = zip(names, required, strict=True)
+    return [each for name, each in pairs if name not in without and "extra ==" not in each]
 
 
 if __name__ == "__main__":

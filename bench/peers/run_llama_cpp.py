@@ -56,7 +56,9 @@ class LlamaCpp:
         """The version of the bindings, which name the library's commit."""
         dtype = "q8_0" if self._dtype == "int8" else self._dtype
         return Loaded(
-            packages=packages("llama_cpp_python"), dtype=dtype, note="cache in its default dtype but for float32"
+            packages=packages("llama_cpp_python"),
+            dtype=dtype,
+            note="cache and attention as by default; exact in float32",
         )
 
     def run(self, job: Job) -> Answer:
@@ -86,7 +88,8 @@ class LlamaCpp:
         params.n_threads = params.n_threads_batch = setup.num_threads
         params.kv_unified = unified
         if setup.dtype == "float32":
-            params.type_k = params.type_v = _API.GGML_TYPE_F32  # else half precision, as users have it
+            params.type_k = params.type_v = _API.GGML_TYPE_F32
+            params.flash_attn_type = _API.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it computes in half precision
         params.no_perf = True
         context = _API.llama_init_from_model(self._model, params)
         if not context:

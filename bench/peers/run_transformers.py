@@ -46,7 +46,9 @@ def load_model(setup: Setup, *, attention: str) -> Any:
     torch.set_num_threads(setup.num_threads)
     dtype = getattr(torch, setup.dtype)
     auto: Any = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(setup.model, dtype=dtype, attn_implementation=attention).eval()
+    model = auto.from_pretrained(setup.model, dtype=dtype, attn_implementation=attention).eval()
+    model.generation_config.eos_token_id = None  # `generate` takes from it what its caller leaves open
+    return model
 
 
 def greedy_config(num_out: int) -> Any:
