@@ -43,7 +43,9 @@ class LlamaCpp:
     def __init__(self, setup: Setup) -> None:
         path = _checkpoint(setup)
         _API.llama_backend_init()
-        self._model = _API.llama_model_load_from_file(str(path).encode(), _API.llama_model_default_params())
+        params = _API.llama_model_default_params()
+        params.use_extra_bufts = setup.dtype != "int8"  # Q8_0 in its AMX buffers ended the process (0.3.36)
+        self._model = _API.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {path}; its log says why")
         self._dtype = setup.dtype
