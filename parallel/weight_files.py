@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallel.errors import CheckpointError
+from parallel.host_memory import forget
 from parallel.weight_index import FORMATS, find_weights, read_index
 
 STORED_DTYPES: Mapping[str, torch.dtype] = {
@@ -76,7 +77,12 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
 def open_tensors(file: Path) -> Iterator[StoredTensors]:
     """A weight file, mapped until the end of the block. Raises CheckpointError when it is missing or corrupt."""
     if file.suffix == ".bin":
-        yield _PickledTensors(_load(file))
+        pickled = _load(file)
+        try:
+            yield _PickledTensors(pickled)
+        finally:
+            for tensor in pickled.values():  # the file stays mapped until torch's reader is collected as garbage
+                forget(tensor)
         return
     try:
         tensors = safe_open(file, framework="pt", device="cpu")
