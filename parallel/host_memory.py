@@ -18,7 +18,7 @@ def release_free_memory() -> None:
 def use_huge_pages(x: Tensor) -> None:
     """Ask for pages of 2 MB under a new tensor on the CPU, before it is filled; in vain on other systems than Linux.
 
-    Products that read all weights once a step were 6 to 14 % faster with them: fewer addresses are to be looked up.
+    Weights are read once a step, and fewer addresses are then to be looked up (docs/performance.md).
     """
     _advise(x, _MADV_HUGEPAGE)
 
