@@ -35,14 +35,24 @@ class Batch:
     """Tokens to compute of each sequence."""
     new: list[Sequence] = field(default_factory=list)
     """Those that take their slot in this step."""
+    needed: set[Sequence] = field(default_factory=set)
+    """Those that fill blocks in this step which another one starts from: they stay in it."""
+    _filled: dict[int, Sequence] = field(default_factory=dict)
+    """Blocks that others can find already, and who fills them in this step."""
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give a sequence its share."""
+    def add(self, sequence: Sequence, num_tokens: int, filled: list[int]) -> None:
+        """Give a sequence its share; `filled` are the blocks that it makes known thereby."""
         self.shares[sequence] = num_tokens
         self.budget -= num_tokens
+        self._filled.update(dict.fromkeys(filled, sequence))
+
+    def start(self, sequence: Sequence) -> None:
+        """Let a sequence take its slot, with the blocks in its table as a start."""
+        self.new.append(sequence)
+        self.needed.update(self._filled[block] for block in sequence.block_table if block in self._filled)
 
     def drop(self, sequence: Sequence) -> None:
-        """Take back the share of a sequence, if it has one."""
+        """Take back the share of a sequence that nobody needs, if it has one."""
         self.budget += self.shares.pop(sequence, 0)
 
     def launch(self, number: int, removed_slots: list[int]) -> Flight:

@@ -84,6 +84,10 @@ class BlockPool:
         else:
             self._stored[block_hash] = None
 
+    def forget(self, block: int) -> None:
+        """Take an owned block's content from the index, if it is there: it is not what its hash says."""
+        self._evict(block)
+
     def free(self, blocks: Iterable[int]) -> None:
         """Give back one reference to each block, in eviction order: the tail of a chain before its head."""
         for block in blocks:

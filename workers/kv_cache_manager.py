@@ -149,7 +149,7 @@ class KVCacheManager:
         num_prefix = len(prefix) // self._num_groups
         self._pool.share(self._held(prefix, num_prefix))
         sequence.block_table.extend(prefix)
-        sequence.num_full_blocks = num_prefix
+        sequence.num_full_blocks = sequence.num_known_blocks = num_prefix
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the block table for the next `num_tokens` to compute: all blocks this takes, or none and False."""
@@ -162,20 +162,34 @@ class KVCacheManager:
         sequence.block_table.extend(self._pool.allocate(num_new))
         return True
 
-    def commit(self, sequence: Sequence) -> None:
-        """Make known every block that has become full, so that others can share it; give back what is out of sight.
+    def commit(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Make known the blocks that the next `num_tokens` fill, so that others can share them, and return these.
 
-        A block that another sequence made known first stays this sequence's own copy.
+        They are not computed yet. Whoever finds them reads them in the same step or a later one, and in each layer the
+        keys and values of a step are written before any are read. A block that another sequence made known first stays
+        this sequence's own copy.
         """
+        first, num_full = sequence.num_known_blocks, (sequence.num_computed_tokens + num_tokens) // self.block_size
+        if num_full <= first or not self._pool.enable_prefix_caching:
+            return []
+        self._extend_hashes(sequence, num_full)
+        start, stop = first * self._num_groups, num_full * self._num_groups
+        blocks = sequence.block_table[start:stop]
+        for i, block in enumerate(blocks, start):
+            self._pool.commit(block, sequence.block_hashes[i // self._num_groups], i % self._num_groups)
+        sequence.num_known_blocks = num_full
+        return blocks
+
+    def retract(self, sequence: Sequence) -> None:
+        """Take back what `commit` made known and nobody computed."""
+        start, stop = (num * self._num_groups for num in (sequence.num_full_blocks, sequence.num_known_blocks))
+        for block in sequence.block_table[start:stop]:
+            self._pool.forget(block)
+        sequence.num_known_blocks = min(sequence.num_known_blocks, sequence.num_full_blocks)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Note which blocks have been filled; give back what is out of sight."""
         num_full, first = sequence.num_computed_tokens // self.block_size, sequence.num_full_blocks
-        if num_full == first:
-            return
-        if self._pool.enable_prefix_caching:
-            self._extend_hashes(sequence, num_full)
-            for i in range(first, num_full):
-                for group in range(self._num_groups):
-                    block = sequence.block_table[i * self._num_groups + group]
-                    self._pool.commit(block, sequence.block_hashes[i], group)
         sequence.num_full_blocks = num_full
         for group, num_reached in self._sliding:
             start, stop = (max(0, num - num_reached) * self._num_groups + group for num in (first, num_full))
@@ -186,7 +200,7 @@ class KVCacheManager:
         held = self._held(sequence.block_table, sequence.num_full_blocks)
         self._pool.free(reversed(held))  # reversed: the tail of a chain is evicted first
         sequence.block_table.clear()
-        sequence.num_full_blocks = 0
+        sequence.num_full_blocks = sequence.num_known_blocks = 0
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Raise AssertionError unless exactly these sequences own blocks, each no more than one block too many."""
@@ -201,6 +215,7 @@ class KVCacheManager:
                 f"{sequence.request_id} has more blocks than tokens need"
             )
             assert sequence.num_full_blocks * self.block_size <= sequence.num_computed_tokens, "full before computed"
+            assert not self._pool.enable_prefix_caching or sequence.num_known_blocks >= sequence.num_full_blocks
         self._pool.check_integrity(owners)
 
     # How much a sequence holds

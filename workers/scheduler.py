@@ -215,7 +215,7 @@ class Scheduler:
         return self._launch(batch) if batch.shares else None
 
     def update(self, plan: StepPlan, output: ModelOutput, now_s: float) -> list[TokenOutput]:
-        """Take the output of the oldest plan in flight: append tokens, make full blocks known, finish or go on.
+        """Take the output of the oldest plan in flight: append tokens, finish or go on.
 
         Raises:
             GroupFailedError: the output is not that plan's.
@@ -284,8 +284,8 @@ class Scheduler:
     def _share(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         """Give a running sequence its share of the step, preempting later ones for its blocks.
 
-        Without success it keeps what it has and is not in this step: later ones are in flight, or there are none and
-        earlier ones will take its blocks or finish.
+        Without success it keeps what it has and is not in this step: later ones are in flight or needed in this step,
+        or there are none and earlier ones will take its blocks or finish.
         """
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted a moment ago, for this step
@@ -294,11 +294,11 @@ class Scheduler:
                 self._drop_blocks(max(self._suspended, key=self._victim_key))
                 continue
             later = self._running[self._running.index(sequence) + 1 :]
-            victims = [candidate for candidate in later if not candidate.in_flight]
+            victims = [candidate for candidate in later if _may_yield(candidate, batch)]
             if not victims:
                 return
             self._preempt(batch, max(victims, key=self._victim_key))
-        batch.add(sequence, num_tokens)
+        batch.add(sequence, num_tokens, self._cache.commit(sequence, num_tokens))
 
     def _victim_key(self, sequence: Sequence) -> tuple[int, int, Order]:
         """Largest for who gives way first: the one of the last level with the least to compute again."""
@@ -312,6 +312,7 @@ class Scheduler:
     def _suspend(self, batch: Batch, sequence: Sequence) -> None:
         """Take the slot from a running sequence; it waits, and keeps its blocks until somebody needs them."""
         batch.drop(sequence)
+        self._cache.retract(sequence)
         self.counters.num_preemptions += 1
         sequence.num_preemptions += 1
         sequence.num_lost_tokens = 0
@@ -345,8 +346,9 @@ class Scheduler:
         victims: list[Sequence] | None = None  # who could be displaced, last is first
         while sequence is not None and batch.budget:
             displaces = not self._free_slots
-            if displaces and victims is None:
-                victims = sorted((run for run in self._running if not run.in_flight), key=self._victim_key)
+            if displaces:
+                victims = sorted(self._running, key=self._victim_key) if victims is None else victims
+                victims = [victim for victim in victims if _may_yield(victim, batch)]
             if displaces and not (victims and victims[-1].order[0] > sequence.order[0]):
                 return
             if not self._find_room(sequence, reserve, displaces=displaces):
@@ -357,7 +359,7 @@ class Scheduler:
                 self._suspend(batch, victim)
             self._waiting.pop(batch.now_s)
             self._start(sequence, batch.now_s)
-            batch.new.append(sequence)
+            batch.start(sequence)
             self._share(batch, sequence, self._chunk(sequence, batch.budget))
             reserve += self._cache.num_reserved_blocks(sequence)
             sequence = self._next_to_start(before_level)
@@ -427,9 +429,11 @@ class Scheduler:
     ) -> TokenOutput | None:
         """Account for a sequence's share that came back."""
         sequence.in_flight = False
-        if token is None or token.error is None:  # what led to an error must not be shared
+        if token is None or token.error is None:
             sequence.num_computed_tokens += num_tokens
-            self._cache.commit(sequence)
+            self._cache.settle(sequence)
+        else:
+            self._cache.retract(sequence)  # what led to an error must not be shared
         if sequence.status is SequenceStatus.FINISHED:
             self._release(sequence)
             return None
@@ -485,6 +489,11 @@ class Scheduler:
 
 
 _order = attrgetter("order")
+
+
+def _may_yield(sequence: Sequence, batch: Batch) -> bool:
+    """Whether a running sequence can give up its blocks or its slot now."""
+    return not (sequence.in_flight or sequence in batch.needed)
 
 
 def _num_left(sequence: Sequence) -> int:

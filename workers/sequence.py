@@ -69,7 +69,10 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the full blocks, as far as it was needed; stays valid through preemption."""
     num_full_blocks: int = 0
-    """Leading entries of the block table whose tokens are computed; they were offered to the hash index."""
+    """Leading entries of the block table whose tokens are computed."""
+    num_known_blocks: int = 0
+    """Leading entries of the block table that were offered to the hash index: as many, or those that its step fills
+    too."""
 
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

@@ -115,8 +115,14 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
                 block = self.block(sequence, position // size, group)
                 assert self.pool._num_references[block] == 1, "a token is written into a shared block"
                 self.content[block] = (group, tuple(sequence.token_ids[: position + 1]))
+        known = self.pool.resident_hashes()
+        if data.draw(st.sampled_from([True, True, False])):  # a step that is not run after all
+            self.cache.commit(sequence, num_tokens)
+            self.cache.retract(sequence)
+            assert self.pool.resident_hashes() == known
+        self.cache.commit(sequence, num_tokens)
         sequence.num_computed_tokens = end
-        self.cache.commit(sequence)
+        self.cache.settle(sequence)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())

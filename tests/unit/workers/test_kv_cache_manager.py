@@ -29,8 +29,9 @@ def make_sequence(num_tokens: int, *, first: int = 0, cache_salt: str = "") -> S
 
 def compute(cache: KVCacheManager, sequence: Sequence, num_tokens: int) -> None:
     assert cache.allocate(sequence, num_tokens)
+    cache.commit(sequence, num_tokens)
     sequence.num_computed_tokens += num_tokens
-    cache.commit(sequence)
+    cache.settle(sequence)
 
 
 def test_table_grows_only_when_the_last_block_is_full() -> None:
@@ -82,17 +83,34 @@ def test_salts_do_not_share() -> None:
     assert len(cache.match_prefix(make_sequence(12, cache_salt="tenant a"))) == 2
 
 
-def test_blocks_are_known_only_once_they_are_computed() -> None:
+def test_blocks_are_known_when_they_are_to_be_filled_and_forgotten_when_they_are_not() -> None:
     cache = make_cache()
     sequence = make_sequence(12)
 
     assert cache.allocate(sequence, 12)
-    cache.commit(sequence)
     assert cache.match_prefix(make_sequence(13)) == []
+    assert cache.commit(sequence, 7) == sequence.block_table[:1]
+    assert cache.match_prefix(make_sequence(13)) == sequence.block_table[:1]
     sequence.num_computed_tokens = 7
-    cache.commit(sequence)
+    cache.settle(sequence)
+    assert cache.commit(sequence, 5) == sequence.block_table[1:]
+    assert cache.match_prefix(make_sequence(13)) == sequence.block_table
+    cache.retract(sequence)
 
     assert cache.match_prefix(make_sequence(13)) == sequence.block_table[:1]
+    cache.check_integrity([sequence])
+
+
+def test_retracting_leaves_what_another_sequence_made_known() -> None:
+    cache = make_cache()
+    one, two = make_sequence(8), make_sequence(8)
+    for sequence in (one, two):
+        assert cache.allocate(sequence, 8)
+        cache.commit(sequence, 8)
+
+    cache.retract(two)
+
+    assert cache.match_prefix(make_sequence(9)) == one.block_table
 
 
 def test_hashes_are_those_of_the_router() -> None:
@@ -132,8 +150,7 @@ def test_equal_blocks_computed_at_the_same_time_stay_apart() -> None:
     assert cache.allocate(one, 8)
     assert cache.allocate(two, 8)
     for sequence in (one, two):
-        sequence.num_computed_tokens = 8
-        cache.commit(sequence)
+        cache.commit(sequence, 8)
 
     assert not set(one.block_table) & set(two.block_table)
     assert cache.match_prefix(make_sequence(9)) == one.block_table

@@ -357,6 +357,29 @@ def test_running_sequences_share_their_prefix() -> None:
     assert served.cache.num_free_blocks == served.cache.num_blocks
 
 
+def test_requests_that_arrive_together_compute_their_prefix_once() -> None:
+    served = ScheduledModel()
+    sequences = [served.submit(str(i), [*prompt(17), 50 + i], max_tokens=5) for i in range(3)]
+
+    plan = served.launch()
+    served.run()
+
+    assert shares(plan) == [(0, 0, 18), (1, 16, 2), (2, 16, 2)]
+    assert all(served.tokens[sequence.request_id] == run_alone(sequence.request) for sequence in sequences)
+
+
+def test_prefix_of_a_sequence_that_failed_in_the_same_step_is_not_found_again() -> None:
+    served = ScheduledModel()
+    served.model.failing_prompts.add(tuple(prompt(9)))
+    served.submit("bad", prompt(9))
+    good = served.submit("good", [*prompt(8), 50], max_tokens=4)
+    served.step()
+
+    assert served.cache.match_prefix(served.submit("again", [*prompt(8), 51])) == []
+    served.run()
+    assert served.tokens["good"] == run_alone(good.request)
+
+
 def test_salts_are_not_shared() -> None:
     served = ScheduledModel()
     served.submit("a", prompt(18), max_tokens=1, cache_salt="one")
@@ -534,6 +557,22 @@ def test_earlier_level_displaces_a_running_sequence_which_keeps_its_blocks() -> 
     counters = served.scheduler.counters
     assert (counters.num_preemptions, counters.num_recomputed_tokens) == (1, 0)
     assert served.tokens["ordinary"] == run_alone(ordinary.request)
+
+
+def test_sequence_from_whose_step_another_one_starts_is_not_displaced_in_it() -> None:
+    served = ScheduledModel(max_num_seqs=2, policy="priority")
+    ordinary = served.submit("ordinary", prompt(7), max_tokens=9, priority=1)
+    served.step()
+    common = [*ordinary.token_ids, 90]  # eight tokens and one more: the next step fills the second block
+    urgent = [served.submit(name, common, max_tokens=3) for name in ("one", "two")]
+    served.step()
+
+    assert [sequence.num_cached_tokens for sequence in urgent] == [8, 0]
+    assert [sequence.status for sequence in urgent] == [SequenceStatus.RUNNING, SequenceStatus.WAITING]
+    served.step()
+    assert ordinary.status is SequenceStatus.WAITING
+    served.run()
+    assert all(served.tokens[sequence.request_id] == run_alone(sequence.request) for sequence in (ordinary, *urgent))
 
 
 @pytest.mark.parametrize(("policy", "priority"), [("fcfs", 0), ("priority", 1)])
