@@ -124,6 +124,14 @@ def serve(
     prefill_chunk_tokens: Annotated[
         int | None, typer.Option(help="Most prompt tokens of one sequence in a step.", rich_help_panel=_Cache)
     ] = None,
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Plan a step while the one before it runs; default: on a GPU.",
+            rich_help_panel=_Cache,
+        ),
+    ] = None,
     scheduling_policy: Annotated[
         str | None,
         typer.Option(
@@ -198,6 +206,7 @@ def serve(
         "models[0].scheduler.max_num_seqs": max_num_seqs,
         "models[0].scheduler.max_num_batched_tokens": max_num_batched_tokens,
         "models[0].scheduler.prefill_chunk_tokens": prefill_chunk_tokens,
+        "models[0].scheduler.async_scheduling": async_scheduling,
         "models[0].scheduler.policy": scheduling_policy,
         "models[0].cache.block_size": block_size,
         "models[0].cache.num_blocks": num_blocks,

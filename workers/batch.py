@@ -77,17 +77,20 @@ def _introduce(sequence: Sequence) -> NewSequence:
 
 
 def _plan_share(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    start = sequence.num_computed_tokens
+    start = sequence.num_scheduled_tokens
     token_ids, block_table = sequence.token_ids, sequence.block_table
+    samples = num_tokens == sequence.num_left
     share = ScheduledSequence(
         sequence.slot,
         start,
         num_tokens,
         token_ids[sequence.num_planned_tokens :],
         block_table[sequence.num_planned_blocks :],
-        start + num_tokens == len(token_ids),
+        samples,
     )
     sequence.num_planned_tokens = len(token_ids)
     sequence.num_planned_blocks = len(block_table)
-    sequence.in_flight = True
+    sequence.num_scheduled_tokens += num_tokens
+    sequence.num_sampling += samples
+    sequence.num_in_flight += 1
     return share

@@ -110,6 +110,7 @@ class Engine:
             max_context=self.max_context,
             eos_token_ids=eos_token_ids,
             max_in_flight=executor.max_in_flight,
+            looks_ahead=executor.looks_ahead,
         )
         self._streams: dict[RequestId, _Stream] = {}
         self._flights: deque[_Flight] = deque()

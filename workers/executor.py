@@ -2,7 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Protocol
 
 from workers.errors import GroupFailedError
@@ -24,6 +26,8 @@ class Executor(Protocol):
     """Of the groups of layers that have a block table, as in LayerGroups."""
     max_in_flight: int
     """Plans to submit before the first is collected, so that no stage waits."""
+    looks_ahead: bool
+    """A plan may have a share whose last token is the one that the plan before samples."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step. GroupFailedError."""
@@ -41,32 +45,33 @@ class Executor(Protocol):
 class LocalExecutor:
     """A group of one rank."""
 
-    max_in_flight = 1
-
     def __init__(self, runner: ModelRunner, *, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.windows = runner.windows
-        self._runner = runner
-        self._outputs: deque[ModelOutput] = deque()
+        self.looks_ahead = runner.looks_ahead
+        self.max_in_flight = 2 if runner.looks_ahead else 1
+        self._steps = RankSteps(runner)
+        self._numbers: deque[int] = deque()
 
     def submit(self, plan: StepPlan) -> None:
-        """Run the step. GroupFailedError."""
-        try:
-            output = self._runner.run(plan)
-        except Exception as error:  # whatever it was, the cache and the slots can no longer be trusted
-            raise GroupFailedError(f"the model failed in step {plan.number}: {error!r}") from error
-        assert output is not None, "a single rank samples"
-        self._outputs.append(output)
+        """Start the step. GroupFailedError."""
+        with _trusted(plan.number):
+            self._steps.start(plan)
+        self._numbers.append(plan.number)
 
     def collect(self) -> ModelOutput:
-        """Return the oldest output not collected."""
-        return self._outputs.popleft()
+        """Wait for the oldest output not collected. GroupFailedError."""
+        with _trusted(self._numbers.popleft()):
+            output = self._steps.finish()
+        assert output is not None, "a single rank samples"
+        return output
 
     def check(self) -> None:
         """Nobody else is there to be gone."""
 
     def close(self) -> None:
-        """Nothing is held beyond this object."""
+        """End the rank's thread."""
+        self._steps.close()
 
 
 class GroupExecutor:
@@ -86,41 +91,37 @@ class GroupExecutor:
         """`last_rank` is the one that samples, 0 for this one; `leave` ends this process's part in the group."""
         self.num_blocks = num_blocks
         self.windows = runner.windows
-        self.max_in_flight = num_stages
-        self._runner = runner
+        self.looks_ahead = runner.looks_ahead
+        self.max_in_flight = num_stages + runner.looks_ahead
+        self._steps = RankSteps(runner)
         self._link = link
         self._last_rank = last_rank
         self._step_timeout_s = step_timeout_s
         self._leave = leave
-        self._outputs: deque[ModelOutput] = deque()
         self._numbers: deque[int] = deque()
         self._failure: GroupFailedError | None = None
         self._is_closed = False
 
     def submit(self, plan: StepPlan) -> None:
-        """Send the plan to every rank and do this rank's part of it. GroupFailedError."""
+        """Send the plan to every rank and start this rank's part of it. GroupFailedError."""
         try:
             self._link.send_plan(plan)
-            output = self._runner.run(plan)
+            self._steps.start(plan)
         except Exception as error:
             self._failure = explain(self._link, error)
             raise self._failure from error
         self._numbers.append(plan.number)
-        if output is not None:
-            self._outputs.append(output)
 
     def collect(self) -> ModelOutput:
         """Wait for the oldest output not collected. GroupFailedError."""
         number = self._numbers.popleft()
         try:
-            if self._last_rank == 0:
-                return self._outputs.popleft()
-            output = self._link.receive_output(self._last_rank, self._step_timeout_s)
-            if output.number != number:
-                raise GroupFailedError(
-                    f"rank {self._last_rank} answered to step {output.number}; expected: step {number}"
-                )
-            return output
+            output = self._steps.finish()
+        except Exception as error:
+            self._failure = explain(self._link, error)
+            raise self._failure from error
+        try:
+            return output or self._receive(number)
         except GroupFailedError as failure:
             self._failure = failure
             raise
@@ -134,7 +135,53 @@ class GroupExecutor:
         if not self._is_closed:
             self._is_closed = True
             self._link.close(None if self._failure is None else str(self._failure))
+            self._steps.close()
             self._leave()
+
+    def _receive(self, number: int) -> ModelOutput:
+        output = self._link.receive_output(self._last_rank, self._step_timeout_s)
+        if output.number != number:
+            raise GroupFailedError(f"rank {self._last_rank} answered to step {output.number}; expected: step {number}")
+        return output
+
+
+class RankSteps:
+    """This process's rank: steps are started in order, and finished in the same order.
+
+    Where a step keeps the thread that starts it busy (a CPU), that is a thread of its own, unless only one is under way
+    at a time anyway.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(1, "steps") if runner.is_busy_while_computing and runner.looks_ahead else None
+        self._started: deque[Callable[[], ModelOutput | None]] = deque()
+
+    def start(self, plan: StepPlan) -> None:
+        """Prepare a step and start it, or have it started after those before it."""
+        work = self._runner.prepare(plan)
+        if self._thread is None:
+            self._started.append(self._runner.start(work))
+        else:
+            self._started.append(self._thread.submit(lambda: self._runner.start(work)()).result)
+
+    def finish(self) -> ModelOutput | None:
+        """Wait for the oldest step not finished; its output where this rank samples. Raises what the step raised."""
+        return self._started.popleft()()
+
+    def close(self) -> None:
+        """Wait for the steps that are under way, and start no other."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _trusted(number: int) -> Iterator[None]:
+    """Whatever goes wrong in a step, cache and slots can no longer be trusted."""
+    try:
+        yield
+    except Exception as error:
+        raise GroupFailedError(f"the model failed in step {number}: {error!r}") from error
 
 
 def explain(link: LeaderLink, error: Exception) -> GroupFailedError:

@@ -22,18 +22,24 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One step's tensors. Good until the next step is built."""
+    """One step's tensors."""
 
     token_ids: Tensor
-    """[T] int64, on the device."""
+    """[T] int64, on the device. Where `fed_rows` says, anything: those tokens are being sampled."""
     positions: Tensor
     """[T] int64, on the device."""
     metas: list[AttentionMeta]
     """One for each group of layers."""
     sample_rows: Tensor | None
     """int64, on the device: the packed tokens after which sequences sample; None: all of them, in order."""
+    fed_rows: Tensor
+    """int64, on the device: the packed tokens that are the last ones sampled in `fed_slots`, known there only."""
+    fed_slots: Tensor
+    """int64, on the device."""
     sample_slots: Int64Array
     """The slots that sample, in the plan's order."""
+    sample_slots_device: Tensor
+    """The same, on the device."""
     sample_positions: Int64Array
     """The absolute position of each token to be sampled."""
 
@@ -65,9 +71,8 @@ class InputBuilder:
         starts = np.array([share.start for share in shares], np.int64)
         nums = np.array([share.num_tokens for share in shares], np.int64)
         samples = np.array([share.samples for share in shares], np.bool_)
-        ends = starts + nums
-        query_ends = np.cumsum(nums)
-        return self._to_tensors(slots, starts, nums, samples, ends, query_ends)
+        fed = np.array([share.start + share.num_tokens > self._num_tokens[share.slot] for share in shares], np.bool_)
+        return self._to_tensors(slots, starts, nums, samples, fed)
 
     def _take_slot(self, new: NewSequence) -> None:
         num_tokens = len(new.token_ids)
@@ -105,9 +110,9 @@ class InputBuilder:
         starts: Int64Array,
         nums: Int64Array,
         samples: npt.NDArray[np.bool_],
-        ends: Int64Array,
-        query_ends: Int64Array,
+        fed: npt.NDArray[np.bool_],
     ) -> StepInputs:
+        ends, query_ends = starts + nums, np.cumsum(nums)
         num_seqs, num_tokens = len(slots), int(query_ends[-1])
         num_decodes = num_seqs if num_tokens == num_seqs else int(np.argmax(nums > 1))
         if num_decodes == num_seqs:
@@ -124,8 +129,13 @@ class InputBuilder:
         query_starts[1:] = query_ends
         all_sample = num_decodes == num_seqs and bool(samples.all())
         sample_rows = np.empty(0, np.int64) if all_sample else query_ends[samples] - 1
+        sample_slots = slots[samples]
+        fed_rows, fed_slots = query_ends[fed] - 1, slots[fed]
 
-        wide = self._to_device([self._tokens[token_slots, positions], positions, sample_rows, *slots_GT], np.int64)
+        token_ids = self._tokens[token_slots, positions]
+        wide = self._to_device(
+            [token_ids, positions, sample_rows, fed_rows, fed_slots, sample_slots, *slots_GT], np.int64
+        )
         narrow = self._to_device([query_starts, ends, *(table.reshape(-1) for table in tables_GSM)], np.int32)
         max_query_len, query_starts_host, context_lens_host = int(nums.max()), query_starts.tolist(), ends.tolist()
         metas = [
@@ -140,14 +150,17 @@ class InputBuilder:
                 query_starts_host=query_starts_host,
                 context_lens_host=context_lens_host,
             )
-            for block_table, slot_mapping in zip(narrow[2:], wide[3:], strict=True)
+            for block_table, slot_mapping in zip(narrow[2:], wide[6:], strict=True)
         ]
         return StepInputs(
             token_ids=wide[0],
             positions=wide[1],
             metas=metas,
             sample_rows=None if all_sample else wide[2],
-            sample_slots=slots[samples],
+            fed_rows=wide[3],
+            fed_slots=wide[4],
+            sample_slots=sample_slots,
+            sample_slots_device=wide[5],
             sample_positions=ends[samples],
         )
 

@@ -153,7 +153,7 @@ class KVCacheManager:
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the block table for the next `num_tokens` to compute: all blocks this takes, or none and False."""
-        num_tokens += sequence.num_computed_tokens
+        num_tokens += sequence.num_scheduled_tokens
         if num_tokens * self._num_groups <= len(sequence.block_table) * self.block_size:
             return True
         num_new = self.num_blocks_for(num_tokens) * self._num_groups - len(sequence.block_table)
@@ -165,11 +165,12 @@ class KVCacheManager:
     def commit(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Make known the blocks that the next `num_tokens` fill, so that others can share them, and return these.
 
-        They are not computed yet. Whoever finds them reads them in the same step or a later one, and in each layer the
-        keys and values of a step are written before any are read. A block that another sequence made known first stays
-        this sequence's own copy.
+        Those with a token that is not known yet are left for later. They are not computed yet: whoever finds them reads
+        them in the same step or a later one, and in each layer the keys and values of a step are written before any are
+        read. A block that another sequence made known first stays this sequence's own copy.
         """
-        first, num_full = sequence.num_known_blocks, (sequence.num_computed_tokens + num_tokens) // self.block_size
+        num_tokens = min(sequence.num_scheduled_tokens + num_tokens, len(sequence.token_ids))
+        first, num_full = sequence.num_known_blocks, num_tokens // self.block_size
         if num_full <= first or not self._pool.enable_prefix_caching:
             return []
         self._extend_hashes(sequence, num_full)
@@ -211,7 +212,7 @@ class KVCacheManager:
             assert len(set(held)) == len(held), "a block is twice in one table"
             num_entries, remainder = divmod(len(sequence.block_table), self._num_groups)
             assert not remainder, f"{sequence.request_id} has a part of an entry"
-            assert num_entries <= self.num_blocks_for(len(sequence.token_ids)), (
+            assert num_entries <= self.num_blocks_for(len(sequence.token_ids) + sequence.num_sampling), (
                 f"{sequence.request_id} has more blocks than tokens need"
             )
             assert sequence.num_full_blocks * self.block_size <= sequence.num_computed_tokens, "full before computed"

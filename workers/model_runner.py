@@ -1,10 +1,13 @@
 """One rank's part of a step: a plan's tensors through this stage's layers, and on the last stage to tokens."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from parallel.collectives import broadcast
 from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.kernels.base import LayerCache
@@ -13,14 +16,26 @@ from parallel.pipeline import StageLink
 from workers.config import EngineConfig
 from workers.inputs import InputBuilder, StepInputs
 from workers.kv_cache import allocate_caches, choose_num_blocks
-from workers.plan import ModelOutput, NewSequence, SampledToken, ScheduledSequence, StepPlan
+from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
-from workers.sampler import Sampler
+from workers.sampler import Sampled, Sampler, nothing_sampled
 from workers.stats import RankStats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """A plan, and its tensors."""
+
+    plan: StepPlan
+    inputs: StepInputs
+
+
 class ModelRunner:
-    """Executes plans in order, every rank the same ones. One thread. `allocate` comes before the first `run`."""
+    """Executes plans in order, every rank the same ones. `allocate` comes before the first.
+
+    A step has two halves, each of which belongs to one thread: `prepare`, which looks at the plan alone, and `start`.
+    Where the device works by itself (CUDA), `start` only queues the step there, and what it returns waits for it.
+    """
 
     def __init__(
         self, decoder: Decoder, *, mesh: Mesh, device: Device, config: EngineConfig, stats: RankStats | None = None
@@ -37,6 +52,12 @@ class ModelRunner:
         self._link = StageLink(
             mesh, hidden_size=decoder.description.hidden_size, dtype=decoder.dtype, device=decoder.device
         )
+        self.is_busy_while_computing = decoder.device.type == "cpu"
+        """`start` computes, instead of queueing work on the device."""
+        wants = config.scheduler.async_scheduling
+        self.looks_ahead = mesh.pp.size == 1 and (not self.is_busy_while_computing if wants is None else wants)
+        """Every rank keeps what was sampled last in each slot, so that a step can be planned before that is known."""
+        self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._inputs, self._sampler = self._new_state()
         self._stats = stats or RankStats()
         axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
@@ -51,7 +72,6 @@ class ModelRunner:
         block_size = self._config.cache.block_size
         self._caches = allocate_caches(self._decoder, num_blocks=num_blocks, block_size=block_size)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> ModelOutput | None:
         """Do this rank's part of the next step.
 
@@ -61,14 +81,29 @@ class ModelRunner:
         Raises:
             CollectiveError: another rank of the group is gone.
         """
-        start_s = time.perf_counter()
-        output = self._run(plan)
-        self._stats.add_step(time.perf_counter() - start_s)
-        return output
+        return self.start(self.prepare(plan))()
 
-    def _run(self, plan: StepPlan) -> ModelOutput | None:
-        inputs = self._inputs.build(plan)
-        x = inputs.token_ids if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> StepWork:
+        """Build the tensors of the next step."""
+        return StepWork(plan=plan, inputs=self._inputs.build(plan))
+
+    @torch.inference_mode()
+    def start(self, work: StepWork) -> Callable[[], ModelOutput | None]:
+        """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
+        start_s = time.perf_counter()
+        sampled = self._start(work)
+
+        def finish() -> ModelOutput | None:
+            output = None if sampled is None else ModelOutput(work.plan.number, sampled.result())
+            self._stats.add_step(time.perf_counter() - start_s)
+            return output
+
+        return finish
+
+    def _start(self, work: StepWork) -> Sampled | None:
+        plan, inputs = work.plan, work.inputs
+        x = self._token_ids(inputs) if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
         metas = [inputs.metas[group] for group in self._group_of_layer]
         hidden = self._decoder(x, inputs.positions, self._caches, metas)
         if not self._mesh.is_last_stage:
@@ -76,15 +111,27 @@ class ModelRunner:
             return None
         if self._sampler is not None:
             self._sampler.apply(plan)
-        sampled = self._sample(hidden, inputs) if len(inputs.sample_slots) else []
-        return None if self._sampler is None else ModelOutput(plan.number, sampled)
+        sampled = self._sample(hidden, inputs) if len(inputs.sample_slots) else None
+        if self._sampler is None:
+            return None
+        return sampled or nothing_sampled()
 
-    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> list[SampledToken]:
+    def _token_ids(self, inputs: StepInputs) -> torch.Tensor:
+        if len(inputs.fed_rows):
+            inputs.token_ids[inputs.fed_rows] = self._last_sampled[inputs.fed_slots]
+        return inputs.token_ids
+
+    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Sampled | None:
         rows = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
         logits = self._decoder.logits(rows)
-        if logits is None or self._sampler is None:
-            return []
-        return self._sampler.sample(logits, inputs.sample_slots, inputs.sample_positions)
+        sampled = None
+        if logits is not None and self._sampler is not None:
+            sampled = self._sampler.sample(logits, inputs.sample_slots, inputs.sample_positions)
+        if self.looks_ahead:
+            slots = inputs.sample_slots_device
+            token_ids = torch.zeros_like(slots) if sampled is None else sampled.token_ids.clamp(min=0)
+            self._last_sampled[slots] = broadcast(token_ids, self._mesh.tp)
+        return sampled
 
     def _new_state(self) -> tuple[InputBuilder, Sampler | None]:
         num_slots = self._config.scheduler.max_num_seqs
@@ -96,7 +143,7 @@ class ModelRunner:
             num_groups=len(self.windows),
         )
         samples = self._mesh.is_last_stage and self._mesh.tp.rank == 0
-        return inputs, Sampler(device=self._decoder.device, num_slots=num_slots) if samples else None
+        return inputs, Sampler(device=self._device, num_slots=num_slots) if samples else None
 
     def _profile(self) -> None:
         """Run the largest step: the whole token budget, as many sampled rows as there can be, all in one block."""

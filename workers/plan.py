@@ -22,13 +22,16 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence's share of a step: compute tokens `start : start + num_tokens`."""
+    """A sequence's share of a step: compute tokens `start : start + num_tokens`.
+
+    The last one may be a token that the leader does not know yet: that which the slot sampled in the plan before.
+    """
 
     slot: int
     start: int
     num_tokens: int
     new_token_ids: list[int]
-    """Tokens sampled since this slot was last planned, to append to what the rank knows."""
+    """Tokens that the leader has learnt of since this slot was last planned, to append to what the rank knows."""
     new_blocks: list[int]
     """Block ids to append to the slot's block table; with several groups of layers, one for each side by side."""
     samples: bool

@@ -52,6 +52,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on which tokens the sequence has already."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
         if not 0 < self.top_p <= 1:

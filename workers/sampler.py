@@ -14,7 +14,8 @@ The steps of a row, in this order; V is the vocabulary:
 Truncation is in truncation.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from parallel.device.base import Device
 from workers.plan import NewSequence, SampledToken, StepPlan
 from workers.request import SamplingParams, TokenLogprobs
 from workers.truncation import lower_bounds
@@ -37,10 +39,45 @@ _CHUNK = 256
 """Entries of the vocabulary that the draw sums at once."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What was chosen for each row of a step, on its way to the host."""
+
+    token_ids: Tensor
+    """[S] int64, on the device; -1 where the logits are not finite."""
+    slots: list[int]
+    reported: list[tuple[int, int]]
+    """(row, number of alternatives) of the rows that asked for log-probabilities."""
+    wait: Callable[[], list[Tensor]]
+    """For the tokens and, of the rows reported, [R] log-probabilities, [R, k] of the most likely, and [R, k] these."""
+
+    def result(self) -> list[SampledToken]:
+        """Wait for the device and return the tokens in the order of the rows."""
+        chosen, *logprobs = (tensor.tolist() for tensor in self.wait())
+        reports = self._reports(chosen, *logprobs) if self.reported else {}
+        return [
+            SampledToken(slot, token_id, reports.get(row)) if token_id >= 0 else _not_finite(slot)
+            for row, (slot, token_id) in enumerate(zip(self.slots, chosen, strict=True))
+        ]
+
+    def _reports(
+        self, chosen: list[int], values: list[float], top_values: list[list[float]], top_ids: list[list[int]]
+    ) -> dict[int, TokenLogprobs]:
+        return {
+            row: TokenLogprobs(token_id=chosen[row], logprob=value, top=tuple(zip(ids[:num], lps[:num], strict=True)))
+            for (row, num), value, ids, lps in zip(self.reported, values, top_ids, top_values, strict=True)
+        }
+
+
+def nothing_sampled() -> Sampled:
+    """Of a step in which no sequence comes to its last token."""
+    return Sampled(token_ids=torch.empty(0, dtype=torch.int64), slots=[], reported=[], wait=lambda: [torch.empty(0)])
+
+
 class Sampler:
     """Samples for the sequences in their slots. Lives on the first tensor rank of the last stage; one thread."""
 
-    def __init__(self, *, device: torch.device, num_slots: int) -> None:
+    def __init__(self, *, device: Device, num_slots: int) -> None:
         self._device = device
         self._rows: dict[int, _Row] = {}
         self._penalized: set[int] = set()
@@ -89,8 +126,8 @@ class Sampler:
         self._rows.pop(slot, None)
         self._penalized.discard(slot)
 
-    def sample(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array) -> list[SampledToken]:
-        """Choose one token for each row.
+    def sample(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array) -> Sampled:
+        """Choose one token for each row, without waiting for the device.
 
         Args:
             logits_SV: [S, V] float32, unchanged on return.
@@ -101,12 +138,11 @@ class Sampler:
         any_flag = int(np.bitwise_or.reduce(flags))
         logits = self._edit(logits_SV, slots, positions, flags) if any_flag & _EDITED else logits_SV
         token_ids = self._choose(logits, slots, positions, flags) if any_flag & _RANDOM else _largest(logits)
-        chosen = token_ids.tolist()
-        reported = self._logprobs(logits_SV, token_ids, slots, flags) if any_flag & _LOGPROBS else {}
-        return [
-            SampledToken(slot, token_id, reported.get(row)) if token_id >= 0 else _not_finite(slot)
-            for row, (slot, token_id) in enumerate(zip(slots.tolist(), chosen, strict=True))
-        ]
+        rows = np.flatnonzero(flags & _LOGPROBS).tolist() if any_flag & _LOGPROBS else []
+        reported = [(row, self._rows[int(slots[row])].params.logprobs or 0) for row in rows]
+        logprobs = self._logprobs(logits_SV, token_ids, reported) if reported else []
+        wait = self._device.start_copy([token_ids, *logprobs])
+        return Sampled(token_ids=token_ids, slots=slots.tolist(), reported=reported, wait=wait)
 
     def _edit(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Tensor:
         """Return a copy with penalties and forbidden stop ids applied, those of all rows at once."""
@@ -149,26 +185,20 @@ class Sampler:
         token_ids = _invert_cumulative(scaled_RV.exp_(), self._tensor(noise))
         return token_ids.where(largest_R1[:, 0].isfinite(), -1)
 
-    def _logprobs(
-        self, logits_SV: Tensor, token_ids: Tensor, slots: Int64Array, flags: Int64Array
-    ) -> dict[int, TokenLogprobs]:
-        """Log-probabilities by row, for the rows that asked; the logits are the model's own."""
-        rows = np.flatnonzero(flags & _LOGPROBS).tolist()
-        nums = [self._rows[int(slots[row])].params.logprobs or 0 for row in rows]
-        index = torch.tensor(rows, device=self._device)
+    def _logprobs(self, logits_SV: Tensor, token_ids: Tensor, reported: list[tuple[int, int]]) -> list[Tensor]:
+        """Log-probabilities of the model's own distribution: of the tokens chosen, and the largest with their ids."""
+        index = self._tensor(np.array([row for row, _ in reported]))
         logits = logits_SV[index]
         total = logits.logsumexp(-1, keepdim=True)
-        chosen = token_ids[index]
-        values = (logits.gather(-1, chosen.clamp(min=0)[:, None]) - total)[:, 0].tolist()
-        top_values, top_ids = logits.topk(min(max(nums), logits.shape[1]), dim=-1)
-        top = zip(top_ids.tolist(), (top_values - total).tolist(), strict=True)
-        return {
-            row: TokenLogprobs(token_id=token_id, logprob=value, top=tuple(zip(ids[:num], lps[:num], strict=True)))
-            for row, num, token_id, value, (ids, lps) in zip(rows, nums, chosen.tolist(), values, top, strict=True)
-        }
+        values = (logits.gather(-1, token_ids[index].clamp(min=0)[:, None]) - total)[:, 0]
+        most = max(num for _, num in reported)
+        top_values, top_ids = logits.topk(min(most, logits.shape[1]), dim=-1)
+        return [values, top_values - total, top_ids]
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        tensor = torch.from_numpy(array)
+        device = self._device.torch_device
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def uniforms(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.float64]:
@@ -200,9 +230,8 @@ class _Row:
         self.stop_token_ids = new.stop_token_ids
         self.forbids_stop = bool(new.stop_token_ids) and new.sampling.min_tokens > 0
         self.penalties: _Penalties | None = None
-        params = new.sampling
-        if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
-            self.penalties = _Penalties(params, new.token_ids, new.num_prompt_tokens)
+        if new.sampling.has_penalties:
+            self.penalties = _Penalties(new.sampling, new.token_ids, new.num_prompt_tokens)
 
 
 class _Penalties:

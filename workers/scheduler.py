@@ -8,7 +8,7 @@ Tensors are built in inputs.py from the plans made here.
 import logging
 import math
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -19,7 +19,7 @@ from workers.config import SchedulerConfig
 from workers.errors import InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache_manager import KVCacheManager
 from workers.limits import LengthLimits
-from workers.plan import ModelOutput, SampledToken, StepPlan
+from workers.plan import ModelOutput, SampledToken, ScheduledSequence, StepPlan
 from workers.queueing import ServingOrder, WaitingQueue
 from workers.request import Finish, FinishReason, Request, RequestId, TokenLogprobs
 from workers.sequence import NO_SLOT, Order, Sequence, SequenceStatus, make_finish
@@ -73,6 +73,11 @@ class Scheduler:
     before it, and waits; nothing is ever taken for one that is later. So the first in order always goes on, alone if
     it must be, and alone it fits: add() refuses what does not.
 
+    Looking ahead: a sequence can be in the next plan too, whose share of it begins with the token that is being
+    sampled; the ranks know that before the scheduler does. Should it turn out to be the last, the share was for
+    nothing. Who gives way is in no plan in flight; where only such as are could, nothing is planned until they are
+    back.
+
     Order is the policy's (queueing.py). Where it has levels, a waiting sequence displaces a running one of a later
     level from its slot, not from its blocks: those are kept while nobody needs them, so that mostly nothing is computed
     again. Of those that could give way, that of the last level does which has the least to compute again.
@@ -86,7 +91,9 @@ class Scheduler:
         max_context: int,
         eos_token_ids: frozenset[int],
         max_in_flight: int,
+        looks_ahead: bool = False,
     ) -> None:
+        """`max_in_flight` plans at most; `looks_ahead`: a sequence is in up to two of them, else in one."""
         self.counters = SchedulerCounters()
         self._config = config
         self._cache = cache
@@ -94,6 +101,8 @@ class Scheduler:
         self._max_chunk_tokens = min(config.max_chunk_tokens, cache.max_chunk_tokens)
         self._eos_token_ids = eos_token_ids
         self._max_in_flight = max_in_flight
+        self._looks_ahead = looks_ahead
+        self._must_settle = False  # plan nothing until all plans are back
         self._num_left_by_displacement = int(cache.num_blocks * _LEFT_BY_DISPLACEMENT)
         self._sequences: dict[RequestId, Sequence] = {}  # not ended
         self._order = ServingOrder(config.policy, promote_after_s=config.promote_after_s)
@@ -131,7 +140,7 @@ class Scheduler:
     def num_pending_tokens(self) -> int:
         """Tokens that wait to be computed; the one token that each decoding sequence always has is not counted."""
         num_kept = sum(sequence.num_computed_tokens for sequence in self._suspended)
-        num_running = sum(num_left for sequence in self._running if (num_left := _num_left(sequence)) > 1)
+        num_running = sum(num for sequence in self._running if (num := _num_not_computed(sequence)) > 1)
         return self._waiting.num_tokens - num_kept + num_running
 
     def add(self, request: Request, now_s: float) -> Sequence:
@@ -197,8 +206,9 @@ class Scheduler:
         Decodes (one token left to compute) are served first, then running prefills and the queue, each in order: the
         queue after all prefills that are not of a later level.
         """
-        if len(self._flights) >= self._max_in_flight:
+        if len(self._flights) >= self._max_in_flight or (self._flights and self._must_settle):
             return None
+        self._must_settle = False
         self._waiting.promote(now_s)
         if not self._order.is_fixed:
             self._sort_running()
@@ -228,27 +238,29 @@ class Scheduler:
         outputs = []
         for sequence, share in zip(flight.sequences, plan.scheduled, strict=True):
             token = next(sampled) if share.samples else None
-            token_output = self._land(sequence, share.num_tokens, token, now_s)
+            token_output = self._land(sequence, share, token, now_s)
             if token_output is not None:
                 outputs.append(token_output)
         return outputs
 
     def check_integrity(self) -> None:
         """Raise AssertionError when blocks, slots, queue and plans contradict each other. Slow: for tests."""
-        in_flight = [sequence for flight in self._flights for sequence in flight.sequences]
-        assert len(set(in_flight)) == len(in_flight), "a sequence is in two plans"
+        in_flight = Counter(sequence for flight in self._flights for sequence in flight.sequences)
+        assert max(in_flight.values(), default=0) <= 1 + self._looks_ahead, "a sequence is in too many plans"
         ended = [sequence for sequence in in_flight if sequence.status is SequenceStatus.FINISHED]
         holders = [*self._running, *ended]
         self._cache.check_integrity([*holders, *self._suspended])
         slots = [*self._free_slots, *(sequence.slot for sequence in holders)]
         assert sorted(slots) == list(range(self._config.max_num_seqs)), f"slots are lost or used twice: {slots}"
-        assert len(in_flight) == sum(sequence.in_flight for sequence in holders), "in_flight contradicts the plans"
+        assert in_flight == Counter({sequence: num for sequence in holders if (num := sequence.num_in_flight)})
+        for sequence in self._running:
+            assert sequence.num_in_flight or sequence.num_scheduled_tokens == sequence.num_computed_tokens
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running)
         for sequence in self._waiting:
             assert sequence.status is SequenceStatus.WAITING
             if sequence not in self._suspended:
                 assert not sequence.block_table
-                assert sequence.num_computed_tokens == 0
+                assert sequence.num_scheduled_tokens == sequence.num_computed_tokens == 0
         assert self._suspended.keys() <= set(self._waiting), "a sequence is suspended and does not wait"
         assert set(self._sequences.values()) == {*self._running, *self._waiting}, "a sequence is lost"
         assert len(self._sequences) == len(self._running) + len(self._waiting)
@@ -264,7 +276,7 @@ class Scheduler:
         self._running.sort(key=_order)
 
     def _split_ready(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the running sequences that are not in flight: those to decode now, and those with more to compute.
+        """Return the running sequences that can go on: those to decode now, and those with more to compute.
 
         With several plans in flight each takes an equal part of the decodes, or the first would take all and the other
         stages of the pipeline would idle. None waits longer than max_in_flight plans.
@@ -272,14 +284,14 @@ class Scheduler:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._running:
-            if not sequence.in_flight:
-                (decodes if _num_left(sequence) == 1 else prefills).append(sequence)
-        if self._max_in_flight > 1:
+            if not sequence.num_in_flight or (self._looks_ahead and _can_run_ahead(sequence)):
+                (decodes if sequence.num_left == 1 else prefills).append(sequence)
+        if self._max_in_flight > 1 and not self._looks_ahead:
             del decodes[-(-len(self._running) // self._max_in_flight) :]
         return decodes, prefills
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        return min(_num_left(sequence), self._max_chunk_tokens, budget)
+        return min(sequence.num_left, self._max_chunk_tokens, budget)
 
     def _share(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
         """Give a running sequence its share of the step, preempting later ones for its blocks.
@@ -296,6 +308,7 @@ class Scheduler:
             later = self._running[self._running.index(sequence) + 1 :]
             victims = [candidate for candidate in later if _may_yield(candidate, batch)]
             if not victims:
+                self._must_settle = self._looks_ahead and bool(later)
                 return
             self._preempt(batch, max(victims, key=self._victim_key))
         batch.add(sequence, num_tokens, self._cache.commit(sequence, num_tokens))
@@ -333,7 +346,7 @@ class Scheduler:
         del self._suspended[sequence]
         self._cache.free(sequence)
         sequence.num_lost_tokens = sequence.num_computed_tokens
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
 
     def _admit(self, batch: Batch, *, before_level: float = math.inf) -> None:
         """Start waiting sequences of earlier levels while there are slots, or running ones to displace, budget and
@@ -350,6 +363,7 @@ class Scheduler:
                 victims = sorted(self._running, key=self._victim_key) if victims is None else victims
                 victims = [victim for victim in victims if _may_yield(victim, batch)]
             if displaces and not (victims and victims[-1].order[0] > sequence.order[0]):
+                self._must_settle = self._looks_ahead  # for one that could give way, which _next_to_start has seen
                 return
             if not self._find_room(sequence, reserve, displaces=displaces):
                 return
@@ -398,7 +412,7 @@ class Scheduler:
         if not cache.fits(sequence, prefix, reserve=reserve):
             return False
         cache.share(sequence, prefix)
-        sequence.num_computed_tokens = sequence.num_full_blocks * cache.block_size
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = sequence.num_full_blocks * cache.block_size
         return True
 
     def _start(self, sequence: Sequence, now_s: float) -> None:
@@ -425,17 +439,20 @@ class Scheduler:
     # Taking a step's output
 
     def _land(
-        self, sequence: Sequence, num_tokens: int, token: SampledToken | None, now_s: float
+        self, sequence: Sequence, share: ScheduledSequence, token: SampledToken | None, now_s: float
     ) -> TokenOutput | None:
         """Account for a sequence's share that came back."""
-        sequence.in_flight = False
-        if token is None or token.error is None:
-            sequence.num_computed_tokens += num_tokens
-            self._cache.settle(sequence)
-        else:
+        sequence.num_in_flight -= 1
+        sequence.num_sampling -= share.samples
+        if token is not None and token.error is not None:
             self._cache.retract(sequence)  # what led to an error must not be shared
+        elif share.start == sequence.num_computed_tokens:  # the share before it did not end in an error
+            sequence.num_computed_tokens += share.num_tokens
+            self._cache.commit(sequence, 0)
+            self._cache.settle(sequence)
         if sequence.status is SequenceStatus.FINISHED:
-            self._release(sequence)
+            if not sequence.num_in_flight:
+                self._release(sequence)
             return None
         if token is None:
             return None
@@ -472,7 +489,7 @@ class Scheduler:
             self._cache.free(sequence)
         else:
             self._running.remove(sequence)
-            if not sequence.in_flight:
+            if not sequence.num_in_flight:
                 self._release(sequence)
         sequence.status = SequenceStatus.FINISHED
 
@@ -493,8 +510,19 @@ _order = attrgetter("order")
 
 def _may_yield(sequence: Sequence, batch: Batch) -> bool:
     """Whether a running sequence can give up its blocks or its slot now."""
-    return not (sequence.in_flight or sequence in batch.needed)
+    return not (sequence.num_in_flight or sequence in batch.needed)
 
 
-def _num_left(sequence: Sequence) -> int:
+def _can_run_ahead(sequence: Sequence) -> bool:
+    """Whether a sequence in flight can be in the next plan too: it goes on, unless the token being sampled is its last.
+
+    Penalties need that token on the host before the next one is sampled.
+    """
+    if not sequence.num_sampling:
+        return sequence.num_left > 0
+    num_tokens = sequence.num_tokens + sequence.num_sampling
+    return num_tokens < sequence.max_num_tokens and not sequence.request.sampling.has_penalties
+
+
+def _num_not_computed(sequence: Sequence) -> int:
     return len(sequence.token_ids) - sequence.num_computed_tokens

@@ -22,7 +22,7 @@ class SequenceStatus(StrEnum):
     RUNNING = "running"
     """Holds a slot and blocks."""
     FINISHED = "finished"
-    """Ended for its client. Holds its slot and blocks while `in_flight`, nothing after."""
+    """Ended for its client. Holds its slot and blocks while it is in a plan in flight, nothing after."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -46,13 +46,17 @@ class Sequence:
     """In the queue, all earlier stays together."""
 
     status: SequenceStatus = SequenceStatus.WAITING
-    in_flight: bool = False
-    """Part of a plan whose output has not come back."""
+    num_in_flight: int = 0
+    """Plans with a share of it whose output has not come back."""
+    num_sampling: int = 0
+    """Of these, those that sample: tokens that it has beyond `token_ids`, not known yet."""
     token_ids: list[int] = field(init=False)
     """Prompt and generated tokens so far."""
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     """Leading tokens whose keys and values are in the block table."""
+    num_scheduled_tokens: int = 0
+    """Those, and the ones that plans in flight compute."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
     num_preemptions: int = 0
@@ -92,6 +96,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and generated tokens so far."""
         return len(self.token_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that no plan computes yet: one at least of a running sequence that is in no plan in flight."""
+        return len(self.token_ids) + self.num_sampling - self.num_scheduled_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,8 +1,10 @@
 """The border between the engine and a kind of device: memory, streams, seeds. Everything else is a torch.device."""
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 class Device(Protocol):
@@ -33,3 +35,6 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
+
+    def start_copy(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Queue a copy of the device's tensors to the host, after the work queued so far; the result waits for it."""

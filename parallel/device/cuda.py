@@ -1,6 +1,9 @@
 """One CUDA GPU as a device."""
 
+from collections.abc import Callable, Sequence
+
 import torch
+from torch import Tensor
 
 from parallel.errors import DeviceError
 
@@ -42,3 +45,15 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for the GPU."""
         torch.cuda.synchronize(self.torch_device)
+
+    def start_copy(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Into pinned memory, so that neither the host nor later work waits for it."""
+        copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> list[Tensor]:
+            copied.synchronize()
+            return copies
+
+        return wait

@@ -38,7 +38,7 @@ CLEAR_GAP = 0.01
 """Between the two most probable tokens: a smaller one may fall either way in another order of additions."""
 
 
-def config_of(folder: Path, shape: tuple[int, int] = (1, 1), **changes: Any) -> EngineConfig:
+def config_of(folder: Path, shape: tuple[int, int] = (1, 1), *, is_async: bool = False, **changes: Any) -> EngineConfig:
     config = EngineConfig(
         model=str(folder),
         dtype="float32",
@@ -46,7 +46,7 @@ def config_of(folder: Path, shape: tuple[int, int] = (1, 1), **changes: Any) -> 
         num_threads=1,
         step_timeout_s=30.0,
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=512),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, async_scheduling=is_async),
         parallel=ParallelConfig(tensor_parallel=shape[0], pipeline_parallel=shape[1]),
     )
     return replace(config, **changes)
@@ -149,12 +149,13 @@ def _check_variants(executor: Executor, config: EngineConfig, cases: list[Case])
 # The same tokens whatever else is in the batch
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("shape", "is_async"), [((1, 1), False), ((1, 1), True), ((2, 1), True), ((2, 2), False)])
 def test_mixed_requests_equal_the_same_requests_alone(
-    gloo_pool: GlooPool, shared: Path, shape: tuple[int, int]
+    gloo_pool: GlooPool, shared: Path, shape: tuple[int, int], is_async: bool
 ) -> None:
     folder = shared / "models" / "stories3M"
-    in_group(gloo_pool, config_of(folder, shape), _check_mixed, mixed_requests(folder), timeout_s=120)
+    config = config_of(folder, shape, is_async=is_async)
+    in_group(gloo_pool, config, _check_mixed, mixed_requests(folder), timeout_s=120)
 
 
 def mixed_requests(folder: Path) -> list[Request]:
@@ -175,6 +176,7 @@ def mixed_requests(folder: Path) -> list[Request]:
 
 
 def _check_mixed(executor: Executor, config: EngineConfig, requests: list[Request]) -> None:
+    assert executor.looks_ahead == config.scheduler.async_scheduling
     together = run(engine_of(executor, config, prefill_chunk_tokens=50), requests)
     alone = engine_of(executor, config)
     for item in requests:
@@ -194,10 +196,13 @@ def assert_same(outcome: Outcome, expected: Outcome) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
-def test_preempted_requests_get_the_same_tokens(gloo_pool: GlooPool, shared: Path, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("shape", "is_async"), [((1, 1), True), ((1, 2), False)])
+def test_preempted_requests_get_the_same_tokens(
+    gloo_pool: GlooPool, shared: Path, shape: tuple[int, int], is_async: bool
+) -> None:
     folder = shared / "models" / "stories260K"
-    in_group(gloo_pool, config_of(folder, shape), _check_preemption, mixed_requests(folder), timeout_s=120)
+    config = config_of(folder, shape, is_async=is_async)
+    in_group(gloo_pool, config, _check_preemption, mixed_requests(folder), timeout_s=120)
 
 
 def _check_preemption(executor: Executor, config: EngineConfig, requests: list[Request]) -> None:
@@ -268,22 +273,23 @@ def _check_abort(executor: Executor, config: EngineConfig, requests: list[Reques
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("shape", "is_async"), [((2, 1), False), ((2, 1), True), ((1, 2), False)])
 def test_a_killed_rank_fails_the_group_within_seconds(
-    gloo_pool: GlooPool, shared: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    gloo_pool: GlooPool, shared: Path, shape: tuple[int, int], is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shared / "models" / "stories260K"
+    config = config_of(folder, shape, is_async=is_async)
     monkeypatch.setattr("helpers.engines._be_rank", _be_rank_that_dies)
-    seconds, message = in_group(gloo_pool, config_of(folder, shape), _fail_in_the_middle, may_die=True)
+    seconds, message = in_group(gloo_pool, config, _fail_in_the_middle, may_die=True)
     assert "rank 1 died, hangs or is cut off" in message
     assert seconds < 5
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("shape", "is_async"), [((2, 1), False), ((2, 1), True), ((1, 2), False)])
 def test_a_hung_rank_fails_the_group_after_the_step_timeout(
-    gloo_pool: GlooPool, shared: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    gloo_pool: GlooPool, shared: Path, shape: tuple[int, int], is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(shared / "models" / "stories260K", shape, step_timeout_s=1.0)
+    config = config_of(shared / "models" / "stories260K", shape, is_async=is_async, step_timeout_s=1.0)
     monkeypatch.setattr("helpers.engines._be_rank", _be_rank_that_hangs)
     seconds, _ = in_group(gloo_pool, config, _fail_in_the_middle)
     assert seconds < 5

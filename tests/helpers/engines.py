@@ -29,11 +29,12 @@ class FakeExecutor:
         num_blocks: int = 64,
         block_size: int = 4,
         max_in_flight: int = 1,
+        looks_ahead: bool = False,
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.num_blocks = num_blocks
         self.windows = windows
-        self.max_in_flight = max_in_flight
+        self.max_in_flight, self.looks_ahead = max_in_flight, looks_ahead
         self.model = FakeModel(block_size, windows)
         self.is_closed = False
         self.failure: GroupFailedError | None = None
@@ -64,7 +65,7 @@ class LimitedExecutor:
         assert num_blocks <= executor.num_blocks
         self.num_blocks = num_blocks
         self.windows = executor.windows
-        self.max_in_flight = executor.max_in_flight
+        self.max_in_flight, self.looks_ahead = executor.max_in_flight, executor.looks_ahead
         self.submit = executor.submit
         self.collect = executor.collect
         self.check = executor.check

@@ -42,6 +42,10 @@ class _Slot:
     checksums: list[int] = field(default_factory=list)
     """Of the tokens up to each one."""
     block_table: list[int] = field(default_factory=list)
+    num_told: int = 0
+    """Of the tokens, those that the leader told; one more may have been sampled here."""
+    sampled: int = 0
+    """The last token."""
 
 
 @dataclass
@@ -78,15 +82,24 @@ class FakeModel:
     def _introduce(self, new: NewSequence) -> None:
         assert new.slot not in self._slots, f"slot {new.slot} is taken"
         prompt = tuple(new.token_ids[: new.num_prompt_tokens])
-        self._slots[new.slot] = _Slot(token_ids=list(new.token_ids), is_failing=prompt in self.failing_prompts)
+        self._slots[new.slot] = _Slot(
+            token_ids=list(new.token_ids), is_failing=prompt in self.failing_prompts, num_told=len(new.token_ids)
+        )
 
     def _compute(self, share: ScheduledSequence) -> None:
         slot = self._slots[share.slot]
-        slot.token_ids.extend(share.new_token_ids)
+        for token_id in share.new_token_ids:
+            if slot.num_told == len(slot.token_ids):
+                slot.token_ids.append(token_id)
+            assert slot.token_ids[slot.num_told] == token_id, "the leader knows another token"
+            slot.num_told += 1
         slot.block_table.extend(share.new_blocks)
         end = share.start + share.num_tokens
         assert share.num_tokens > 0
+        if end == len(slot.token_ids) + 1:  # goes ahead of what the leader knows
+            slot.token_ids.append(slot.sampled)
         assert end <= len(slot.token_ids)
+        assert end <= slot.num_told + 1
         assert share.samples == (end == len(slot.token_ids))
         num_entries, remainder = divmod(len(slot.block_table), len(self.windows))
         assert (num_entries, remainder) == (-(-end // self.block_size), 0), "more blocks than tokens need, or too few"
@@ -104,9 +117,10 @@ class FakeModel:
             )
         if not share.samples:
             return None
+        slot.sampled = 0 if slot.is_failing else next_token(slot.token_ids)
         if slot.is_failing:
             return SampledToken(share.slot, -1, error="logits are not finite")
-        return SampledToken(share.slot, next_token(slot.token_ids))
+        return SampledToken(share.slot, slot.sampled)
 
     def _write(self, slot: _Slot, group: int, start: int, stop: int) -> None:
         for position in range(start, stop):

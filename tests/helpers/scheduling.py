@@ -34,6 +34,7 @@ class ScheduledModel:
         num_blocks: int = 64,
         block_size: int = 4,
         max_in_flight: int = 1,
+        looks_ahead: bool = False,
         max_context: int = 1000,
         eos_token_ids: frozenset[int] = frozenset(),
         enable_prefix_caching: bool = True,
@@ -56,6 +57,7 @@ class ScheduledModel:
             max_context=max_context,
             eos_token_ids=eos_token_ids,
             max_in_flight=max_in_flight,
+            looks_ahead=looks_ahead,
         )
         self.model = FakeModel(block_size, windows)
         self.now_s = 0.0

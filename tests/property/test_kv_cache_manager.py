@@ -88,7 +88,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             assert num_blocks == 0
         if self.cache.fits(sequence, prefix, reserve=data.draw(st.integers(0, 2))):
             self.cache.share(sequence, prefix)
-            sequence.num_computed_tokens = num_blocks * size
+            sequence.num_scheduled_tokens = sequence.num_computed_tokens = num_blocks * size
             self.sequences.append(sequence)
 
     @precondition(lambda self: self.sequences)
@@ -121,7 +121,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             self.cache.retract(sequence)
             assert self.pool.resident_hashes() == known
         self.cache.commit(sequence, num_tokens)
-        sequence.num_computed_tokens = end
+        sequence.num_scheduled_tokens = sequence.num_computed_tokens = end
         self.cache.settle(sequence)
 
     @precondition(lambda self: self.sequences)

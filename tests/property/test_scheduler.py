@@ -36,6 +36,7 @@ class Drawn:
     num_done: int
     """Tokens that were generated elsewhere."""
     is_failing: bool
+    has_penalties: bool
 
     def build(self, name: str, now_s: float) -> Request:
         """Make the request, with the tokens that it has already unless they end it."""
@@ -44,6 +45,7 @@ class Drawn:
             "max_tokens": self.max_tokens,
             "min_tokens": min(self.min_tokens, self.max_tokens),
             "ignore_eos": self.ignore_eos,
+            "presence_penalty": float(self.has_penalties),  # which the fake model does not have
             "priority": self.priority,
             "deadline_s": None if self.patience_s is None else now_s + self.patience_s,
         }
@@ -65,6 +67,7 @@ drawn_requests = st.builds(
     patience_s=st.sampled_from([None, None, None, 3, 20]),
     num_done=st.sampled_from([0, 0, 0, 1, 3]),
     is_failing=st.sampled_from([False] * 9 + [True]),
+    has_penalties=st.sampled_from([False] * 5 + [True]),
 )
 
 
@@ -78,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(6, 14),
         block_size=st.integers(1, 4),
-        max_in_flight=st.integers(1, 3),
+        plans=st.sampled_from([(1, False), (2, False), (3, False), (2, True), (2, True), (2, True)]),
         max_num_seqs=st.integers(2, 5),
         extra_budget=st.integers(0, 12),
         prefill_chunk_tokens=st.none() | st.integers(1, 6),
@@ -94,9 +97,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         max_num_seqs: int,
         extra_budget: int,
-        max_in_flight: int,
+        plans: tuple[int, bool],
         **settings: Any,
     ) -> None:
+        max_in_flight, looks_ahead = plans
         self.served = ScheduledModel(
             num_blocks=num_blocks * len(windows),
             windows=windows,
@@ -106,9 +110,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + extra_budget,
             max_waiting=8,
             max_in_flight=max_in_flight,
+            looks_ahead=looks_ahead,
             **settings,
         )
-        self.max_in_flight = max_in_flight
+        self.max_in_flight, self.looks_ahead = max_in_flight, looks_ahead
         self.block_size = self.served.cache.block_size
         self.num_groups = len(self.served.model.windows)
         self.requests: dict[str, Request] = {}
@@ -151,14 +156,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         served = self.served
         for sequence in served.scheduler.expire(served.now_s):
             served._end(sequence.request_id, FinishReason.ABORT)
-        ready = [sequence for sequence in self.sequences if sequence.slot >= 0 and not sequence.in_flight]
+        ready = [sequence for sequence in self.sequences if sequence.slot >= 0 and not sequence.num_in_flight]
         decodes = [sequence for sequence in ready if sequence.num_tokens - sequence.num_computed_tokens == 1]
         num_running = served.scheduler.num_running
         num_preemptions = served.scheduler.counters.num_preemptions
         plan = served.launch()
         if plan is not None:
             self.check_budget(plan)
-        if len(served.flights) < self.max_in_flight or plan is not None:
+        is_settling = self.looks_ahead and bool(served.flights)
+        if plan is not None or (len(served.flights) < self.max_in_flight and not is_settling):
             has_preempted = served.scheduler.counters.num_preemptions > num_preemptions
             self.check_decodes(decodes, num_running, has_preempted=has_preempted)
 
@@ -170,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_decodes(self, decodes: list[Sequence], num_running: int, *, has_preempted: bool) -> None:
         """A decode is left out only for want of blocks, or because it belongs to the next plan in flight."""
-        skipped = [sequence for sequence in decodes if sequence.slot >= 0 and not sequence.in_flight]
+        skipped = [sequence for sequence in decodes if sequence.slot >= 0 and not sequence.num_in_flight]
         if has_preempted or self.served.cache.num_free_blocks < self.num_groups:
             num_slots = self.block_size / self.num_groups  # for each number in a table
             full = [s for s in skipped if s.num_computed_tokens == len(s.block_table) * num_slots]

@@ -284,10 +284,10 @@ def test_events_add_up_to_what_is_resident() -> None:
     assert resident
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
-def test_several_plans_in_flight_change_nothing(max_in_flight: int) -> None:
+@pytest.mark.parametrize(("max_in_flight", "looks_ahead"), [(1, False), (2, False), (4, False), (2, True)])
+def test_several_plans_in_flight_change_nothing(max_in_flight: int, looks_ahead: bool) -> None:
     requests = [request(str(i), range(i, i + 3 + 5 * i), max_tokens=5 + i) for i in range(8)]
-    outcomes = run(fake_engine(FakeExecutor(max_in_flight=max_in_flight)), requests)
+    outcomes = run(fake_engine(FakeExecutor(max_in_flight=max_in_flight, looks_ahead=looks_ahead)), requests)
     for item in requests:
         assert outcomes[item.request_id].token_ids == run_alone(item)
 

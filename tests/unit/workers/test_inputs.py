@@ -53,6 +53,28 @@ def test_chunks_and_decodes_are_packed_one_after_the_other() -> None:
     )
 
 
+def test_tokens_that_the_leader_does_not_know_yet_are_named_by_slot() -> None:
+    inputs = builder()
+    inputs.build(
+        StepPlan(0, [], [new(2, [10, 11, 12]), new(5, [20, 21, 22])], [
+            ScheduledSequence(5, 0, 2, [], [3], False),
+            ScheduledSequence(2, 0, 3, [], [7], True),
+        ])
+    )  # fmt: skip
+    ahead = inputs.build(
+        StepPlan(1, [], [], [ScheduledSequence(5, 2, 1, [], [], True), ScheduledSequence(2, 3, 1, [], [], True)])
+    )
+    later = inputs.build(
+        StepPlan(2, [], [], [ScheduledSequence(5, 3, 1, [], [], True), ScheduledSequence(2, 4, 1, [99], [8], True)])
+    )
+
+    assert (ahead.fed_rows.tolist(), ahead.fed_slots.tolist()) == ([1], [2])
+    assert ahead.token_ids[0] == 22
+    assert (later.fed_rows.tolist(), later.fed_slots.tolist()) == ([0, 1], [5, 2])
+    assert later.positions.tolist() == [3, 4]
+    assert inputs._tokens[2, :4].tolist() == [10, 11, 12, 99]
+
+
 def test_a_batch_of_decodes_needs_no_row_index() -> None:
     inputs = builder()
     step = inputs.build(

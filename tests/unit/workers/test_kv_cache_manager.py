@@ -30,6 +30,7 @@ def make_sequence(num_tokens: int, *, first: int = 0, cache_salt: str = "") -> S
 def compute(cache: KVCacheManager, sequence: Sequence, num_tokens: int) -> None:
     assert cache.allocate(sequence, num_tokens)
     cache.commit(sequence, num_tokens)
+    sequence.num_scheduled_tokens += num_tokens
     sequence.num_computed_tokens += num_tokens
     cache.settle(sequence)
 
@@ -91,7 +92,7 @@ def test_blocks_are_known_when_they_are_to_be_filled_and_forgotten_when_they_are
     assert cache.match_prefix(make_sequence(13)) == []
     assert cache.commit(sequence, 7) == sequence.block_table[:1]
     assert cache.match_prefix(make_sequence(13)) == sequence.block_table[:1]
-    sequence.num_computed_tokens = 7
+    sequence.num_scheduled_tokens = sequence.num_computed_tokens = 7
     cache.settle(sequence)
     assert cache.commit(sequence, 5) == sequence.block_table[1:]
     assert cache.match_prefix(make_sequence(13)) == sequence.block_table
@@ -138,7 +139,7 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.match_prefix(sequence)
     compute(cache, sequence, 13)
     cache.free(sequence)
-    sequence.num_computed_tokens = 0
+    sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
     cache.match_prefix(sequence)
 
     assert len(hashed) == 3
@@ -166,7 +167,7 @@ def test_shared_prefix_is_not_computed_again_and_freed_last() -> None:
     compute(cache, one, 8)
     prefix = cache.match_prefix(two)
     cache.share(two, prefix)
-    two.num_computed_tokens = 8
+    two.num_scheduled_tokens = two.num_computed_tokens = 8
 
     compute(cache, two, 4)
 
@@ -286,7 +287,7 @@ def test_prefix_needs_only_what_is_in_sight_of_its_end() -> None:
     assert cache.fits(later, prefix, reserve=2)
     assert not cache.fits(later, prefix, reserve=3)
     cache.share(later, prefix)
-    later.num_computed_tokens = 20
+    later.num_scheduled_tokens = later.num_computed_tokens = 20
     cache.check_integrity([chain, later])
     cache.free(chain)
     assert num_owned(cache) == 2

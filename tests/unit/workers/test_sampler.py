@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from parallel.device.cpu import CpuDevice
 from workers.plan import NewSequence, SampledToken
 from workers.request import SamplingParams
 from workers.sampler import Sampler, uniforms
 from workers.truncation import device_bounds, host_bounds, lower_bounds
-
-CPU = torch.device("cpu")
 
 
 def new_sequence(
@@ -28,10 +27,10 @@ def new_sequence(
 
 
 def sample_all(logits: torch.Tensor, news: list[NewSequence], positions: list[int]) -> list[SampledToken]:
-    sampler = Sampler(device=CPU, num_slots=len(news))
+    sampler = Sampler(device=CpuDevice(), num_slots=len(news))
     for new in news:
         sampler.add(new)
-    return sampler.sample(logits, np.array([new.slot for new in news]), np.array(positions))
+    return sampler.sample(logits, np.array([new.slot for new in news]), np.array(positions)).result()
 
 
 def sample_one(logits: list[float] | torch.Tensor, position: int = 1, **params: Any) -> SampledToken:
@@ -41,10 +40,10 @@ def sample_one(logits: list[float] | torch.Tensor, position: int = 1, **params: 
 
 def draws(logits: torch.Tensor, num: int, **params: Any) -> torch.Tensor:
     """Token counts over `num` positions of one seed."""
-    sampler = Sampler(device=CPU, num_slots=num)
+    sampler = Sampler(device=CpuDevice(), num_slots=num)
     for slot in range(num):
         sampler.add(new_sequence(slot, **params))
-    tokens = sampler.sample(logits.expand(num, -1), np.arange(num), np.arange(num))
+    tokens = sampler.sample(logits.expand(num, -1), np.arange(num), np.arange(num)).result()
     return torch.bincount(torch.tensor([token.token_id for token in tokens]), minlength=len(logits))
 
 
@@ -181,9 +180,9 @@ def test_a_row_never_depends_on_its_batch() -> None:
     backwards = sample_all(logits[order], [news[i] for i in order], positions)
     assert [backwards[i] for i in order] == together
     for i in range(40):
-        sampler = Sampler(device=CPU, num_slots=40)
+        sampler = Sampler(device=CpuDevice(), num_slots=40)
         sampler.add(news[i])
-        (alone,) = sampler.sample(logits[i : i + 1], np.array([i]), np.array([6]))
+        (alone,) = sampler.sample(logits[i : i + 1], np.array([i]), np.array([6])).result()
         assert alone == together[i]
 
 
@@ -197,7 +196,7 @@ def test_penalties_follow_their_definitions() -> None:
         presence_penalty=0.25,
         frequency_penalty=0.5,
     )
-    sampler = Sampler(device=CPU, num_slots=1)
+    sampler = Sampler(device=CpuDevice(), num_slots=1)
     sampler.add(new)
     sampler.append(0, [3])
     edited = sampler._edit(logits[None], np.array([0]), np.array([5]), np.array([4]))
@@ -209,11 +208,11 @@ def test_penalties_of_a_resumed_sequence_equal_those_kept_step_by_step() -> None
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
     output = tuple(int(t) for t in torch.randint(0, 500, (300,), generator=torch.Generator().manual_seed(2)))
     params: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.7, "frequency_penalty": 1.0}
-    stepwise = Sampler(device=CPU, num_slots=1)
+    stepwise = Sampler(device=CpuDevice(), num_slots=1)
     stepwise.add(new_sequence(output=(), **params))
     for token_id in output:
         stepwise.append(0, [token_id])
-    resumed = Sampler(device=CPU, num_slots=1)
+    resumed = Sampler(device=CpuDevice(), num_slots=1)
     resumed.add(new_sequence(output=output, **params))
     arguments = logits, np.array([0]), np.array([301]), np.array([4])
     assert torch.equal(stepwise._edit(*arguments), resumed._edit(*arguments))
@@ -238,9 +237,9 @@ def test_logprobs_are_of_the_model_and_not_of_what_is_sampled_from() -> None:
 
 
 def test_a_slot_taken_again_forgets_its_last_sequence() -> None:
-    sampler = Sampler(device=CPU, num_slots=1)
+    sampler = Sampler(device=CpuDevice(), num_slots=1)
     sampler.add(new_sequence(temperature=2.0, top_p=0.5, logprobs=1, repetition_penalty=2.0))
     sampler.remove(0)
     sampler.add(new_sequence(temperature=0.0))
-    (token,) = sampler.sample(torch.tensor([[5.0, 6.0]]), np.array([0]), np.array([1]))
+    (token,) = sampler.sample(torch.tensor([[5.0, 6.0]]), np.array([0]), np.array([1])).result()
     assert token == SampledToken(0, 1)

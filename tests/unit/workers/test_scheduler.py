@@ -521,7 +521,7 @@ def test_earlier_prefill_takes_the_blocks_of_a_decode_planned_in_the_same_step()
         plan = served.launch()
 
     assert len(shares(plan)) == 1
-    assert slow.in_flight
+    assert slow.num_in_flight
     served.run()
     assert slow.num_preemptions == 0
     assert len(served.tokens["late"]) == 20
@@ -813,6 +813,97 @@ def test_output_for_other_slots_is_refused(sampled: list[SampledToken]) -> None:
 
     with pytest.raises(GroupFailedError, match=r"step 0 answered for slots .*; expected: \[0\]"):
         served.scheduler.update(plan, ModelOutput(0, sampled), 0.0)
+
+
+# Looking ahead
+
+
+def test_next_step_is_planned_before_the_token_is_known() -> None:
+    served = ScheduledModel(max_in_flight=2, looks_ahead=True)
+    item = served.submit("a", prompt(7), max_tokens=5).request
+
+    assert shares(served.launch()) == [(0, 0, 7)]
+    second = served.launch()
+    assert shares(second) == [(0, 7, 1)]
+    assert second is not None
+    assert second.scheduled[0].new_token_ids == []
+    (output,) = served.collect()
+    third = served.launch()
+    assert shares(third) == [(0, 8, 1)]
+    assert third is not None
+    assert third.scheduled[0].new_token_ids == [output.token_id]
+    served.run()
+    assert served.tokens["a"] == run_alone(item)
+    assert served.model.num_computed_tokens == 7 + 4  # nothing beyond the last token but one
+
+
+def test_chunks_of_a_prompt_are_planned_ahead() -> None:
+    served = ScheduledModel(max_in_flight=2, looks_ahead=True, prefill_chunk_tokens=4)
+    served.submit("a", prompt(10))
+
+    assert [shares(served.launch()) for _ in range(2)] == [[(0, 0, 4)], [(0, 4, 4)]]
+
+
+def test_what_was_planned_behind_the_last_token_is_dropped() -> None:
+    served = ScheduledModel(max_in_flight=2, looks_ahead=True, eos_token_ids=frozenset({next_token(prompt(7))}))
+    sequence = served.submit("a", prompt(7), max_tokens=5)
+    served.launch()
+    served.launch()
+
+    (output,) = served.collect()
+
+    assert output.finish is not None
+    assert sequence.block_table, "its second step is in flight"
+    assert served.collect() == []
+    assert served.cache.num_free_blocks == served.cache.num_blocks
+    assert not served.scheduler.has_unfinished
+
+
+def test_penalties_wait_for_the_token() -> None:
+    served = ScheduledModel(max_in_flight=2, looks_ahead=True)
+    served.submit("a", prompt(7), presence_penalty=1.0)
+
+    assert served.launch() is not None
+    assert served.launch() is None
+
+
+def test_error_ends_what_was_planned_behind_it() -> None:
+    served = ScheduledModel(max_in_flight=2, looks_ahead=True)
+    served.model.failing_prompts.add(tuple(prompt(8)))
+    served.submit("bad", prompt(8))
+    served.launch()
+    served.launch()
+    served.collect()
+    served.collect()
+
+    assert served.ends == {"bad": "logits are not finite"}
+    assert served.cache.match_prefix(served.submit("again", prompt(9))) == []
+    served.scheduler.check_integrity()
+
+
+def test_first_in_order_gets_its_blocks_from_later_ones_in_flight() -> None:
+    served = ScheduledModel(
+        num_blocks=6, max_in_flight=2, looks_ahead=True, max_num_seqs=2, enable_prefix_caching=False
+    )
+    requests = [served.submit(name, prompt(7, first), max_tokens=14).request for name, first in (("a", 1), ("b", 50))]
+
+    served.run()
+
+    assert served.scheduler.counters.num_preemptions > 0
+    assert [served.tokens[item.request_id] for item in requests] == [run_alone(item) for item in requests]
+
+
+def test_earlier_level_gets_the_slot_of_one_in_flight() -> None:
+    served = ScheduledModel(max_num_seqs=1, policy="priority", max_in_flight=2, looks_ahead=True)
+    ordinary = served.submit("ordinary", prompt(10), max_tokens=50, priority=1)
+    served.step()
+    served.submit("urgent", prompt(10, first=50), max_tokens=3)
+    for _ in range(6):
+        served.step()
+
+    assert served.ends == {"urgent": FinishReason.LENGTH}
+    served.run()
+    assert served.tokens["ordinary"] == run_alone(ordinary.request)
 
 
 # Times and load
