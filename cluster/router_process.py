@@ -69,7 +69,9 @@ class RouterProcess:
         self._on_change()
         if self._task is not None:
             if self._place is not None:
-                await self._actor.stop.remote()
+                asked = asyncio.ensure_future(_await(self._actor.stop.remote()))
+                # Whether it answers does not matter: it may die or hang now too.
+                asked.add_done_callback(lambda done: done.cancelled() or done.exception())
                 await asyncio.wait([self._task], timeout=grace_s)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
