@@ -47,6 +47,7 @@ def load_decoder(
     dtype: torch.dtype,
     kernels: Kernels,
     expert_parallel: bool = False,
+    int8_linears: bool = False,
     max_context: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
@@ -58,6 +59,7 @@ def load_decoder(
         device, dtype: where and as what the weights are held, whatever they are stored as.
         kernels: the operations that the decoder will call.
         expert_parallel: divide experts over the tensor-parallel ranks, each whole; else a part of every one to each.
+        int8_linears: linear layers and the head in 8 bits (kernels/int8_linear.py).
         max_context: serve contexts no longer than this; None: what the config says.
         progress: called with the fraction of this rank's weights read so far, from the calling thread; ends with 1.0.
 
@@ -68,7 +70,13 @@ def load_decoder(
     if max_context is not None:
         description = _limit_context(description, max_context)
     decoder = Decoder(
-        description, mesh=mesh, device=device, dtype=dtype, kernels=kernels, expert_parallel=expert_parallel
+        description,
+        mesh=mesh,
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        expert_parallel=expert_parallel,
+        int8_linears=int8_linears,
     )
     bytes_read = _load(decoder, folder, progress, lay_out=_lay_out)
     logger.info("rank %d read %d bytes of weights from %s", mesh.rank, bytes_read, folder)

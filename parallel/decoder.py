@@ -48,6 +48,7 @@ class Decoder:
         dtype: torch.dtype,
         kernels: Kernels,
         expert_parallel: bool = False,
+        int8_linears: bool = False,
     ) -> None:
         check_split(
             description,
@@ -61,7 +62,12 @@ class Decoder:
         self.dtype = dtype
         self.kernels = kernels
         context = LayerContext(
-            axis=mesh.tp, kernels=kernels, device=device, dtype=dtype, expert_parallel=expert_parallel
+            axis=mesh.tp,
+            kernels=kernels,
+            device=device,
+            dtype=dtype,
+            expert_parallel=expert_parallel,
+            int8_linears=int8_linears,
         )
         self.layer_indices = layer_range(description.num_layers, mesh.pp.rank, mesh.pp.size)
         """Of the whole model, those that this stage holds."""

@@ -151,7 +151,7 @@ class VocabParallelHead:
         if description.head_bias:
             self._bias_V = context.empty(num_rows)
             _zero_padding(self._bias_V, description.vocab_size, context)
-        self._kernels = context.kernels
+        self._context = context
         self._linear: PackedLinear
 
     def __call__(self, hidden_SE: Tensor) -> Tensor | None:
@@ -182,7 +182,7 @@ class VocabParallelHead:
         if self._description.is_head_normalized:
             self._weight_VE = F.normalize(self._weight_VE)
         is_shared = self._is_tied and not self._description.is_head_normalized
-        lay_out = self._kernels.share_linear if is_shared else self._kernels.pack_linear
+        lay_out = self._context.share_linear if is_shared else self._context.pack_linear
         self._linear = lay_out(self._weight_VE, self._bias_V)
         self._weight_VE = self._bias_V = None
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import Kernels
+from parallel.kernels.base import Kernels, PackedLinear
 from parallel.mesh import Axis
 from parallel.shard import ShardedParameter
 
@@ -29,10 +29,23 @@ class LayerContext:
     dtype: torch.dtype
     expert_parallel: bool = False
     """Each rank of the axis has some experts whole; else a part of every one."""
+    int8_linears: bool = False
+    """Linear layers and the head multiply in 8 bits; routers and experts stay as they are."""
 
     def empty(self, *shape: int) -> Tensor:
         """A new tensor for weights, not initialised."""
         return torch.empty(*shape, device=self.device, dtype=self.dtype)
+
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+        """Lay out what the user may want in 8 bits; see `Kernels.pack_linear`."""
+        lay_out = self.kernels.quantize_linear if self.int8_linears else self.kernels.pack_linear
+        return lay_out(weight_OI, bias_O)
+
+    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+        """The same for a weight that is used besides; see `Kernels.share_linear`. In 8 bits it is a copy."""
+        if self.int8_linears:
+            return self.kernels.quantize_linear(weight_OI, bias_O, keeps_weight=True)
+        return self.kernels.share_linear(weight_OI, bias_O)
 
 
 class Layer(Protocol):

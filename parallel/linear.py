@@ -42,7 +42,7 @@ class ColumnParallelLinear:
         num_rows = sum(len(part.rows) for part in parts)
         self._weight_OI: Tensor | None = context.empty(num_rows, in_features)
         self._bias_O: Tensor | None = context.empty(num_rows) if has_bias else None
-        self._kernels = context.kernels
+        self._context = context
         self._linear: PackedLinear
 
     @classmethod
@@ -67,7 +67,7 @@ class ColumnParallelLinear:
     def finish_loading(self) -> None:
         """Hand weight and bias to the kernels."""
         assert self._weight_OI is not None, "finish_loading is called once"
-        self._linear = self._kernels.pack_linear(self._weight_OI, self._bias_O)
+        self._linear = self._context.pack_linear(self._weight_OI, self._bias_O)
         self._weight_OI = self._bias_O = None
 
     def _pieces(self, prefix: str, leaf: str, tail: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -139,7 +139,7 @@ class RowParallelLinear:
         self._columns = even_range(in_features, self._axis.rank, self._axis.size, what=what)
         self._weight_OI: Tensor | None = context.empty(out_features, len(self._columns))
         self._bias_O = context.empty(out_features) if has_bias else None
-        self._kernels = context.kernels
+        self._context = context
         self._linear: PackedLinear
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class RowParallelLinear:
         """Hand the weight to the kernels; the bias too where no all-reduce comes between."""
         assert self._weight_OI is not None, "finish_loading is called once"
         is_whole = self._axis.size == 1
-        self._linear = self._kernels.pack_linear(self._weight_OI, self._bias_O if is_whole else None)
+        self._linear = self._context.pack_linear(self._weight_OI, self._bias_O if is_whole else None)
         self._weight_OI = None
         if is_whole:
             self._bias_O = None
@@ -190,7 +190,7 @@ class PartialRowParallelLinear(RowParallelLinear):
     def finish_loading(self) -> None:
         """Hand the weight and the bias to the kernels."""
         assert self._weight_OI is not None, "finish_loading is called once"
-        self._linear = self._kernels.pack_linear(self._weight_OI, self._bias_O)
+        self._linear = self._context.pack_linear(self._weight_OI, self._bias_O)
         self._weight_OI = self._bias_O = None
 
 

@@ -131,6 +131,15 @@ class Kernels(Protocol):
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
         """As pack_linear, for a weight that the caller keeps and uses besides: nothing is copied."""
 
+    def quantize_linear(
+        self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False
+    ) -> "PackedLinear":
+        """As pack_linear, the product in 8 bits: int8_linear.py says what that is. Always a copy.
+
+        Args:
+            keeps_weight: the caller uses the weight besides; else its values may be gone.
+        """
+
     def pack_experts(self, weights: ExpertWeights) -> "PackedExperts":
         """Lay out the experts of a layer, once, after loading. The caller drops its own references to them."""
 

@@ -23,6 +23,7 @@ from parallel.kernels.base import (
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_linear import pack_linear
+from parallel.kernels.int8_linear import Int8Linear
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
 
 
@@ -41,6 +42,10 @@ class CpuKernels:
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.share_linear`."""
         return ReferenceLinear(weight_OI, bias_O)
+
+    def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> Int8Linear:
+        """See `Kernels.quantize_linear`."""
+        return Int8Linear(weight_OI, bias_O)
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""

@@ -23,12 +23,15 @@ from parallel.kernels.base import (
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.native.build import build_library
+from parallel.kernels.native.int8_linear import NativeInt8Linear
 from parallel.kernels.native.library import (
     LANES,
+    Int8Operations,
     LayerParams,
     Operations,
     Programs,
     StepLayout,
+    load_int8,
     load_operations,
     load_programs,
 )
@@ -44,11 +47,17 @@ class NativeCpuKernels:
         operations: the compiled kernels by dtype.
         programs: the compiled products and programs; None: the CPU has not the instructions.
         num_threads: of torch's OpenMP pool, which the kernels share.
+        int8: the compiled products in 8 bits by dtype of the model; empty: the CPU has not the instructions.
     """
 
     def __init__(
-        self, operations: Mapping[torch.dtype, Operations], programs: Programs | None, num_threads: int
+        self,
+        operations: Mapping[torch.dtype, Operations],
+        programs: Programs | None,
+        num_threads: int,
+        int8: Mapping[torch.dtype, Int8Operations] | None = None,
     ) -> None:
+        self._int8 = int8 or {}
         self._operations = operations
         self._programs = programs
         self._num_threads = num_threads
@@ -63,7 +72,7 @@ class NativeCpuKernels:
     def build(cls) -> "NativeCpuKernels":
         """Compile where needed, and load. Raises DeviceError when this machine cannot."""
         library = build_library()
-        return cls(load_operations(library), load_programs(library), torch.get_num_threads())
+        return cls(load_operations(library), load_programs(library), torch.get_num_threads(), load_int8(library))
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
@@ -78,6 +87,15 @@ class NativeCpuKernels:
         if operations is None or bias_O is not None or not fits:
             return self._torch.share_linear(weight_OI, bias_O)
         return RowLinear(weight_OI, operations, self._num_threads)
+
+    def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> PackedLinear:
+        """See `Kernels.quantize_linear`."""
+        operations = self._int8.get(weight_OI.dtype)
+        if operations is None:
+            return self._torch.quantize_linear(weight_OI, bias_O, keeps_weight=keeps_weight)
+        return NativeInt8Linear(
+            *(weight_OI, bias_O, operations, self._recorder, self._num_threads), keeps_weight=keeps_weight
+        )
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from parallel.activation import activation_function
 from parallel.description import Activation
 from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
+from parallel.kernels.int8_linear import Int8Linear
 
 
 class ReferenceLinear:
@@ -64,6 +65,10 @@ class ReferenceKernels:
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> ReferenceLinear:
         """Keep the weight as it is."""
         return ReferenceLinear(weight_OI, bias_O)
+
+    def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> Int8Linear:
+        """See `Kernels.quantize_linear`."""
+        return Int8Linear(weight_OI, bias_O)
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """Keep them as they are."""

@@ -7,6 +7,7 @@
 #include "elementwise.h"
 #include "linear.h"
 #include "matrix.h"
+#include "matrix_int8.h"
 #include "program.h"
 
 using namespace weft;
@@ -98,5 +99,37 @@ EXPORT void weft_run(const Operation* operations, int count, const Step* step) {
 #else
 
 EXPORT int weft_has_programs(void) { return 0; }
+
+#endif
+
+#ifdef WEFT_HAS_INT8
+
+EXPORT int weft_has_int8(void) { return 1; }
+
+#define DEFINE_INT8(NAME, T)                                                                                            \
+    EXPORT void weft_pack_int8_##NAME(void* packed, int64_t num_out, int num_in, const void* weight, int64_t first,     \
+                                      int64_t count, int num_threads) {                                                 \
+        const int8::Matrix<T> matrix(packed, nullptr, num_out, num_in);                                                 \
+        on_team(num_threads, 1, [=](Team& team) {                                                                       \
+            int8::pack_matrix(matrix, static_cast<const T*>(weight), first, count, team);                               \
+        });                                                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_multiply_int8_##NAME(void* out, const void* x, int64_t x_row_stride, int num_rows,                 \
+                                          const void* packed, const void* bias, int64_t num_out, int num_in,            \
+                                          int num_threads) {                                                            \
+        const int8::Matrix<T> matrix(packed, bias, num_out, num_in);                                                    \
+        static thread_local int8::Scratch scratch;                                                                      \
+        const int8::Left left = scratch.room(num_rows, num_in);                                                         \
+        on_team(num_threads, int8::MULTIPLY_SECTIONS, [=](Team& team) {                                                 \
+            int8::quantize(left, static_cast<const T*>(x), x_row_stride, num_in, team);                                 \
+            int8::multiply<int8::Plain>(static_cast<T*>(out), left, matrix, team);                                      \
+        });                                                                                                             \
+    }
+
+FOR_EACH_TYPE(DEFINE_INT8)
+
+#else
+
+EXPORT int weft_has_int8(void) { return 0; }
 
 #endif

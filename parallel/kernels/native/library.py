@@ -72,6 +72,8 @@ class Kind(IntEnum):
     ATTENTION = 4
     MULTIPLY = 5
     MULTIPLY_GATED = 6
+    MULTIPLY_INT8 = 7
+    MULTIPLY_GATED_INT8 = 8
 
 
 class Operation(ctypes.Structure):
@@ -148,6 +150,14 @@ class Programs:
     """As in `Operations`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Int8Operations:
+    """Products in 8 bits with matrices of one dtype; see matrix_int8.h."""
+
+    pack: Callable[..., None]
+    multiply: Callable[..., None]
+
+
 def load_operations(library: Path) -> dict[torch.dtype, Operations]:
     """The kernels of every dtype that has them. Raises DeviceError when the file cannot be loaded."""
     loaded = _load(library)
@@ -167,6 +177,14 @@ def load_programs(library: Path) -> Programs | None:
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
         has_matrix_tiles=loaded.weft_has_matrix_tiles_bfloat16,
     )
+
+
+def load_int8(library: Path) -> dict[torch.dtype, Int8Operations]:
+    """Empty where the CPU has not the instructions. Raises DeviceError when the file cannot be loaded."""
+    loaded = _load(library)
+    if not loaded.weft_has_int8():
+        return {}
+    return {dtype: _int8_operations(loaded, name) for dtype, name in _NAMES.items()}
 
 
 def _load(library: Path) -> ctypes.CDLL:
@@ -189,3 +207,15 @@ def _operations(library: ctypes.CDLL, dtype: str) -> Operations:
     }
     functions["has_matrix_tiles"] = library[f"weft_has_matrix_tiles_{dtype}"]
     return Operations(**functions, most_rows=library.weft_most_rows())
+
+
+def _int8_operations(library: ctypes.CDLL, dtype: str) -> Int8Operations:
+    return Int8Operations(
+        pack=_function(
+            library, f"weft_pack_int8_{dtype}", (c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int)
+        ),
+        multiply=_function(
+            *(library, f"weft_multiply_int8_{dtype}"),
+            (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int, c_int),
+        ),
+    )

@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matrix.h"
+#include "matrix_int8.h"
 
 namespace weft {
 
@@ -20,7 +21,7 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, SILU_MUL, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED };
+enum class Kind : int32_t { RMS_NORM, ROTARY, SILU_MUL, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8 };
 
 struct Operation {
     Kind kind;
@@ -67,6 +68,13 @@ class Program {
         for (int i = 0; i < count; i++)
             if (operations[i].kind == Kind::MULTIPLY || operations[i].kind == Kind::MULTIPLY_GATED)
                 scratch_ = scratch.room(scratch_size(step.num_tokens, operations[i].num_in));
+#ifdef WEFT_HAS_INT8
+        static thread_local int8::Scratch quantized;
+        quantized_ = &quantized;
+        for (int i = 0; i < count; i++)
+            if (operations[i].kind == Kind::MULTIPLY_INT8 || operations[i].kind == Kind::MULTIPLY_GATED_INT8)
+                quantized.room(step.num_tokens, operations[i].num_in);
+#endif
         for (int i = 0; i < count; i++)
             if (operations[i].kind == Kind::ATTENTION) {
                 const StepLayout* layout = step.layers[operations[i].index].layout;
@@ -129,9 +137,25 @@ class Program {
                 if (o.kind == Kind::MULTIPLY) return weft::multiply(at(o.out), left, matrix, scratch_, team);
                 return multiply_gated(at(o.out), left, matrix, scratch_, team);
             }
+#ifdef WEFT_HAS_INT8
+            case Kind::MULTIPLY_INT8:
+                return multiply_int8<int8::Plain>(o, team);
+            case Kind::MULTIPLY_GATED_INT8:
+                return multiply_int8<int8::Gated>(o, team);
+#endif
         }
     }
 
+#ifdef WEFT_HAS_INT8
+    template <class Result>
+    void multiply_int8(const Operation& o, Team& team) const {
+        const int8::Left left = quantized_->room(step_.num_tokens, o.num_in);  // there is as much already
+        int8::quantize(left, at(o.in), stride(o.in), o.num_in, team);
+        int8::multiply<Result>(at(o.out), left, int8::Matrix<T>(o.weight, o.bias, o.num_out, o.num_in), team);
+    }
+
+    int8::Scratch* quantized_ = nullptr;
+#endif
     const Operation* operations_;
     const int count_;
     const Step& step_;

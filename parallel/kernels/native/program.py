@@ -168,6 +168,9 @@ class Program:
         )
 
 
+_GATED = {Kind.MULTIPLY: Kind.MULTIPLY_GATED, Kind.MULTIPLY_INT8: Kind.MULTIPLY_GATED_INT8}
+
+
 def _fuse_gates(tape: Tape) -> list[Operation]:
     """A product whose result is only read by the SiLU after it becomes one operation with that."""
     readers = Counter(place.buffer for operation in tape.operations for place in (operation.input, operation.second))
@@ -176,13 +179,14 @@ def _fuse_gates(tape: Tape) -> list[Operation]:
         last = fused[-1] if fused else None
         if (
             last is not None
-            and (last.kind, operation.kind) == (Kind.MULTIPLY, Kind.SILU_MUL)
+            and last.kind in _GATED
+            and operation.kind == Kind.SILU_MUL
             and last.output.buffer == operation.input.buffer
             and readers[last.output.buffer] == 1
             and last.num_out % (2 * PANEL) == 0
         ):
             fused[-1] = gated = Operation.from_buffer_copy(last)
-            gated.kind, gated.output = Kind.MULTIPLY_GATED, operation.output
+            gated.kind, gated.output = _GATED[Kind(last.kind)], operation.output
         else:
             fused.append(operation)
     return fused

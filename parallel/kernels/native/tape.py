@@ -115,9 +115,16 @@ class Tape:
 
     def multiply(self, out_TO: Tensor, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> None:
         """A product with a packed matrix."""
+        self._multiply(Kind.MULTIPLY, out_TO, x_TI, packed, bias_O)
+
+    def multiply_int8(self, out_TO: Tensor, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> None:
+        """A product in 8 bits."""
+        self._multiply(Kind.MULTIPLY_INT8, out_TO, x_TI, packed, bias_O)
+
+    def _multiply(self, kind: Kind, out_TO: Tensor, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> None:
         self._kept += [packed, bias_O]
         self._add(
-            Kind.MULTIPLY,
+            kind,
             input=self.read(x_TI),
             output=self.write(out_TO),
             weight=packed.data_ptr(),

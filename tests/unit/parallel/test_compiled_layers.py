@@ -51,11 +51,11 @@ class EagerKernels(NativeCpuKernels):
         return run
 
 
-def load(folder: Path, config: dict[str, Any], kernels: NativeCpuKernels) -> Decoder:
+def load(folder: Path, config: dict[str, Any], kernels: NativeCpuKernels, *, int8_linears: bool = False) -> Decoder:
     if not folder.exists():
         write_random_model(folder, config, 0, torch.bfloat16)
     mesh = Mesh(tp=Axis(size=1, rank=0), pp=Axis(size=1, rank=0))
-    return load_decoder(folder, mesh=mesh, device=CPU, dtype=torch.bfloat16, kernels=kernels)
+    return load_decoder(folder, mesh=mesh, device=CPU, dtype=torch.bfloat16, kernels=kernels, int8_linears=int8_linears)
 
 
 def build(kind: type[NativeCpuKernels] = NativeCpuKernels) -> NativeCpuKernels:
@@ -97,9 +97,11 @@ def compiled(decoder: Decoder) -> CompiledLayers:
 
 @pytest.mark.parametrize("recorded", [0, 3], ids=["chunks", "one-token"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_layers_give_the_same_bits(name: str, recorded: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("int8_linears", [False, True], ids=["bfloat16", "int8"])
+def test_compiled_layers_give_the_same_bits(name: str, recorded: int, int8_linears: bool, tmp_path: Path) -> None:
     decoders = [
-        load(tmp_path / "model", CONFIG | COMPILED[name], build(kind)) for kind in (NativeCpuKernels, EagerKernels)
+        load(tmp_path / "model", CONFIG | COMPILED[name], build(kind), int8_linears=int8_linears)
+        for kind in (NativeCpuKernels, EagerKernels)
     ]
     caches = [filled_caches(decoder, 120) for decoder in decoders]
     for spans in [STEPS[recorded], *STEPS]:  # the first one is recorded, and compared as well

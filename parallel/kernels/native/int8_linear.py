@@ -1,0 +1,66 @@
+"""A linear layer in 8 bits whose weight is laid out for the compiled products (matrix_int8.h)."""
+
+import torch
+from torch import Tensor
+
+from parallel.host_memory import forget, use_huge_pages
+from parallel.kernels.native.library import Int8Operations
+from parallel.kernels.native.packed_linear import PANEL
+from parallel.kernels.native.tape import Recorder, Tape
+
+_STEP = 64
+"""Inputs that are laid out together."""
+_OUTPUT_BYTES = 8
+"""Of a scale, and of the sum of an output's weights."""
+_PACKED_AT_ONCE = 1 << 19
+"""Elements."""
+
+
+class NativeInt8Linear:
+    """Implements `PackedLinear` with the bits of `Int8Linear`.
+
+    Args:
+        keeps_weight: the caller goes on using the weight; else its memory is given up while it is packed.
+    """
+
+    def __init__(
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        operations: Int8Operations,
+        recorder: Recorder,
+        num_threads: int,
+        *,
+        keeps_weight: bool,
+    ) -> None:
+        self._num_out, self._num_in = weight_OI.shape
+        num_panels, num_steps = -(-self._num_out // PANEL), -(-self._num_in // _STEP)
+        self._packed = torch.empty(num_panels * PANEL * (num_steps * _STEP + _OUTPUT_BYTES), dtype=torch.int8)
+        use_huge_pages(self._packed)
+        self._bias_O = None if bias_O is None else bias_O.contiguous()
+        self._multiply = operations.multiply
+        self._recorder = recorder
+        self._num_threads = num_threads
+        weight_OI = weight_OI.contiguous()
+        step = max(1, _PACKED_AT_ONCE // self._num_in // PANEL) * PANEL
+        for start in range(0, self._num_out, step):
+            rows = weight_OI[start : start + step]
+            operations.pack(
+                *(self._packed.data_ptr(), self._num_out, self._num_in),
+                *(rows.data_ptr(), start, len(rows), num_threads),
+            )
+            if not keeps_weight:
+                forget(rows)  # so that a matrix is never there twice
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See `PackedLinear`."""
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        out_TO = x_TI.new_empty(len(x_TI), self._num_out)
+        self._multiply(
+            *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._packed.data_ptr()),
+            *(None if self._bias_O is None else self._bias_O.data_ptr(), self._num_out, self._num_in),
+            self._num_threads,
+        )
+        self._recorder.note(Tape.multiply_int8, out_TO, x_TI, self._packed, self._bias_O)
+        return out_TO
