@@ -159,10 +159,49 @@ struct Gated {
 
 #ifdef WEFT_HAS_AMX_INT8
 
+// What is done with the sums of a panel while tiles already make the next ones: vectors and tiles work side by side.
+template <class Result, class T>
+class Epilogue {
+  public:
+    Epilogue(T* out, const Left& left, const Matrix<T>& matrix)
+        : out_(out), left_(left), matrix_(matrix), pace_(1 + Left::ROWS / (Result::num_panels * left.num_steps)) {}
+
+    // The sums of another panel of the result will be in `first`, and those that it gates in `second`, [rows][PANEL].
+    void begin(int64_t panel, const int32_t* first, const int32_t* second) {
+        finish();
+        panel_ = panel, first_ = first, second_ = second, num_ready_ = num_done_ = 0;
+    }
+    void add_rows(int count) { num_ready_ += count; }
+
+    // A few rows, once for each step of a block.
+    void advance() {
+        for (int i = 0; i < pace_ && num_done_ < num_ready_; i++) write();
+    }
+    void finish() {
+        while (num_done_ < num_ready_) write();
+    }
+
+  private:
+    void write() {
+        const int row = num_done_++;
+        Result::write(out_ + row * Result::num_out(matrix_), matrix_, panel_, left_.scales[row], first_ + row * PANEL,
+                      second_ + row * PANEL);
+    }
+
+    T* const out_;
+    const Left left_;
+    const Matrix<T> matrix_;
+    const int pace_;  // rows
+    int64_t panel_ = 0;
+    const int32_t *first_ = nullptr, *second_ = nullptr;
+    int num_ready_ = 0, num_done_ = 0;
+};
+
 // 16 or 32 rows, as the tiles are configured, times `steps` steps of a panel; the sums [rows][PANEL] are begun or
 // continued. IS_FAR: the panel comes from memory, not from a cache.
-template <int ROW_TILES, bool IS_FAR>
-void multiply_tiles(int32_t* sums, const int8_t* x, int64_t x_stride, const int8_t* values, int steps, bool is_begun) {
+template <int ROW_TILES, bool IS_FAR, class Epilogue>
+void multiply_tiles(int32_t* sums, const int8_t* x, int64_t x_stride, const int8_t* values, int steps, bool is_begun,
+                    Epilogue& epilogue) {
     constexpr int64_t WIDTH = PANEL * sizeof(int32_t);
     int32_t* lower = sums + TILE * PANEL;
     if (!is_begun) {
@@ -194,6 +233,7 @@ void multiply_tiles(int32_t* sums, const int8_t* x, int64_t x_stride, const int8
             _tile_dpbssd(2, 5, 6);
             _tile_dpbssd(3, 5, 7);
         }
+        epilogue.advance();
     }
     _tile_stored(0, sums, WIDTH);
     _tile_stored(1, sums + TILE, WIDTH);
@@ -207,31 +247,31 @@ void multiply_tiles(int32_t* sums, const int8_t* x, int64_t x_stride, const int8
 template <class Result, class T>
 void multiply_panels_by_tiles(T* out, const Left& left, const Matrix<T>& matrix, int64_t begin, int64_t end) {
     constexpr int PART = 12;  // steps
+    using Work = Epilogue<Result, T>;
     static thread_local Buffer<int32_t> buffer;
-    const size_t size = size_t(left.num_rows + Left::ROWS) * PANEL;
-    int32_t* sums = buffer.room(size * Result::num_panels);
-    const int64_t num_out = Result::num_out(matrix), x_stride = left.step_stride();
-    const bool is_one_block = left.num_rows <= Left::ROWS;
-    const int most_steps = is_one_block ? left.num_steps : PART;
+    const int64_t size = int64_t(left.num_rows + Left::ROWS) * PANEL, x_stride = left.step_stride();
+    int32_t* room = buffer.room(size_t(2 * size * Result::num_panels));  // for a panel that is made, and one that is written
+    const int most_steps = left.num_rows <= Left::ROWS ? left.num_steps : PART;
     const TileScope scope(std::min(left.height, TILE), std::max(left.height - TILE, 1));
-    for (int64_t panel = begin; panel < end; panel++)
+    Work epilogue(out, left, matrix);
+    for (int64_t panel = begin; panel < end; panel++) {
+        int32_t* sums = room + (panel - begin) % 2 * size * Result::num_panels;
         for (int i = 0; i < Result::num_panels; i++)
             for (int step = 0; step < left.num_steps; step += most_steps) {
                 const int steps = std::min(most_steps, left.num_steps - step);
                 const bool is_last = i == Result::num_panels - 1 && step + steps == left.num_steps;
                 const int8_t* values = matrix.panel(Result::panel(matrix, panel, i)) + int64_t(step) * STEP_SIZE;
+                if (is_last) epilogue.begin(panel, sums, sums + i * size);
                 for (int row = 0; row < left.num_rows; row += Left::ROWS) {
                     const int rows = std::min(Left::ROWS, left.num_rows - row);
-                    int32_t* to = sums + i * size + size_t(row) * PANEL;
-                    const auto multiply = rows <= TILE ? (row ? multiply_tiles<1, false> : multiply_tiles<1, true>)
-                                                       : (row ? multiply_tiles<2, false> : multiply_tiles<2, true>);
-                    multiply(to, left.row(row) + step * x_stride, x_stride, values, steps, step > 0);
-                    for (int r = row; is_last && r < row + rows; r++) {
-                        const int32_t* first = sums + size_t(r) * PANEL;
-                        Result::write(out + r * num_out, matrix, panel, left.scales[r], first, first + i * size);
-                    }
+                    const auto multiply = rows <= TILE ? (row ? multiply_tiles<1, false, Work> : multiply_tiles<1, true, Work>)
+                                                       : (row ? multiply_tiles<2, false, Work> : multiply_tiles<2, true, Work>);
+                    multiply(sums + i * size + row * PANEL, left.row(row) + step * x_stride, x_stride, values, steps, step > 0, epilogue);
+                    if (is_last) epilogue.add_rows(rows);
                 }
             }
+    }
+    epilogue.finish();
 }
 
 #endif
@@ -299,7 +339,7 @@ constexpr int MULTIPLY_SECTIONS = 2;  // of a team: `quantize`, `multiply`
 // out[row, o] = sum of row and weight[o] in integers * both scales + bias[o]. Shared out in runs of rows times runs of panels.
 template <class Result, class T>
 void multiply(T* out, const Left& left, const Matrix<T>& matrix, Team& team) {
-    constexpr int64_t CACHED = 512 * 1024;  // bytes of x stay near a core while all panels pass
+    constexpr int64_t CACHED = 1024 * 1024;  // bytes of x stay near a core while all panels pass
     constexpr int64_t RUN = 128 * 1024;     // bytes of the matrix are read by an item
     const int64_t in_bytes = int64_t(left.num_steps) * STEP, num_out = Result::num_out(matrix);
     const int most_rows = int(std::max<int64_t>(64, CACHED / in_bytes / 64 * 64));
