@@ -114,6 +114,9 @@ def serve(
     dtype: Annotated[
         str | None, typer.Option(help="auto, float32, float16 or bfloat16.", rich_help_panel=_Model)
     ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="none, or int8: linear layers in 8 bits.", rich_help_panel=_Model)
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_Model)] = None,
     max_context: Annotated[int | None, typer.Option(help="Longest prompt plus output.", rich_help_panel=_Model)] = None,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of each rank.", rich_help_panel=_Model)] = None,
@@ -200,6 +203,7 @@ def serve(
         "models[0].expert_parallel": expert_parallel,
         "models[0].replicas": replicas,
         "models[0].dtype": dtype,
+        "models[0].quantization": quantization,
         "models[0].device": device,
         "models[0].max_context": max_context,
         "models[0].num_threads": num_threads,

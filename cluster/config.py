@@ -104,6 +104,8 @@ class ModelSection(_Section):
     expert_parallel: bool = False
     """Divide experts over the tensor-parallel ranks, each whole; else every rank has a part of each."""
     dtype: str = "auto"
+    quantization: str = "none"
+    """"none", or "int8": linear layers and the head in 8 bits."""
     device: str = "auto"
     max_context: Annotated[int, Field(ge=1)] | None = None
     num_threads: Annotated[int, Field(ge=1)] | None = None
@@ -153,6 +155,7 @@ class ModelSection(_Section):
         engine = EngineConfig(
             model=self.path,
             dtype=self.dtype,
+            quantization=self.quantization,
             device=self.device,
             max_context=self.max_context,
             step_timeout_s=self.step_timeout_s,

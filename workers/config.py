@@ -108,6 +108,8 @@ class EngineConfig:
     """A folder in Hugging Face layout, already on this machine."""
     dtype: str = "auto"
     """"auto" (that of the checkpoint), "float32", "float16" or "bfloat16"."""
+    quantization: str = "none"
+    """"none", or "int8": linear layers and the head multiply in 8 bits, whatever the dtype of the rest."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cpu" or "cuda"."""
     max_context: int | None = None
@@ -125,5 +127,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise EngineConfigError(f"dtype is {self.dtype!r}; allowed: 'auto', 'float32', 'float16', 'bfloat16'")
+        if self.quantization not in ("none", "int8"):
+            raise EngineConfigError(f"quantization is {self.quantization!r}; allowed: 'none', 'int8'")
         if self.device not in ("auto", "cpu", "cuda"):
             raise EngineConfigError(f"device is {self.device!r}; allowed: 'auto', 'cpu', 'cuda'")

@@ -235,6 +235,7 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
         dtype=dtype,
         kernels=select_kernels(device.torch_device, dtype),
         expert_parallel=config.parallel.expert_parallel,
+        int8_linears=config.quantization == "int8",
         max_context=config.max_context,
         progress=progress,
     )

@@ -36,6 +36,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
                     "expert_parallel": True,
                     "replicas": 4,
                     "dtype": "bfloat16",
+                    "quantization": "int8",
                     "cache": {"block_size": 32, "enable_prefix_caching": False},
                     "scheduler": {"max_num_seqs": 8, "policy": "priority"},
                 }
@@ -50,6 +51,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     assert (model.name, model.source, model.replicas) == ("story", "/models/story", 4)
     assert model.engine.parallel.world_size == 6
     assert model.engine.parallel.expert_parallel
+    assert model.engine.quantization == "int8"
     assert spec.num_ranks == 24
     assert model.engine.cache.block_size == 32
     assert not model.engine.cache.enable_prefix_caching
@@ -97,6 +99,7 @@ def test_each_model_has_its_own_hash_key() -> None:
         ({"models": [{"cache": {"block_size": "16"}}]}, 'models[0].cache.block_size: "16"; allowed: a valid integer'),
         ({"models": [{"replicas": True}]}, "models[0].replicas: true; allowed: a valid integer"),
         ({"models": [{"tensor_parallel": 0}]}, "models[0].tensor_parallel: 0; allowed: greater than or equal to 1"),
+        ({"models": [{"quantization": "int4"}]}, "models[0]: quantization is 'int4'; allowed: 'none', 'int8'"),
         ({"models": [{"dtype": "int3"}]}, "models[0]: dtype is 'int3'; allowed: 'auto', 'float32'"),
         (
             {"models": [{"scheduler": {"max_num_batched_tokens": 8}}]},
