@@ -186,6 +186,7 @@ def offline(
         typer.Option(help="llama-110m or qwen2.5-0.5b (random weights, made once), a folder, or a hub id."),
     ] = "llama-110m",
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="none, or int8: linear layers in 8 bits.")] = "none",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
     settings: Annotated[
@@ -247,7 +248,7 @@ def offline(
         )
         for name in ([dataset] if dataset is not None else workload or ["W1", "W2", "W3"])
     )
-    flags = {"dtype": dtype, "device": device, "num_threads": threads}
+    flags = {"dtype": dtype, "quantization": quantization, "device": device, "num_threads": threads}
     options = OfflineOptions(
         model=model,
         settings={**flags, **parse_settings(settings or [])},

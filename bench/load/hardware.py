@@ -24,16 +24,18 @@ class Ceiling:
     read_bytes_per_s: float
     """Summing numbers that no cache holds."""
     flops_per_s: float
-    """A large linear layer in the dtype of the model, as the engine's kernels or torch do it, whichever is faster."""
+    """A large linear layer in the dtype of the model, or in 8 bits where its layers are, as the engine's kernels or
+    torch do it, whichever is faster."""
 
 
-def measure_ceiling(device: Device, dtype: torch.dtype) -> Ceiling:
+def measure_ceiling(device: Device, dtype: torch.dtype, *, int8_linears: bool = False) -> Ceiling:
     """Measure; takes about a second, and memory for a moment."""
     is_cpu = device.torch_device.type == "cpu"
     read_bytes = _CPU_READ_BYTES if is_cpu else min(_GPU_READ_BYTES, device.free_memory_bytes() // 4)
     shape = (_CPU_TOKENS, _CPU_FEATURES) if is_cpu else (_GPU_TOKENS, _GPU_FEATURES)
     return Ceiling(
-        read_bytes_per_s=_measure_read(device, read_bytes), flops_per_s=_measure_flops(device, dtype, *shape)
+        read_bytes_per_s=_measure_read(device, read_bytes),
+        flops_per_s=_measure_flops(device, dtype, *shape, int8_linears),
     )
 
 
@@ -42,10 +44,14 @@ def _measure_read(device: Device, num_bytes: int) -> float:
     return numbers.nbytes / _best_s(device, numbers.sum)
 
 
-def _measure_flops(device: Device, dtype: torch.dtype, num_tokens: int, num_features: int) -> float:
+def _measure_flops(device: Device, dtype: torch.dtype, num_tokens: int, num_features: int, int8_linears: bool) -> float:
     x = torch.randn(num_tokens, num_features, device=device.torch_device).to(dtype)
     weight = torch.randn(num_features, num_features, device=device.torch_device).to(dtype)
-    packed = select_kernels(device.torch_device, dtype).pack_linear(weight, None)
+    kernels = select_kernels(device.torch_device, dtype)
+    if int8_linears:
+        packed = kernels.quantize_linear(weight, None, keeps_weight=True)
+    else:
+        packed = kernels.pack_linear(weight, None)
     with torch.inference_mode():
         best_s = min(_best_s(device, lambda: packed(x)), _best_s(device, lambda: F.linear(x, weight)))
     return 2 * num_tokens * num_features**2 / best_s

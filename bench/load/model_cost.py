@@ -20,6 +20,8 @@ from parallel.mesh import Mesh
 
 _SPECIAL = ("embedding.weight", "positions.weight", "head.weight")
 """Rows are looked up in the first two; the head, or the first in its place, is read whole."""
+_NEVER_INT8 = (".experts.", ".router.", ".shared_gate.", ".k_up.", ".v_up.")
+"""Matrices that stay in the dtype of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +56,14 @@ class ModelCost:
     """Of one token that sees one other, in one layer."""
 
     @classmethod
-    def of(cls, description: DecoderDescription, dtype: torch.dtype) -> "ModelCost":
+    def of(cls, description: DecoderDescription, dtype: torch.dtype, *, int8_linears: bool = False) -> "ModelCost":
         """Counted from what the decoder would load. Raises ModelError when it cannot be built."""
+        linear_bytes = 1 if int8_linears else dtype.itemsize
         decoder = Decoder(
             description, mesh=Mesh.single(), device=torch.device("meta"), dtype=dtype, kernels=ReferenceKernels()
         )
         body, experts, others = Counter[bool](), Counter[bool](), Counter[str]()  # elements; bools: of a matrix
+        num_linear = 0
         for parameter in decoder.sharded_parameters():
             source, is_matrix = parameter.pieces[0].source, parameter.tensor.dim() > 1
             size = sum(math.prod(piece.full_shape) for piece in parameter.pieces)  # whole tensors: there is one rank
@@ -67,11 +71,13 @@ class ModelCost:
                 others[source] += size
             else:
                 (experts if ".experts." in source else body)[is_matrix] += size
+                if is_matrix and not any(part in source for part in _NEVER_INT8):
+                    num_linear += size
         head = others["embedding.weight" if description.tie_embeddings else "head.weight"]
         moe = description.moe
         return cls(
             num_parameters=body.total() + experts.total() + others.total(),
-            always_bytes=(body.total() + head) * dtype.itemsize,
+            always_bytes=(body.total() - num_linear) * dtype.itemsize + (num_linear + head) * linear_bytes,
             expert_bytes=experts.total() * dtype.itemsize,
             matrix_elements=body[True],
             expert_elements=experts[True],

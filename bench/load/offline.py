@@ -106,13 +106,14 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
     load_s = time.perf_counter() - started_s
     try:
         watcher.begin("measure the machine", None)
-        ceiling = measure_ceiling(device, dtype)
-        cost = ModelCost.of(describe_model(folder), dtype)
+        int8_linears = config.quantization == "int8"
+        ceiling = measure_ceiling(device, dtype, int8_linears=int8_linears)
+        cost = ModelCost.of(describe_model(folder), dtype, int8_linears=int8_linears)
         bench = _Bench(engine, device, ceiling, cost, options, _Encoder(folder))
         load_peak_memory_bytes = device.peak_memory_bytes()
         return OfflineResult(
             model=folder,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch.") + (", linear layers int8" if int8_linears else ""),
             device=_device_name(device),
             num_parameters=cost.num_parameters,
             load_s=load_s,

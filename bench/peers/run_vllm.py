@@ -2,11 +2,13 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import vllm
 
-from bench.peers.worker import Answer, Job, Loaded, Setup, packages, serve_worker
+from bench.peers.w8a8_checkpoint import write_w8a8_checkpoint
+from bench.peers.worker import Answer, Job, Loaded, Setup, cached, packages, serve_worker
 
 _API: Any = vllm
 
@@ -15,14 +17,16 @@ class Vllm:
     """Requests are added together and the engine is stepped until none is left."""
 
     def __init__(self, setup: Setup) -> None:
-        if setup.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype is {setup.dtype!r}; allowed: 'bfloat16', 'float32' (int8 needs a quantized model)")
-        self._dtype = setup.dtype
+        model, dtype = setup.model, setup.dtype
+        if dtype == "int8":
+            model = str(cached(setup.cache, "w8a8", lambda path: write_w8a8_checkpoint(Path(setup.model), path)))
+            dtype = "bfloat16"
+        self._dtype = "int8 weights and activations, bfloat16 head" if setup.dtype == "int8" else dtype
         cores = sorted(os.sched_getaffinity(0))[: setup.num_threads]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))  # it has no other way to say so
         self._engine = _API.LLM(
-            model=setup.model,
-            dtype=setup.dtype,
+            model=model,
+            dtype=dtype,
             max_model_len=setup.max_context,
             max_num_seqs=setup.max_num_seqs,
             enable_prefix_caching=True,

@@ -18,14 +18,15 @@ class WeftEngine:
         cache = CacheConfig()
         config = EngineConfig(
             model=setup.model,
-            dtype=setup.dtype,
+            dtype="bfloat16" if setup.dtype == "int8" else setup.dtype,
+            quantization="int8" if setup.dtype == "int8" else "none",
             device="cpu",
             max_context=setup.max_context,
             num_threads=setup.num_threads,
             cache=replace(cache, num_blocks=_num_blocks(setup, cache.block_size)),
             scheduler=SchedulerConfig(max_num_seqs=setup.max_num_seqs),
         )
-        self._dtype = setup.dtype
+        self._dtype = "int8 weights and activations, head too" if setup.dtype == "int8" else setup.dtype
         self._engine: Engine = build_engine(config)
         self._num_jobs = 0
 

@@ -91,6 +91,15 @@ def test_cost_of_a_dense_model_by_hand() -> None:
     assert cost.flops(work) == 4 * 2 * 2 * layer + 2 * 2 * 32 * 8 + 2 * 10 * 4 * 8
 
 
+def test_matrices_in_8_bits_are_read_as_such() -> None:
+    cost, plain = (
+        ModelCost.of(describe_config(LLAMA, source="test"), torch.bfloat16, int8_linears=int8_linears)
+        for int8_linears in (True, False)
+    )
+    assert cost.always_bytes == plain.always_bytes - (plain.matrix_elements + plain.head_elements)
+    assert cost.num_parameters == plain.num_parameters
+
+
 def test_cached_tokens_are_read_and_not_computed() -> None:
     cost = ModelCost.of(describe_config(LLAMA, source="test"), torch.bfloat16)
     whole, cached = (Work(step_tokens=(1,), requests=(usage(6, 1, cached=n),)) for n in (0, 4))
