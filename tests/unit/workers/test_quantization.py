@@ -1,0 +1,41 @@
+"""The setting `quantization` reaches the layers of an engine, and nothing else is taken for it."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.default_model import corpus
+from workers.config import CacheConfig, EngineConfig
+from workers.engine import build_engine
+from workers.errors import EngineConfigError
+from workers.request import Request, RequestId, SamplingParams
+
+MODEL = str(Path(corpus.__file__).parent / "weights")
+
+
+def logprobs(quantization: str) -> list[float]:
+    """Of some greedy tokens."""
+    config = EngineConfig(
+        model=MODEL, dtype="float32", device="cpu", quantization=quantization, cache=CacheConfig(num_blocks=16)
+    )
+    engine = build_engine(config)
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+    engine.add_request(Request(request_id=RequestId("a"), prompt_token_ids=(1, 9, 30, 7), sampling=sampling))
+    found: list[float] = []
+    while len(found) < 8:
+        for output in engine.step().outputs:
+            assert output.error is None
+            found += [each.top[0][1] for each in output.logprobs]
+    engine.close()
+    return found
+
+
+def test_8_bits_move_the_predictions_of_an_engine_a_little() -> None:
+    plain, quantized = logprobs("none"), logprobs("int8")
+    assert quantized != plain
+    assert quantized[0] == pytest.approx(plain[0], abs=0.2)
+
+
+def test_what_is_allowed_is_told() -> None:
+    with pytest.raises(EngineConfigError, match="quantization is 'fp8'; allowed: 'none', 'int8'"):
+        EngineConfig(model=MODEL, quantization="fp8")
