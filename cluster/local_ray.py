@@ -6,8 +6,12 @@ Only what was started here is ended. `ray stop` is never called, for it would en
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import ray
+from ray._private import node as ray_node
 
 from cluster.controller import NAMESPACE
 from cluster.errors import RayError
@@ -32,15 +36,16 @@ def start_local_ray(*, log_to_driver: bool) -> None:
         os.environ.setdefault(name, value)
     _quieten()
     try:
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=log_to_driver,
-            logging_level=logging.ERROR,
-            _node_ip_address=_LOOPBACK,
-        )
+        with _only_what_is_used(log_to_driver=log_to_driver):
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=log_to_driver,
+                logging_level=logging.ERROR,
+                _node_ip_address=_LOOPBACK,
+            )
     except Exception as error:  # Ray has no common base for what its start may raise
         raise RayError(f"a local Ray could not be started: {error}") from error
 
@@ -57,6 +62,33 @@ def join_ray(address: str, *, log_to_driver: bool) -> None:
 def leave_ray() -> None:
     """Disconnect; a local Ray ends, a joined cluster goes on."""
     ray.shutdown()
+
+
+@contextmanager
+def _only_what_is_used(*, log_to_driver: bool) -> Iterator[None]:
+    """Let Ray's head come up without its autoscaler and dashboard, and without the reader of logs if nobody listens.
+
+    Nothing here asks them, and `ray.init`, which has no settings for that, would wait for the dashboard to come up.
+    """
+    module: Any = ray_node
+    whole: Any = module.Node
+
+    class LocalNode(whole):  # type: ignore[misc]
+        def start_monitor(self) -> None:
+            pass
+
+        def start_api_server(self, **settings: object) -> None:
+            pass
+
+        def start_log_monitor(self) -> None:
+            if log_to_driver:
+                super().start_log_monitor()
+
+    module.Node = LocalNode
+    try:
+        yield
+    finally:
+        module.Node = whole
 
 
 def _quieten() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import openai
+import psutil
 import pytest
 from helpers.live_cluster import Ask, Cluster, ask_alone, ask_together, scrape, wait_until
 from weft.v1 import control_pb2, inference_pb2, replica_pb2
@@ -229,6 +230,21 @@ def test_openai_package_talks_to_the_http_front(cluster: Cluster) -> None:
 def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cluster.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_only_ranks_carry_torch_and_ray_has_no_process_without_a_use(cluster: Cluster) -> None:
+    ranks = {rank.pid for group in cluster.groups() for rank in group.ranks}
+    processes = psutil.Process().children(recursive=True)
+    (raylet,) = (process for process in processes if process.name() == "raylet")
+    workers = raylet.children()
+    assert ranks < {process.pid for process in workers}
+    assert {process.pid for process in workers if has_mapped(process, "libtorch")} == ranks
+    commands = [" ".join(process.cmdline()) for process in processes]
+    assert not [command for command in commands if "monitor.py" in command or "dashboard.py" in command]
+
+
+def has_mapped(process: psutil.Process, library: str) -> bool:
+    return any(library in region.path for region in process.memory_maps())
 
 
 def test_command_line_shows_status_and_generates(cluster: Cluster) -> None:
