@@ -5,7 +5,7 @@ import mmap
 
 from torch import Tensor
 
-_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14  # of Linux
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 4, 14, 22  # of Linux
 
 
 def release_free_memory() -> None:
@@ -28,9 +28,23 @@ def forget(x: Tensor) -> None:
     _advise(x, _MADV_DONTNEED)
 
 
+def read_now(x: Tensor) -> None:
+    """Read the pages of a mapped file that a tensor is a view into, all at once; in vain before Linux 5.14.
+
+    Left to page faults they come 128 KB at a time, which is a third of what a disk can do.
+    """
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if x.numel() > 0:
+        first = x.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        _advise_pages(first, x.data_ptr() + (last + 1) * x.element_size() - first, _MADV_POPULATE_READ)
+
+
 def _advise(x: Tensor, advice: int) -> None:
-    advise = getattr(ctypes.CDLL(None), "madvise", None)
     first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (x.data_ptr() + x.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    _advise_pages(first, (x.data_ptr() + x.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE, advice)
+
+
+def _advise_pages(first: int, size: int, advice: int) -> None:
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is not None and size > 0:
         advise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)

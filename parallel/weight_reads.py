@@ -16,6 +16,7 @@ from parallel.description import DecoderDescription
 from parallel.errors import CheckpointError
 from parallel.families.layout import Location
 from parallel.families.registry import family_of
+from parallel.host_memory import read_now
 from parallel.quantization.fp8 import Fp8TilePacking
 from parallel.quantization.mxfp4 import Mxfp4Packing
 from parallel.quantization.packing import Packing, Stored
@@ -130,8 +131,9 @@ class _StoredSlice:
         """Read so far."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        """A view into the mapped file."""
+        """A view into the mapped file, whose pages are read now."""
         part: Tensor = self._slice[*self._experts, *index]
+        read_now(part)
         self.num_bytes += part.nbytes
         return part.squeeze(0) if self._experts else part
 

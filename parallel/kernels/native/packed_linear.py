@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parallel.host_memory import forget, use_huge_pages
+from parallel.host_memory import use_huge_pages
 from parallel.kernels.native.library import LANES, Programs
 from parallel.kernels.native.tape import Recorder, Tape
 
@@ -12,9 +12,6 @@ PANEL = 32
 _STEP = 32
 _SMALL_WEIGHT = 1 << 14
 """Elements below which torch's product costs less than packing is worth."""
-
-_PACKED_AT_ONCE = 1 << 19
-"""Elements."""
 
 
 def can_pack(weight_OI: Tensor) -> bool:
@@ -37,12 +34,7 @@ class NativeLinear:
         self._multiply = programs.multiply
         self._recorder = recorder
         self._num_threads = num_threads
-        step = max(1, _PACKED_AT_ONCE // self._num_in // PANEL) * PANEL
-        for start in range(0, self._num_out, step):
-            rows = weight_OI[start : start + step]
-            place = self._packed[start * self._num_in :].data_ptr()
-            programs.pack_matrix(place, rows.data_ptr(), len(rows), self._num_in, num_threads)
-            forget(rows)  # so that a matrix is never there twice
+        programs.pack_matrix(self._packed.data_ptr(), weight_OI.data_ptr(), self._num_out, self._num_in, num_threads)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
