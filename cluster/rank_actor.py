@@ -5,6 +5,7 @@ loop. A rank whose engine fails ends its process: nothing is left that looks ali
 """
 
 import asyncio
+import gc
 import importlib
 import logging
 import os
@@ -266,4 +267,10 @@ class RankActor:
 
 
 def _import_engine(rank: int) -> None:
-    importlib.import_module("cluster.leader" if rank == 0 else "workers.rank")
+    """Nothing of what is imported is garbage: the collector neither looks meanwhile, nor at any of it later."""
+    gc.disable()
+    try:
+        importlib.import_module("cluster.leader" if rank == 0 else "workers.rank")
+    finally:
+        gc.freeze()
+        gc.enable()
