@@ -3,22 +3,26 @@
 Every plan carries its number and the digest of all plans up to it, so that a rank that missed one, or got another one
 than its peers, stops at once and names both. One connection a rank, exclusive; zmq's own thread exchanges heartbeats
 on it, whatever Python is busy with, so that a rank that is dead, stopped or cut off is noticed by the other side.
+Plans to ranks on the leader's machine take a shorter way (local_plans.py).
 """
 
 import logging
 import math
+import select
 import socket
 import time
 import traceback
 from collections.abc import Iterable
 from hashlib import blake2b
 from types import TracebackType
+from typing import NoReturn
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from workers.errors import GroupFailedError
+from workers.local_plans import PlanReceiver, PlanSender
 from workers.plan import ModelOutput, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -123,8 +127,9 @@ class LeaderLink:
         """Listen on `host`, on one free port for each rank."""
         self._context = zmq.Context()
         self._peers = {rank: _Peer(self._context) for rank in ranks}
-        self.endpoints = {rank: peer.bind(host) for rank, peer in self._peers.items()}
-        """Where each rank connects."""
+        self._local = PlanSender()
+        self.endpoints = {rank: f"{peer.bind(host)} {self._local.path}" for rank, peer in self._peers.items()}
+        """Where each rank connects, from anywhere and on this machine."""
         self._chain = PlanChain()
         self._reports: dict[int, list[int]] = {rank: [] for rank in self._peers}
         self._outputs: dict[int, list[ModelOutput]] = {rank: [] for rank in self._peers}
@@ -133,11 +138,20 @@ class LeaderLink:
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send the next plan to every rank. GroupFailedError when one cannot take it."""
-        self._send(self._chain.seal(_encoder.encode(plan)))
+        encoded = _encoder.encode(self._chain.seal(_encoder.encode(plan)))
+        for rank in self._peers:
+            try:
+                if self._local.send(rank, encoded):
+                    continue
+            except BlockingIOError:
+                self._refuse(rank)
+            self._send(rank, encoded)
 
     def proceed(self, value: int) -> None:
         """Let every rank go on from the point that it reported."""
-        self._send(ProceedMessage(value))
+        encoded = _encoder.encode(ProceedMessage(value))
+        for rank in self._peers:
+            self._send(rank, encoded)
 
     def gather(self, timeout_s: float) -> dict[int, int]:
         """Wait until every rank has come to its next point and return what each reported. GroupFailedError."""
@@ -147,6 +161,7 @@ class LeaderLink:
                 raise GroupFailedError(f"ranks {missing} did not start within {timeout_s:.0f} s")
             self._peers[missing[0]].socket.poll(_SLICE_MS)
             self.check()
+        self._local.admit()  # they have connected before they reported
         return {rank: values.pop(0) for rank, values in self._reports.items()}
 
     def receive_output(self, rank: int, timeout_s: float) -> ModelOutput:
@@ -185,16 +200,18 @@ class LeaderLink:
         for peer in self._peers.values():
             peer.try_send(StopMessage(reason))
             peer.close()
+        self._local.close()
         self._context.term()
 
-    def _send(self, message: _ToRank) -> None:
-        encoded = _encoder.encode(message)
-        for rank, peer in self._peers.items():
-            try:
-                peer.socket.send(encoded, zmq.DONTWAIT)
-            except zmq.Again:
-                self.check()
-                raise GroupFailedError(f"rank {rank} takes no more messages: it hangs") from None
+    def _send(self, rank: int, encoded: bytes) -> None:
+        try:
+            self._peers[rank].socket.send(encoded, zmq.DONTWAIT)
+        except zmq.Again:
+            self._refuse(rank)
+
+    def _refuse(self, rank: int) -> NoReturn:
+        self.check()
+        raise GroupFailedError(f"rank {rank} takes no more messages: it hangs") from None
 
     def _look(self) -> None:
         """Read whatever has come, without waiting. A rank's last words come before its end."""
@@ -223,11 +240,17 @@ class RankLink:
         self._rank = rank
         self._context = zmq.Context()
         self._peer = _Peer(self._context)
-        self._peer.socket.connect(endpoint)
+        address, _, local_path = endpoint.partition(" ")
+        self._local = PlanReceiver.connect(local_path, rank)
+        self._peer.socket.connect(address)
         self._chain = PlanChain()
         self._poller = zmq.Poller()
         self._poller.register(self._peer.socket, zmq.POLLIN)
         self._poller.register(self._peer.monitor, zmq.POLLIN)
+        self._plan_poller = select.poll()  # a third of the time of zmq's until a plan is here
+        for waits in (self._peer.socket.fileno(), self._peer.monitor.fileno(), self._local):
+            if waits is not None:
+                self._plan_poller.register(waits, select.POLLIN)
 
     def __enter__(self) -> "RankLink":
         return self
@@ -238,6 +261,8 @@ class RankLink:
             last_words = FailureMessage(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
             self._peer.try_send(last_words)
         self._peer.close()
+        if self._local is not None:
+            self._local.close()
         self._context.term()
 
     def report(self, value: int, timeout_s: float) -> int:
@@ -257,7 +282,7 @@ class RankLink:
         Raises:
             GroupFailedError: the leader is gone or says that the group failed, or the plan is not the chain's next.
         """
-        match self._receive(None):
+        match self._receive_plan():
             case PlanMessage() as message:
                 try:
                     self._chain.verify(message)
@@ -275,16 +300,44 @@ class RankLink:
         """Send what this rank sampled to the leader."""
         self._peer.socket.send(_encoder.encode(OutputMessage(output)))
 
-    def _receive(self, timeout_s: float | None) -> _ToRank:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def _receive(self, timeout_s: float) -> _ToRank:
+        """Wait for the next message of zmq."""
+        deadline = time.monotonic() + timeout_s
         while not _is_readable(self._peer.socket):
-            if self._peer.is_gone() and not _is_readable(self._peer.socket):  # its last words come before its end
-                raise GroupFailedError(f"rank {self._rank} lost its leader: it died, hangs or is cut off")
-            left_ms = None if deadline is None else math.ceil((deadline - time.monotonic()) * 1000)
-            if left_ms is not None and left_ms <= 0:
+            self._check_leader()
+            left_ms = math.ceil((deadline - time.monotonic()) * 1000)
+            if left_ms <= 0:
                 raise GroupFailedError(f"rank {self._rank} heard nothing from its leader for {timeout_s:.0f} s")
             self._poller.poll(left_ms)
         return _to_rank_decoder.decode(self._peer.socket.recv())
+
+    def _receive_plan(self) -> _ToRank:
+        """Wait for the next message of either way."""
+        while (encoded := self._next()) is None:
+            self._check_leader()
+            if not _is_readable(self._peer.socket):  # asking is also what makes its descriptor tell of the next one
+                self._plan_poller.poll()
+        return _to_rank_decoder.decode(encoded)
+
+    def _next(self) -> bytes | None:
+        """What has come, first of what was sent on this machine; None: nothing yet."""
+        local = self._local
+        if local is not None:
+            if (plan := local.receive()) is not None:
+                return plan
+            if not local.is_open:
+                self._plan_poller.unregister(local)
+                local.close()
+                self._local = None
+        if not _is_readable(self._peer.socket):
+            return None
+        if local is not None:
+            local.resume()
+        return self._peer.socket.recv()
+
+    def _check_leader(self) -> None:
+        if self._peer.is_gone() and not _is_readable(self._peer.socket):  # its last words come before its end
+            raise GroupFailedError(f"rank {self._rank} lost its leader: it died, hangs or is cut off")
 
 
 class _Peer:
@@ -309,7 +362,7 @@ class _Peer:
 
     def is_gone(self) -> bool:
         """Whether the other side was there and is no more. Others who knock are turned away and do not count."""
-        while not self._is_gone and self.monitor.poll(0):
+        while not self._is_gone and _is_readable(self.monitor):
             event = recv_monitor_message(self.monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self._is_gone = event["value"] == self._connection

@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from workers.errors import GroupFailedError
+from workers.local_plans import MAX_BYTES
 from workers.plan import ModelOutput, NewSequence, SampledToken, ScheduledSequence, StepPlan
 from workers.request import SamplingParams, TokenLogprobs
 from workers.transport import LeaderLink, PlanChain, PlanMessage, RankLink
@@ -73,6 +75,75 @@ def test_plans_and_outputs_cross_unchanged() -> None:
 def test_a_plan_survives_the_wire() -> None:
     sent = plan(3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=StepPlan) == sent
+
+
+def echoes(leader: LeaderLink, plans: Iterable[StepPlan]) -> list[int]:
+    """Send plans at once to rank 1, and return the numbers that it answers with."""
+    sent = [leader.send_plan(each) for each in plans]
+    return [leader.receive_output(1, 10.0).number for _ in sent]
+
+
+def test_small_plans_go_past_zmq_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, _ = start(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(leader, "_send", lambda rank, encoded: pytest.fail(f"rank {rank} is sent a plan by zmq"))
+        assert echoes(leader, [plan(1), plan(2)]) == [1, 2]
+    leader.close()
+
+
+def test_large_plans_keep_their_place_among_small_ones() -> None:
+    leader, _ = start(1)
+    sizes = [2, 9000, 2, 2, 9000, 9000, 2]
+    assert len(msgspec.msgpack.encode(plan(1, 9000))) > MAX_BYTES
+    assert echoes(leader, (plan(number, size) for number, size in enumerate(sizes))) == list(range(len(sizes)))
+    leader.close()
+
+
+def test_a_rank_on_another_machine_gets_its_plans() -> None:
+    leader = LeaderLink(HOST, [1])
+    address, _, path = leader.endpoints[1].partition(" ")
+    assert path
+    in_thread(lambda: echo_rank(f"{address} /nowhere/plans", 1))
+    leader.gather(10.0)
+    leader.proceed(7)
+    assert echoes(leader, [plan(1), plan(2, 9000), plan(3)]) == [1, 2, 3]
+    leader.close()
+
+
+def send_many(leader: LeaderLink, count: int) -> None:
+    for number in range(count):
+        leader.send_plan(plan(number))
+
+
+def test_a_rank_that_reads_no_plans_is_named() -> None:
+    leader = LeaderLink(HOST, [1])
+    ended = threading.Event()
+
+    def run() -> None:
+        with RankLink(leader.endpoints[1], 1) as link:
+            link.report(0, 10.0)
+            ended.wait(30)
+
+    thread = in_thread(run)
+    leader.gather(10.0)
+    leader.proceed(7)
+    with pytest.raises(GroupFailedError, match="rank 1 takes no more messages: it hangs"):
+        send_many(leader, 100_000)
+    ended.set()
+    thread.join(10)
+    leader.close()
+
+
+def test_nothing_of_the_meeting_place_is_left() -> None:
+    leader, _ = start(1)
+    path = Path(leader.endpoints[1].partition(" ")[2])
+    assert not path.parent.exists(), "all have come"
+    leader.close()
+    alone = LeaderLink(HOST, [1])
+    path = Path(alone.endpoints[1].partition(" ")[2])
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    alone.close()
+    assert not path.parent.exists()
 
 
 def test_a_gap_names_both_plans() -> None:

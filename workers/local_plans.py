@@ -1,0 +1,127 @@
+"""Plans to the ranks on the leader's own machine, over Unix sockets that the calling threads themselves use.
+
+zmq hands each message to a thread of its own on either side, so that three threads wake up one after the other until a
+rank has its plan; here it is one. Only plans go this way, and only small ones: everything else, and who is gone, is
+known from the connection of zmq that each rank has as well (transport.py).
+"""
+
+import socket
+import struct
+import tempfile
+from pathlib import Path
+
+MAX_BYTES = 64 << 10
+"""Of a plan that goes this way; the buffer of a socket holds several."""
+_ELSEWHERE = b"\0"
+"""In place of a larger one, which comes over zmq."""
+
+
+class PlanSender:
+    """The leader's end. Ranks that are not on this machine, or cannot, never come to it."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-")  # nobody else's: what lies in it is not checked
+        self._listener: socket.socket | None = None
+        self._lines: dict[int, socket.socket] = {}
+        self.path = str(Path(self._folder.name) / "plans")
+        """Where ranks on this machine connect; empty when this system cannot."""
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._listener.bind(self.path)
+            self._listener.listen(1024)
+            self._listener.setblocking(False)
+        except OSError:  # no such sockets, or a temporary folder with too long a path
+            self._close_door()
+            self.path = ""
+
+    def admit(self) -> None:
+        """Take in the ranks that have connected so far; none can any more."""
+        while self._listener is not None:
+            try:
+                line, _ = self._listener.accept()
+            except BlockingIOError:
+                self._close_door()
+                return
+            line.setblocking(False)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_BYTES)
+            (rank,) = struct.unpack("=I", line.recv(4))
+            self._lines[rank] = line
+
+    def send(self, rank: int, message: bytes) -> bool:
+        """Send a message; False where it must take the other way. BlockingIOError when the rank reads no more."""
+        line = self._lines.get(rank)
+        if line is None:
+            return False
+        is_small = len(message) <= MAX_BYTES
+        try:
+            line.send(message if is_small else _ELSEWHERE)
+        except BlockingIOError:
+            raise
+        except OSError:  # it is gone: the other way knows how to say so
+            self._lines.pop(rank).close()
+            return False
+        return is_small
+
+    def close(self) -> None:
+        """End it, for every rank."""
+        self._close_door()
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+
+    def _close_door(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._folder.cleanup()
+
+
+class PlanReceiver:
+    """A rank's end."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self.is_elsewhere = False
+        """The next message comes the other way, and none is received here before `resume`."""
+        self.is_open = True
+
+    @classmethod
+    def connect(cls, path: str, rank: int) -> "PlanReceiver | None":
+        """Connect to the leader, before this rank's first report; None when it is on another machine."""
+        line = None
+        try:
+            line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            line.connect(path)
+            line.send(struct.pack("=I", rank))
+        except OSError:
+            if line is not None:
+                line.close()
+            return None
+        line.setblocking(False)
+        return cls(line)
+
+    def fileno(self) -> int:
+        """To wait for it."""
+        return self._line.fileno()
+
+    def receive(self) -> bytes | None:
+        """Return the next message if it is here."""
+        if self.is_elsewhere or not self.is_open:
+            return None
+        try:
+            message = self._line.recv(MAX_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            message = b""
+        self.is_open = bool(message)
+        self.is_elsewhere = message == _ELSEWHERE
+        return message if message and not self.is_elsewhere else None
+
+    def resume(self) -> None:
+        """The message that came the other way is here."""
+        self.is_elsewhere = False
+
+    def close(self) -> None:
+        """End it."""
+        self._line.close()
