@@ -31,7 +31,7 @@ def forget(x: Tensor) -> None:
 def read_now(x: Tensor) -> None:
     """Read the pages of a mapped file that a tensor is a view into, all at once; in vain before Linux 5.14.
 
-    Left to page faults they come 128 KB at a time, which is a third of what a disk can do.
+    Left to page faults they come in pieces of 128 KB, each asked for when the one before is there.
     """
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     if x.numel() > 0:
