@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from workers.errors import GroupFailedError
+from workers.host_tier import Copies
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.sequence import Sequence
 
@@ -55,14 +56,14 @@ class Batch:
         """Take back the share of a sequence that nobody needs, if it has one."""
         self.budget += self.shares.pop(sequence, 0)
 
-    def launch(self, number: int, removed_slots: list[int]) -> Flight:
+    def launch(self, number: int, removed_slots: list[int], copies: Copies) -> Flight:
         """Turn the step into a plan; note on its sequences that they are in flight and what the ranks know of them."""
         new = [_introduce(sequence) for sequence in self.new]
         ones = [sequence for sequence, num_tokens in self.shares.items() if num_tokens == 1]
         more = [sequence for sequence, num_tokens in self.shares.items() if num_tokens > 1]
         sequences = ones + more
         scheduled = [_plan_share(sequence, self.shares[sequence]) for sequence in sequences]
-        return Flight(StepPlan(number, removed_slots, new, scheduled), sequences)
+        return Flight(StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads), sequences)
 
 
 def _introduce(sequence: Sequence) -> NewSequence:

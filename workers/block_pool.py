@@ -5,10 +5,16 @@ Each group of layers has an index of its own, for it computes other keys and val
 
     owned    at least one reference; maybe in the hash index
     free     no reference; maybe still in the index, so that a later sequence can share its content before it is evicted
+
+What is evicted goes to the host tier (host_tier.py), from which `restore` brings it back into other blocks. A content
+is resident while either has it. Nobody gives back a block that is in the index before the plan that fills it is made
+(see KVCacheManager.retract), so what is evicted was computed by a plan before the next.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+
+from workers.host_tier import Content, Copies, HostTier
 
 
 class BlockPool:
@@ -18,11 +24,14 @@ class BlockPool:
     before its head, as `free` asks, thereby has leaves evicted before the blocks that lead to them.
     """
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool, num_groups: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, *, enable_prefix_caching: bool, num_groups: int = 1, host: HostTier | None = None
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; allowed: at least 1")
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
+        self._host = host or HostTier()
         self._num_references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._group_of = [0] * num_blocks  # of blocks that have a hash
@@ -43,7 +52,8 @@ class BlockPool:
         blocks = []
         for _ in range(num_blocks):
             block, _ = self._free.popitem(last=False)
-            self._evict(block)
+            if self._hash_of[block] is not None:
+                self._evict(block)
             self._num_references[block] = 1
             blocks.append(block)
         return blocks
@@ -51,6 +61,26 @@ class BlockPool:
     def lookup(self, block_hash: bytes, group: int = 0) -> int | None:
         """Return the group's block of this content; the next `allocate` may evict it unless it is shared before."""
         return self._indexes[group].get(block_hash)
+
+    def is_on_host(self, block_hash: bytes, group: int = 0) -> bool:
+        """Whether `restore` can bring back the group's content; the next `allocate` may take it from the host too."""
+        return Content(block_hash, group) in self._host
+
+    def restore(self, contents: list[Content]) -> list[int]:
+        """Take blocks with one reference each, into which the next plan loads these contents of the host.
+
+        Not more than `num_free`; no block of the pool may hold any of them.
+        """
+        self._host.hold(contents)  # before others are saved
+        blocks = self.allocate(len(contents))
+        for block, content in zip(blocks, contents, strict=True):
+            self._host.load(block, content)
+            self._add(block, content.block_hash, content.group)
+        return blocks
+
+    def take_copies(self) -> Copies:
+        """Return what the plan that is made now copies from and to the host."""
+        return self._host.take_copies()
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks would leave the free list if they were shared."""
@@ -74,9 +104,9 @@ class BlockPool:
             return
         assert self._num_references[block], f"block {block} is free"
         assert self._hash_of[block] is None, f"block {block} holds other content"
-        index[block_hash] = block
-        self._hash_of[block] = block_hash
-        self._group_of[block] = group
+        self._add(block, block_hash, group)
+        if self._host.num_slots and self.is_on_host(block_hash, group):
+            return
         if len(self._indexes) > 1 and not self._is_resident(block_hash):
             return
         if block_hash in self._evicted:
@@ -86,7 +116,8 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """Take an owned block's content from the index, if it is there: it is not what its hash says."""
-        self._evict(block)
+        if self._hash_of[block] is not None:
+            self._note_loss(self._remove(block))
 
     def free(self, blocks: Iterable[int]) -> None:
         """Give back one reference to each block, in eviction order: the tail of a chain before its head."""
@@ -101,7 +132,7 @@ class BlockPool:
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
         """Return the hashes (stored, evicted) since the last call: a net difference, no hash is in both.
 
-        A hash is stored when the last group gets a block of it, and evicted when the first one loses its own.
+        A hash is stored when the last group gets its content, and evicted when the first one loses it, on the host too.
         """
         events = list(self._stored), list(self._evicted)
         self._stored.clear()
@@ -110,7 +141,8 @@ class BlockPool:
 
     def resident_hashes(self) -> list[bytes]:
         """Return every hash that all groups have, for a snapshot; events not yet taken are contained in it."""
-        return [block_hash for block_hash in self._indexes[0] if self._is_resident(block_hash)]
+        hashes = dict.fromkeys([*self._indexes[0], *self._host.hashes(0)])
+        return [block_hash for block_hash in hashes if self._is_resident(block_hash)]
 
     def check_integrity(self, owners: Mapping[int, int]) -> None:
         """Raise AssertionError unless block b has exactly `owners[b]` references, and free list and index agree."""
@@ -126,20 +158,42 @@ class BlockPool:
                 indexed[self._group_of[block]][block_hash] = block
         assert indexed == self._indexes, "index and blocks disagree"
         assert not self._stored.keys() & self._evicted.keys(), "a hash is both stored and evicted"
+        self._host.check_integrity()
 
     def _evict(self, block: int) -> None:
-        block_hash = self._hash_of[block]
-        if block_hash is None:
-            return
-        was_resident = self._is_resident(block_hash)
-        del self._indexes[self._group_of[block]][block_hash]
+        """Move what a free block holds to the host, if there is one."""
+        content = self._remove(block)
+        lost = self._host.save(block, content)
+        self._note_loss(content)
+        if lost is not None:
+            self._note_loss(lost)
+
+    def _add(self, block: int, block_hash: bytes, group: int) -> None:
+        self._indexes[group][block_hash] = block
+        self._hash_of[block] = block_hash
+        self._group_of[block] = group
+
+    def _remove(self, block: int) -> Content:
+        block_hash, group = self._hash_of[block], self._group_of[block]
+        assert block_hash is not None, f"block {block} holds nothing known"
+        del self._indexes[group][block_hash]
         self._hash_of[block] = None
-        if not was_resident:
+        return Content(block_hash, group)
+
+    def _note_loss(self, content: Content) -> None:
+        """Report a content that was in the pool or on the host, if it is in neither now and was all that is missing."""
+        block_hash, group = content
+        if self._has(block_hash, group) or not all(
+            self._has(block_hash, other) for other in range(len(self._indexes)) if other != group
+        ):
             return
         if block_hash in self._stored:
             del self._stored[block_hash]
         else:
             self._evicted[block_hash] = None
 
+    def _has(self, block_hash: bytes, group: int) -> bool:
+        return block_hash in self._indexes[group] or (self._host.num_slots > 0 and self.is_on_host(block_hash, group))
+
     def _is_resident(self, block_hash: bytes) -> bool:
-        return all(block_hash in index for index in self._indexes)
+        return all(self._has(block_hash, group) for group in range(len(self._indexes)))

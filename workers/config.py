@@ -20,6 +20,8 @@ class CacheConfig:
     """Size of the cache on a CPU, where memory belongs to everybody; per rank."""
     enable_prefix_caching: bool = True
     """Keep the blocks of finished requests and share equal prefixes."""
+    host_cache_bytes: int = 0
+    """Host memory for blocks that are evicted, from which prefixes come back; per rank, 0: none."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -28,6 +30,10 @@ class CacheConfig:
             raise EngineConfigError(f"num_blocks is {self.num_blocks}; allowed: at least 2")
         if not 0 < self.memory_fraction <= 1:
             raise EngineConfigError(f"memory_fraction is {self.memory_fraction}; allowed: more than 0, at most 1")
+        if self.host_cache_bytes < 0:
+            raise EngineConfigError(f"host_cache_bytes is {self.host_cache_bytes}; allowed: at least 0")
+        if self.host_cache_bytes and not self.enable_prefix_caching:
+            raise EngineConfigError("host_cache_bytes is for prefixes; allowed: with enable_prefix_caching")
 
 
 class SchedulingPolicy(StrEnum):

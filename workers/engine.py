@@ -16,6 +16,7 @@ from workers.config import EngineConfig
 from workers.detokenizer import IncrementalDetokenizer
 from workers.errors import EngineError, InvalidRequestError, RequestFailedError
 from workers.executor import Executor
+from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import StepPlan
 from workers.rank import Progress, Rendezvous, lead_group
@@ -38,6 +39,9 @@ class EngineLoad:
     num_blocks: int
     num_pending_tokens: int
     """Prompt tokens not yet computed, over waiting and running requests."""
+    num_host_blocks: int = 0
+    """That the host tier of the cache can hold."""
+    num_used_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +91,12 @@ class Engine:
         self._tokens = tokens
         self._clock = clock
         cache = config.cache
+        self._host = HostTier(executor.num_host_blocks)
         self._pool = BlockPool(
-            executor.num_blocks, enable_prefix_caching=cache.enable_prefix_caching, num_groups=len(executor.windows)
+            executor.num_blocks,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            num_groups=len(executor.windows),
+            host=self._host,
         )
         manager = KVCacheManager(
             self._pool,
@@ -130,6 +138,8 @@ class Engine:
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             num_pending_tokens=self._scheduler.num_pending_tokens,
+            num_host_blocks=self._host.num_slots,
+            num_used_host_blocks=self._host.num_used,
         )
 
     def add_request(self, request: Request) -> None:
@@ -259,6 +269,9 @@ class Engine:
         stats.num_preemptions = counters.num_preemptions
         stats.num_recomputed_tokens = counters.num_recomputed_tokens
         stats.num_cached_tokens = counters.num_cached_tokens
+        stats.num_host_tokens = counters.num_host_tokens
+        stats.num_saved_blocks = self._host.num_saved_blocks
+        stats.num_loaded_blocks = self._host.num_loaded_blocks
         stats.step_s.add(now_s - flight.submitted_s)
         stats.busy_s += now_s - start_s
 

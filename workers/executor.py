@@ -24,6 +24,8 @@ class Executor(Protocol):
     """Of the KV cache, the same on every rank."""
     windows: tuple[int | None, ...]
     """Of the groups of layers that have a block table, as in LayerGroups."""
+    num_host_blocks: int
+    """Slots of the host tier of the cache, the same on every rank."""
     max_in_flight: int
     """Plans to submit before the first is collected, so that no stage waits."""
     looks_ahead: bool
@@ -48,6 +50,7 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner, *, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.windows = runner.windows
+        self.num_host_blocks = runner.num_host_blocks
         self.looks_ahead = runner.looks_ahead
         self.max_in_flight = 2 if runner.looks_ahead else 1
         self._steps = RankSteps(runner)
@@ -91,6 +94,7 @@ class GroupExecutor:
         """`last_rank` is the one that samples, 0 for this one; `leave` ends this process's part in the group."""
         self.num_blocks = num_blocks
         self.windows = runner.windows
+        self.num_host_blocks = runner.num_host_blocks
         self.looks_ahead = runner.looks_ahead
         self.max_in_flight = num_stages + runner.looks_ahead
         self._steps = RankSteps(runner)

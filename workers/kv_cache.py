@@ -65,31 +65,52 @@ def choose_num_blocks(config: CacheConfig, decoder: Decoder, device: Device, pro
     return num_blocks
 
 
-def allocate_caches(decoder: Decoder, *, num_blocks: int, block_size: int) -> list[LayerCache]:
-    """Return the cache of each layer of this rank, zeroed. On a CPU untouched blocks cost no memory.
+def num_host_blocks(config: CacheConfig, decoder: Decoder) -> int:
+    """Return how many blocks the host tier has, the same on every rank: as the stage with the largest ones can hold.
 
-    Layers of different groups have a plane in common: whose keys are in it depends on which group has the block.
+    Raises:
+        EngineConfigError: there is to be a tier, and it has no room for a block.
     """
-    entry, groups = decoder.cache_entry, decoder.layer_groups
-    shape = (_num_planes(decoder), num_blocks * block_size * entry.num_elements)
-    zeros = _lazy_zeros(shape, decoder.dtype) if decoder.device.type == "cpu" else _zeros(shape, decoder)
-    return [entry.lay_out(zeros[groups.plane_of_layer[i]], block_size) for i in decoder.layer_indices]
+    num_planes = max(decoder.layer_groups.num_planes)
+    size = block_bytes(decoder, config.block_size) // _num_planes(decoder) * num_planes
+    if 0 < config.host_cache_bytes < size:
+        raise EngineConfigError(f"host_cache_bytes is {config.host_cache_bytes}; allowed: 0, or a block of {size}")
+    return config.host_cache_bytes // size
 
 
-def _num_planes(decoder: Decoder) -> int:
-    return decoder.layer_groups.num_planes[decoder.mesh.pp.rank]
-
-
-def _zeros(shape: tuple[int, ...], decoder: Decoder) -> Tensor:
+def allocate_planes(decoder: Decoder, *, num_blocks: int, block_size: int) -> Tensor:
+    """Return the memory of this rank's blocks, [planes, elements], zeroed. On a CPU untouched blocks cost no memory."""
+    shape = (_num_planes(decoder), num_blocks * block_size * decoder.cache_entry.num_elements)
+    if decoder.device.type == "cpu":
+        return lazy_zeros(shape, decoder.dtype)
     return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def lay_out_caches(decoder: Decoder, planes: Tensor, *, block_size: int) -> list[LayerCache]:
+    """Return the cache of each layer of this rank in that memory.
+
+    Layers of different groups have a plane in common: whose keys are in it depends on which group has the block.
+    """
+    groups = decoder.layer_groups
+    return [decoder.cache_entry.lay_out(planes[groups.plane_of_layer[i]], block_size) for i in decoder.layer_indices]
+
+
+def block_rows(decoder: Decoder, planes: Tensor, *, num_blocks: int) -> Tensor:
+    """Return that memory by blocks, [rows, num_blocks, elements]: a row is the keys, or the values, of a plane."""
+    num_halves = 1 if decoder.cache_entry.is_key_value else 2
+    return planes.view(len(planes) * num_halves, num_blocks, -1)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that the system hands out page by page when they are first written; torch.zeros would write them all."""
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     zeros = torch.frombuffer(pages, dtype=dtype)
     use_huge_pages(zeros)
     return zeros.view(shape)
+
+
+def _num_planes(decoder: Decoder) -> int:
+    return decoder.layer_groups.num_planes[decoder.mesh.pp.rank]
 
 
 def _peak_bytes(device: Device, profile: Callable[[], None]) -> int:

@@ -13,21 +13,26 @@ the token at that border sees; as soon as a block is full, those further back ar
 
 Both which blocks a sequence holds and which it needs to start from a cached prefix thus follow from one number, that of
 its full blocks. What a table says in front of them means nothing.
+
+What was evicted to the host (host_tier.py) is found like a block, and becomes one when a sequence starts from it.
 """
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from weft.block_hash import block_hash, root_hash
 
 from workers.block_pool import BlockPool
+from workers.host_tier import Content, Copies
 from workers.sequence import Sequence
 
 _UNLIMITED = 1 << 62
 _NO_BLOCK = 0
 """In a table where a group has no block: whatever a rank may use as an index."""
+_ON_HOST = -1
+"""In what `match_prefix` found: the host has the content."""
 
 
 class _SlidingGroup(NamedTuple):
@@ -110,7 +115,7 @@ class KVCacheManager:
         return sequence.num_computed_tokens - num_kept * self.block_size
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
-        """Return a block table of what the sequence could start from; good until the next call that allocates.
+        """Return a table of what the sequence could start from, for `share`; good until the next call that allocates.
 
         Never the whole sequence: at least one token is left to compute, since the next one needs its logits.
         """
@@ -119,15 +124,14 @@ class KVCacheManager:
         max_blocks = (len(sequence.token_ids) - 1) // self.block_size
         self._extend_hashes(sequence, max_blocks)
         hashes = sequence.block_hashes[:max_blocks]
-        columns = {group: list(self._leading_blocks(hashes, group)) for group in self._full}
+        columns = {group: self._leading_blocks(hashes, group) for group in self._full}
         num_blocks = min(map(len, columns.values()), default=max_blocks)
         if self._num_groups == 1 and not self._sliding:
             return columns[0]
         num_blocks = self._fit_windows(hashes, num_blocks)
         for group, num_reached in self._sliding:
             first = max(0, num_blocks - num_reached)
-            found = [self._pool.lookup(name, group) for name in hashes[first:num_blocks]]
-            columns[group] = [_NO_BLOCK] * first + [block for block in found if block is not None]
+            columns[group] = [_NO_BLOCK] * first + self._leading_blocks(hashes[first:num_blocks], group)
         return [columns[group][i] for i in range(num_blocks) for group in range(self._num_groups)]
 
     def fits(self, sequence: Sequence, prefix: list[int], *, reserve: int) -> bool:
@@ -136,7 +140,8 @@ class KVCacheManager:
         num_blocks = self.num_blocks_for(len(sequence.token_ids))
         num_left = len(sequence.token_ids) - num_prefix * self.block_size
         num_taken = self._num_missing(num_blocks, num_prefix, num_left, num_full=num_prefix)
-        num_taken += self._pool.count_free(self._held(prefix, num_prefix))
+        held = self._held(prefix, num_prefix)
+        num_taken += held.count(_ON_HOST) + self._pool.count_free(block for block in held if block != _ON_HOST)
         return num_taken + reserve <= self._pool.num_free
 
     def fits_rest(self, sequence: Sequence, *, reserve: int) -> bool:
@@ -147,9 +152,15 @@ class KVCacheManager:
     def share(self, sequence: Sequence, prefix: list[int]) -> None:
         """Let a sequence without blocks start with what `match_prefix` found for it."""
         num_prefix = len(prefix) // self._num_groups
-        self._pool.share(self._held(prefix, num_prefix))
+        self._pool.share([block for block in self._held(prefix, num_prefix) if block != _ON_HOST])
+        if _ON_HOST in prefix:
+            prefix = self._restore(sequence, prefix)
         sequence.block_table.extend(prefix)
         sequence.num_full_blocks = sequence.num_known_blocks = num_prefix
+
+    def take_copies(self) -> Copies:
+        """Return what the plan that is made now copies from and to the host before it computes."""
+        return self._pool.take_copies()
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the block table for the next `num_tokens` to compute: all blocks this takes, or none and False."""
@@ -256,12 +267,29 @@ class KVCacheManager:
 
     # The hash chain
 
-    def _leading_blocks(self, hashes: list[bytes], group: int) -> Iterator[int]:
+    def _find(self, name: bytes, group: int) -> int | None:
+        block = self._pool.lookup(name, group)
+        return _ON_HOST if block is None and self._pool.is_on_host(name, group) else block
+
+    def _leading_blocks(self, hashes: list[bytes], group: int) -> list[int]:
+        blocks = []
         for name in hashes:
-            block = self._pool.lookup(name, group)
+            block = self._find(name, group)
             if block is None:
-                return
-            yield block
+                break
+            blocks.append(block)
+        return blocks
+
+    def _restore(self, sequence: Sequence, prefix: list[int]) -> list[int]:
+        """The prefix with a block for each content that the host has."""
+        places = [i for i, block in enumerate(prefix) if block == _ON_HOST]
+        entries = {i // self._num_groups for i in places}
+        sequence.num_host_tokens = len(entries) * self.block_size
+        contents = [Content(sequence.block_hashes[i // self._num_groups], i % self._num_groups) for i in places]
+        table = prefix.copy()
+        for i, block in zip(places, self._pool.restore(contents), strict=True):
+            table[i] = block
+        return table
 
     def _fit_windows(self, hashes: list[bytes], num_blocks: int) -> int:
         """The most leading blocks, at most `num_blocks`, at whose end each group with a window has what it sees."""
@@ -278,7 +306,7 @@ class KVCacheManager:
         i = num_blocks
         while i > max(0, num_blocks - num_reached):
             i -= 1
-            if self._pool.lookup(hashes[i], group) is None:
+            if self._find(hashes[i], group) is None:
                 num_blocks = i
         return num_blocks
 

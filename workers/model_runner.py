@@ -14,8 +14,9 @@ from parallel.kernels.base import LayerCache
 from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
 from workers.config import EngineConfig
+from workers.host_cache import HostCache, make_host_cache
 from workers.inputs import InputBuilder, StepInputs
-from workers.kv_cache import allocate_caches, choose_num_blocks
+from workers.kv_cache import allocate_planes, block_rows, choose_num_blocks, lay_out_caches, num_host_blocks
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 from workers.sampler import Sampled, Sampler, nothing_sampled
@@ -48,6 +49,9 @@ class ModelRunner:
         groups = decoder.layer_groups
         self.windows = groups.windows
         """Of each group of layers that has a block table, its sliding window."""
+        self.num_host_blocks = num_host_blocks(config.cache, decoder)
+        """Slots of the host tier."""
+        self._host: HostCache | None = None
         self._group_of_layer = [groups.group_of_layer[i] for i in decoder.layer_indices]
         self._link = StageLink(
             mesh, hidden_size=decoder.description.hidden_size, dtype=decoder.dtype, device=decoder.device
@@ -68,9 +72,17 @@ class ModelRunner:
         return choose_num_blocks(self._config.cache, self._decoder, self._device, self._profile)
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the cache; `num_blocks` is the same on all ranks."""
+        """Make the cache, and its host tier if there is one; `num_blocks` is the same on all ranks."""
+        planes = self._allocate(num_blocks)
+        if self.num_host_blocks:
+            rows = block_rows(self._decoder, planes, num_blocks=num_blocks)
+            self._host = make_host_cache(rows, num_slots=self.num_host_blocks)
+
+    def _allocate(self, num_blocks: int) -> torch.Tensor:
         block_size = self._config.cache.block_size
-        self._caches = allocate_caches(self._decoder, num_blocks=num_blocks, block_size=block_size)
+        planes = allocate_planes(self._decoder, num_blocks=num_blocks, block_size=block_size)
+        self._caches = lay_out_caches(self._decoder, planes, block_size=block_size)
+        return planes
 
     def run(self, plan: StepPlan) -> ModelOutput | None:
         """Do this rank's part of the next step.
@@ -103,6 +115,8 @@ class ModelRunner:
 
     def _start(self, work: StepWork) -> Sampled | None:
         plan, inputs = work.plan, work.inputs
+        if self._host is not None:
+            self._host.copy(plan.saves, plan.loads)
         x = self._token_ids(inputs) if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
         metas = [inputs.metas[group] for group in self._group_of_layer]
         hidden = self._decoder(x, inputs.positions, self._caches, metas)
@@ -147,7 +161,7 @@ class ModelRunner:
 
     def _profile(self) -> None:
         """Run the largest step: the whole token budget, as many sampled rows as there can be, all in one block."""
-        self.allocate(1)
+        self._allocate(1)
         self.run(_largest_plan(self._config, self._decoder.description.max_context, num_groups=len(self.windows)))
         if not self._mesh.is_last_stage:
             self._link.flush()

@@ -39,12 +39,19 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Slots in `removed` are free before `new` is applied; `scheduled` has the one-token shares first."""
+    """One step. Slots in `removed` are free before `new` is applied; `scheduled` has the one-token shares first.
+
+    Before anything is computed, `saves` are copied, then `loads`, each rank its own part of the blocks.
+    """
 
     number: int
     removed: list[int]
     new: list[NewSequence]
     scheduled: list[ScheduledSequence]
+    saves: list[tuple[int, int]] = []
+    """(block, slot of the host tier); no slot twice."""
+    loads: list[tuple[int, int]] = []
+    """(slot of the host tier, block); no block twice."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

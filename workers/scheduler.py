@@ -54,6 +54,8 @@ class SchedulerCounters:
     """Prompt tokens of sequences that were scheduled a first time: the queries of the prefix cache."""
     num_cached_tokens: int = 0
     """Those found in the prefix cache: its hits."""
+    num_host_tokens: int = 0
+    """Of these, those that were brought back from the host."""
 
 
 class Scheduler:
@@ -423,6 +425,7 @@ class Scheduler:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
             self.counters.num_cached_tokens += sequence.num_cached_tokens
+            self.counters.num_host_tokens += min(sequence.num_host_tokens, sequence.num_cached_tokens)
         else:
             self.counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed_tokens)
         sequence.status = SequenceStatus.RUNNING
@@ -430,7 +433,7 @@ class Scheduler:
         insort(self._running, sequence, key=_order)
 
     def _launch(self, batch: Batch) -> StepPlan:
-        flight = batch.launch(self._num_plans, self._removed_slots)
+        flight = batch.launch(self._num_plans, self._removed_slots, self._cache.take_copies())
         self._num_plans += 1
         self._removed_slots = []
         self._flights.append(flight)

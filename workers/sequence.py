@@ -59,6 +59,8 @@ class Sequence:
     """Those, and the ones that plans in flight compute."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
+    num_host_tokens: int = 0
+    """Those of the last cached prefix that were brought back from the host."""
     num_preemptions: int = 0
     num_lost_tokens: int = 0
     """Computed tokens that the last preemption threw away."""

@@ -45,6 +45,12 @@ class EngineStats:
         """Of accepted requests."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when their request was first scheduled."""
+        self.num_host_tokens = 0
+        """Of these, those that were brought back from the host."""
+        self.num_saved_blocks = 0
+        """Copied to the host when they were evicted."""
+        self.num_loaded_blocks = 0
+        """Copied back from the host."""
         self.num_generation_tokens = 0
         """Sampled here and accepted."""
         self.num_computed_tokens = 0

@@ -31,9 +31,11 @@ class FakeExecutor:
         max_in_flight: int = 1,
         looks_ahead: bool = False,
         windows: tuple[int | None, ...] = (None,),
+        num_host_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.windows = windows
+        self.num_host_blocks = num_host_blocks
         self.max_in_flight, self.looks_ahead = max_in_flight, looks_ahead
         self.model = FakeModel(block_size, windows)
         self.is_closed = False
@@ -65,6 +67,7 @@ class LimitedExecutor:
         assert num_blocks <= executor.num_blocks
         self.num_blocks = num_blocks
         self.windows = executor.windows
+        self.num_host_blocks = executor.num_host_blocks
         self.max_in_flight, self.looks_ahead = executor.max_in_flight, executor.looks_ahead
         self.submit = executor.submit
         self.collect = executor.collect

@@ -2,7 +2,7 @@
 
 Each cache cell holds the group of layers, the position and a checksum of the tokens up to it, for which it was
 computed. The fake reads what a step's tokens see of every sequence back through its block table: a block that was
-shared wrongly, reused too early or never computed raises an AssertionError.
+shared wrongly, reused too early, not brought back from the host or never computed raises an AssertionError.
 """
 
 import zlib
@@ -60,6 +60,8 @@ class FakeModel:
     """Tokens computed since the start."""
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _cells: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    _host: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """The cells of each slot of the host tier."""
     _next_number: int = 0
 
     def run(self, plan: StepPlan) -> ModelOutput:
@@ -70,6 +72,7 @@ class FakeModel:
             del self._slots[slot]
         for new in plan.new:
             self._introduce(new)
+        self._copy(plan)
         lengths = [share.num_tokens for share in plan.scheduled]
         num_ones = lengths.count(1)
         assert lengths[:num_ones] == [1] * num_ones, "the one-token shares are not first"
@@ -78,6 +81,14 @@ class FakeModel:
             self._compute(share)
         sampled = [token for share in plan.scheduled if (token := self._sample(share)) is not None]
         return ModelOutput(plan.number, sampled)
+
+    def _copy(self, plan: StepPlan) -> None:
+        assert len({slot for _, slot in plan.saves}) == len(plan.saves), "a slot is saved to twice"
+        assert len({block for _, block in plan.loads}) == len(plan.loads), "a block is loaded to twice"
+        for block, slot in plan.saves:
+            self._host[slot] = [self._cells[block * self.block_size + i] for i in range(self.block_size)]
+        for slot, block in plan.loads:
+            self._cells.update(enumerate(self._host[slot], block * self.block_size))
 
     def _introduce(self, new: NewSequence) -> None:
         assert new.slot not in self._slots, f"slot {new.slot} is taken"

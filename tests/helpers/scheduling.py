@@ -6,6 +6,7 @@ from typing import Any
 from helpers.fake_model import FakeModel
 from workers.block_pool import BlockPool
 from workers.config import SchedulerConfig
+from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, StepPlan
 from workers.request import FinishReason, Request, RequestId, SamplingParams
@@ -39,11 +40,15 @@ class ScheduledModel:
         eos_token_ids: frozenset[int] = frozenset(),
         enable_prefix_caching: bool = True,
         windows: tuple[int | None, ...] = (None,),
+        num_host_blocks: int = 0,
         **config: Any,
     ) -> None:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
         self.config = SchedulerConfig(**settings)
-        self.pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching, num_groups=len(windows))
+        self.host = HostTier(num_host_blocks)
+        self.pool = BlockPool(
+            num_blocks, enable_prefix_caching=enable_prefix_caching, num_groups=len(windows), host=self.host
+        )
         self.cache = KVCacheManager(
             self.pool,
             block_size=block_size,

@@ -1,4 +1,7 @@
-"""The manager against a model that knows what each block holds: any windows, any sequences, any order of operations."""
+"""The manager against a model that knows what each block holds: any windows, any sequences, any order of operations.
+
+What blocks and slots of the host hold is as the next plan will have it once its copies are done.
+"""
 
 from collections import Counter
 
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from workers.block_pool import BlockPool
+from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.sequence import Sequence
 
@@ -19,10 +23,11 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     """Sequences start from what is cached, compute in chunks, and end at any time."""
 
     @initialize(
-        num_blocks=st.integers(4, 40),
+        num_blocks=st.integers(4, 24),
         block_size=st.integers(1, 4),
         windows=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3).map(tuple),
         max_chunk_tokens=st.integers(1, 16),
+        num_host_blocks=st.sampled_from([0, 0, 2, 10, 60]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
     )
     def build(
@@ -31,15 +36,20 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         block_size: int,
         windows: tuple[int | None, ...],
         max_chunk_tokens: int,
+        num_host_blocks: int,
         enable_prefix_caching: bool,
     ) -> None:
         self.windows = windows
-        self.pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching, num_groups=len(windows))
+        self.host = HostTier(num_host_blocks)
+        self.pool = BlockPool(
+            num_blocks, enable_prefix_caching=enable_prefix_caching, num_groups=len(windows), host=self.host
+        )
         self.cache = KVCacheManager(
             self.pool, block_size=block_size, hash_key=b"k", windows=windows, max_chunk_tokens=max_chunk_tokens
         )
         self.sequences: list[Sequence] = []
         self.content: dict[int, Content] = {}  # of every block, whether it is known or not
+        self.on_host: dict[int, Content] = {}  # by slot
         self.replayed: set[bytes] = set()
 
     def block(self, sequence: Sequence, entry: int, group: int) -> int:
@@ -53,12 +63,24 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     def expected(self, tokens: list[int], end: int, group: int) -> Content:
         return group, tuple(tokens[: end * self.cache.block_size])
 
+    def plan(self) -> None:
+        self.content, self.on_host = self.after_copies()
+        self.cache.take_copies()
+
+    def after_copies(self) -> tuple[dict[int, Content], dict[int, Content]]:
+        if not self.host._saves and not self.host._loads:
+            return self.content, self.on_host
+        on_host = {**self.on_host, **{slot: self.content[block] for slot, block in self.host._saves.items()}}
+        return {**self.content, **{block: on_host[slot] for block, slot in self.host._loads.items()}}, on_host
+
     def can_start_after(self, tokens: list[int], num_blocks: int) -> bool:
         """Whether each group knows a block for all that the token after these blocks sees."""
         known = set()
+        content, on_host = self.after_copies()
         for sequence_hash, block in ((h, b) for index in self.pool._indexes for h, b in index.items()):
             assert self.pool._hash_of[block] == sequence_hash
-            known.add(self.content[block])
+            known.add(content[block])
+        known.update(on_host[slot] for slot in self.host._slots.values())
         size = self.cache.block_size
         return all(
             self.expected(tokens, entry + 1, group) in known
@@ -94,7 +116,10 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.sequences))
+        self.advance(data.draw(st.sampled_from(self.sequences)), data)
+
+    def advance(self, sequence: Sequence, data: st.DataObject) -> None:
+        """Compute a chunk, or a token more."""
         num_left = sequence.num_tokens - sequence.num_computed_tokens
         if not num_left:
             sequence.token_ids.append(data.draw(st.integers(0, 1)))
@@ -109,6 +134,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         for entry in range(num_entries, -(-end // size)):
             for group in range(len(self.windows)):
                 assert self.pool._hash_of[self.block(sequence, entry, group)] is None
+        self.plan()
         self.check_visible(sequence, start)
         for position in range(start, end):
             for group in range(len(self.windows)):
@@ -124,6 +150,16 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = end
         self.cache.settle(sequence)
 
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), shared=st.integers(0, 12), data=st.data())
+    def serve(self, tokens: list[int], shared: int, data: st.DataObject) -> None:
+        """Start, compute what there is room for, end."""
+        num_sequences = len(self.sequences)
+        self.begin(tokens=tokens, shared=shared, data=data)
+        for sequence in self.sequences[num_sequences:]:
+            for _ in range(3):
+                self.advance(sequence, data)
+            self.cache.free(self.sequences.pop())
+
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
@@ -131,22 +167,24 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def take_events(self) -> None:
-        """A hash is resident while every group knows a block of it."""
+        """A hash is resident while every group knows a block of it, or the host has one."""
         stored, evicted = self.pool.take_events()
         assert not set(stored) & self.replayed
         assert set(evicted) <= self.replayed
         self.replayed = (self.replayed | set(stored)) - set(evicted)
         assert self.replayed == set(self.pool.resident_hashes())
-        assert self.replayed == set.intersection(*(set(index) for index in self.pool._indexes))
+        known = [{*index, *self.host.hashes(group)} for group, index in enumerate(self.pool._indexes)]
+        assert self.replayed == set.intersection(*known)
 
     def check_visible(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Everything that the next token sees is in blocks that hold this sequence's own tokens."""
         size = self.cache.block_size
+        content, _ = self.after_copies()
         for group in range(len(self.windows)):
             for position in range(self.first_seen(num_computed_tokens, group), num_computed_tokens):
                 block = self.block(sequence, position // size, group)
                 assert self.pool._num_references[block], "a visible block is free"
-                in_group, tokens = self.content[block]
+                in_group, tokens = content[block]
                 assert in_group == group
                 assert tokens == tuple(sequence.token_ids[: len(tokens)]), "other tokens are visible"
                 assert len(tokens) > position, "a visible token is not computed"

@@ -88,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         policy=st.sampled_from(SchedulingPolicy),
         promote_after_s=st.sampled_from([None, 0.0, 5.0]),
+        num_host_blocks=st.sampled_from([0, 0, 1, 3, 8, 40]),
         windows=st.sampled_from([(None,), (None,), (5,), (1,), (2, 9), (None, 3), (None, None, 4, 7), (None, 12)]),
     )
     def build(

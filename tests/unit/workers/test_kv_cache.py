@@ -9,12 +9,12 @@ import torch
 from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.cpu import CpuDevice
-from parallel.kernels.base import CacheEntry
+from parallel.kernels.base import CacheEntry, LayerCache
 from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
 from workers.config import CacheConfig
 from workers.errors import EngineConfigError
-from workers.kv_cache import allocate_caches, block_bytes, choose_num_blocks
+from workers.kv_cache import allocate_planes, block_bytes, choose_num_blocks, lay_out_caches
 
 # 2 (k, v) * 3 layers * 16 tokens * 2 heads * 8 dims * 4 bytes
 BLOCK_BYTES = 2 * 3 * 16 * 2 * 8 * 4
@@ -70,6 +70,11 @@ def no_profile() -> None:
     raise AssertionError("no profiling run is needed")
 
 
+def allocate_caches(decoder: Decoder, *, num_blocks: int) -> list[LayerCache]:
+    planes = allocate_planes(decoder, num_blocks=num_blocks, block_size=16)
+    return lay_out_caches(decoder, planes, block_size=16)
+
+
 def choose(config: CacheConfig, device: Device | None = None) -> int:
     return choose_num_blocks(config, decoder(), device or CpuDevice(), no_profile)
 
@@ -80,7 +85,7 @@ def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
 
 def test_layers_of_different_groups_share_planes() -> None:
     alternating = decoder(windows=(None, 8, None, 8, None))
-    caches = allocate_caches(alternating, num_blocks=5, block_size=16)
+    caches = allocate_caches(alternating, num_blocks=5)
 
     assert block_bytes(alternating, 16) == BLOCK_BYTES
     places = [cache.k_BPKH.data_ptr() for cache in caches]
@@ -108,7 +113,7 @@ def test_too_little_memory_is_refused() -> None:
 
 
 def test_caches_are_zeros_of_the_fixed_layout() -> None:
-    caches = allocate_caches(decoder(), num_blocks=5, block_size=16)
+    caches = allocate_caches(decoder(), num_blocks=5)
     assert len(caches) == 3
     for cache in caches:
         for tensor in cache:
@@ -122,7 +127,7 @@ def test_caches_are_zeros_of_the_fixed_layout() -> None:
 def test_keys_that_are_values_are_stored_once() -> None:
     latents = decoder(CacheEntry(num_heads=1, head_dim=8, is_key_value=True))
     assert block_bytes(latents, 16) == 3 * 16 * 8 * 4
-    keys, values = allocate_caches(latents, num_blocks=5, block_size=16)[0]
+    keys, values = allocate_caches(latents, num_blocks=5)[0]
     assert keys.shape == (5, 16, 1, 8)
     keys.copy_(torch.rand(keys.shape))
     assert torch.equal(values, keys)

@@ -5,6 +5,7 @@ from helpers.scheduling import make_request
 from weft.block_hash import block_hash, block_hashes, root_hash
 
 from workers.block_pool import BlockPool
+from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.sequence import Sequence
 
@@ -366,3 +367,57 @@ def test_room_is_kept_for_the_window_and_not_for_the_whole_sequence() -> None:
     compute(cache, long, 1)
     long.token_ids.append(1)
     assert (num_owned(cache), cache.num_reserved_blocks(long)) == (3, 1)
+
+
+def with_host(num_blocks: int, num_host_blocks: int) -> tuple[KVCacheManager, BlockPool]:
+    pool = BlockPool(num_blocks, enable_prefix_caching=True, host=HostTier(num_host_blocks))
+    return KVCacheManager(pool, block_size=4, hash_key=b"key"), pool
+
+
+def serve(cache: KVCacheManager, sequence: Sequence) -> None:
+    compute(cache, sequence, sequence.num_tokens - sequence.num_computed_tokens)
+    cache.free(sequence)
+
+
+def test_an_evicted_prefix_comes_back_from_the_host() -> None:
+    cache, pool = with_host(4, 8)
+    serve(cache, make_sequence(13))
+    serve(cache, make_sequence(16, first=100))  # evicts all of it
+    cache.take_copies()
+
+    sequence = make_sequence(13)
+    prefix = cache.match_prefix(sequence)
+    assert cache.fits(sequence, prefix, reserve=0)
+    cache.share(sequence, prefix)
+    sequence.num_computed_tokens = 12
+
+    copies = cache.take_copies()
+    assert [block for _, block in copies.loads] == sequence.block_table
+    assert {block for block, _ in copies.saves} == set(sequence.block_table), "what it evicts is saved"
+    assert (sequence.num_full_blocks, sequence.num_host_tokens) == (3, 12)
+    assert pool.lookup(sequence.block_hashes[0]) == sequence.block_table[0]
+    cache.check_integrity([sequence])
+
+
+def test_blocks_for_what_the_host_has_must_fit() -> None:
+    cache, _ = with_host(4, 8)
+    serve(cache, make_sequence(13))
+    other = make_sequence(8, first=100)
+    compute(cache, other, 8)
+    again = make_sequence(13)
+    prefix = cache.match_prefix(again)
+    assert len(prefix) == 3
+    assert not cache.fits(again, prefix, reserve=0), "four blocks are needed, two are free"
+
+
+def test_a_hash_is_reported_evicted_when_it_left_both_tiers() -> None:
+    cache, pool = with_host(2, 2)
+    serve(cache, make_sequence(8))
+    first, _ = pool.take_events()
+    serve(cache, make_sequence(8, first=100))
+    assert pool.take_events()[1] == [], "the host has them"
+    assert set(first) < set(pool.resident_hashes())
+
+    serve(cache, make_sequence(8, first=200))
+    assert set(pool.take_events()[1]) == set(first)
+    assert not set(first) & set(pool.resident_hashes())

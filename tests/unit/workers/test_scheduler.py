@@ -1044,3 +1044,32 @@ def test_failover_and_preemption_give_the_same_tokens_under_windows() -> None:
     elsewhere.submit("1", prompt(4, first=1), generated=tuple(served.tokens["1"][:37]), max_tokens=60)
     elsewhere.run()
     assert elsewhere.tokens["1"] == served.tokens["1"]
+
+
+def test_hits_are_counted_by_where_they_were() -> None:
+    served = ScheduledModel(num_blocks=8, num_host_blocks=20)
+    for name, first in (("a", 0), ("b", 50)):
+        served.submit(name, list(range(first, first + 21)), max_tokens=4)
+        served.run()
+    served.submit("again", list(range(21)), max_tokens=4)
+    served.run()
+
+    counters = served.scheduler.counters
+    assert counters.num_cached_tokens == 20
+    assert 0 < counters.num_host_tokens == 4 * served.host.num_loaded_blocks <= 20
+    assert served.tokens["again"] == served.tokens["a"]
+
+
+def test_a_preempted_sequence_comes_back_from_the_host() -> None:
+    """Its blocks go to others, and are loaded when it goes on: nothing full is computed again."""
+    served = ScheduledModel(num_blocks=8, num_host_blocks=40)
+    for i in range(3):
+        served.submit(str(i), list(range(30 * i, 30 * i + 7)), max_tokens=20)
+    served.run()
+
+    counters = served.scheduler.counters
+    assert counters.num_preemptions > 0
+    assert served.host.num_loaded_blocks > 0
+    assert counters.num_recomputed_tokens < 4 * counters.num_preemptions
+    for i in range(3):
+        assert served.tokens[str(i)] == run_alone(make_request("r", list(range(30 * i, 30 * i + 7)), max_tokens=20))
