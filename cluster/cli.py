@@ -155,6 +155,10 @@ def serve(
         bool | None,
         typer.Option("--prefix-caching/--no-prefix-caching", help="Share equal prefixes.", rich_help_panel=_Cache),
     ] = None,
+    host_cache_gb: Annotated[
+        float | None,
+        typer.Option(help="Host memory of each rank for evicted KV blocks, in GiB.", rich_help_panel=_Cache),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -217,6 +221,7 @@ def serve(
         "models[0].cache.memory_fraction": memory_fraction,
         "models[0].cache.cpu_cache_bytes": None if cpu_cache_gb is None else int(cpu_cache_gb * 2**30),
         "models[0].cache.enable_prefix_caching": prefix_caching,
+        "models[0].cache.host_cache_bytes": None if host_cache_gb is None else int(host_cache_gb * 2**30),
         "router.policy": policy,
         "host": host,
         "router.port": port,

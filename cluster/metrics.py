@@ -74,6 +74,8 @@ class EngineCollector(Collector):
             self._gauge("weft_kv_blocks", "Blocks in the pool.", load.num_blocks),
             self._gauge("weft_kv_cached_blocks", "Blocks that a prefix can be found in.", self._num_cached_blocks()),
             self._gauge("weft_kv_block_size_tokens", "Tokens in a block.", self._block_size),
+            self._gauge("weft_kv_host_blocks", "Blocks that the host tier can hold.", load.num_host_blocks),
+            self._gauge("weft_kv_host_used_blocks", "Blocks that the host tier holds.", load.num_used_host_blocks),
         ]
 
     def _counters(self) -> list[Metric]:
@@ -81,18 +83,23 @@ class EngineCollector(Collector):
         finished = self._family("weft_requests_finished", "Requests that ended well, by how.", "reason")
         for reason in FinishReason:  # those that have not happened too: `rate` misses what a series begins with
             finished.add_metric((*self._values, reason.value), stats.num_finished[reason])
+        cached = self._family("weft_cached_tokens", "Prompt tokens found in the prefix cache, by where.", "source")
+        cached.add_metric((*self._values, "device"), stats.num_cached_tokens - stats.num_host_tokens)
+        cached.add_metric((*self._values, "host"), stats.num_host_tokens)
         return [
             finished,
+            cached,
             self._counter("weft_requests_failed", "Requests that failed while they ran.", stats.num_failed),
             self._counter("weft_requests_refused", "Requests that were never accepted.", stats.num_refused),
             self._counter("weft_prompt_tokens", "Prompt tokens of accepted requests.", stats.num_prompt_tokens),
-            self._counter("weft_cached_tokens", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
             self._counter("weft_generation_tokens", "Tokens sampled and accepted.", stats.num_generation_tokens),
             self._counter("weft_computed_tokens", "Tokens that went through the model.", stats.num_computed_tokens),
             self._counter(
                 "weft_recomputed_tokens", "Tokens computed again after a preemption.", stats.num_recomputed_tokens
             ),
             self._counter("weft_preemptions", "Times a running request gave up its blocks.", stats.num_preemptions),
+            self._counter("weft_kv_saved_blocks", "Blocks copied to the host tier.", stats.num_saved_blocks),
+            self._counter("weft_kv_loaded_blocks", "Blocks copied back from it.", stats.num_loaded_blocks),
             self._counter("weft_steps", "Steps of the engine.", stats.num_steps),
             self._counter("weft_busy_seconds", "Time with a step in flight.", stats.busy_s),
         ]

@@ -14,6 +14,7 @@ _FLAG_NAMES = {
     "models[0].scheduler.policy": "--scheduling-policy",
     "models[0].cache.cpu_cache_bytes": "--cpu-cache-gb",
     "models[0].cache.enable_prefix_caching": "--prefix-caching",
+    "models[0].cache.host_cache_bytes": "--host-cache-gb",
 }
 
 

@@ -71,9 +71,37 @@ REPLICAS = Board(
             ),
             Panel(
                 title="Cached blocks",
-                text="Blocks in which a prefix can be found, of all.",
+                text="Blocks in which a prefix can be found, of all, those of the host tier included.",
                 unit="percentunit",
-                queries={"{{replica}}": f"weft_kv_cached_blocks{{{REPLICA}}} / weft_kv_blocks{{{REPLICA}}}"},
+                queries={
+                    "{{replica}}": f"weft_kv_cached_blocks{{{REPLICA}}} "
+                    f"/ (weft_kv_blocks{{{REPLICA}}} + weft_kv_host_blocks{{{REPLICA}}})"
+                },
+            ),
+            Panel(
+                title="Cached tokens by source",
+                text="Prompt tokens that were found on the device, and those that came back from the host.",
+                unit="suffix: tok/s",
+                queries={"{{source}}": rate("weft_cached_tokens_total", REPLICA, by="source")},
+                is_stacked=True,
+            ),
+            Panel(
+                title="Host tier",
+                text="Blocks copied to the host when they were evicted, and back. Many saved and few loaded: nobody "
+                "asks for those prefixes again, or they are gone before somebody does.",
+                unit="none",
+                queries={
+                    "{{replica}}: saved": rate("weft_kv_saved_blocks_total", REPLICA, by="replica"),
+                    "{{replica}}: loaded": rate("weft_kv_loaded_blocks_total", REPLICA, by="replica"),
+                },
+            ),
+            Panel(
+                title="Host tier in use",
+                text="Of the blocks that it can hold; full it forgets what was used longest ago.",
+                unit="percentunit",
+                queries={
+                    "{{replica}}": f"weft_kv_host_used_blocks{{{REPLICA}}} / (weft_kv_host_blocks{{{REPLICA}}} > 0)"
+                },
             ),
             Panel(
                 title="Preemptions",

@@ -32,13 +32,22 @@ def stats() -> EngineStats:
 
 @pytest.fixture
 def collector(stats: EngineStats) -> EngineCollector:
-    load = EngineLoad(num_running=3, num_waiting=2, num_free_blocks=25, num_blocks=100, num_pending_tokens=40)
+    load = EngineLoad(
+        num_running=3,
+        num_waiting=2,
+        num_free_blocks=25,
+        num_blocks=100,
+        num_pending_tokens=40,
+        num_host_blocks=500,
+        num_used_host_blocks=30,
+    )
     return EngineCollector(stats, load=lambda: load, num_cached_blocks=lambda: 60, block_size=16, labels=LABELS)
 
 
 def test_everything_an_inference_gateway_expects_is_there(stats: EngineStats, collector: EngineCollector) -> None:
     stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generation_tokens = 100, 64, 7
     stats.num_preemptions = 2
+    stats.num_host_tokens, stats.num_saved_blocks, stats.num_loaded_blocks = 16, 9, 1
     stats.num_finished[FinishReason.STOP] = 5
     listener = MetricsListener("127.0.0.1")
     listener.add(collector)
@@ -48,6 +57,8 @@ def test_everything_an_inference_gateway_expects_is_there(stats: EngineStats, co
         listener.close()
     assert {name: seen[name, ()] for name in _PLAIN} == _PLAIN
     finished = {labels: value for (name, labels), value in seen.items() if name == "weft_requests_finished_total"}
+    cached = {labels: value for (name, labels), value in seen.items() if name == "weft_cached_tokens_total"}
+    assert cached == {(("source", "device"),): 48, (("source", "host"),): 16}
     assert finished == {(("reason", "stop"),): 5, (("reason", "length"),): 0, (("reason", "abort"),): 0}
 
 
@@ -59,7 +70,10 @@ _PLAIN = {
     "weft_kv_cached_blocks": 60,
     "weft_kv_block_size_tokens": 16,
     "weft_prompt_tokens_total": 100,
-    "weft_cached_tokens_total": 64,
+    "weft_kv_host_blocks": 500,
+    "weft_kv_host_used_blocks": 30,
+    "weft_kv_saved_blocks_total": 9,
+    "weft_kv_loaded_blocks_total": 1,
     "weft_generation_tokens_total": 7,
     "weft_preemptions_total": 2,
 }
