@@ -61,7 +61,7 @@ def _poison(engine: Engine, executor: LocalExecutor) -> Callable[[StepResult], N
     def fill(_: StepResult) -> None:
         pool = engine._pool
         unused = [block for block in pool._free if pool._hash_of[block] is None]
-        for cache in executor._runner._caches:
+        for cache in executor._steps._runner._caches:
             cache.k_BPKH[unused] = torch.nan
             cache.v_BPKH[unused] = torch.nan
 
