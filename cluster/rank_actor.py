@@ -125,6 +125,8 @@ class RankActor:
         configure_logging(spec.log_level)
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ[variable] = str(spec.num_threads)  # read once, when torch and numpy are imported
+        # Threads without work leave their cores to the router and the clients on them (docs/performance.md).
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         # Every rank begins at once; those who need it wait for the import to end.
         threading.Thread(target=_import_engine, args=(spec.rank,), daemon=True).start()
