@@ -77,13 +77,13 @@ inline void multiply_dense(float* out, int64_t out_stride, const BFloat16* left,
                            const PackedMatrix& matrix) {
     for (int row = 0; row < num_rows; row += ROWS) {
         const BFloat16* first = left + row * left_stride;
-        const LeftTiles tiles{first, first + TILE * left_stride, left_stride, STEP};
+        const LeftTiles tiles{first, first + TILE * left_stride, left_stride};
         for (int64_t panel = 0; panel < num_panels(matrix.num_out); panel++) {
             float* to = out + row * out_stride + panel * PANEL;
             if (num_rows - row > TILE)
-                multiply_tiles<2, false>(to, out_stride, tiles, matrix, panel, 0, matrix.num_in);
+                multiply_tiles<2, false>(to, out_stride, tiles, matrix, panel);
             else
-                multiply_tiles<1, false>(to, out_stride, tiles, matrix, panel, 0, matrix.num_in);
+                multiply_tiles<1, false>(to, out_stride, tiles, matrix, panel);
         }
     }
 }

@@ -89,7 +89,7 @@ EXPORT void weft_multiply(void* out, const void* x, int64_t x_row_stride, int nu
     static thread_local Buffer<BFloat16> scratch;
     BFloat16* room = scratch.room(scratch_size(num_rows, num_in));
     on_team(num_threads, MULTIPLY_SECTIONS,
-            [=](Team& team) { multiply(static_cast<BFloat16*>(out), left, matrix, room, team); });
+            [=](Team& team) { multiply({static_cast<BFloat16*>(out), num_out}, left, matrix, room, team); });
 }
 
 EXPORT void weft_run(const Operation* operations, int count, const Step* step) {

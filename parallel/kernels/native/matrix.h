@@ -20,6 +20,7 @@ namespace weft {
 
 constexpr int PANEL = 32;                            // outputs
 constexpr int STEP = 32;                             // inputs
+constexpr int ROWS = 32;                             // that are packed together
 constexpr int PREFETCH = 4;                          // steps ahead
 constexpr int64_t STEP_SIZE = int64_t(PANEL) * STEP;  // values of a panel's step, 2 KB
 
@@ -50,19 +51,24 @@ struct LeftRows {
     const BFloat16* x;
     int64_t stride;
     int count;
+    bool is_packed = false;  // as pack_left does
 };
 
-// Writes the sums of one row and panel, the bias added.
-inline void write_sums(BFloat16* out, const PackedMatrix& matrix, int64_t output, __m512 first, __m512 second) {
+// Writes the sums of one row and panel, the bias added; `output` is the first of the panel. A streamed row goes past the
+// caches.
+inline void write_sums(BFloat16* out, const PackedMatrix& matrix, int64_t output, __m512 first, __m512 second,
+                       bool is_streamed = false) {
     const bool has_two = output + LANES < matrix.num_out;
     if (matrix.bias) {
         first += (__m512)load(matrix.bias + output);
         if (has_two) second += (__m512)load(matrix.bias + output + LANES);
     }
-    if (has_two)
-        _mm512_storeu_si512(out + output, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    if (is_streamed)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(out), (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    else if (has_two)
+        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     else
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + output), (__m256i)_mm512_cvtneps_pbh(first));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(first));
 }
 
 // ROWS rows of x times a panel. The inputs are shared out to CHAINS sums, so that few rows do not wait for the latency.
@@ -90,7 +96,7 @@ void multiply_panel(BFloat16* out, const BFloat16* x, int64_t x_stride, const Pa
     for (int row = 0; row < ROWS; row++) {
         __m512 first = sums[0][row][0], second = sums[0][row][1];
         for (int chain = 1; chain < CHAINS; chain++) first += sums[chain][row][0], second += sums[chain][row][1];
-        write_sums(out + row * matrix.num_out, matrix, panel * PANEL, first, second);
+        write_sums(out + row * matrix.num_out + panel * PANEL, matrix, panel * PANEL, first, second);
     }
 }
 
@@ -106,17 +112,35 @@ inline void multiply_panel_by_vectors(BFloat16* out, LeftRows left, const Packed
     while (left.count - row >= 1) next(multiply_panel<1, 4>, 1);
 }
 
+// Where a result goes: its rows, or, as the left side of the next product, packed.
+struct Target {
+    BFloat16* values;
+    int64_t num_out;
+    bool is_packed = false;
+
+    int64_t row_stride() const { return is_packed ? PANEL : num_out; }
+    BFloat16* at(int64_t row, int64_t panel) const {
+        if (!is_packed) return values + row * num_out + panel * PANEL;
+        return values + row / ROWS * ROWS * num_out + panel * ROWS * PANEL + row % ROWS * PANEL;
+    }
+
+    // Rows that are far apart cost their own cache lines when so many of them are written, so much that it is faster to
+    // fetch what was written from memory again.
+    bool is_streamed(int64_t num_rows) const {
+        constexpr int64_t LEAST = 4 << 20;  // bytes
+        const bool is_on_lines = (reinterpret_cast<uintptr_t>(values) | uintptr_t(num_out) * sizeof(BFloat16)) % 64 == 0;
+        return !is_packed && is_on_lines && num_rows * num_out * int64_t(sizeof(BFloat16)) > LEAST;
+    }
+};
+
 #ifdef WEFT_HAS_AMX
 
-// Rows of x, two tiles of them in turn: as they lie, or packed.
+// Rows of x, two tiles of them in turn, as they lie.
 struct LeftTiles {
     const BFloat16* first;   // of the rows [0, 16)
     const BFloat16* second;  // of the rows [16, 32), when there are such
     int64_t stride;          // between rows
-    int64_t step;            // between the inputs of two steps
 };
-
-constexpr int ROWS = 2 * TILE;
 
 // What is read by more than a few panels is worth being copied into tiles that each lie in one piece.
 inline bool needs_packing(int64_t num_rows) { return num_rows > 2 * ROWS; }
@@ -131,32 +155,22 @@ inline void pack_left(BFloat16* packed, LeftRows left, int num_in, Team& team) {
     });
 }
 
-// 16 or 32 rows, as the tiles are configured, times inputs [begin, end) of a panel; the sums [rows][PANEL] are begun or
-// continued. IS_FAR: the panel comes from memory, not from a cache.
+// 16 or 32 rows, as the tiles are configured, times a panel: the sums [rows][PANEL]. IS_FAR: the panel comes from memory,
+// not from a cache.
 template <int ROW_TILES, bool IS_FAR>
-void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const PackedMatrix& matrix, int64_t panel, int begin,
-                    int end) {
+void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const PackedMatrix& matrix, int64_t panel) {
     const int64_t width = sums_stride * int64_t(sizeof(float));
     float* lower = sums + TILE * sums_stride;
-    const BFloat16* values = matrix.values + (panel * matrix.num_in + begin) * PANEL;
-    const BFloat16 *first = left.first + begin / STEP * left.step, *second = left.second + begin / STEP * left.step;
+    const BFloat16* values = matrix.values + panel * matrix.num_in * PANEL;
+    const BFloat16 *first = left.first, *second = left.second;
     const int64_t stride = left.stride * int64_t(sizeof(BFloat16));
-    if (begin == 0) {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (ROW_TILES > 1) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-    } else {
-        _tile_loadd(0, sums, width);
-        _tile_loadd(1, sums + TILE, width);
-        if (ROW_TILES > 1) {
-            _tile_loadd(2, lower, width);
-            _tile_loadd(3, lower + TILE, width);
-        }
+    _tile_zero(0);
+    _tile_zero(1);
+    if (ROW_TILES > 1) {
+        _tile_zero(2);
+        _tile_zero(3);
     }
-    for (int k = begin; k < end; k += STEP, values += STEP_SIZE, first += left.step, second += left.step) {
+    for (int k = 0; k < matrix.num_in; k += STEP, values += STEP_SIZE, first += STEP, second += STEP) {
         if (IS_FAR)
             for (int line = 0; line < STEP_SIZE; line += 32)
                 _mm_prefetch(reinterpret_cast<const char*>(values + PREFETCH * STEP_SIZE + line), _MM_HINT_T1);
@@ -179,82 +193,192 @@ void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const Pack
     }
 }
 
-// What becomes of the sums: written as they are, or, where the first half of the outputs are gates of the second, as
-// silu(gate) * up. Of both, a panel of the result takes the sums of `num_panels` panels of the matrix.
-struct Plain {
-    static constexpr int num_panels = 1;
-    static int64_t panel(const PackedMatrix&, int64_t panel, int) { return panel; }
-    static void write(BFloat16* out, const PackedMatrix& matrix, int64_t panel, const float* sums, const float*) {
-        write_sums(out, matrix, panel * PANEL, _mm512_load_ps(sums), _mm512_load_ps(sums + TILE));
-    }
-    static int64_t num_out(const PackedMatrix& matrix) { return matrix.num_out; }
-};
+inline void write_row(BFloat16* out, const PackedMatrix& matrix, int64_t panel, const float* sums, bool is_streamed = false) {
+    write_sums(out, matrix, panel * PANEL, _mm512_load_ps(sums), _mm512_load_ps(sums + TILE), is_streamed);
+}
 
-struct Gated {
-    static constexpr int num_panels = 2;
-    static int64_t panel(const PackedMatrix& matrix, int64_t panel, int which) {
-        return panel + which * (matrix.num_out / 2 / PANEL);
-    }
-    static void write(BFloat16* out, const PackedMatrix& matrix, int64_t panel, const float* gates, const float* ups) {
-        alignas(64) BFloat16 rounded[2][PANEL];
-        for (int which = 0; which < 2; which++) {
-            const int64_t first = Gated::panel(matrix, panel, which) * PANEL;
-            const float* sums = which ? ups : gates;
-            write_sums(rounded[which] - first, matrix, first, _mm512_load_ps(sums), _mm512_load_ps(sums + TILE));
-        }
-        for (int i = 0; i < PANEL; i += LANES)
-            store(out + panel * PANEL + i, gated(load(rounded[0] + i), load(rounded[1] + i)));
-    }
-    static int64_t num_out(const PackedMatrix& matrix) { return matrix.num_out / 2; }
-};
+// silu(gate) * up of one row, where the first half of the outputs are gates of the second.
+inline void write_gated_row(BFloat16* out, const PackedMatrix& matrix, int64_t panel, const BFloat16* gates, const float* ups) {
+    alignas(64) BFloat16 rounded[PANEL];
+    write_row(rounded, matrix, panel, ups);
+    for (int i = 0; i < PANEL; i += LANES) store(out + i, gated(load(gates + i), load(rounded + i)));
+}
+
+// The panel of the ups of a panel of gates.
+inline int64_t panel_of_ups(const PackedMatrix& matrix, int64_t panel) { return panel + matrix.num_out / 2 / PANEL; }
 
 // Few rows, as they lie: the panels pass once, as fast as memory gives them.
-template <class Result>
-void multiply_few_rows(BFloat16* out, LeftRows left, const PackedMatrix& matrix, int64_t begin, int64_t end) {
-    alignas(64) float sums[Result::num_panels][ROWS * PANEL];
-    const int64_t num_out = Result::num_out(matrix);
+template <bool IS_GATED>
+void multiply_few_rows(Target out, LeftRows left, const PackedMatrix& matrix, int64_t begin, int64_t end) {
+    alignas(64) float sums[2][ROWS * PANEL];
     for (int row = 0; row < left.count; row += ROWS) {
         const int rows = std::min(ROWS, left.count - row);
         const TileScope scope(std::min(rows, TILE), std::max(rows - TILE, 1));
         const BFloat16* first = left.x + row * left.stride;
-        const LeftTiles tiles{first, first + TILE * left.stride, left.stride, STEP};
+        const LeftTiles tiles{first, first + TILE * left.stride, left.stride};
+        const auto multiply_panel = [&](float* to, int64_t panel) {
+            if (rows > TILE)
+                multiply_tiles<2, true>(to, PANEL, tiles, matrix, panel);
+            else
+                multiply_tiles<1, true>(to, PANEL, tiles, matrix, panel);
+        };
         for (int64_t panel = begin; panel < end; panel++) {
-            for (int i = 0; i < Result::num_panels; i++)
-                if (rows > TILE)
-                    multiply_tiles<2, true>(sums[i], PANEL, tiles, matrix, Result::panel(matrix, panel, i), 0, matrix.num_in);
-                else
-                    multiply_tiles<1, true>(sums[i], PANEL, tiles, matrix, Result::panel(matrix, panel, i), 0, matrix.num_in);
-            for (int r = 0; r < rows; r++)
-                Result::write(out + (row + r) * num_out, matrix, panel, sums[0] + r * PANEL,
-                              sums[Result::num_panels - 1] + r * PANEL);
+            multiply_panel(sums[0], panel);
+            if (IS_GATED) multiply_panel(sums[1], panel_of_ups(matrix, panel));
+            for (int r = 0; r < rows; r++) {
+                BFloat16* to = out.at(row + r, panel);
+                if (!IS_GATED) {
+                    write_row(to, matrix, panel, sums[0] + r * PANEL);
+                    continue;
+                }
+                alignas(64) BFloat16 gates[PANEL];
+                write_row(gates, matrix, panel, sums[0] + r * PANEL);
+                write_gated_row(to, matrix, panel_of_ups(matrix, panel), gates, sums[1] + r * PANEL);
+            }
         }
     }
 }
 
-// Many rows, packed: a part of a panel that fits the first-level cache stays there while all of them pass.
-template <class Result>
-void multiply_many_rows(BFloat16* out, const BFloat16* packed, int num_rows, const PackedMatrix& matrix, int64_t begin,
-                        int64_t end) {
-    constexpr int PART = 256;  // inputs
-    static thread_local Buffer<float> buffer;
-    const size_t size = size_t(num_rows + ROWS) * PANEL;
-    float* sums = buffer.room(size * Result::num_panels);
-    const int64_t num_out = Result::num_out(matrix);
+// The sums of a block of 32 rows and a panel on their way to the result, some rows with each step of the next block.
+struct Waiting {
+    const PackedMatrix* matrix;
+    int64_t panel;
+    const float* sums;
+    BFloat16* out;
+    int64_t stride;
+    const BFloat16* gates;  // [rows][PANEL], of ups
+    bool is_streamed;
+    int rows = 0;  // that are not written yet
+
+    template <bool IS_GATED>
+    void write(int most) {
+        for (int row = 0; row < std::min(rows, most); row++, sums += PANEL, out += stride) {
+            if (IS_GATED)
+                write_gated_row(out, *matrix, panel, gates + row * PANEL, sums);
+            else
+                write_row(out, *matrix, panel, sums, is_streamed);
+        }
+        if (IS_GATED) gates += most * PANEL;
+        rows -= std::min(rows, most);
+    }
+};
+
+// Asks for a panel in the second-level cache, some lines with each step of another.
+struct Ahead {
+    const char *next, *end;
+    int lines;  // a step
+
+    Ahead(const PackedMatrix& matrix, int64_t panel, int num_blocks)
+        : next(reinterpret_cast<const char*>(matrix.values + panel * matrix.num_in * PANEL)),
+          end(next + int64_t(matrix.num_in) * PANEL * int64_t(sizeof(BFloat16))), lines((32 + num_blocks - 1) / num_blocks) {}
+
+    void ask() {
+        for (int line = 0; line < lines && next < end; line++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+    }
+};
+
+// How an operand is loaded: STREAMED ones do not enter the first-level cache, nor, from farther away, the second-level one.
+enum class Loads { ALL_KEPT, PANEL_KEPT, ALL_STREAMED };
+
+// The intrinsics want the tile's number as it is written.
+#define WEFT_LOAD_TILE(IS_KEPT, TILE_NUMBER, FROM) \
+    if (IS_KEPT)                                   \
+        _tile_loadd(TILE_NUMBER, FROM, 64);        \
+    else                                           \
+        _tile_stream_loadd(TILE_NUMBER, FROM, 64);
+
+template <Loads LOADS>
+void multiply_step(const BFloat16* left, const BFloat16* values) {
+    constexpr bool IS_LEFT_KEPT = LOADS == Loads::ALL_KEPT, IS_PANEL_KEPT = LOADS != Loads::ALL_STREAMED;
+    WEFT_LOAD_TILE(IS_LEFT_KEPT, 4, left)
+    WEFT_LOAD_TILE(IS_PANEL_KEPT, 6, values)
+    WEFT_LOAD_TILE(IS_PANEL_KEPT, 7, values + STEP_SIZE / 2)
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    WEFT_LOAD_TILE(IS_LEFT_KEPT, 5, left + TILE * STEP)
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+#undef WEFT_LOAD_TILE
+
+// 32 packed rows times a panel. The second-level cache gives one of two operands as fast as tiles are multiplied, not
+// both: so the beginning of the panel stays in the first-level cache, and what goes by does not enter it. IS_FIRST: what
+// is read comes from farther away.
+template <bool IS_GATED>
+void multiply_block(float* sums, const BFloat16* left, const BFloat16* values, int num_steps, bool is_first, Waiting& waiting,
+                    Ahead& ahead) {
+    constexpr int KEPT = 16;  // steps, 32 KB
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    const auto run = [&](auto multiply, int step, int end) {
+        for (; step < end; step++, left += ROWS * STEP, values += STEP_SIZE) {
+            multiply(left, values);
+            ahead.ask();
+            waiting.write<IS_GATED>(2);
+        }
+    };
+    if (is_first) {
+        run(multiply_step<Loads::ALL_KEPT>, 0, num_steps);
+    } else {
+        run(multiply_step<Loads::PANEL_KEPT>, 0, std::min(KEPT, num_steps));
+        run(multiply_step<Loads::ALL_STREAMED>, KEPT, num_steps);
+    }
+    waiting.write<IS_GATED>(ROWS);
+    _tile_stored(0, sums, PANEL * sizeof(float));
+    _tile_stored(1, sums + TILE, PANEL * sizeof(float));
+    _tile_stored(2, sums + TILE * PANEL, PANEL * sizeof(float));
+    _tile_stored(3, sums + TILE * PANEL + TILE, PANEL * sizeof(float));
+}
+
+// Packed rows, as many as the second-level cache keeps, and the panel whose product with them is wanted next.
+struct Pass {
+    const BFloat16* packed;
+    int num_rows;
+    bool is_first;
+    int64_t next_panel;
+};
+
+// All rows of a pass times a panel of the matrix: to `out`, gated where there are gates.
+template <bool IS_GATED>
+void multiply_panel_by_tiles(BFloat16* out, int64_t block_stride, int64_t row_stride, bool is_streamed, const BFloat16* gates,
+                             const Pass& pass, const PackedMatrix& matrix, int64_t panel) {
+    alignas(64) float sums[2][ROWS * PANEL];
+    const int num_blocks = (pass.num_rows + ROWS - 1) / ROWS;
+    Ahead ahead(matrix, pass.next_panel, num_blocks);
+    Waiting waiting{};
+    const BFloat16* values = matrix.values + panel * matrix.num_in * PANEL;
+    for (int block = 0; block < num_blocks; block++) {
+        const int row = block * ROWS;
+        float* to = sums[block % 2];
+        multiply_block<IS_GATED>(to, pass.packed + int64_t(row) * matrix.num_in, values, matrix.num_in / STEP, pass.is_first, waiting, ahead);
+        waiting = {&matrix, panel, to, out + block * block_stride, row_stride, gates + row * PANEL, is_streamed, std::min(ROWS, pass.num_rows - row)};
+    }
+    waiting.write<IS_GATED>(ROWS);
+}
+
+// Many rows, packed. `following` is the panel that is likely to be wanted after `end`.
+template <bool IS_GATED>
+void multiply_many_rows(Target out, int row, int num_rows, const BFloat16* packed, const PackedMatrix& matrix, int64_t begin,
+                        int64_t end, int64_t following, bool is_streamed) {
     const TileScope scope;
-    for (int64_t panel = begin; panel < end; panel++)
-        for (int i = 0; i < Result::num_panels; i++)
-            for (int part = 0; part < matrix.num_in; part += PART) {
-                const int end_of_part = std::min(part + PART, matrix.num_in);
-                const bool is_last = i == Result::num_panels - 1 && end_of_part == matrix.num_in;
-                for (int row = 0; row < num_rows; row += ROWS) {
-                    const BFloat16* first = packed + int64_t(row) * matrix.num_in;
-                    const LeftTiles tiles{first, first + TILE * STEP, STEP, ROWS * STEP};
-                    float* to = sums + i * size + size_t(row) * PANEL;
-                    multiply_tiles<2, false>(to, PANEL, tiles, matrix, Result::panel(matrix, panel, i), part, end_of_part);
-                    for (int r = row; is_last && r < std::min(row + ROWS, num_rows); r++)
-                        Result::write(out + r * num_out, matrix, panel, sums + size_t(r) * PANEL, sums + (i * size + size_t(r) * PANEL));
-                }
-            }
+    for (int64_t panel = begin; panel < end; panel++) {
+        const int64_t next = panel + 1 < end ? panel + 1 : following;
+        BFloat16* to = out.at(row, panel);
+        const int64_t block_stride = ROWS * out.num_out, row_stride = out.row_stride();
+        if (!IS_GATED) {
+            multiply_panel_by_tiles<false>(to, block_stride, row_stride, is_streamed, nullptr, {packed, num_rows, panel == begin, next}, matrix, panel);
+            continue;
+        }
+        static thread_local Buffer<BFloat16> buffer;
+        BFloat16* gates = buffer.room(size_t(num_rows) * PANEL);
+        const int64_t ups = panel_of_ups(matrix, panel);
+        multiply_panel_by_tiles<false>(gates, ROWS * PANEL, PANEL, false, nullptr, {packed, num_rows, panel == begin, ups}, matrix, panel);
+        multiply_panel_by_tiles<true>(to, block_stride, row_stride, false, gates, {packed, num_rows, false, next}, matrix, ups);
+    }
+    if (is_streamed) _mm_sfence();  // before others are told that it is done
 }
 
 #endif
@@ -275,7 +399,7 @@ struct Shares {
     int64_t panels, run, panel_runs, count;
 
     Shares(int num_rows, int num_in, int64_t num_out) {
-        constexpr int64_t CACHED = 512 * 1024;  // of x stays near a core while all panels pass
+        constexpr int64_t CACHED = 1024 * 1024;  // of x stays near a core while all panels pass
         constexpr int64_t RUN = 128 * 1024;     // of the matrix are read by an item
         most_rows = std::max<int>(64, CACHED / (num_in * int(sizeof(BFloat16))) / 64 * 64);
         panels = num_panels(num_out);
@@ -285,52 +409,53 @@ struct Shares {
     }
 };
 
-// Calls work(first row, rows, first panel, panels' end) for each share.
+// Calls work(first row, rows, first panel, panels' end, likely first panel of the same thread's next share) for each share.
 template <class Work>
 void for_each_share(int num_rows, int num_in, int64_t num_out, Team& team, const Work& work) {
     const Shares shares(num_rows, num_in, num_out);
     team.for_each(shares.count, [&](int64_t item) {
         const int row = int(item / shares.panel_runs) * shares.most_rows;
         const int64_t begin = item % shares.panel_runs * shares.run;
-        work(row, std::min(shares.most_rows, num_rows - row), begin, std::min(shares.panels, begin + shares.run));
+        const int64_t following = (item + team.size()) % shares.panel_runs * shares.run;
+        work(row, std::min(shares.most_rows, num_rows - row), begin, std::min(shares.panels, begin + shares.run), following);
     });
 }
 
 #ifdef WEFT_HAS_AMX
 
-template <class Result>
-void multiply_by_tiles(BFloat16* out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
-    const bool is_packed = needs_packing(left.count);
-    if (is_packed) pack_left(scratch, left, matrix.num_in, team);
-    const int64_t num_out = Result::num_out(matrix);
-    for_each_share(left.count, matrix.num_in, num_out, team, [=](int row, int rows, int64_t begin, int64_t end) {
-        BFloat16* to = out + row * num_out;
+// Left: packed, or it becomes so in `scratch` where there are many rows.
+template <bool IS_GATED>
+void multiply_by_tiles(Target out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
+    const bool is_packed = needs_packing(left.count), is_streamed = out.is_streamed(left.count);
+    if (is_packed && !left.is_packed) pack_left(scratch, left, matrix.num_in, team);
+    const BFloat16* packed = left.is_packed ? left.x : scratch;
+    for_each_share(left.count, matrix.num_in, out.num_out, team, [=](int row, int rows, int64_t begin, int64_t end, int64_t following) {
         if (is_packed)
-            multiply_many_rows<Result>(to, scratch + int64_t(row) * matrix.num_in, rows, matrix, begin, end);
+            multiply_many_rows<IS_GATED>(out, row, rows, packed + int64_t(row) * matrix.num_in, matrix, begin, end, following, is_streamed);
         else
-            multiply_few_rows<Result>(to, LeftRows{left.x + row * left.stride, left.stride, rows}, matrix, begin, end);
+            multiply_few_rows<IS_GATED>({out.at(row, 0), out.num_out}, {left.x + row * left.stride, left.stride, rows}, matrix, begin, end);
     });
 }
 
 #endif
 
 // out[row, o] = x[row] . weight[o] + bias[o], sums in float32.
-inline void multiply(BFloat16* out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
+inline void multiply(Target out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
 #ifdef WEFT_HAS_AMX
-    if (may_use_tiles()) return multiply_by_tiles<Plain>(out, left, matrix, scratch, team);
+    if (may_use_tiles()) return multiply_by_tiles<false>(out, left, matrix, scratch, team);
 #endif
-    for_each_share(left.count, matrix.num_in, matrix.num_out, team, [=](int row, int rows, int64_t begin, int64_t end) {
+    for_each_share(left.count, matrix.num_in, matrix.num_out, team, [=](int row, int rows, int64_t begin, int64_t end, int64_t) {
         const LeftRows part{left.x + row * left.stride, left.stride, rows};
         for (int64_t panel = begin; panel < end; panel++)
-            multiply_panel_by_vectors(out + row * matrix.num_out, part, matrix, panel);
+            multiply_panel_by_vectors(out.values + row * matrix.num_out, part, matrix, panel);
     });
 }
 
 // silu(gate) * up of such a product whose outputs are the gates, and as many that they gate; half of them a multiple of
 // PANEL. The same bits as one after the other. Only where there are matrix tiles.
-inline void multiply_gated(BFloat16* out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
+inline void multiply_gated(Target out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
 #ifdef WEFT_HAS_AMX
-    multiply_by_tiles<Gated>(out, left, matrix, scratch, team);
+    multiply_by_tiles<true>(out, left, matrix, scratch, team);
 #endif
 }
 

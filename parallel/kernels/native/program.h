@@ -65,9 +65,11 @@ class Program {
   public:
     Program(const Operation* operations, int count, const Step& step) : operations_(operations), count_(count), step_(step) {
         static thread_local Buffer<BFloat16> scratch;
+        int64_t most = 0;
         for (int i = 0; i < count; i++)
-            if (operations[i].kind == Kind::MULTIPLY || operations[i].kind == Kind::MULTIPLY_GATED)
-                scratch_ = scratch.room(scratch_size(step.num_tokens, operations[i].num_in));
+            if (is_product(operations[i])) most = std::max(most, scratch_size(step.num_tokens, operations[i].num_in));
+        // The left side of a product is packed while the one before it still reads its own.
+        for (int i = 0; i < 2; i++) packed_[i] = scratch.room(2 * most) + i * most;
 #ifdef WEFT_HAS_INT8
         static thread_local int8::Scratch quantized;
         quantized_ = &quantized;
@@ -86,12 +88,12 @@ class Program {
     }
 
     void run() {
+        find_packed();
         on_team(step_.num_threads, count_ * MULTIPLY_SECTIONS, [this](Team& team) {
             int num_attentions = 0;
             for (int i = 0; i < count_; i++) {
-                const Operation& operation = operations_[i];
-                AttentionPlan* plan = operation.kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
-                run(operation, plan, team);
+                AttentionPlan* plan = operations_[i].kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
+                run(i, plan, team);
             }
         });
     }
@@ -100,7 +102,25 @@ class Program {
     T* at(Place place) const { return static_cast<T*>(step_.buffers[place.buffer]) + place.column; }
     int64_t stride(Place place) const { return step_.widths[place.buffer]; }
 
-    void run(const Operation& o, AttentionPlan* plan, Team& team) const {
+    static bool is_product(const Operation& o) { return o.kind == Kind::MULTIPLY || o.kind == Kind::MULTIPLY_GATED; }
+
+    // Finds the results that only the product after them reads: they are written as it wants them.
+    void find_packed() {
+        is_packed_.assign(count_, false);
+        std::map<int, int> readers;
+        for (int i = 0; i < count_; i++) readers[operations_[i].in.buffer]++, readers[operations_[i].second.buffer]++;
+        for (int i = 0; i + 1 < count_; i++) {
+            const Operation &o = operations_[i], &next = operations_[i + 1];
+            const bool is_read_so = is_product(next) && next.in.buffer == o.out.buffer && next.in.column == 0 &&
+                                    next.num_in == stride(o.out) && scratch_size(step_.num_tokens, next.num_in) > 0;
+            is_packed_[i] = o.kind == Kind::MULTIPLY_GATED && is_read_so && readers[o.out.buffer] == 1;
+        }
+    }
+
+    void run(int index, AttentionPlan* plan, Team& team) const {
+        const Operation& o = operations_[index];
+        const bool is_out_packed = is_packed_[index];
+        T* const packed_out = packed_[index % 2];  // what is read lies in the other one
         switch (o.kind) {
             case Kind::RMS_NORM: {
                 const Rows rows{step_.num_tokens, o.num_heads, stride(o.in), o.size};
@@ -133,9 +153,12 @@ class Program {
             case Kind::MULTIPLY:
             case Kind::MULTIPLY_GATED: {
                 const PackedMatrix matrix{static_cast<const T*>(o.weight), static_cast<const T*>(o.bias), o.num_out, o.num_in};
-                const LeftRows left{at(o.in), stride(o.in), int(step_.num_tokens)};
-                if (o.kind == Kind::MULTIPLY) return weft::multiply(at(o.out), left, matrix, scratch_, team);
-                return multiply_gated(at(o.out), left, matrix, scratch_, team);
+                const bool is_left_packed = index > 0 && is_packed_[index - 1];
+                T* const other = packed_[1 - index % 2];
+                const LeftRows left{is_left_packed ? other : at(o.in), stride(o.in), int(step_.num_tokens), is_left_packed};
+                const Target out{is_out_packed ? packed_out : at(o.out), stride(o.out), is_out_packed};
+                if (o.kind == Kind::MULTIPLY) return weft::multiply(out, left, matrix, other, team);
+                return multiply_gated(out, left, matrix, other, team);
             }
 #ifdef WEFT_HAS_INT8
             case Kind::MULTIPLY_INT8:
@@ -159,7 +182,8 @@ class Program {
     const Operation* operations_;
     const int count_;
     const Step& step_;
-    BFloat16* scratch_ = nullptr;
+    BFloat16* packed_[2] = {};
+    std::vector<char> is_packed_;  // the result of each operation
     std::deque<AttentionPlan> plans_;
     std::map<std::pair<const StepLayout*, int>, AttentionPlan*> plan_of_;
     std::vector<AttentionPlan*> plans_in_order_;

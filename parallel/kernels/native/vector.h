@@ -7,6 +7,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 namespace weft {
 
 constexpr int LANES = 16;
@@ -23,14 +27,19 @@ class Buffer {
     T* room(size_t size) {
         if (size > size_) {
             std::free(data_);
-            size_ = (size * sizeof(T) + LINE - 1) / LINE * LINE / sizeof(T);
-            data_ = static_cast<T*>(std::aligned_alloc(LINE, size_ * sizeof(T)));
+            const size_t unit = size * sizeof(T) < HUGE_PAGE ? LINE : HUGE_PAGE;
+            const size_t bytes = (size * sizeof(T) + unit - 1) / unit * unit;
+            data_ = static_cast<T*>(std::aligned_alloc(unit, bytes));
+            size_ = bytes / sizeof(T);
+#ifdef __linux__
+            if (unit == HUGE_PAGE) madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
         }
         return data_;
     }
 
   private:
-    static constexpr size_t LINE = 64;
+    static constexpr size_t LINE = 64, HUGE_PAGE = 2 << 20;
     T* data_ = nullptr;
     size_t size_ = 0;
 };
