@@ -201,7 +201,7 @@ inline void write_row(BFloat16* out, const PackedMatrix& matrix, int64_t panel, 
 inline void write_gated_row(BFloat16* out, const PackedMatrix& matrix, int64_t panel, const BFloat16* gates, const float* ups) {
     alignas(64) BFloat16 rounded[PANEL];
     write_row(rounded, matrix, panel, ups);
-    for (int i = 0; i < PANEL; i += LANES) store(out + i, gated(load(gates + i), load(rounded + i)));
+    for (int i = 0; i < PANEL; i += LANES) store(out + i, gated<BFloat16>(load(gates + i), load(rounded + i)));
 }
 
 // The panel of the ups of a panel of gates.
@@ -277,19 +277,16 @@ struct Ahead {
     }
 };
 
-// How an operand is loaded: STREAMED ones do not enter the first-level cache, nor, from farther away, the second-level one.
-enum class Loads { ALL_KEPT, PANEL_KEPT, ALL_STREAMED };
-
-// The intrinsics want the tile's number as it is written.
+// A tile that streams by does not enter the first-level cache, nor, from farther away, the second-level one. The
+// intrinsics want the tile's number as it is written.
 #define WEFT_LOAD_TILE(IS_KEPT, TILE_NUMBER, FROM) \
     if (IS_KEPT)                                   \
         _tile_loadd(TILE_NUMBER, FROM, 64);        \
     else                                           \
         _tile_stream_loadd(TILE_NUMBER, FROM, 64);
 
-template <Loads LOADS>
+template <bool IS_LEFT_KEPT, bool IS_PANEL_KEPT>
 void multiply_step(const BFloat16* left, const BFloat16* values) {
-    constexpr bool IS_LEFT_KEPT = LOADS == Loads::ALL_KEPT, IS_PANEL_KEPT = LOADS != Loads::ALL_STREAMED;
     WEFT_LOAD_TILE(IS_LEFT_KEPT, 4, left)
     WEFT_LOAD_TILE(IS_PANEL_KEPT, 6, values)
     WEFT_LOAD_TILE(IS_PANEL_KEPT, 7, values + STEP_SIZE / 2)
@@ -302,29 +299,36 @@ void multiply_step(const BFloat16* left, const BFloat16* values) {
 
 #undef WEFT_LOAD_TILE
 
+// What of a block comes from no farther away than the second-level cache.
+struct Near {
+    bool left, panel;
+};
+
 // 32 packed rows times a panel. The second-level cache gives one of two operands as fast as tiles are multiplied, not
-// both: so the beginning of the panel stays in the first-level cache, and what goes by does not enter it. IS_FIRST: what
-// is read comes from farther away.
+// both: so the beginning of the panel stays in the first-level cache, and what goes by does not enter it.
 template <bool IS_GATED>
-void multiply_block(float* sums, const BFloat16* left, const BFloat16* values, int num_steps, bool is_first, Waiting& waiting,
+void multiply_block(float* sums, const BFloat16* left, const BFloat16* values, int num_steps, Near near, Waiting& waiting,
                     Ahead& ahead) {
     constexpr int KEPT = 16;  // steps, 32 KB
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    const int rows_a_step = num_steps < ROWS ? 2 : 1;
     const auto run = [&](auto multiply, int step, int end) {
         for (; step < end; step++, left += ROWS * STEP, values += STEP_SIZE) {
             multiply(left, values);
             ahead.ask();
-            waiting.write<IS_GATED>(2);
+            waiting.write<IS_GATED>(rows_a_step);
         }
     };
-    if (is_first) {
-        run(multiply_step<Loads::ALL_KEPT>, 0, num_steps);
+    const int num_kept = near.panel ? std::min(KEPT, num_steps) : num_steps;
+    if (near.left) {
+        run(multiply_step<false, true>, 0, num_kept);
+        run(multiply_step<false, false>, num_kept, num_steps);
     } else {
-        run(multiply_step<Loads::PANEL_KEPT>, 0, std::min(KEPT, num_steps));
-        run(multiply_step<Loads::ALL_STREAMED>, KEPT, num_steps);
+        run(multiply_step<true, true>, 0, num_kept);
+        run(multiply_step<true, false>, num_kept, num_steps);
     }
     waiting.write<IS_GATED>(ROWS);
     _tile_stored(0, sums, PANEL * sizeof(float));
@@ -337,7 +341,7 @@ void multiply_block(float* sums, const BFloat16* left, const BFloat16* values, i
 struct Pass {
     const BFloat16* packed;
     int num_rows;
-    bool is_first;
+    bool is_near;  // the rows are in the second-level cache
     int64_t next_panel;
 };
 
@@ -353,7 +357,8 @@ void multiply_panel_by_tiles(BFloat16* out, int64_t block_stride, int64_t row_st
     for (int block = 0; block < num_blocks; block++) {
         const int row = block * ROWS;
         float* to = sums[block % 2];
-        multiply_block<IS_GATED>(to, pass.packed + int64_t(row) * matrix.num_in, values, matrix.num_in / STEP, pass.is_first, waiting, ahead);
+        const Near near{pass.is_near, block > 0};
+        multiply_block<IS_GATED>(to, pass.packed + int64_t(row) * matrix.num_in, values, matrix.num_in / STEP, near, waiting, ahead);
         waiting = {&matrix, panel, to, out + block * block_stride, row_stride, gates + row * PANEL, is_streamed, std::min(ROWS, pass.num_rows - row)};
     }
     waiting.write<IS_GATED>(ROWS);
@@ -362,21 +367,22 @@ void multiply_panel_by_tiles(BFloat16* out, int64_t block_stride, int64_t row_st
 // Many rows, packed. `following` is the panel that is likely to be wanted after `end`.
 template <bool IS_GATED>
 void multiply_many_rows(Target out, int row, int num_rows, const BFloat16* packed, const PackedMatrix& matrix, int64_t begin,
-                        int64_t end, int64_t following, bool is_streamed) {
+                        int64_t end, int64_t following, bool is_streamed, bool is_near) {
     const TileScope scope;
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t next = panel + 1 < end ? panel + 1 : following;
+        const bool is_left_near = is_near || panel > begin;
         BFloat16* to = out.at(row, panel);
         const int64_t block_stride = ROWS * out.num_out, row_stride = out.row_stride();
         if (!IS_GATED) {
-            multiply_panel_by_tiles<false>(to, block_stride, row_stride, is_streamed, nullptr, {packed, num_rows, panel == begin, next}, matrix, panel);
+            multiply_panel_by_tiles<false>(to, block_stride, row_stride, is_streamed, nullptr, {packed, num_rows, is_left_near, next}, matrix, panel);
             continue;
         }
         static thread_local Buffer<BFloat16> buffer;
         BFloat16* gates = buffer.room(size_t(num_rows) * PANEL);
         const int64_t ups = panel_of_ups(matrix, panel);
-        multiply_panel_by_tiles<false>(gates, ROWS * PANEL, PANEL, false, nullptr, {packed, num_rows, panel == begin, ups}, matrix, panel);
-        multiply_panel_by_tiles<true>(to, block_stride, row_stride, false, gates, {packed, num_rows, false, next}, matrix, ups);
+        multiply_panel_by_tiles<false>(gates, ROWS * PANEL, PANEL, false, nullptr, {packed, num_rows, is_left_near, ups}, matrix, panel);
+        multiply_panel_by_tiles<true>(to, block_stride, row_stride, false, gates, {packed, num_rows, true, next}, matrix, ups);
     }
     if (is_streamed) _mm_sfence();  // before others are told that it is done
 }
@@ -429,11 +435,13 @@ void multiply_by_tiles(Target out, LeftRows left, const PackedMatrix& matrix, BF
     const bool is_packed = needs_packing(left.count), is_streamed = out.is_streamed(left.count);
     if (is_packed && !left.is_packed) pack_left(scratch, left, matrix.num_in, team);
     const BFloat16* packed = left.is_packed ? left.x : scratch;
-    for_each_share(left.count, matrix.num_in, out.num_out, team, [=](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+    int last_row = -1;  // that this thread has read
+    for_each_share(left.count, matrix.num_in, out.num_out, team, [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
         if (is_packed)
-            multiply_many_rows<IS_GATED>(out, row, rows, packed + int64_t(row) * matrix.num_in, matrix, begin, end, following, is_streamed);
+            multiply_many_rows<IS_GATED>(out, row, rows, packed + int64_t(row) * matrix.num_in, matrix, begin, end, following, is_streamed, row == last_row);
         else
             multiply_few_rows<IS_GATED>({out.at(row, 0), out.num_out}, {left.x + row * left.stride, left.stride, rows}, matrix, begin, end);
+        last_row = row;
     });
 }
 

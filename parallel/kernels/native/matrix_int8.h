@@ -152,8 +152,8 @@ struct Gated {
         for (int which = 0; which < 2; which++)
             Plain::write(rounded[which] - Gated::panel(matrix, panel, which) * PANEL, matrix, Gated::panel(matrix, panel, which),
                          scale, which ? ups : gates, nullptr);
-        store_two(out + panel * PANEL, gated(load(rounded[0]), load(rounded[1])),
-                  gated(load(rounded[0] + LANES), load(rounded[1] + LANES)));
+        store_two(out + panel * PANEL, gated<T>(load(rounded[0]), load(rounded[1])),
+                  gated<T>(load(rounded[0] + LANES), load(rounded[1] + LANES)));
     }
 };
 
