@@ -358,31 +358,35 @@ void multiply_panel_by_tiles(BFloat16* out, int64_t block_stride, int64_t row_st
         const int row = block * ROWS;
         float* to = sums[block % 2];
         const Near near{pass.is_near, block > 0};
-        multiply_block<IS_GATED>(to, pass.packed + int64_t(row) * matrix.num_in, values, matrix.num_in / STEP, near, waiting, ahead);
-        waiting = {&matrix, panel, to, out + block * block_stride, row_stride, gates + row * PANEL, is_streamed, std::min(ROWS, pass.num_rows - row)};
+        const BFloat16* left = pass.packed + int64_t(row) * matrix.num_in;
+        multiply_block<IS_GATED>(to, left, values, matrix.num_in / STEP, near, waiting, ahead);
+        waiting = {&matrix, panel, to, out + block * block_stride, row_stride, IS_GATED ? gates + row * PANEL : nullptr,
+                   is_streamed, std::min(ROWS, pass.num_rows - row)};
     }
     waiting.write<IS_GATED>(ROWS);
 }
 
-// Many rows, packed. `following` is the panel that is likely to be wanted after `end`.
+// Many rows, packed. `following` is the panel that is likely to be wanted after `end`; is_near: this thread has just read
+// these rows.
 template <bool IS_GATED>
 void multiply_many_rows(Target out, int row, int num_rows, const BFloat16* packed, const PackedMatrix& matrix, int64_t begin,
                         int64_t end, int64_t following, bool is_streamed, bool is_near) {
     const TileScope scope;
+    const int64_t block_stride = ROWS * out.num_out, row_stride = out.row_stride();
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t next = panel + 1 < end ? panel + 1 : following;
-        const bool is_left_near = is_near || panel > begin;
         BFloat16* to = out.at(row, panel);
-        const int64_t block_stride = ROWS * out.num_out, row_stride = out.row_stride();
+        Pass pass{packed, num_rows, is_near || panel > begin, next};
         if (!IS_GATED) {
-            multiply_panel_by_tiles<false>(to, block_stride, row_stride, is_streamed, nullptr, {packed, num_rows, is_left_near, next}, matrix, panel);
+            multiply_panel_by_tiles<false>(to, block_stride, row_stride, is_streamed, nullptr, pass, matrix, panel);
             continue;
         }
         static thread_local Buffer<BFloat16> buffer;
         BFloat16* gates = buffer.room(size_t(num_rows) * PANEL);
-        const int64_t ups = panel_of_ups(matrix, panel);
-        multiply_panel_by_tiles<false>(gates, ROWS * PANEL, PANEL, false, nullptr, {packed, num_rows, is_left_near, ups}, matrix, panel);
-        multiply_panel_by_tiles<true>(to, block_stride, row_stride, false, gates, {packed, num_rows, true, next}, matrix, ups);
+        pass.next_panel = panel_of_ups(matrix, panel);
+        multiply_panel_by_tiles<false>(gates, ROWS * PANEL, PANEL, false, nullptr, pass, matrix, panel);
+        const Pass of_ups{packed, num_rows, true, next};
+        multiply_panel_by_tiles<true>(to, block_stride, row_stride, false, gates, of_ups, matrix, panel_of_ups(matrix, panel));
     }
     if (is_streamed) _mm_sfence();  // before others are told that it is done
 }
@@ -436,13 +440,16 @@ void multiply_by_tiles(Target out, LeftRows left, const PackedMatrix& matrix, BF
     if (is_packed && !left.is_packed) pack_left(scratch, left, matrix.num_in, team);
     const BFloat16* packed = left.is_packed ? left.x : scratch;
     int last_row = -1;  // that this thread has read
-    for_each_share(left.count, matrix.num_in, out.num_out, team, [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+    const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
         if (is_packed)
-            multiply_many_rows<IS_GATED>(out, row, rows, packed + int64_t(row) * matrix.num_in, matrix, begin, end, following, is_streamed, row == last_row);
+            multiply_many_rows<IS_GATED>(out, row, rows, packed + int64_t(row) * matrix.num_in, matrix, begin, end, following,
+                                         is_streamed, row == last_row);
         else
-            multiply_few_rows<IS_GATED>({out.at(row, 0), out.num_out}, {left.x + row * left.stride, left.stride, rows}, matrix, begin, end);
+            multiply_few_rows<IS_GATED>({out.at(row, 0), out.num_out}, {left.x + row * left.stride, left.stride, rows}, matrix,
+                                        begin, end);
         last_row = row;
-    });
+    };
+    for_each_share(left.count, matrix.num_in, out.num_out, team, work);
 }
 
 #endif
