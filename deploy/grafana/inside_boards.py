@@ -100,7 +100,8 @@ REPLICAS = Board(
                 text="Of the blocks that it can hold; full it forgets what was used longest ago.",
                 unit="percentunit",
                 queries={
-                    "{{replica}}": f"weft_kv_host_used_blocks{{{REPLICA}}} / clamp_min(weft_kv_host_blocks{{{REPLICA}}}, 1)"
+                    "{{replica}}": f"weft_kv_host_used_blocks{{{REPLICA}}} "
+                    f"/ clamp_min(weft_kv_host_blocks{{{REPLICA}}}, 1)"
                 },
             ),
             Panel(
