@@ -29,23 +29,33 @@ inline bool may_use_tiles() {
 class TileScope {
   public:
     explicit TileScope(int first_rows = TILE, int second_rows = TILE) {
-        __asm__ volatile("sttilecfg %0" : "=m"(before_));  // the intrinsics do not tell the compiler of all 64 bytes
-        Config config{};
-        config.palette = 1;
-        for (int i = 0; i < 8; i++) config.rows[i] = TILE, config.column_bytes[i] = 64;
+        Config config;
         config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(first_rows);
         config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(second_rows);
-        __asm__ volatile("ldtilecfg %0" ::"m"(config));
+        begin(config);
+    }
+    // The right sides, and so the sums, are `num_columns` wide.
+    static TileScope of_columns(int num_columns) {
+        Config config;
+        for (int tile : {0, 1, 2, 3, 6, 7}) config.column_bytes[tile] = uint16_t(num_columns * sizeof(float));
+        return TileScope(config);
     }
     ~TileScope() { __asm__ volatile("ldtilecfg %0" ::"m"(before_)); }
     TileScope(const TileScope&) = delete;
 
   private:
     struct alignas(64) Config {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t column_bytes[16];
-        uint8_t rows[16];
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
     };
+    explicit TileScope(const Config& config) { begin(config); }
+
+    void begin(const Config& config) {
+        __asm__ volatile("sttilecfg %0" : "=m"(before_));  // the intrinsics do not tell the compiler of all 64 bytes
+        __asm__ volatile("ldtilecfg %0" ::"m"(config));
+    }
+
     Config before_;
 };
 

@@ -528,6 +528,7 @@ class PagedAttention {
         const int begin = std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query));
         const int last_query = tile.first_query + tile.num_queries - 1;
         const int end = std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1);
+        if (rows == 1) return attend_single_rows(tile, begin, end, q, scratch, running, totals);
         const int num_tokens = (end - begin + PANEL - 1) / PANEL * PANEL;
         float* scores = scratch.scores.room(size_t(rows + ROOM) * PARTITION);
         BFloat16* weights = scratch.weights.room(size_t(rows + ROOM) * PARTITION);
@@ -536,8 +537,7 @@ class PagedAttention {
         BFloat16* packed_keys = scratch.packed.room(2 * tile.num_kv_heads * head_size);
         BFloat16* packed_values = packed_keys + tile.num_kv_heads * head_size;
         int64_t offsets[PARTITION];
-        for (int i = 0; i < num_tokens; i++)  // past the last token: numbers that are weighted by 0
-            offsets[i] = i < end - begin ? place(tile, begin + i) : offsets[end - begin - 1];
+        find_tokens(tile, begin, end, num_tokens, offsets);
         pack_keys(packed_keys, tensors_.keys, offsets, num_tokens, tile.num_kv_heads, head_dim);
         pack_values(packed_values, tensors_.values, offsets, num_tokens, tile.num_kv_heads, head_dim);
         const TileScope scope(std::min(rows, TILE), TILE);
@@ -557,7 +557,76 @@ class PagedAttention {
             std::copy_n(products, size_t(rows) * head_dim, totals + first_row * head_dim);
         }
     }
+
+    // One row a head: neither keys nor values are packed.
+    void attend_single_rows(const Tile& tile, int begin, int end, const T* q, Scratch& scratch, Running* running, float* totals) {
+        const int head_dim = layout_.head_dim, heads = tile.num_kv_heads, count = end - begin;
+        const int num_tokens = (count + TILE - 1) / TILE * TILE;
+        int64_t offsets[PARTITION];
+        find_tokens(tile, begin, end, num_tokens, offsets);
+        float* scores = scratch.scores.room(size_t(heads) * PARTITION);
+        const TileScope scope = TileScope::of_columns(1);
+        for (int token = 0; token < num_tokens; token += TILE) {
+            const bool is_together = (begin + token) % layout_.block_size + TILE <= layout_.block_size;
+            const int following = token + TILE;
+            const T* next = following < num_tokens ? tensors_.keys + offsets[following] : tensors_.values + offsets[0];
+            for (int head = 0; head < heads; head++) {
+                const Next ahead = next_of(tile, next, head, TILE);
+                for (int i = 0; i < TILE; i++) ahead.ask(i, head_dim / STEP);
+                const T* keys = is_together ? tensors_.keys + offsets[token] + head * head_dim : gather_keys(offsets + token, head, scratch);
+                score_row(scores + head * PARTITION + token, keys, is_together ? token_stride_ : head_dim, q + head * head_dim, head_dim);
+            }
+        }
+        for (int head = 0; head < heads; head++) {
+            float* of_head = scores + head * PARTITION;
+            for (int i = 0; i < num_tokens; i += LANES) store(of_head + i, load(of_head + i) * params_.scale);
+            running[head] = soften_row(tile, head, begin, end, of_head);
+            round_to_bfloat16(of_head, num_tokens);
+        }
+        std::fill(totals, totals + size_t(heads) * head_dim, 0.0f);
+        for (int token = 0; token < count; token += STEP) {
+            const int following = std::min(token + STEP, count - 1);
+            for (int head = 0; head < heads; head++) {
+                const Next next = next_of(tile, tensors_.values + offsets[following], head, STEP);
+                const float* weights = scores + head * PARTITION + token;
+                const T* values = tensors_.values + head * head_dim;
+                float* to = totals + head * head_dim;
+                const auto add = [&](auto add_step, int dim) {
+                    add_step(to + dim, values + dim, offsets + token, weights, std::min(STEP, count - token), Next{next.from + dim, next.stride});
+                };
+                for (int dim = 0; dim + 2 * STEP <= head_dim; dim += 2 * STEP) add(add_step_of_values<2>, dim);
+                if (head_dim % (2 * STEP)) add(add_step_of_values<1>, head_dim - STEP);
+            }
+        }
+        for (int head = 0; head < heads; head++) interleave(totals + head * head_dim, head_dim);
+    }
+
+    // A head's share of what the tile reads next, the heads of so many tokens: in the order of memory, if the tile has all of it.
+    Next next_of(const Tile& tile, const T* next, int head, int num_tokens) const {
+        const bool has_all = tile.num_kv_heads == layout_.num_kv_heads;
+        return {next + head * layout_.head_dim * (has_all ? num_tokens : 1), has_all ? layout_.head_dim : token_stride_};
+    }
+
+    // The keys of 16 tokens that lie in more than one block.
+    const T* gather_keys(const int64_t* offsets, int head, Scratch& scratch) const {
+        const int head_dim = layout_.head_dim;
+        T* const gathered = scratch.packed.room(size_t(TILE) * head_dim);
+        for (int i = 0; i < TILE; i++)
+            std::memcpy(gathered + i * head_dim, tensors_.keys + offsets[i] + head * head_dim, head_dim * sizeof(T));
+        return gathered;
+    }
 #endif
+
+    // Where the tile's first head of each token begins; those past the last one are the last one again.
+    void find_tokens(const Tile& tile, int begin, int end, int num_tokens, int64_t* offsets) const {
+        int i = 0;
+        for (int token = begin; token < end;) {
+            const int64_t first = place(tile, token);
+            const int block_end = std::min(end, token - token % layout_.block_size + layout_.block_size);
+            for (int j = 0; token < block_end; token++, j++) offsets[i++] = first + j * token_stride_;
+        }
+        for (; i < num_tokens; i++) offsets[i] = offsets[end - begin - 1];
+    }
 
     Running soften_row(const Tile& tile, int row, int begin, int end, float* scores) const {
         const int query = tile.first_query + row / group_ % tile.num_queries;

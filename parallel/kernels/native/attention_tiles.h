@@ -1,4 +1,5 @@
-// Attention of a chunk by matrix tiles: the two products of a partition, with keys and values as packed matrices (matrix.h).
+// Attention by matrix tiles: the two products of a partition, with keys and values as packed matrices (matrix.h) for many rows,
+// as they lie for one.
 
 #pragma once
 
@@ -85,6 +86,74 @@ inline void multiply_dense(float* out, int64_t out_stride, const BFloat16* left,
             else
                 multiply_tiles<1, false>(to, out_stride, tiles, matrix, panel);
         }
+    }
+}
+
+// Memory that is read next: so many tokens, `stride` apart.
+struct Next {
+    const BFloat16* from;
+    int64_t stride;
+
+    // The first lines of a token, into the second-level cache.
+    void ask(int token, int num_lines) const {
+        for (int line = 0; line < num_lines; line++) _mm_prefetch(from + token * stride + line * STEP, _MM_HINT_T1);
+    }
+};
+
+// Scores of one row of q with 16 tokens. The keys are the left side of the product as they lie, q is the only column of the
+// right one: the same bits as with q on the left and the keys packed.
+inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride, const BFloat16* q, int head_dim) {
+    _tile_zero(0);
+    for (int dim = 0; dim < head_dim; dim += STEP) {
+        _tile_loadd(4, keys + dim, token_stride * int64_t(sizeof(BFloat16)));
+        _tile_loadd(6, q + dim, 2 * sizeof(BFloat16));
+        _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, scores, sizeof(float));
+}
+
+// Adds weight * value of at most 32 tokens to LINES * 32 dims of a row, with the same bits as a step of matrix tiles: even and
+// odd tokens apart. Of each 32 dims `totals` has the even ones first.
+template <int LINES>
+void add_step_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const float* weights, int num_tokens,
+                        Next next) {
+    __m512 even_sums[2 * LINES] = {}, odd_sums[2 * LINES] = {};
+    const auto add = [&](__m512* sums, int token) {
+        next.ask(token, LINES);
+        const __m512 weight = _mm512_set1_ps(weights[token]);
+        for (int line = 0; line < LINES; line++) {
+            const __m512i both = _mm512_loadu_si512(values + offsets[token] + line * STEP);
+            const __m512 even = (__m512)_mm512_slli_epi32(both, 16);
+            const __m512 odd = (__m512)_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000)));
+            sums[2 * line] = _mm512_fmadd_ps(weight, even, sums[2 * line]);
+            sums[2 * line + 1] = _mm512_fmadd_ps(weight, odd, sums[2 * line + 1]);
+        }
+    };
+    int token = 0;
+    for (; token + 2 <= num_tokens; token += 2) {
+        add(even_sums, token);
+        add(odd_sums, token + 1);
+    }
+    if (token < num_tokens) add(even_sums, token);
+    for (int i = 0; i < 2 * LINES; i++)
+        _mm512_storeu_ps(totals + i * LANES, _mm512_loadu_ps(totals + i * LANES) + (even_sums[i] + odd_sums[i]));
+}
+
+// The dims of a row in order again.
+inline void interleave(float* totals, int head_dim) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (int dim = 0; dim < head_dim; dim += STEP) {
+        const __m512 even = _mm512_loadu_ps(totals + dim), odd = _mm512_loadu_ps(totals + dim + LANES);
+        _mm512_storeu_ps(totals + dim, _mm512_permutex2var_ps(even, low, odd));
+        _mm512_storeu_ps(totals + dim + LANES, _mm512_permutex2var_ps(even, high, odd));
+    }
+}
+
+inline void round_to_bfloat16(float* x, int count) {
+    for (int i = 0; i < count; i += LANES) {
+        const __m512i rounded = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
+        _mm512_storeu_ps(x + i, (__m512)_mm512_slli_epi32(rounded, 16));
     }
 }
 

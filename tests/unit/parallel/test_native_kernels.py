@@ -74,6 +74,32 @@ def test_what_sequences_have_in_common_is_read_once_and_changes_no_bit(
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160])
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (12, None), (16, 70)])
+def test_a_row_has_the_bits_it_has_among_others(
+    operations: dict[torch.dtype, Operations], head_dim: int, block_size: int, window: int | None
+) -> None:
+    """A single row goes other ways than many: the last tokens of a sequence as one chunk, and one by one."""
+    num_tokens, num_heads = 5, 3
+    spans = [*[(1, 296 + token) for token in range(num_tokens)], (num_tokens, 300)]
+    layout = make_layout(spans, num_kv_heads=num_heads, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16)
+    meta, tables = layout.meta, layout.meta.block_tables
+    tables[:num_tokens] = tables[num_tokens]
+    q = torch.randn(2 * num_tokens, num_heads, head_dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q[num_tokens:] = q[:num_tokens]
+    params = AttentionParams(scale=0.2, sliding_window=window)
+    chunk = NativeCpuKernels(operations, None, 1).attention(q, layout.cache, meta, params)[num_tokens:]
+    expected = ReferenceKernels().attention(q, layout.cache, meta, params)[num_tokens:]
+    for num_threads in (1, 2):
+        for row in range(num_tokens):
+            alone = NativeCpuKernels(operations, None, num_threads).attention(
+                q[row : row + 1], layout.cache, meta_of_one(meta, row), params
+            )
+            torch.testing.assert_close(alone[0], expected[row], rtol=2e-2, atol=2e-2)
+            if window is None:  # a window's first token is a partition's, and each row has its own
+                assert torch.equal(alone[0], chunk[row])
+
+
 @pytest.fixture(scope="module")
 def vector_programs(tmp_path_factory: pytest.TempPathFactory, operations: dict[torch.dtype, Operations]) -> Programs:
     """The products as they are compiled for a CPU without matrix tiles."""
