@@ -9,29 +9,6 @@
 
 namespace weft {
 
-// Rows [0, 16) of 16 pairs of bf16 become columns.
-inline void transpose_pairs(__m512i* rows) {
-    __m512i other[16];
-    for (int i = 0; i < 16; i += 2) {
-        other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            rows[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
-            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; j++) {
-            other[i + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0x88);
-            other[i + j + 4] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0xdd);
-        }
-    for (int j = 0; j < 8; j++) {
-        rows[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
-        rows[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
-    }
-}
-
 // The keys of some heads, side by side in memory, each as a packed matrix [num_tokens, head_dim], one after the other. The
 // first head of token i begins at keys + offsets[i]. All heads of a few tokens are packed before the next tokens, since so they lie.
 inline void pack_keys(BFloat16* packed, const BFloat16* keys, const int64_t* offsets, int num_tokens, int num_heads, int head_dim) {

@@ -156,12 +156,14 @@ inline void pack_left(BFloat16* packed, LeftRows left, int num_in, Team& team) {
 }
 
 // 16 or 32 rows, as the tiles are configured, times a panel: the sums [rows][PANEL]. IS_FAR: the panel comes from memory,
-// not from a cache.
+// not from a cache, and `following` after it.
 template <int ROW_TILES, bool IS_FAR>
-void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const PackedMatrix& matrix, int64_t panel) {
+void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const PackedMatrix& matrix, int64_t panel,
+                    int64_t following = 0) {
     const int64_t width = sums_stride * int64_t(sizeof(float));
     float* lower = sums + TILE * sums_stride;
     const BFloat16* values = matrix.values + panel * matrix.num_in * PANEL;
+    const BFloat16* later = matrix.values + following * matrix.num_in * PANEL - matrix.num_in * PANEL;
     const BFloat16 *first = left.first, *second = left.second;
     const int64_t stride = left.stride * int64_t(sizeof(BFloat16));
     _tile_zero(0);
@@ -171,13 +173,15 @@ void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const Pack
         _tile_zero(3);
     }
     for (int k = 0; k < matrix.num_in; k += STEP, values += STEP_SIZE, first += STEP, second += STEP) {
-        if (IS_FAR)
-            for (int line = 0; line < STEP_SIZE; line += 32)
-                _mm_prefetch(reinterpret_cast<const char*>(values + PREFETCH * STEP_SIZE + line), _MM_HINT_T1);
+        const BFloat16* ahead = (k + PREFETCH * STEP < matrix.num_in ? values : later + k * PANEL) + PREFETCH * STEP_SIZE;
+        ask_quarter<IS_FAR>(ahead, 0);
         _tile_loadd(4, first, stride);
+        ask_quarter<IS_FAR>(ahead, 1);
         _tile_loadd(6, values, 64);
+        ask_quarter<IS_FAR>(ahead, 2);
         _tile_loadd(7, values + STEP_SIZE / 2, 64);
         _tile_dpbf16ps(0, 4, 6);
+        ask_quarter<IS_FAR>(ahead, 3);
         _tile_dpbf16ps(1, 4, 7);
         if (ROW_TILES > 1) {
             _tile_loadd(5, second, stride);
@@ -209,22 +213,23 @@ inline int64_t panel_of_ups(const PackedMatrix& matrix, int64_t panel) { return 
 
 // Few rows, as they lie: the panels pass once, as fast as memory gives them.
 template <bool IS_GATED>
-void multiply_few_rows(Target out, LeftRows left, const PackedMatrix& matrix, int64_t begin, int64_t end) {
+void multiply_few_rows(Target out, LeftRows left, const PackedMatrix& matrix, int64_t begin, int64_t end, int64_t following) {
     alignas(64) float sums[2][ROWS * PANEL];
     for (int row = 0; row < left.count; row += ROWS) {
         const int rows = std::min(ROWS, left.count - row);
         const TileScope scope(std::min(rows, TILE), std::max(rows - TILE, 1));
         const BFloat16* first = left.x + row * left.stride;
         const LeftTiles tiles{first, first + TILE * left.stride, left.stride};
-        const auto multiply_panel = [&](float* to, int64_t panel) {
+        const auto multiply_panel = [&](float* to, int64_t panel, int64_t following) {
             if (rows > TILE)
-                multiply_tiles<2, true>(to, PANEL, tiles, matrix, panel);
+                multiply_tiles<2, true>(to, PANEL, tiles, matrix, panel, following);
             else
-                multiply_tiles<1, true>(to, PANEL, tiles, matrix, panel);
+                multiply_tiles<1, true>(to, PANEL, tiles, matrix, panel, following);
         };
         for (int64_t panel = begin; panel < end; panel++) {
-            multiply_panel(sums[0], panel);
-            if (IS_GATED) multiply_panel(sums[1], panel_of_ups(matrix, panel));
+            const int64_t next = panel + 1 < end ? panel + 1 : following;
+            multiply_panel(sums[0], panel, IS_GATED ? panel_of_ups(matrix, panel) : next);
+            if (IS_GATED) multiply_panel(sums[1], panel_of_ups(matrix, panel), next);
             for (int r = 0; r < rows; r++) {
                 BFloat16* to = out.at(row + r, panel);
                 if (!IS_GATED) {
@@ -446,7 +451,7 @@ void multiply_by_tiles(Target out, LeftRows left, const PackedMatrix& matrix, BF
                                          is_streamed, row == last_row);
         else
             multiply_few_rows<IS_GATED>({out.at(row, 0), out.num_out}, {left.x + row * left.stride, left.stride, rows}, matrix,
-                                        begin, end);
+                                        begin, end, following);
         last_row = row;
     };
     for_each_share(left.count, matrix.num_in, out.num_out, team, work);

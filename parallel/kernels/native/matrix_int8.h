@@ -220,13 +220,15 @@ void multiply_tiles(int32_t* sums, const int8_t* x, int64_t x_stride, const int8
         }
     }
     for (int step = 0; step < steps; step++, values += STEP_SIZE, x += x_stride) {
-        if (IS_FAR)
-            for (int line = 0; line < STEP_SIZE; line += 64)
-                _mm_prefetch(reinterpret_cast<const char*>(values + PREFETCH * STEP_SIZE + line), _MM_HINT_T1);
+        const int8_t* ahead = values + PREFETCH * STEP_SIZE;
+        ask_quarter<IS_FAR>(ahead, 0);
         _tile_loadd(4, x, STEP);
+        ask_quarter<IS_FAR>(ahead, 1);
         _tile_loadd(6, values, 64);
+        ask_quarter<IS_FAR>(ahead, 2);
         _tile_loadd(7, values + STEP_SIZE / 2, 64);
         _tile_dpbssd(0, 4, 6);
+        ask_quarter<IS_FAR>(ahead, 3);
         _tile_dpbssd(1, 4, 7);
         if (ROW_TILES > 1) {
             _tile_loadd(5, x + TILE * STEP, STEP);
