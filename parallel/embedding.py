@@ -33,9 +33,9 @@ class VocabParallelEmbedding:
         self._vocab_size = vocab_size
         rows = vocab_rows(vocab_size, axis.size)
         if axis.size == 1:
-            self._table = self.weight_VE = context.empty(rows, hidden_size)
+            self._table = self.weight_VE = context.empty(rows, hidden_size, stays=True)
         else:
-            self._table = context.empty(rows + 2, hidden_size)
+            self._table = context.empty(rows + 2, hidden_size, stays=True)
             self._table[0].zero_()
             self._table[-1].zero_()
             self.weight_VE = self._table[1:-1]

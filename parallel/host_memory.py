@@ -3,8 +3,11 @@
 import ctypes
 import mmap
 
+import torch
 from torch import Tensor
 
+_HUGE_PAGE, _PIECE, _CACHE_LINE = 2 << 20, 64 << 20, 64
+"""Bytes; a piece is what `HugePages` asks the system for at once."""
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 4, 14, 22  # of Linux
 
 
@@ -15,11 +18,38 @@ def release_free_memory() -> None:
         trim(0)
 
 
-def use_huge_pages(x: Tensor) -> None:
-    """Ask for pages of 2 MB under a new tensor on the CPU, before it is filled; in vain on other systems than Linux.
+class HugePages:
+    """Memory on the CPU for tensors that live long, in pages of 2 MB; in pages as usual on other systems than Linux.
 
-    Weights are read once a step, and fewer addresses are then to be looked up (docs/performance.md).
+    Weights are read once a step, and fewer addresses are then to be looked up (docs/performance.md). The tensors lie
+    one after the other: by itself each would have pages of 4 KB at both ends. The memory of a piece is given back when
+    all its tensors are gone.
     """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A new tensor of one dim, on the boundary of a cache line; not initialised."""
+        num_bytes = num_elements * dtype.itemsize
+        room = -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
+        if room > len(self._rest):
+            self._rest = _map_piece(max(room, _PIECE))
+        tensor, self._rest = self._rest[:num_bytes].view(dtype), self._rest[room:]
+        return tensor
+
+
+def _map_piece(num_bytes: int) -> Tensor:
+    num_bytes = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    piece = torch.frombuffer(memory, dtype=torch.uint8)
+    piece = piece[-piece.data_ptr() % _HUGE_PAGE :][:num_bytes]
+    use_huge_pages(piece)
+    return piece
+
+
+def use_huge_pages(x: Tensor) -> None:
+    """Ask for pages of 2 MB within a new tensor on the CPU, before it is filled; in vain where there is no Linux."""
     _advise(x, _MADV_HUGEPAGE)
 
 

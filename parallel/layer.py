@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from parallel.host_memory import use_huge_pages
 from parallel.kernels.base import Kernels, PackedLinear
 from parallel.mesh import Axis
 from parallel.shard import ShardedParameter
@@ -32,9 +33,12 @@ class LayerContext:
     int8_linears: bool = False
     """Linear layers and the head multiply in 8 bits; routers and experts stay as they are."""
 
-    def empty(self, *shape: int) -> Tensor:
-        """A new tensor for weights, not initialised."""
-        return torch.empty(*shape, device=self.device, dtype=self.dtype)
+    def empty(self, *shape: int, stays: bool = False) -> Tensor:
+        """A new tensor for weights, not initialised; `stays`: where it is filled, and is read in every step."""
+        weight = torch.empty(*shape, device=self.device, dtype=self.dtype)
+        if stays and self.device.type == "cpu":
+            use_huge_pages(weight)
+        return weight
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """Lay out what the user may want in 8 bits; see `Kernels.pack_linear`."""

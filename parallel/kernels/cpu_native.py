@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.description import Activation
+from parallel.host_memory import HugePages
 from parallel.kernels.base import (
     AttentionMeta,
     AttentionParams,
@@ -62,6 +63,7 @@ class NativeCpuKernels:
         self._programs = programs
         self._num_threads = num_threads
         self._recorder = Recorder()
+        self._memory = HugePages()
         self._torch = CpuKernels()
         self._chunks = CpuPagedAttention()
         self._params: dict[int, tuple[AttentionParams, LayerParams]] = {}
@@ -77,7 +79,9 @@ class NativeCpuKernels:
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
         if self._programs is not None and can_pack(weight_OI):
-            return NativeLinear(weight_OI, bias_O, self._programs, self._recorder, self._num_threads)
+            return NativeLinear(
+                *(weight_OI, bias_O, self._programs, self._recorder, self._num_threads), memory=self._memory
+            )
         return self._torch.pack_linear(weight_OI, bias_O)
 
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
@@ -94,7 +98,9 @@ class NativeCpuKernels:
         if operations is None:
             return self._torch.quantize_linear(weight_OI, bias_O, keeps_weight=keeps_weight)
         return NativeInt8Linear(
-            *(weight_OI, bias_O, operations, self._recorder, self._num_threads), keeps_weight=keeps_weight
+            *(weight_OI, bias_O, operations, self._recorder, self._num_threads),
+            memory=self._memory,
+            keeps_weight=keeps_weight,
         )
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:

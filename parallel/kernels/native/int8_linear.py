@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parallel.host_memory import forget, use_huge_pages
+from parallel.host_memory import HugePages, forget
 from parallel.kernels.native.library import Int8Operations
 from parallel.kernels.native.packed_linear import PANEL
 from parallel.kernels.native.tape import Recorder, Tape
@@ -31,12 +31,12 @@ class NativeInt8Linear:
         recorder: Recorder,
         num_threads: int,
         *,
+        memory: HugePages,
         keeps_weight: bool,
     ) -> None:
         self._num_out, self._num_in = weight_OI.shape
         num_panels, num_steps = -(-self._num_out // PANEL), -(-self._num_in // _STEP)
-        self._packed = torch.empty(num_panels * PANEL * (num_steps * _STEP + _OUTPUT_BYTES), dtype=torch.int8)
-        use_huge_pages(self._packed)
+        self._packed = memory.empty(num_panels * PANEL * (num_steps * _STEP + _OUTPUT_BYTES), torch.int8)
         self._bias_O = None if bias_O is None else bias_O.contiguous()
         self._multiply = operations.multiply
         self._recorder = recorder

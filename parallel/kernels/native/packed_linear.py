@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parallel.host_memory import use_huge_pages
+from parallel.host_memory import HugePages
 from parallel.kernels.native.library import LANES, Programs
 from parallel.kernels.native.tape import Recorder, Tape
 
@@ -25,11 +25,17 @@ class NativeLinear:
     """Implements `PackedLinear`; the weight is a copy, in panels of 32 outputs, and the original is given up."""
 
     def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None, programs: Programs, recorder: Recorder, num_threads: int
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        programs: Programs,
+        recorder: Recorder,
+        num_threads: int,
+        *,
+        memory: HugePages,
     ) -> None:
         self._num_out, self._num_in = weight_OI.shape
-        self._packed = weight_OI.new_empty(-(-self._num_out // PANEL) * PANEL * self._num_in)
-        use_huge_pages(self._packed)
+        self._packed = memory.empty(-(-self._num_out // PANEL) * PANEL * self._num_in, weight_OI.dtype)
         self._bias_O = None if bias_O is None else bias_O.contiguous()
         self._multiply = programs.multiply
         self._recorder = recorder

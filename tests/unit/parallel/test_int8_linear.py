@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel.checkpoint import load_decoder
 from parallel.errors import DeviceError
+from parallel.host_memory import HugePages
 from parallel.kernels import int8_linear
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
@@ -116,7 +117,9 @@ def test_compiled_products_have_the_same_bits(
     weight, bias = make_case(num_out, num_in, has_bias, dtype)
     meaning = Int8Linear(weight, bias)
     compiled = [
-        NativeInt8Linear(weight.clone(), bias, natives[dtype], Recorder(), num_threads, keeps_weight=False)
+        NativeInt8Linear(
+            weight.clone(), bias, natives[dtype], Recorder(), num_threads, memory=HugePages(), keeps_weight=False
+        )
         for num_threads in (1, 2)
     ]
     for num_rows in (1, 3, 5, 16, 17, 32, 33, 64, 65, 100, 700):
@@ -132,7 +135,9 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(natives: Natives,
     x = random(20, 128, dtype=torch.bfloat16)
     expected = Int8Linear(weight, bias)(x)
     x[7, 100] = bad
-    native = NativeInt8Linear(weight.clone(), bias, natives[torch.bfloat16], Recorder(), 2, keeps_weight=False)
+    native = NativeInt8Linear(
+        weight.clone(), bias, natives[torch.bfloat16], Recorder(), 2, memory=HugePages(), keeps_weight=False
+    )
     for linear in (Int8Linear(weight, bias), native):
         y = linear(x)
         assert not y[7].isfinite().any()
@@ -143,10 +148,10 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(natives: Natives,
 def test_a_weight_is_given_up_unless_it_is_kept(natives: Natives) -> None:
     weight, _ = make_case(2048, 512, False, torch.float32)  # several pages, packed in several parts
     kept = weight.clone()
-    NativeInt8Linear(kept, None, natives[torch.float32], Recorder(), 2, keeps_weight=True)
+    NativeInt8Linear(kept, None, natives[torch.float32], Recorder(), 2, memory=HugePages(), keeps_weight=True)
     assert torch.equal(kept, weight)
     given_up = weight.clone()
-    NativeInt8Linear(given_up, None, natives[torch.float32], Recorder(), 2, keeps_weight=False)
+    NativeInt8Linear(given_up, None, natives[torch.float32], Recorder(), 2, memory=HugePages(), keeps_weight=False)
     assert not torch.equal(given_up, weight)
 
 

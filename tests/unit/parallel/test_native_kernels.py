@@ -7,6 +7,7 @@ import torch
 from helpers.paged_layout import make_layout, meta_of_one
 
 from parallel.errors import DeviceError
+from parallel.host_memory import HugePages
 from parallel.kernels.base import AttentionParams
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
@@ -127,7 +128,9 @@ def test_products_with_packed_matrices(
         assert programs is not None
         assert can_pack(weight)
         for num_threads in (1, 2):
-            linear = NativeLinear(weight.clone(), bias if has_bias else None, programs, Recorder(), num_threads)
+            linear = NativeLinear(
+                *(weight.clone(), bias if has_bias else None, programs, Recorder(), num_threads), memory=HugePages()
+            )
             torch.testing.assert_close(linear(x).double(), expected, rtol=2**-8, atol=2e-2)
 
 
@@ -139,7 +142,7 @@ def test_a_large_product_has_the_bits_of_its_rows(operations: dict[torch.dtype, 
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(num_out, 64, generator=generator).bfloat16()
     x = torch.randn(900, 64, generator=generator).bfloat16()
-    linear = NativeLinear(weight, None, programs, Recorder(), 2)
+    linear = NativeLinear(weight, None, programs, Recorder(), 2, memory=HugePages())
     assert torch.equal(linear(x), torch.cat([linear(rows) for rows in x.split(17)]))
 
 
