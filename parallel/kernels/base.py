@@ -129,7 +129,10 @@ class Kernels(Protocol):
         """
 
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
-        """As pack_linear, for a weight that the caller keeps and uses besides: nothing is copied."""
+        """As pack_linear, for a weight that the caller keeps and uses besides: nothing is copied.
+
+        The result may be float32, not rounded to the dtype of x, if it is so for any number of rows.
+        """
 
     def quantize_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False

@@ -268,7 +268,11 @@ class NativeCpuKernels:
 
 
 class RowLinear:
-    """A weight as it was loaded, read at the speed of memory for few rows; more of them are torch's business."""
+    """A weight as it was loaded, read at the speed of memory.
+
+    By matrix tiles the result is float32, some rows at a time. Where there are none, more than a few rows are torch's
+    business, and results are rounded as there.
+    """
 
     def __init__(self, weight_OI: Tensor, operations: Operations, num_threads: int) -> None:
         self._weight_OI = weight_OI
@@ -277,16 +281,18 @@ class RowLinear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
-        num_rows = len(x_TI)
-        if num_rows > self._operations.most_rows or x_TI.stride(1) != 1:
-            return F.linear(x_TI, self._weight_OI)
         num_out, num_in = self._weight_OI.shape
-        out_TO = x_TI.new_empty(num_rows, num_out)
-        self._operations.multiply_rows(
-            *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), num_rows),
-            *(self._weight_OI.data_ptr(), num_out, num_in, self._num_threads),
-        )
-        return out_TO
+        has_tiles, most_rows = self._operations.has_matrix_tiles(num_in), self._operations.most_rows
+        if not has_tiles and len(x_TI) > most_rows:
+            return F.linear(x_TI, self._weight_OI)
+        x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+        out_TO = x_TI.new_empty(len(x_TI), num_out, dtype=torch.float32)
+        for rows, out in zip(x_TI.split(most_rows), out_TO.split(most_rows), strict=True):
+            self._operations.multiply_rows(
+                *(out.data_ptr(), rows.data_ptr(), rows.stride(0), len(rows)),
+                *(self._weight_OI.data_ptr(), num_out, num_in, self._num_threads),
+            )
+        return out_TO if has_tiles else out_TO.to(x_TI.dtype)
 
 
 def _has_dense_heads(x_TNH: Tensor) -> bool:

@@ -105,7 +105,7 @@ inline void transpose_pairs(__m512i* rows) {
 }
 
 // out[row, o .. o + 15] from sums[o][row].
-inline void write_transposed(BFloat16* out, int64_t num_out, int num_rows, const float* sums) {
+inline void write_transposed(float* out, int64_t num_out, int num_rows, const float* sums) {
     __m512i rows[TILE];
     for (int i = 0; i < TILE; i++) rows[i] = _mm512_load_si512(sums + i * TILE);
     transpose_pairs(rows);
@@ -113,7 +113,7 @@ inline void write_transposed(BFloat16* out, int64_t num_out, int num_rows, const
 }
 
 // As multiply_rows; num_out a multiple of 32, num_in of TILE_K.
-inline void multiply_rows_by_tiles(BFloat16* out, const BFloat16* x, int64_t x_row_stride, int num_rows,
+inline void multiply_rows_by_tiles(float* out, const BFloat16* x, int64_t x_row_stride, int num_rows,
                                    const BFloat16* weight, int64_t num_out, int num_in, int num_threads) {
     constexpr int64_t RUN = 256;  // outputs of an item
     static thread_local Buffer<BFloat16> buffer;
@@ -150,7 +150,7 @@ inline void multiply_rows_by_tiles(BFloat16* out, const BFloat16* x, int64_t x_r
                         _tile_dpbf16ps(3, 5, 7);
                     }
                 }
-                BFloat16* to = out + int64_t(block) * TILE * num_out + o;
+                float* to = out + int64_t(block) * TILE * num_out + o;
                 const int first_rows = std::min(TILE, num_rows - block * TILE);
                 _tile_stored(0, sums, 64);
                 write_transposed(to, num_out, first_rows, sums);

@@ -28,9 +28,9 @@ using namespace weft;
         on_team(layout->num_threads, 1, [&](Team& team) { attention.run(team); });                                      \
     }                                                                                                                   \
     EXPORT int weft_has_matrix_tiles_##NAME(int head_dim) { return has_matrix_tiles<T>(head_dim); }                     \
-    EXPORT void weft_multiply_rows_##NAME(void* out, const void* x, int64_t x_row_stride, int num_rows,                 \
+    EXPORT void weft_multiply_rows_##NAME(float* out, const void* x, int64_t x_row_stride, int num_rows,                 \
                                           const void* weight, int64_t num_out, int num_in, int num_threads) {           \
-        multiply_rows(static_cast<T*>(out), static_cast<const T*>(x), x_row_stride, num_rows,                           \
+        multiply_rows(out, static_cast<const T*>(x), x_row_stride, num_rows,                                            \
                       static_cast<const T*>(weight), num_out, num_in, num_threads);                                     \
     }                                                                                                                   \
     EXPORT void weft_rms_norm_##NAME(void* out, const void* x, int64_t num_outer, int64_t num_inner,                    \

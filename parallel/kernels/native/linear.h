@@ -38,7 +38,7 @@ void multiply_tile(const T* x, int64_t x_row_stride, const T* weight, int num_in
 
 // The same for one run of outputs and all rows of x. ROWS rows at a time while there are so many, then half of them.
 template <int ROWS, class T>
-void multiply_run(T* out, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int64_t begin, int64_t end,
+void multiply_run(float* out, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int64_t begin, int64_t end,
                   int64_t num_out, int num_in) {
     constexpr int OUTS = LANES / ROWS;
     for (int64_t o = begin; o < end; o += LANES) {  // what is read here stays in the first-level cache for all rows
@@ -48,7 +48,7 @@ void multiply_run(T* out, const T* x, int64_t x_row_stride, int num_rows, const 
                 float sums[LANES];
                 multiply_tile<ROWS, OUTS>(x + row * x_row_stride, x_row_stride, weight + part * num_in, num_in, sums);
                 for (int r = 0; r < ROWS; r++)
-                    for (int i = 0; i < OUTS; i++) put(out + (row + r) * num_out + part + i, sums[r * OUTS + i]);
+                    for (int i = 0; i < OUTS; i++) out[(row + r) * num_out + part + i] = sums[r * OUTS + i];
             }
         if constexpr (ROWS > 1)
             if (row < num_rows)
@@ -65,9 +65,9 @@ inline int most_rows() {
     return 4;
 }
 
-// out[row, o] = x[row] . weight[o], sums in float32. num_in and num_out are multiples of LANES.
+// out[row, o] = x[row] . weight[o], in float32. num_in and num_out are multiples of LANES.
 template <class T>
-void multiply_rows(T* out, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int64_t num_out,
+void multiply_rows(float* out, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int64_t num_out,
                    int num_in, int num_threads) {
 #ifdef WEFT_HAS_AMX
     if constexpr (sizeof(T) == 2)
