@@ -59,9 +59,9 @@ inline void multiply_dense(float* out, int64_t out_stride, const BFloat16* left,
         for (int64_t panel = 0; panel < num_panels(matrix.num_out); panel++) {
             float* to = out + row * out_stride + panel * PANEL;
             if (num_rows - row > TILE)
-                multiply_tiles<2, false>(to, out_stride, tiles, matrix, panel);
+                multiply_tiles<2, false>(to, out_stride, tiles, matrix, panel, 0, [] {});
             else
-                multiply_tiles<1, false>(to, out_stride, tiles, matrix, panel);
+                multiply_tiles<1, false>(to, out_stride, tiles, matrix, panel, 0, [] {});
         }
     }
 }

@@ -156,10 +156,10 @@ inline void pack_left(BFloat16* packed, LeftRows left, int num_in, Team& team) {
 }
 
 // 16 or 32 rows, as the tiles are configured, times a panel: the sums [rows][PANEL]. IS_FAR: the panel comes from memory,
-// not from a cache, and `following` after it.
-template <int ROW_TILES, bool IS_FAR>
+// not from a cache, and `following` after it. Calls `meanwhile` with each step, before there are new sums.
+template <int ROW_TILES, bool IS_FAR, class Meanwhile>
 void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const PackedMatrix& matrix, int64_t panel,
-                    int64_t following = 0) {
+                    int64_t following, const Meanwhile& meanwhile) {
     const int64_t width = sums_stride * int64_t(sizeof(float));
     float* lower = sums + TILE * sums_stride;
     const BFloat16* values = matrix.values + panel * matrix.num_in * PANEL;
@@ -188,6 +188,7 @@ void multiply_tiles(float* sums, int64_t sums_stride, LeftTiles left, const Pack
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
+        meanwhile();
     }
     _tile_stored(0, sums, width);
     _tile_stored(1, sums + TILE, width);
@@ -210,39 +211,6 @@ inline void write_gated_row(BFloat16* out, const PackedMatrix& matrix, int64_t p
 
 // The panel of the ups of a panel of gates.
 inline int64_t panel_of_ups(const PackedMatrix& matrix, int64_t panel) { return panel + matrix.num_out / 2 / PANEL; }
-
-// Few rows, as they lie: the panels pass once, as fast as memory gives them.
-template <bool IS_GATED>
-void multiply_few_rows(Target out, LeftRows left, const PackedMatrix& matrix, int64_t begin, int64_t end, int64_t following) {
-    alignas(64) float sums[2][ROWS * PANEL];
-    for (int row = 0; row < left.count; row += ROWS) {
-        const int rows = std::min(ROWS, left.count - row);
-        const TileScope scope(std::min(rows, TILE), std::max(rows - TILE, 1));
-        const BFloat16* first = left.x + row * left.stride;
-        const LeftTiles tiles{first, first + TILE * left.stride, left.stride};
-        const auto multiply_panel = [&](float* to, int64_t panel, int64_t following) {
-            if (rows > TILE)
-                multiply_tiles<2, true>(to, PANEL, tiles, matrix, panel, following);
-            else
-                multiply_tiles<1, true>(to, PANEL, tiles, matrix, panel, following);
-        };
-        for (int64_t panel = begin; panel < end; panel++) {
-            const int64_t next = panel + 1 < end ? panel + 1 : following;
-            multiply_panel(sums[0], panel, IS_GATED ? panel_of_ups(matrix, panel) : next);
-            if (IS_GATED) multiply_panel(sums[1], panel_of_ups(matrix, panel), next);
-            for (int r = 0; r < rows; r++) {
-                BFloat16* to = out.at(row + r, panel);
-                if (!IS_GATED) {
-                    write_row(to, matrix, panel, sums[0] + r * PANEL);
-                    continue;
-                }
-                alignas(64) BFloat16 gates[PANEL];
-                write_row(gates, matrix, panel, sums[0] + r * PANEL);
-                write_gated_row(to, matrix, panel_of_ups(matrix, panel), gates, sums[1] + r * PANEL);
-            }
-        }
-    }
-}
 
 // The sums of a block of 32 rows and a panel on their way to the result, some rows with each step of the next block.
 struct Waiting {
@@ -267,6 +235,40 @@ struct Waiting {
         rows -= std::min(rows, most);
     }
 };
+
+// Few rows, as they lie: the panels pass once, as fast as memory gives them. What becomes of a panel's sums is done with the
+// steps of the next one, so that memory is never waited for with nothing asked of it.
+template <bool IS_GATED>
+void multiply_few_rows(Target out, LeftRows left, const PackedMatrix& matrix, int64_t begin, int64_t end, int64_t following) {
+    alignas(64) float sums[ROWS * PANEL];
+    alignas(64) BFloat16 gates[ROWS * PANEL];
+    const int pace = (ROWS * STEP + matrix.num_in - 1) / matrix.num_in;  // rows a step
+    for (int row = 0; row < left.count; row += ROWS) {
+        const int rows = std::min(ROWS, left.count - row);
+        const TileScope scope(std::min(rows, TILE), std::max(rows - TILE, 1));
+        const BFloat16* first = left.x + row * left.stride;
+        const LeftTiles tiles{first, first + TILE * left.stride, left.stride};
+        Waiting waiting{};
+        const auto multiply_panel = [&](int64_t panel, int64_t following, auto write) {
+            if (rows > TILE)
+                multiply_tiles<2, true>(sums, PANEL, tiles, matrix, panel, following, [&] { write(pace); });
+            else
+                multiply_tiles<1, true>(sums, PANEL, tiles, matrix, panel, following, [&] { write(pace); });
+        };
+        const auto write_rows = [&](int most) { waiting.write<IS_GATED>(most); };
+        const auto write_gates = [&](int most) { waiting.write<false>(most); };
+        for (int64_t panel = begin; panel < end; panel++) {
+            const int64_t next = panel + 1 < end ? panel + 1 : following, ups = IS_GATED ? panel_of_ups(matrix, panel) : 0;
+            BFloat16* const to = out.at(row, panel);
+            multiply_panel(panel, IS_GATED ? ups : next, write_rows);
+            waiting = {&matrix, panel, sums, IS_GATED ? gates : to, IS_GATED ? PANEL : out.row_stride(), nullptr, false, rows};
+            if (!IS_GATED) continue;
+            multiply_panel(ups, next, write_gates);
+            waiting = {&matrix, ups, sums, to, out.row_stride(), gates, false, rows};
+        }
+        write_rows(ROWS);
+    }
+}
 
 // Asks for a panel in the second-level cache, some lines with each step of another.
 struct Ahead {
@@ -413,12 +415,13 @@ struct Shares {
     int most_rows;
     int64_t panels, run, panel_runs, count;
 
-    Shares(int num_rows, int num_in, int64_t num_out) {
+    Shares(int num_rows, int num_in, int64_t num_out, int num_threads) {
         constexpr int64_t CACHED = 1024 * 1024;  // of x stays near a core while all panels pass
-        constexpr int64_t RUN = 128 * 1024;     // of the matrix are read by an item
+        constexpr int64_t LEAST = 128 * 1024, MOST = 512 * 1024;  // of the matrix are read by an item
+        const int64_t panel_bytes = int64_t(num_in) * PANEL * int64_t(sizeof(BFloat16));
         most_rows = std::max<int>(64, CACHED / (num_in * int(sizeof(BFloat16))) / 64 * 64);
         panels = num_panels(num_out);
-        run = std::max<int64_t>(1, RUN / (int64_t(num_in) * PANEL * int64_t(sizeof(BFloat16))));
+        run = std::max<int64_t>(1, std::clamp(panels * panel_bytes / (16 * num_threads), LEAST, num_rows > ROWS ? LEAST : MOST) / panel_bytes);
         panel_runs = (panels + run - 1) / run;
         count = (num_rows + most_rows - 1) / most_rows * panel_runs;
     }
@@ -427,7 +430,7 @@ struct Shares {
 // Calls work(first row, rows, first panel, panels' end, likely first panel of the same thread's next share) for each share.
 template <class Work>
 void for_each_share(int num_rows, int num_in, int64_t num_out, Team& team, const Work& work) {
-    const Shares shares(num_rows, num_in, num_out);
+    const Shares shares(num_rows, num_in, num_out, team.size());
     team.for_each(shares.count, [&](int64_t item) {
         const int row = int(item / shares.panel_runs) * shares.most_rows;
         const int64_t begin = item % shares.panel_runs * shares.run;
