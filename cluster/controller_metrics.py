@@ -86,7 +86,7 @@ class ControllerListener:
             raise StartError(f"the controller's metrics cannot listen on {host}:{port}: {error.strerror}") from error
         self._server.daemon_threads = True
         self.address = f"{host}:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.2,), daemon=True)
         self._thread.start()
 
     async def close(self) -> None:

@@ -25,6 +25,7 @@ _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",  # no idle workers: each is a process of some 50 MB
     "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",  # with the 15 of Ray others take the cores that compute
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
 }

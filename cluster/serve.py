@@ -27,6 +27,7 @@ from cluster.status_view import ChangeView, StartView, bounds
 from router.tls import InnerTls
 
 _POLL_S = 0.1
+_WATCH_S = 2.0  # each look costs the controller some milliseconds of the cores that compute
 _LOG_LINES = 15
 
 
@@ -60,7 +61,7 @@ def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None
             service.wait_ready(on_status=view.show)
         print_addresses(console, service.status(), service.control_address, service.tls)
         changes = ChangeView(console)
-        while stays and not service.wait_stopped(timeout_s=0.5):
+        while stays and not service.wait_stopped(timeout_s=_WATCH_S):
             with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
                 changes.show(service.status())
     except StartError:
