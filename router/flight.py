@@ -138,6 +138,8 @@ class Flight:
             DeadlineError, InvalidRequestError, OverloadedError, NoReplicaError, ReplicaFailedError, RequestFailedError:
                 the request has failed for good.
         """
+        if self._request.deadline_s is None:  # a timeout that never fires would cost a tenth of the router's work
+            return await self._next()
         try:
             async with asyncio.timeout_at(self._request.deadline_s):
                 return await self._next()
