@@ -2,15 +2,11 @@
 
 There is no prefill phase and no decode phase. A sequence has `num_computed_tokens` and catches up with `num_tokens`
 inside the token budget of a step; chunked prefill, prefix hits and preemption by recompute are this one loop.
-Tensors are built in inputs.py from the plans made here.
+Slots and the queue are kept in roster.py; tensors are built in inputs.py from the plans made here.
 """
 
-import logging
 import math
-from bisect import insort
 from collections import Counter, deque
-from dataclasses import dataclass
-from operator import attrgetter
 
 import msgspec
 
@@ -20,14 +16,10 @@ from workers.errors import InvalidRequestError, QueueFullError, RequestFailedErr
 from workers.kv_cache_manager import KVCacheManager
 from workers.limits import LengthLimits
 from workers.plan import ModelOutput, SampledToken, ScheduledSequence, StepPlan
-from workers.queueing import ServingOrder, WaitingQueue
+from workers.queueing import ServingOrder
 from workers.request import Finish, FinishReason, Request, RequestId, TokenLogprobs
-from workers.sequence import NO_SLOT, Order, Sequence, SequenceStatus, make_finish
-
-logger = logging.getLogger(__name__)
-
-_LEFT_BY_DISPLACEMENT = 0.5
-"""Fraction of the pool that stays free for those that get a slot without displacing anyone."""
+from workers.roster import Roster
+from workers.sequence import Sequence, SequenceStatus, make_finish
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,21 +33,6 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The token was the last one; the same as `sequence.finish`."""
     error: Exception | None = None
     """RequestFailedError: the sequence ended without a Finish."""
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start, for statistics."""
-
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    """Tokens computed again after a preemption: its price."""
-    num_prompt_tokens: int = 0
-    """Prompt tokens of sequences that were scheduled a first time: the queries of the prefix cache."""
-    num_cached_tokens: int = 0
-    """Those found in the prefix cache: its hits."""
-    num_host_tokens: int = 0
-    """Of these, those that were brought back from the host."""
 
 
 class Scheduler:
@@ -96,7 +73,6 @@ class Scheduler:
         looks_ahead: bool = False,
     ) -> None:
         """`max_in_flight` plans at most; `looks_ahead`: a sequence is in up to two of them, else in one."""
-        self.counters = SchedulerCounters()
         self._config = config
         self._cache = cache
         self._limits = LengthLimits(max_context=max_context, cache_tokens=cache.max_sequence_tokens(max_context))
@@ -105,15 +81,11 @@ class Scheduler:
         self._max_in_flight = max_in_flight
         self._looks_ahead = looks_ahead
         self._must_settle = False  # plan nothing until all plans are back
-        self._num_left_by_displacement = int(cache.num_blocks * _LEFT_BY_DISPLACEMENT)
         self._sequences: dict[RequestId, Sequence] = {}  # not ended
-        self._order = ServingOrder(config.policy, promote_after_s=config.promote_after_s)
-        self._waiting = WaitingQueue(self._order)
-        self._suspended: dict[Sequence, None] = {}  # those in the queue that kept their blocks
-        self._running: list[Sequence] = []  # in order
+        order = ServingOrder(config.policy, promote_after_s=config.promote_after_s)
+        self._roster = Roster(cache, order, num_slots=config.max_num_seqs)
+        self.counters = self._roster.counters
         self._flights: deque[Flight] = deque()
-        self._free_slots = list(reversed(range(config.max_num_seqs)))
-        self._removed_slots: list[int] = []  # given back since the last plan
         self._num_arrivals = 0
         self._num_plans = 0
         self._next_deadline_s: float | None = None  # never later than the first deadline
@@ -126,12 +98,12 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot and have not ended."""
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences in the queue, preempted ones included."""
-        return len(self._waiting)
+        return self._roster.num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -141,9 +113,7 @@ class Scheduler:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens that wait to be computed; the one token that each decoding sequence always has is not counted."""
-        num_kept = sum(sequence.num_computed_tokens for sequence in self._suspended)
-        num_running = sum(num for sequence in self._running if (num := _num_not_computed(sequence)) > 1)
-        return self._waiting.num_tokens - num_kept + num_running
+        return self._roster.num_pending_tokens
 
     def add(self, request: Request, now_s: float) -> Sequence:
         """Queue a request.
@@ -156,8 +126,8 @@ class Scheduler:
         if request.request_id in self._sequences:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; allowed: a new one")
         self._limits.check(request)
-        if len(self._waiting) >= self._config.max_waiting:
-            raise QueueFullError(f"{len(self._waiting)} requests wait; allowed: {self._config.max_waiting}")
+        if self.num_waiting >= self._config.max_waiting:
+            raise QueueFullError(f"{self.num_waiting} requests wait; allowed: {self._config.max_waiting}")
         sampling = request.sampling
         sequence = Sequence(
             request=request,
@@ -168,7 +138,7 @@ class Scheduler:
         )
         self._num_arrivals += 1
         self._sequences[request.request_id] = sequence
-        self._waiting.push(sequence, now_s)
+        self._roster.enter(sequence, now_s)
         self._watch_deadline(sequence)
         return sequence
 
@@ -211,9 +181,7 @@ class Scheduler:
         if len(self._flights) >= self._max_in_flight or (self._flights and self._must_settle):
             return None
         self._must_settle = False
-        self._waiting.promote(now_s)
-        if not self._order.is_fixed:
-            self._sort_running()
+        self._roster.renew_order(now_s)
         batch = Batch(budget=self._config.max_num_batched_tokens, now_s=now_s)
         decodes, prefills = self._split_ready()
         for sequence in decodes:
@@ -250,32 +218,15 @@ class Scheduler:
         in_flight = Counter(sequence for flight in self._flights for sequence in flight.sequences)
         assert max(in_flight.values(), default=0) <= 1 + self._looks_ahead, "a sequence is in too many plans"
         ended = [sequence for sequence in in_flight if sequence.status is SequenceStatus.FINISHED]
-        holders = [*self._running, *ended]
-        self._cache.check_integrity([*holders, *self._suspended])
-        slots = [*self._free_slots, *(sequence.slot for sequence in holders)]
-        assert sorted(slots) == list(range(self._config.max_num_seqs)), f"slots are lost or used twice: {slots}"
+        self._roster.check_integrity(ended)
+        holders = [*self._roster.running, *ended]
         assert in_flight == Counter({sequence: num for sequence in holders if (num := sequence.num_in_flight)})
-        for sequence in self._running:
-            assert sequence.num_in_flight or sequence.num_scheduled_tokens == sequence.num_computed_tokens
-        assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running)
-        for sequence in self._waiting:
-            assert sequence.status is SequenceStatus.WAITING
-            if sequence not in self._suspended:
-                assert not sequence.block_table
-                assert sequence.num_scheduled_tokens == sequence.num_computed_tokens == 0
-        assert self._suspended.keys() <= set(self._waiting), "a sequence is suspended and does not wait"
-        assert set(self._sequences.values()) == {*self._running, *self._waiting}, "a sequence is lost"
-        assert len(self._sequences) == len(self._running) + len(self._waiting)
-        assert self._running == sorted(self._running, key=_order), "running sequences are not in order"
-        assert self._waiting.num_tokens == sum(sequence.num_tokens for sequence in self._waiting)
+        entered = list(self._roster)
+        assert set(self._sequences.values()) == set(entered), "a sequence is lost"
+        assert len(self._sequences) == len(entered)
         assert len(self._flights) <= self._max_in_flight
 
     # Putting a step together
-
-    def _sort_running(self) -> None:
-        for sequence in self._running:
-            sequence.order = self._order.place(sequence)
-        self._running.sort(key=_order)
 
     def _split_ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """Return the running sequences that can go on: those to decode now, and those with more to compute.
@@ -285,11 +236,11 @@ class Scheduler:
         """
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        for sequence in self._running:
+        for sequence in self._roster.running:
             if not sequence.num_in_flight or (self._looks_ahead and _can_run_ahead(sequence)):
                 (decodes if sequence.num_left == 1 else prefills).append(sequence)
         if self._max_in_flight > 1 and not self._looks_ahead:
-            del decodes[-(-len(self._running) // self._max_in_flight) :]
+            del decodes[-(-self.num_running // self._max_in_flight) :]
         return decodes, prefills
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
@@ -304,138 +255,58 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted a moment ago, for this step
         while not self._cache.allocate(sequence, num_tokens):
-            if self._suspended:
-                self._drop_blocks(max(self._suspended, key=self._victim_key))
+            if self._roster.drop_suspended():
                 continue
-            later = self._running[self._running.index(sequence) + 1 :]
+            later = self._roster.later_than(sequence)
             victims = [candidate for candidate in later if _may_yield(candidate, batch)]
             if not victims:
                 self._must_settle = self._looks_ahead and bool(later)
                 return
-            self._preempt(batch, max(victims, key=self._victim_key))
+            self._preempt(batch, max(victims, key=self._roster.yield_key))
         batch.add(sequence, num_tokens, self._cache.commit(sequence, num_tokens))
-
-    def _victim_key(self, sequence: Sequence) -> tuple[int, int, Order]:
-        """Largest for who gives way first: the one of the last level with the least to compute again."""
-        return (sequence.order[0], -self._cache.num_tokens_at_risk(sequence), sequence.order)
 
     def _preempt(self, batch: Batch, sequence: Sequence) -> None:
         """Take slot and blocks from a running sequence; it keeps its tokens and is computed again."""
         self._suspend(batch, sequence)
-        self._drop_blocks(sequence)
+        self._roster.drop_blocks(sequence)
 
     def _suspend(self, batch: Batch, sequence: Sequence) -> None:
-        """Take the slot from a running sequence; it waits, and keeps its blocks until somebody needs them."""
         batch.drop(sequence)
-        self._cache.retract(sequence)
-        self.counters.num_preemptions += 1
-        sequence.num_preemptions += 1
-        sequence.num_lost_tokens = 0
-        self._running.remove(sequence)
-        self._release_slot(sequence)
-        sequence.status = SequenceStatus.WAITING
-        self._suspended[sequence] = None
-        self._waiting.push(sequence, batch.now_s)
-
-    def _drop_blocks(self, sequence: Sequence) -> None:
-        """Take the blocks from a suspended sequence."""
-        logger.warning(
-            "request %s preempted with %d of %d tokens computed",
-            sequence.request_id,
-            sequence.num_computed_tokens,
-            sequence.num_tokens,
-        )
-        del self._suspended[sequence]
-        self._cache.free(sequence)
-        sequence.num_lost_tokens = sequence.num_computed_tokens
-        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
+        self._roster.suspend(sequence, batch.now_s)
 
     def _admit(self, batch: Batch, *, before_level: float = math.inf) -> None:
         """Start waiting sequences of earlier levels while there are slots, or running ones to displace, budget and
         memory. None overtakes one that has to wait.
         """
-        sequence = self._next_to_start(before_level)
+        roster = self._roster
+        sequence = roster.next_to_start(before_level)
         if sequence is None or not batch.budget:
             return
-        reserve = sum(self._cache.num_reserved_blocks(running) for running in self._running)
+        reserve = sum(self._cache.num_reserved_blocks(running) for running in roster.running)
         victims: list[Sequence] | None = None  # who could be displaced, last is first
         while sequence is not None and batch.budget:
-            displaces = not self._free_slots
+            displaces = not roster.has_free_slot
             if displaces:
-                victims = sorted(self._running, key=self._victim_key) if victims is None else victims
+                victims = sorted(roster.running, key=roster.yield_key) if victims is None else victims
                 victims = [victim for victim in victims if _may_yield(victim, batch)]
             if displaces and not (victims and victims[-1].order[0] > sequence.order[0]):
-                self._must_settle = self._looks_ahead  # for one that could give way, which _next_to_start has seen
+                self._must_settle = self._looks_ahead  # for one that could give way, which next_to_start has seen
                 return
-            if not self._find_room(sequence, reserve, displaces=displaces):
+            if not roster.find_room(sequence, reserve, displaces=displaces):
                 return
             if displaces and victims:
                 victim = victims.pop()
                 reserve -= self._cache.num_reserved_blocks(victim)
                 self._suspend(batch, victim)
-            self._waiting.pop(batch.now_s)
-            self._start(sequence, batch.now_s)
+            roster.start(sequence, batch.now_s)
             batch.start(sequence)
             self._share(batch, sequence, self._chunk(sequence, batch.budget))
             reserve += self._cache.num_reserved_blocks(sequence)
-            sequence = self._next_to_start(before_level)
-
-    def _next_to_start(self, before_level: float) -> Sequence | None:
-        """Return the first that waits, if it is of an earlier level and there may be a slot for it."""
-        sequence = self._waiting.peek()
-        if sequence is None or sequence.order[0] >= before_level:
-            return None
-        if self._free_slots:
-            return sequence
-        has_room = self._cache.num_free_blocks > self._num_left_by_displacement
-        has_later = bool(self._running) and self._running[-1].order[0] > sequence.order[0]
-        return sequence if has_room and has_later else None
-
-    def _find_room(self, sequence: Sequence, reserve: int, *, displaces: bool) -> bool:
-        """Return whether a waiting sequence fits, `reserve` blocks left free; then it holds what of it is computed.
-
-        It takes blocks from suspended ones where it must, but not to displace another: then it leaves a part of the
-        pool free, or more and more suspended sequences would fill it and lose their blocks to each other.
-        """
-        if displaces:
-            return self._take_blocks(sequence, reserve + self._num_left_by_displacement)
-        while not self._take_blocks(sequence, reserve):
-            others = [other for other in self._suspended if other is not sequence]
-            if not others:
-                return False
-            self._drop_blocks(max(others, key=self._victim_key))
-        return True
-
-    def _take_blocks(self, sequence: Sequence, reserve: int) -> bool:
-        cache = self._cache
-        if sequence in self._suspended:
-            return cache.fits_rest(sequence, reserve=reserve)
-        prefix = cache.match_prefix(sequence)
-        if not cache.fits(sequence, prefix, reserve=reserve):
-            return False
-        cache.share(sequence, prefix)
-        sequence.num_computed_tokens = sequence.num_scheduled_tokens = sequence.num_full_blocks * cache.block_size
-        return True
-
-    def _start(self, sequence: Sequence, now_s: float) -> None:
-        """Make a waiting sequence, which has the blocks of what is computed of it, a running one."""
-        self._suspended.pop(sequence, None)
-        if sequence.first_scheduled_s is None:
-            sequence.first_scheduled_s = now_s
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            self.counters.num_prompt_tokens += sequence.num_prompt_tokens
-            self.counters.num_cached_tokens += sequence.num_cached_tokens
-            self.counters.num_host_tokens += min(sequence.num_host_tokens, sequence.num_cached_tokens)
-        else:
-            self.counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed_tokens)
-        sequence.status = SequenceStatus.RUNNING
-        sequence.slot = self._free_slots.pop()
-        insort(self._running, sequence, key=_order)
+            sequence = roster.next_to_start(before_level)
 
     def _launch(self, batch: Batch) -> StepPlan:
-        flight = batch.launch(self._num_plans, self._removed_slots, self._cache.take_copies())
+        flight = batch.launch(self._num_plans, self._roster.take_removed_slots(), self._cache.take_copies())
         self._num_plans += 1
-        self._removed_slots = []
         self._flights.append(flight)
         return flight.plan
 
@@ -455,7 +326,7 @@ class Scheduler:
             self._cache.settle(sequence)
         if sequence.status is SequenceStatus.FINISHED:
             if not sequence.num_in_flight:
-                self._release(sequence)
+                self._roster.release(sequence)
             return None
         if token is None:
             return None
@@ -486,29 +357,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """Take an ended sequence off the books. What it holds is given back now, or when its step in flight returns."""
         del self._sequences[sequence.request_id]
-        if sequence.status is SequenceStatus.WAITING:
-            self._waiting.remove(sequence)
-            self._suspended.pop(sequence, None)
-            self._cache.free(sequence)
-        else:
-            self._running.remove(sequence)
-            if not sequence.num_in_flight:
-                self._release(sequence)
-        sequence.status = SequenceStatus.FINISHED
-
-    def _release(self, sequence: Sequence) -> None:
-        self._cache.free(sequence)
-        self._release_slot(sequence)
-
-    def _release_slot(self, sequence: Sequence) -> None:
-        self._free_slots.append(sequence.slot)
-        self._removed_slots.append(sequence.slot)
-        sequence.slot = NO_SLOT
-        sequence.num_planned_tokens = 0
-        sequence.num_planned_blocks = 0
-
-
-_order = attrgetter("order")
+        self._roster.leave(sequence)
 
 
 def _may_yield(sequence: Sequence, batch: Batch) -> bool:
@@ -525,7 +374,3 @@ def _can_run_ahead(sequence: Sequence) -> bool:
         return sequence.num_left > 0
     num_tokens = sequence.num_tokens + sequence.num_sampling
     return num_tokens < sequence.max_num_tokens and not sequence.request.sampling.has_penalties
-
-
-def _num_not_computed(sequence: Sequence) -> int:
-    return len(sequence.token_ids) - sequence.num_computed_tokens

@@ -1,0 +1,241 @@
+"""Who runs, who waits, and what each of them holds meanwhile: the sequences of one replica, and every move of theirs.
+
+    waiting ── start ──> running ── suspend ──> waiting, with its blocks ── drop ──> waiting, without
+
+A running sequence holds a slot and blocks. Who moves, and when, is decided in scheduler.py; the place of a sequence
+among the others is queueing.py's, and which blocks it gets kv_cache_manager.py's.
+"""
+
+import logging
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from workers.kv_cache_manager import KVCacheManager
+from workers.queueing import ServingOrder, WaitingQueue
+from workers.sequence import NO_SLOT, Order, Sequence, SequenceStatus
+
+logger = logging.getLogger(__name__)
+
+_LEFT_BY_DISPLACEMENT = 0.5
+"""Fraction of the pool that stays free for those that get a slot without displacing anyone."""
+
+
+@dataclass(slots=True)
+class RosterCounters:
+    """Totals since the start, for statistics."""
+
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    """Tokens computed again after a preemption: its price."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of sequences that were scheduled a first time: the queries of the prefix cache."""
+    num_cached_tokens: int = 0
+    """Those found in the prefix cache: its hits."""
+    num_host_tokens: int = 0
+    """Of these, those that were brought back from the host."""
+
+
+class Roster:
+    """Every sequence of one replica that has not ended, and those that have and are still in a plan in flight."""
+
+    def __init__(self, cache: KVCacheManager, order: ServingOrder, *, num_slots: int) -> None:
+        self.counters = RosterCounters()
+        self.running: list[Sequence] = []
+        """In order. To read: the methods change it."""
+        self._cache = cache
+        self._order = order
+        self._num_slots = num_slots
+        self._num_left_by_displacement = int(cache.num_blocks * _LEFT_BY_DISPLACEMENT)
+        self._waiting = WaitingQueue(order)
+        self._suspended: dict[Sequence, None] = {}  # those in the queue that kept their blocks
+        self._free_slots = list(reversed(range(num_slots)))
+        self._removed_slots: list[int] = []  # given back since they were last taken
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that have not ended: first the running ones, then the queue."""
+        yield from self.running
+        yield from self._waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that wait to be computed; the one token that each decoding sequence always has is not counted."""
+        num_kept = sum(sequence.num_computed_tokens for sequence in self._suspended)
+        num_running = sum(num for sequence in self.running if (num := _num_not_computed(sequence)) > 1)
+        return self._waiting.num_tokens - num_kept + num_running
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a sequence could start without displacing another."""
+        return bool(self._free_slots)
+
+    def renew_order(self, now_s: float) -> None:
+        """Give every sequence whose place can have changed the one that it has now."""
+        self._waiting.promote(now_s)
+        if not self._order.is_fixed:
+            for sequence in self.running:
+                sequence.order = self._order.place(sequence)
+            self.running.sort(key=_order)
+
+    def enter(self, sequence: Sequence, now_s: float) -> None:
+        """Let a new sequence wait."""
+        self._waiting.push(sequence, now_s)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take out an ended sequence. It gives back what it holds; one in a plan in flight keeps it until `release`."""
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+            self._suspended.pop(sequence, None)
+            self._cache.free(sequence)
+        else:
+            self.running.remove(sequence)
+            if not sequence.num_in_flight:
+                self.release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back slot and blocks of an ended sequence."""
+        self._cache.free(sequence)
+        self._release_slot(sequence)
+
+    def take_removed_slots(self) -> list[int]:
+        """Return the slots that were given back since the last call."""
+        removed, self._removed_slots = self._removed_slots, []
+        return removed
+
+    def later_than(self, sequence: Sequence) -> list[Sequence]:
+        """Return the running sequences after this one."""
+        return self.running[self.running.index(sequence) + 1 :]
+
+    def yield_key(self, sequence: Sequence) -> tuple[int, int, Order]:
+        """Return what is largest for who gives way first: the one of the last level with the least to compute again."""
+        return (sequence.order[0], -self._cache.num_tokens_at_risk(sequence), sequence.order)
+
+    # From the queue to a slot
+
+    def next_to_start(self, before_level: float) -> Sequence | None:
+        """Return the first that waits, if it is of an earlier level and there may be a slot for it."""
+        sequence = self._waiting.peek()
+        if sequence is None or sequence.order[0] >= before_level:
+            return None
+        if self._free_slots:
+            return sequence
+        has_room = self._cache.num_free_blocks > self._num_left_by_displacement
+        has_later = bool(self.running) and self.running[-1].order[0] > sequence.order[0]
+        return sequence if has_room and has_later else None
+
+    def find_room(self, sequence: Sequence, reserve: int, *, displaces: bool) -> bool:
+        """Return whether a waiting sequence fits, `reserve` blocks left free; then it holds what of it is computed.
+
+        It takes blocks from suspended ones where it must, but not to displace another: then it leaves a part of the
+        pool free, or more and more suspended sequences would fill it and lose their blocks to each other.
+        """
+        if displaces:
+            return self._take_blocks(sequence, reserve + self._num_left_by_displacement)
+        while not self._take_blocks(sequence, reserve):
+            if not self.drop_suspended(but=sequence):
+                return False
+        return True
+
+    def start(self, sequence: Sequence, now_s: float) -> None:
+        """Give a slot to the first that waits, which holds the blocks of what is computed of it."""
+        first = self._waiting.pop(now_s)
+        assert first is sequence, "none overtakes one that has to wait"
+        self._suspended.pop(sequence, None)
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now_s
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+            self.counters.num_cached_tokens += sequence.num_cached_tokens
+            self.counters.num_host_tokens += min(sequence.num_host_tokens, sequence.num_cached_tokens)
+        else:
+            self.counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed_tokens)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.slot = self._free_slots.pop()
+        insort(self.running, sequence, key=_order)
+
+    # From a slot to the queue
+
+    def suspend(self, sequence: Sequence, now_s: float) -> None:
+        """Take the slot from a running sequence; it waits, and keeps its blocks until somebody needs them."""
+        self._cache.retract(sequence)
+        self.counters.num_preemptions += 1
+        sequence.num_preemptions += 1
+        sequence.num_lost_tokens = 0
+        self.running.remove(sequence)
+        self._release_slot(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self._suspended[sequence] = None
+        self._waiting.push(sequence, now_s)
+
+    def drop_suspended(self, *, but: Sequence | None = None) -> bool:
+        """Take the blocks from the suspended sequence that gives way first; False when there is none but `but`."""
+        others = [sequence for sequence in self._suspended if sequence is not but]
+        if others:
+            self.drop_blocks(max(others, key=self.yield_key))
+        return bool(others)
+
+    def drop_blocks(self, sequence: Sequence) -> None:
+        """Take the blocks from a suspended sequence."""
+        logger.warning(
+            "request %s preempted with %d of %d tokens computed",
+            sequence.request_id,
+            sequence.num_computed_tokens,
+            sequence.num_tokens,
+        )
+        del self._suspended[sequence]
+        self._cache.free(sequence)
+        sequence.num_lost_tokens = sequence.num_computed_tokens
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
+
+    def check_integrity(self, ended: list[Sequence]) -> None:
+        """Raise AssertionError when blocks, slots and queue contradict each other. Slow: for tests.
+
+        `ended` are those that hold a slot and blocks only because they are in a plan in flight.
+        """
+        holders = [*self.running, *ended]
+        self._cache.check_integrity([*holders, *self._suspended])
+        slots = [*self._free_slots, *(sequence.slot for sequence in holders)]
+        assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or used twice: {slots}"
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in self.running)
+        for sequence in self.running:
+            assert sequence.num_in_flight or sequence.num_scheduled_tokens == sequence.num_computed_tokens
+        for sequence in self._waiting:
+            assert sequence.status is SequenceStatus.WAITING
+            if sequence not in self._suspended:
+                assert not sequence.block_table
+                assert sequence.num_scheduled_tokens == sequence.num_computed_tokens == 0
+        assert self._suspended.keys() <= set(self._waiting), "a sequence is suspended and does not wait"
+        assert self.running == sorted(self.running, key=_order), "running sequences are not in order"
+        assert self._waiting.num_tokens == sum(sequence.num_tokens for sequence in self._waiting)
+
+    def _take_blocks(self, sequence: Sequence, reserve: int) -> bool:
+        cache = self._cache
+        if sequence in self._suspended:
+            return cache.fits_rest(sequence, reserve=reserve)
+        prefix = cache.match_prefix(sequence)
+        if not cache.fits(sequence, prefix, reserve=reserve):
+            return False
+        cache.share(sequence, prefix)
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = sequence.num_full_blocks * cache.block_size
+        return True
+
+    def _release_slot(self, sequence: Sequence) -> None:
+        self._free_slots.append(sequence.slot)
+        self._removed_slots.append(sequence.slot)
+        sequence.slot = NO_SLOT
+        sequence.num_planned_tokens = 0
+        sequence.num_planned_blocks = 0
+
+
+_order = attrgetter("order")
+
+
+def _num_not_computed(sequence: Sequence) -> int:
+    return len(sequence.token_ids) - sequence.num_computed_tokens
