@@ -45,7 +45,8 @@ class Batch:
         """Give a sequence its share; `filled` are the blocks that it makes known thereby."""
         self.shares[sequence] = num_tokens
         self.budget -= num_tokens
-        self._filled.update(dict.fromkeys(filled, sequence))
+        for block in filled:
+            self._filled[block] = sequence
 
     def start(self, sequence: Sequence) -> None:
         """Let a sequence take its slot, with the blocks in its table as a start."""
@@ -80,7 +81,7 @@ def _introduce(sequence: Sequence) -> NewSequence:
 def _plan_share(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     start = sequence.num_scheduled_tokens
     token_ids, block_table = sequence.token_ids, sequence.block_table
-    samples = num_tokens == sequence.num_left
+    samples = start + num_tokens == len(token_ids) + sequence.num_sampling
     share = ScheduledSequence(
         sequence.slot,
         start,

@@ -5,8 +5,8 @@ in parallel/kernels/base.py: T packed tokens, S sequences of the step, M entries
 layers, each of which has its own block in an entry.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta
-from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers.plan import NewSequence, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -53,25 +53,25 @@ class InputBuilder:
         self._block_size = block_size
         self._device = device
         max_entries = -(-max_context // block_size)
-        self._max_blocks = max_entries * num_groups
-        self._max_context = max_context
         # Untouched pages of zeros cost no memory.
         self._tokens = np.zeros((num_slots, max_context), np.int32)
         self._tables = np.zeros((num_slots, max_entries, num_groups), np.int32)
-        self._num_tokens = [0] * num_slots
-        self._num_blocks = [0] * num_slots
+        self._num_tokens = np.zeros(num_slots, np.int64)
+        self._num_blocks = np.zeros(num_slots, np.int64)
 
     def build(self, plan: StepPlan) -> StepInputs:
         """Apply the plan to the slots and return its tensors."""
         for new in plan.new:
             self._take_slot(new)
         shares = plan.scheduled
-        self._append(shares)
         slots = np.array([share.slot for share in shares], np.int64)
         starts = np.array([share.start for share in shares], np.int64)
         nums = np.array([share.num_tokens for share in shares], np.int64)
         samples = np.array([share.samples for share in shares], np.bool_)
-        fed = np.array([share.start + share.num_tokens > self._num_tokens[share.slot] for share in shares], np.bool_)
+        _append(self._tokens, self._num_tokens, slots, [share.new_token_ids for share in shares])
+        tables = self._tables.reshape(len(self._tables), -1)
+        _append(tables, self._num_blocks, slots, [share.new_blocks for share in shares])
+        fed = starts + nums > self._num_tokens[slots]
         return self._to_tensors(slots, starts, nums, samples, fed)
 
     def _take_slot(self, new: NewSequence) -> None:
@@ -80,29 +80,6 @@ class InputBuilder:
         self._num_tokens[new.slot] = num_tokens
         self._tables[new.slot].reshape(-1)[: self._num_blocks[new.slot]] = 0
         self._num_blocks[new.slot] = 0
-
-    def _append(self, shares: Sequence[ScheduledSequence]) -> None:
-        """Add the new tokens and blocks of all shares, each with one indexed write."""
-        token_places: list[int] = []
-        token_ids: list[int] = []
-        block_places: list[int] = []
-        blocks: list[int] = []
-        for share in shares:
-            slot = share.slot
-            if share.new_token_ids:
-                first = slot * self._max_context + self._num_tokens[slot]
-                token_places += range(first, first + len(share.new_token_ids))
-                token_ids += share.new_token_ids
-                self._num_tokens[slot] += len(share.new_token_ids)
-            if share.new_blocks:
-                first = slot * self._max_blocks + self._num_blocks[slot]
-                block_places += range(first, first + len(share.new_blocks))
-                blocks += share.new_blocks
-                self._num_blocks[slot] += len(share.new_blocks)
-        if token_places:
-            self._tokens.reshape(-1)[token_places] = token_ids
-        if block_places:
-            self._tables.reshape(-1)[block_places] = blocks
 
     def _to_tensors(
         self,
@@ -170,3 +147,14 @@ class InputBuilder:
         if self._device.type == "cuda":
             packed = packed.pin_memory().to(self._device, non_blocking=True)
         return list(torch.split(packed, [array.size for array in arrays]))
+
+
+def _append(rows: Int32Array, lengths: Int64Array, slots: Int64Array, additions: list[list[int]]) -> None:
+    """Continue the row of each slot with its addition, all by one indexed write; `lengths` is how full rows are."""
+    values = np.fromiter(chain.from_iterable(additions), np.int32)
+    if not len(values):
+        return
+    nums = np.array([len(addition) for addition in additions], np.int64)
+    firsts = lengths[slots] - np.cumsum(nums) + nums  # where a row goes on, less what is in `values` before that
+    rows[np.repeat(slots, nums), np.arange(len(values)) + np.repeat(firsts, nums)] = values
+    lengths[slots] += nums

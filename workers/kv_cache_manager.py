@@ -180,17 +180,10 @@ class KVCacheManager:
         them in the same step or a later one, and in each layer the keys and values of a step are written before any are
         read. A block that another sequence made known first stays this sequence's own copy.
         """
-        num_tokens = min(sequence.num_scheduled_tokens + num_tokens, len(sequence.token_ids))
-        first, num_full = sequence.num_known_blocks, num_tokens // self.block_size
-        if num_full <= first or not self._pool.enable_prefix_caching:
+        num_full = (sequence.num_scheduled_tokens + num_tokens) // self.block_size
+        if num_full <= sequence.num_known_blocks:  # in most steps
             return []
-        self._extend_hashes(sequence, num_full)
-        start, stop = first * self._num_groups, num_full * self._num_groups
-        blocks = sequence.block_table[start:stop]
-        for i, block in enumerate(blocks, start):
-            self._pool.commit(block, sequence.block_hashes[i // self._num_groups], i % self._num_groups)
-        sequence.num_known_blocks = num_full
-        return blocks
+        return self._make_known(sequence, min(num_full, len(sequence.token_ids) // self.block_size))
 
     def retract(self, sequence: Sequence) -> None:
         """Take back what `commit` made known and nobody computed."""
@@ -200,8 +193,11 @@ class KVCacheManager:
         sequence.num_known_blocks = min(sequence.num_known_blocks, sequence.num_full_blocks)
 
     def settle(self, sequence: Sequence) -> None:
-        """Note which blocks have been filled; give back what is out of sight."""
+        """Note which blocks have been filled; make known those left for later, give back what is out of sight."""
         num_full, first = sequence.num_computed_tokens // self.block_size, sequence.num_full_blocks
+        if num_full == first:
+            return
+        self._make_known(sequence, num_full)
         sequence.num_full_blocks = num_full
         for group, num_reached in self._sliding:
             start, stop = (max(0, num - num_reached) * self._num_groups + group for num in (first, num_full))
@@ -266,6 +262,18 @@ class KVCacheManager:
         return num_missing
 
     # The hash chain
+
+    def _make_known(self, sequence: Sequence, num_full: int) -> list[int]:
+        """Offer the full blocks to the index, as far as they have not been, and return these."""
+        if num_full <= sequence.num_known_blocks or not self._pool.enable_prefix_caching:
+            return []
+        self._extend_hashes(sequence, num_full)
+        start, stop = sequence.num_known_blocks * self._num_groups, num_full * self._num_groups
+        blocks = sequence.block_table[start:stop]
+        for i, block in enumerate(blocks, start):
+            self._pool.commit(block, sequence.block_hashes[i // self._num_groups], i % self._num_groups)
+        sequence.num_known_blocks = num_full
+        return blocks
 
     def _find(self, name: bytes, group: int) -> int | None:
         block = self._pool.lookup(name, group)
