@@ -1,12 +1,15 @@
 """From a plan to tensors: ids, positions and attention meta, out of what this rank remembers of each slot.
 
-Host state is numpy, so that a step costs a few vectorized operations however many sequences it has. Array letters as
-in parallel/kernels/base.py: T packed tokens, S sequences of the step, M entries of the longest table; G groups of
-layers, each of which has its own block in an entry.
+Host state is numpy, so that a step costs a few vectorized operations however many sequences it has. They are as few
+different ones as will do: since the last step the model's weights have pushed everything else out of the caches, and a
+function of numpy or torch that a step calls for the first time takes 20 to 100 us, not 1.
+
+Array letters as in parallel/kernels/base.py: T packed tokens, S sequences of the step, M entries of the longest table;
+G groups of layers, each of which has its own block in an entry.
 """
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -64,15 +67,17 @@ class InputBuilder:
         for new in plan.new:
             self._take_slot(new)
         shares = plan.scheduled
-        slots = np.array([share.slot for share in shares], np.int64)
-        starts = np.array([share.start for share in shares], np.int64)
-        nums = np.array([share.num_tokens for share in shares], np.int64)
-        samples = np.array([share.samples for share in shares], np.bool_)
-        _append(self._tokens, self._num_tokens, slots, [share.new_token_ids for share in shares])
         tables = self._tables.reshape(len(self._tables), -1)
-        _append(tables, self._num_blocks, slots, [share.new_blocks for share in shares])
-        fed = starts + nums > self._num_tokens[slots]
-        return self._to_tensors(slots, starts, nums, samples, fed)
+        _append(
+            self._tokens, self._num_tokens, {share.slot: share.new_token_ids for share in shares if share.new_token_ids}
+        )
+        _append(tables, self._num_blocks, {share.slot: share.new_blocks for share in shares if share.new_blocks})
+        return self._to_tensors(
+            slots=[share.slot for share in shares],
+            nums=[share.num_tokens for share in shares],
+            ends=[share.start + share.num_tokens for share in shares],
+            samples=[share.samples for share in shares],
+        )
 
     def _take_slot(self, new: NewSequence) -> None:
         num_tokens = len(new.token_ids)
@@ -81,80 +86,91 @@ class InputBuilder:
         self._tables[new.slot].reshape(-1)[: self._num_blocks[new.slot]] = 0
         self._num_blocks[new.slot] = 0
 
-    def _to_tensors(
-        self,
-        slots: Int64Array,
-        starts: Int64Array,
-        nums: Int64Array,
-        samples: npt.NDArray[np.bool_],
-        fed: npt.NDArray[np.bool_],
-    ) -> StepInputs:
-        ends, query_ends = starts + nums, np.cumsum(nums)
-        num_seqs, num_tokens = len(slots), int(query_ends[-1])
-        num_decodes = num_seqs if num_tokens == num_seqs else int(np.argmax(nums > 1))
-        if num_decodes == num_seqs:
-            positions, token_slots = starts, slots
+    def _to_tensors(self, *, slots: list[int], nums: list[int], ends: list[int], samples: list[bool]) -> StepInputs:
+        query_starts = list(accumulate(nums, initial=0))
+        slots_S, ends_S = np.array(slots, np.int64), np.array(ends, np.int64)
+        last_rows_S = np.array(query_starts[1:], np.int64) - 1
+        is_decode = max(nums) == 1
+        if is_decode:
+            slots_T, positions_T = slots_S, ends_S - 1
         else:
-            positions = np.arange(num_tokens) + np.repeat(starts - query_ends + nums, nums)
-            token_slots = np.repeat(slots, nums)
-        block_index = positions // self._block_size
-        slots_GT = self._tables[token_slots, block_index].T * np.int64(self._block_size)
-        slots_GT += positions - block_index * self._block_size
-        max_context_len = int(ends.max())
-        tables_GSM = self._tables[slots, : -(-max_context_len // self._block_size)].transpose(2, 0, 1)
-        query_starts = np.zeros(num_seqs + 1, np.int64)
-        query_starts[1:] = query_ends
-        all_sample = num_decodes == num_seqs and bool(samples.all())
-        sample_rows = np.empty(0, np.int64) if all_sample else query_ends[samples] - 1
-        sample_slots = slots[samples]
-        fed_rows, fed_slots = query_ends[fed] - 1, slots[fed]
+            slots_T = np.repeat(slots_S, nums)
+            positions_T = np.arange(len(slots_T)) + np.repeat(ends_S - 1 - last_rows_S, nums)
+        fed_S = (ends_S > self._num_tokens[slots_S]).nonzero()[0]
+        sampled_S = slice(None) if all(samples) else np.array(samples).nonzero()[0]
+        sample_slots = slots_S[sampled_S]
 
-        token_ids = self._tokens[token_slots, positions]
-        wide = self._to_device(
-            [token_ids, positions, sample_rows, fed_rows, fed_slots, sample_slots, *slots_GT], np.int64
+        token_ids, positions, sample_rows, fed_rows, fed_slots, sample_slots_device, *slot_mappings = self._to_device(
+            [
+                self._tokens[slots_T, positions_T],
+                positions_T,
+                last_rows_S[sampled_S],
+                last_rows_S[fed_S],
+                slots_S[fed_S],
+                sample_slots,
+                *self._slot_mappings(slots_T, positions_T),
+            ],
+            np.int64,
         )
-        narrow = self._to_device([query_starts, ends, *(table.reshape(-1) for table in tables_GSM)], np.int32)
-        max_query_len, query_starts_host, context_lens_host = int(nums.max()), query_starts.tolist(), ends.tolist()
+        query_starts_device, context_lens, *block_tables = self._to_device(
+            [np.array(query_starts), ends_S, *self._block_tables(slots_S, max(ends))], np.int32
+        )
         metas = [
             AttentionMeta(
-                query_starts=narrow[0],
-                context_lens=narrow[1],
-                block_tables=block_table.view(num_seqs, -1),
+                query_starts=query_starts_device,
+                context_lens=context_lens,
+                block_tables=block_table,
                 slot_mapping=slot_mapping,
-                num_decodes=num_decodes,
-                max_query_len=max_query_len,
-                max_context_len=max_context_len,
-                query_starts_host=query_starts_host,
-                context_lens_host=context_lens_host,
+                num_decodes=len(nums) if is_decode else next(i for i, num in enumerate(nums) if num > 1),
+                max_query_len=max(nums),
+                max_context_len=max(ends),
+                query_starts_host=query_starts,
+                context_lens_host=ends,
             )
-            for block_table, slot_mapping in zip(narrow[2:], wide[6:], strict=True)
+            for block_table, slot_mapping in zip(block_tables, slot_mappings, strict=True)
         ]
         return StepInputs(
-            token_ids=wide[0],
-            positions=wide[1],
+            token_ids=token_ids,
+            positions=positions,
             metas=metas,
-            sample_rows=None if all_sample else wide[2],
-            fed_rows=wide[3],
-            fed_slots=wide[4],
+            sample_rows=None if is_decode and all(samples) else sample_rows,
+            fed_rows=fed_rows,
+            fed_slots=fed_slots,
             sample_slots=sample_slots,
-            sample_slots_device=wide[5],
-            sample_positions=ends[samples],
+            sample_slots_device=sample_slots_device,
+            sample_positions=ends_S[sampled_S],
         )
 
+    def _slot_mappings(self, slots_T: Int64Array, positions_T: Int64Array) -> Int64Array:
+        """[G, T]"""
+        blocks_TG = self._tables[slots_T, positions_T // self._block_size]
+        return blocks_TG.T * np.int64(self._block_size) + positions_T % self._block_size
+
+    def _block_tables(self, slots_S: Int64Array, max_context_len: int) -> Int32Array:
+        """[G, S, M]"""
+        return self._tables[slots_S, : -(-max_context_len // self._block_size)].transpose(2, 0, 1)
+
     def _to_device(self, arrays: list[npt.NDArray[np.integer]], dtype: type[np.integer]) -> list[Tensor]:
-        """Copy the arrays in one piece: a copy to a device costs the same for few bytes as for many."""
-        packed = torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        return list(torch.split(packed, [array.size for array in arrays]))
+        """Return them as tensors. To a GPU they go in one piece: a copy costs the same for few bytes as for many."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(np.ascontiguousarray(array, dtype)) for array in arrays]
+        packed = np.concatenate([array.reshape(-1) for array in arrays], dtype=dtype, casting="unsafe")
+        sent = torch.from_numpy(packed).pin_memory().to(self._device, non_blocking=True)
+        parts = sent.split([array.size for array in arrays])
+        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-def _append(rows: Int32Array, lengths: Int64Array, slots: Int64Array, additions: list[list[int]]) -> None:
-    """Continue the row of each slot with its addition, all by one indexed write; `lengths` is how full rows are."""
-    values = np.fromiter(chain.from_iterable(additions), np.int32)
-    if not len(values):
+def _append(rows: Int32Array, lengths: Int64Array, additions: dict[int, list[int]]) -> None:
+    """Continue rows by their additions, all with one indexed write; `lengths` is how full each row is."""
+    if not additions:
         return
-    nums = np.array([len(addition) for addition in additions], np.int64)
+    values = list(chain.from_iterable(additions.values()))
+    slots = np.array(list(additions), np.int64)
+    if len(values) == len(slots):
+        rows[slots, lengths[slots]] = values
+        lengths[slots] += 1
+        return
+    nums = np.array([len(addition) for addition in additions.values()], np.int64)
     firsts = lengths[slots] - np.cumsum(nums) + nums  # where a row goes on, less what is in `values` before that
     rows[np.repeat(slots, nums), np.arange(len(values)) + np.repeat(firsts, nums)] = values
     lengths[slots] += nums

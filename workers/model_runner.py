@@ -95,7 +95,6 @@ class ModelRunner:
         """
         return self.start(self.prepare(plan))()
 
-    @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> StepWork:
         """Build the tensors of the next step."""
         return StepWork(plan=plan, inputs=self._inputs.build(plan))
