@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from parallel.errors import ConfigError
 from parallel.families.registry import describe_model
 from workers.block_pool import BlockPool
@@ -292,7 +294,7 @@ class Engine:
         logprobs = () if token.logprobs is None else (token.logprobs,)
         if token.sequence.finish is None:
             return RequestOutput(request_id=request_id, token_ids=(token.token_id,), text=text, logprobs=logprobs)
-        return replace(self._end(token.sequence, text), token_ids=(token.token_id,), logprobs=logprobs)
+        return msgspec.structs.replace(self._end(token.sequence, text), token_ids=(token.token_id,), logprobs=logprobs)
 
     def _push(self, stream: _Stream, token_id: int, now_s: float) -> str:
         """Return the text that the token made certain; end the sequence when that completes a stop string."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
+import msgspec
+
 from workers.errors import InvalidRequestError
 
 RequestId = NewType("RequestId", str)
@@ -132,8 +134,7 @@ class Finish:
     stop_token_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one step gave one request. The last output of a request has `finish` or `error`, never both."""
 
     request_id: RequestId
