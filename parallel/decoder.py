@@ -133,9 +133,7 @@ class Decoder:
         """
         x_TE = x if self._embedding is None else self._embedding(x, positions_T)
         x_TE, residual_TE = self._run(x_TE, [rotation(positions_T) for rotation in self._rotations], caches, metas)
-        if self._final_norm is None:
-            return x_TE.add_(residual_TE)
-        return self._final_norm.add(x_TE, residual_TE)[0]
+        return x_TE.add_(residual_TE) if self._final_norm is None else x_TE
 
     __call__ = forward
 
@@ -178,11 +176,13 @@ class Decoder:
     def _run_layers(
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
     ) -> tuple[Tensor, Tensor]:
+        """As `RunLayers`; on the last stage (the norm of their sum, their sum)."""
         residual_TE: Tensor | None = None
         for layer, rotation, cache, meta in zip(self._layers, self._rotation_of_layer, caches, metas, strict=True):
             x_TE, residual_TE = layer(x_TE, residual_TE, angles[rotation], cache, meta)
         assert residual_TE is not None, "every stage has a layer"
-        return x_TE, residual_TE
+        # with the layers, so that it is compiled with them
+        return (x_TE, residual_TE) if self._final_norm is None else self._final_norm.add(x_TE, residual_TE)
 
     def _key_bias(self) -> Tensor | None:
         """One table for all layers."""

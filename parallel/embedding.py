@@ -47,9 +47,9 @@ class VocabParallelEmbedding:
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         """[T] int64, each in 0 .. vocab_size - 1 -> [T, E] on every rank."""
         if self._axis.size == 1:
-            return F.embedding(token_ids_T, self._table)
+            return self._table.index_select(0, token_ids_T)
         rows_T = token_ids_T.sub(self._first - 1).clamp_(0, self._last_row)
-        return all_reduce(F.embedding(rows_T, self._table), self._axis)
+        return all_reduce(self._table.index_select(0, rows_T), self._axis)
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """The rows of this rank."""
@@ -68,7 +68,7 @@ class PositionEmbedding:
 
     def __call__(self, positions_T: Tensor) -> Tensor:
         """[T] int64 -> [T, E]."""
-        return F.embedding(positions_T, self._table_PE)
+        return self._table_PE.index_select(0, positions_T)
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """The rows of the positions that are served."""
