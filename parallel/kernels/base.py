@@ -208,7 +208,8 @@ class RunLayers(Protocol):
         caches: Sequence[LayerCache],
         metas: Sequence[AttentionMeta],
     ) -> tuple[Tensor, Tensor]:
-        """(what was added last, residual stream before it), [T, E] each; x may be overwritten.
+        """(what was added last, residual stream before it), [T, E] each; on the last stage the norm of their sum comes
+        first. x may be overwritten.
 
         Args:
             x_TE: what goes in.
