@@ -48,6 +48,7 @@ def load_decoder(
     kernels: Kernels,
     expert_parallel: bool = False,
     int8_linears: bool = False,
+    int8_cache: bool = False,
     max_context: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
@@ -60,6 +61,7 @@ def load_decoder(
         kernels: the operations that the decoder will call.
         expert_parallel: divide experts over the tensor-parallel ranks, each whole; else a part of every one to each.
         int8_linears: linear layers and the head in 8 bits (kernels/int8_linear.py).
+        int8_cache: keys and values in 8 bits (kernels/int8_cache.py), where they are not one and the same.
         max_context: serve contexts no longer than this; None: what the config says.
         progress: called with the fraction of this rank's weights read so far, from the calling thread; ends with 1.0.
 
@@ -77,6 +79,7 @@ def load_decoder(
         kernels=kernels,
         expert_parallel=expert_parallel,
         int8_linears=int8_linears,
+        int8_cache=int8_cache,
     )
     bytes_read = _load(decoder, folder, progress, lay_out=_lay_out)
     logger.info("rank %d read %d bytes of weights from %s", mesh.rank, bytes_read, folder)

@@ -49,6 +49,7 @@ class Decoder:
         kernels: Kernels,
         expert_parallel: bool = False,
         int8_linears: bool = False,
+        int8_cache: bool = False,
     ) -> None:
         check_split(
             description,
@@ -61,6 +62,7 @@ class Decoder:
         self.device = device
         self.dtype = dtype
         self.kernels = kernels
+        self._cache_dtype = torch.int8 if int8_cache else dtype
         context = LayerContext(
             axis=mesh.tp,
             kernels=kernels,
@@ -109,9 +111,10 @@ class Decoder:
         description, axis = self.description, self.mesh.tp
         latent = description.latent_kv
         if latent is not None:
-            return CacheEntry(num_heads=1, head_dim=latent.rank + latent.rotary_dim, is_key_value=True)
+            head_dim = latent.rank + latent.rotary_dim
+            return CacheEntry(num_heads=1, head_dim=head_dim, dtype=self.dtype, is_key_value=True)
         num_heads = len(kv_head_range(description.num_kv_heads, axis.rank, axis.size))
-        return CacheEntry(num_heads=num_heads, head_dim=description.head_dim)
+        return CacheEntry(num_heads=num_heads, head_dim=description.head_dim, dtype=self._cache_dtype)
 
     def forward(
         self, x: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]

@@ -12,6 +12,8 @@ class CacheConfig:
 
     block_size: int = 16
     """Tokens in a block."""
+    dtype: str = "auto"
+    """"auto" (that of the model), or "int8": keys and values in 8 bits, with a scale for each token and head (CPU)."""
     num_blocks: int | None = None
     """Blocks in the pool; None: what fits into `memory_fraction`, measured by a profiling run."""
     memory_fraction: float = 0.9
@@ -26,6 +28,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise EngineConfigError(f"block_size is {self.block_size}; allowed: at least 1")
+        if self.dtype not in ("auto", "int8"):
+            raise EngineConfigError(f"the cache's dtype is {self.dtype!r}; allowed: 'auto', 'int8'")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise EngineConfigError(f"num_blocks is {self.num_blocks}; allowed: at least 2")
         if not 0 < self.memory_fraction <= 1:

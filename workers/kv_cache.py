@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from parallel.decoder import Decoder
+from parallel.description import DecoderDescription
 from parallel.device.base import Device
 from parallel.host_memory import use_huge_pages
 from parallel.kernels.base import LayerCache
+from parallel.kernels.int8_cache import SCALE_BYTES
 from workers.config import CacheConfig
 from workers.errors import EngineConfigError
 
@@ -20,9 +22,30 @@ logger = logging.getLogger(__name__)
 MIN_BLOCKS = 2
 
 
+def check_dtype(config: CacheConfig, description: DecoderDescription, device: torch.device) -> None:
+    """Raises EngineConfigError when this model on this device cannot have a cache of that dtype."""
+    if config.dtype != "int8":
+        return
+    if device.type != "cpu":
+        raise EngineConfigError(
+            f"the cache's dtype is 'int8' on {device.type}; allowed there: 'auto'. On a CPU it is allowed: the kernels "
+            "for CUDA do not have it yet"
+        )
+    if description.latent_kv is not None:
+        raise EngineConfigError(
+            "the cache's dtype is 'int8', and the model keeps latents that are keys and values in one; allowed: 'auto'"
+        )
+    if config.block_size * description.head_dim % SCALE_BYTES:
+        raise EngineConfigError(
+            f"the cache's dtype is 'int8', block_size {config.block_size} and the size of a head "
+            f"{description.head_dim}; allowed: a product that is a multiple of {SCALE_BYTES}, for the scales that follow"
+        )
+
+
 def block_bytes(decoder: Decoder, block_size: int) -> int:
     """Return what one block takes on this rank, in all its planes: as much as one layer in each."""
-    return _num_planes(decoder) * block_size * decoder.cache_entry.num_elements * decoder.dtype.itemsize
+    entry = decoder.cache_entry
+    return _num_planes(decoder) * block_size * entry.num_elements * entry.dtype.itemsize
 
 
 def num_blocks_within(*, total_bytes: int, memory_fraction: float, peak_bytes: int, block_bytes: int) -> int:
@@ -80,10 +103,11 @@ def num_host_blocks(config: CacheConfig, decoder: Decoder) -> int:
 
 def allocate_planes(decoder: Decoder, *, num_blocks: int, block_size: int) -> Tensor:
     """Return the memory of this rank's blocks, [planes, elements], zeroed. On a CPU untouched blocks cost no memory."""
-    shape = (_num_planes(decoder), num_blocks * block_size * decoder.cache_entry.num_elements)
+    entry = decoder.cache_entry
+    shape = (_num_planes(decoder), num_blocks * block_size * entry.num_elements)
     if decoder.device.type == "cpu":
-        return lazy_zeros(shape, decoder.dtype)
-    return torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        return lazy_zeros(shape, entry.dtype)
+    return torch.zeros(shape, dtype=entry.dtype, device=decoder.device)
 
 
 def lay_out_caches(decoder: Decoder, planes: Tensor, *, block_size: int) -> list[LayerCache]:

@@ -33,11 +33,13 @@ from parallel.checkpoint import load_decoder
 from parallel.device.base import Device
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
+from parallel.families.registry import describe_model
 from parallel.kernels.select import select_kernels
 from parallel.mesh import Mesh
 from workers.config import EngineConfig
 from workers.errors import EngineConfigError, GroupFailedError
 from workers.executor import Executor, GroupExecutor, LocalExecutor, explain
+from workers.kv_cache import check_dtype
 from workers.model_runner import ModelRunner
 from workers.stats import RankStats
 from workers.transport import LeaderLink, RankLink
@@ -228,6 +230,7 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
     folder = Path(config.model)
     device: Device = select_device(config.device, _local_rank(mesh.rank))
     dtype = resolve_dtype(config.dtype, folder, device)
+    check_dtype(config.cache, describe_model(folder), device.torch_device)
     decoder = load_decoder(
         folder,
         mesh=mesh,
@@ -236,6 +239,7 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
         kernels=select_kernels(device.torch_device, dtype),
         expert_parallel=config.parallel.expert_parallel,
         int8_linears=config.quantization == "int8",
+        int8_cache=config.cache.dtype == "int8",
         max_context=config.max_context,
         progress=progress,
     )

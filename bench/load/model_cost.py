@@ -84,7 +84,7 @@ class ModelCost:
             head_elements=head,
             expert_share=0.0 if moe is None else moe.num_chosen / moe.num_experts,
             windows=description.sliding_windows,
-            kv_bytes=decoder.cache_entry.num_elements * dtype.itemsize,
+            kv_bytes=decoder.cache_entry.num_elements * decoder.cache_entry.dtype.itemsize,
             attention_flops=4 * description.num_heads * description.head_dim,
         )
 

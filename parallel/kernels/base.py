@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from parallel.description import Activation
+from parallel.kernels.int8_cache import SCALE_BYTES, lay_out_half
 
 
 class LayerCache(NamedTuple):
@@ -25,6 +27,9 @@ class LayerCache(NamedTuple):
 
     k_BPKH: Tensor  # noqa: N815
     v_BPKH: Tensor  # noqa: N815
+    k_scale_BPK: Tensor | None = None  # noqa: N815
+    """float32: what the integers of a token's head are multiplied by (int8_cache.py); None: keys are numbers."""
+    v_scale_BPK: Tensor | None = None  # noqa: N815
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +38,23 @@ class CacheEntry:
 
     num_heads: int
     head_dim: int
+    dtype: torch.dtype
+    """Of the memory; int8: integers and their scales, as int8_cache.py says."""
     is_key_value: bool = False
     """Keys are their own values, and stored once."""
 
     @property
     def num_elements(self) -> int:
-        """Numbers to store."""
-        return self.num_heads * self.head_dim * (1 if self.is_key_value else 2)
+        """Elements of memory to store a token."""
+        head_size = self.head_dim + SCALE_BYTES if self.dtype is torch.int8 else self.head_dim
+        return self.num_heads * head_size * (1 if self.is_key_value else 2)
 
     def lay_out(self, memory: Tensor, block_size: int) -> LayerCache:
         """The cache of one layer in a flat tensor of num_blocks * block_size * num_elements."""
+        if self.dtype is torch.int8:
+            halves = [lay_out_half(half, block_size, self.num_heads, self.head_dim) for half in memory.chunk(2)]
+            (keys, key_scales), (values, value_scales) = halves
+            return LayerCache(keys, values, key_scales, value_scales)
         shape = -1, block_size, self.num_heads, self.head_dim
         if self.is_key_value:
             keys = memory.view(shape)

@@ -2,6 +2,8 @@
 
 What a step's sequences look like is planned once and shared by its layers; nothing here knows linear layers or norms.
 
+What is in 8 bits (int8_cache.py) becomes numbers of the model's dtype when it is gathered.
+
 Decodes are sorted by length and put into groups of about the same length, small enough that what is gathered is still
 in the core's cache when it is read. The query heads that share a key-value head become rows of one product, so each
 key and value is read once. Keys are gathered token by token, so nothing past the context is ever touched.
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.int8_cache import split_slots
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -37,10 +40,17 @@ class _Gather:
         self._slots = slots
         self.keys, self.values = (half[: len(slots) * shape[0] * shape[1]].view(-1, *shape) for half in workspace)
 
-    def __call__(self, keys: Tensor, values: Tensor) -> None:
-        """Fill `self.keys` and `self.values`, good until the next gather, from a layer's cache flattened to slots."""
-        torch.index_select(keys, 0, self._slots, out=self.keys)
-        torch.index_select(values, 0, self._slots, out=self.values)
+    def __call__(self, cache: LayerCache) -> None:
+        """Fill `self.keys` and `self.values`, good until the next gather, from a layer's cache."""
+        self._copy(self.keys, cache.k_BPKH, cache.k_scale_BPK)
+        self._copy(self.values, cache.v_BPKH, cache.v_scale_BPK)
+
+    def _copy(self, out: Tensor, half_BPKH: Tensor, scale_BPK: Tensor | None) -> None:
+        if scale_BPK is None:
+            torch.index_select(half_BPKH.flatten(0, 1), 0, self._slots, out=out)
+        else:
+            place = split_slots(self._slots, half_BPKH)
+            torch.mul(half_BPKH[place], scale_BPK[place].unsqueeze(-1), out=out)
 
 
 @dataclass(slots=True)
@@ -100,38 +110,44 @@ class CpuPagedAttention:
         """See `Kernels.attention`."""
         if params.soft_cap is not None:
             raise ValueError(f"soft_cap is {params.soft_cap}; this kernel allows: None")
-        plan = self._plan(cache, meta, params.sliding_window)
-        keys, values = cache.k_BPKH.flatten(0, 1), cache.v_BPKH.flatten(0, 1)
+        plan = self._plan(q_TNH.dtype, cache, meta, params.sliding_window)
         if not plan.chunks:
-            return _attend_decodes(q_TNH, keys, values, plan, params.scale)
+            return _attend_decodes(q_TNH, cache, plan, params.scale)
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
         if plan.groups:
             num = plan.num_decodes
-            out_TNH[:num] = _attend_decodes(q_TNH[:num], keys, values, plan, params.scale)
+            out_TNH[:num] = _attend_decodes(q_TNH[:num], cache, plan, params.scale)
         for chunk in plan.chunks:
-            _attend_chunk(q_TNH, out_TNH, keys, values, chunk, params.scale)
+            _attend_chunk(q_TNH, out_TNH, cache, chunk, params.scale)
         return out_TNH
 
     def attend_chunks(
         self, q_TNH: Tensor, out_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams
     ) -> None:
         """Fill the rows of the sequences that are no decodes; as `Kernels.attention` otherwise."""
-        keys, values = cache.k_BPKH.flatten(0, 1), cache.v_BPKH.flatten(0, 1)
-        for chunk in self._plan(cache, meta, params.sliding_window, has_decodes=False).chunks:
-            _attend_chunk(q_TNH, out_TNH, keys, values, chunk, params.scale)
+        for chunk in self._plan(q_TNH.dtype, cache, meta, params.sliding_window, has_decodes=False).chunks:
+            _attend_chunk(q_TNH, out_TNH, cache, chunk, params.scale)
 
-    def _plan(self, cache: LayerCache, meta: AttentionMeta, window: int | None, *, has_decodes: bool = True) -> _Plan:
+    def _plan(
+        self,
+        dtype: torch.dtype,
+        cache: LayerCache,
+        meta: AttentionMeta,
+        window: int | None,
+        *,
+        has_decodes: bool = True,
+    ) -> _Plan:
         if meta.query_starts is not self._step:  # shared by all metas of a step
             self._step = meta.query_starts
             self._plans.clear()
         key = (id(meta), window, has_decodes, cache.k_BPKH.shape)
         if key not in self._plans:  # the meta is kept with its plan, so that no other one gets its id
-            self._plans[key] = meta, _Planner(cache, meta, window, self._workspace).plan(has_decodes=has_decodes)
+            self._plans[key] = meta, _Planner(dtype, cache, meta, window, self._workspace).plan(has_decodes=has_decodes)
         return self._plans[key][1]
 
-    def _workspace(self, cache: LayerCache, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def _workspace(self, dtype: torch.dtype, cache: LayerCache, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Room for the keys and the values of this many tokens, at least."""
-        dtype, token_size = cache.k_BPKH.dtype, cache.k_BPKH.shape[2:].numel()
+        token_size = cache.k_BPKH.shape[2:].numel()
         workspace = self._workspaces.get(dtype)
         if workspace is None or len(workspace[0]) < num_tokens * token_size:
             # kept, so that its pages are faulted in once; half as much again, so that a growing context seldom grows it
@@ -140,16 +156,16 @@ class CpuPagedAttention:
         return workspace
 
 
-def _attend_decodes(q_SNH: Tensor, keys: Tensor, values: Tensor, plan: _Plan, scale: float) -> Tensor:
+def _attend_decodes(q_SNH: Tensor, cache: LayerCache, plan: _Plan, scale: float) -> Tensor:
     """[S, N, H] -> the same; query heads of one key-value head are rows of one product: [S, K, N // K, H]."""
     num_sequences, num_heads, head_dim = q_SNH.shape
-    num_kv_heads = keys.shape[1]
+    num_kv_heads = cache.k_BPKH.shape[2]
     if plan.order is not None:
         q_SNH = q_SNH.index_select(0, plan.order[0])
     parts = q_SNH.view(num_sequences, num_kv_heads, num_heads // num_kv_heads, head_dim).split(plan.group_sizes)
     results = []
     for q_SKGH, group in zip(parts, plan.groups, strict=True):
-        group.gather(keys, values)
+        group.gather(cache)
         results.append(
             F.scaled_dot_product_attention(q_SKGH, group.keys, group.values, attn_mask=group.mask, scale=scale)
         )
@@ -158,9 +174,9 @@ def _attend_decodes(q_SNH: Tensor, keys: Tensor, values: Tensor, plan: _Plan, sc
     return out_SNH if plan.order is None else out_SNH.index_select(0, plan.order[1])
 
 
-def _attend_chunk(q_TNH: Tensor, out_TNH: Tensor, keys: Tensor, values: Tensor, chunk: _Chunk, scale: float) -> None:
-    chunk.gather(keys, values)
-    shares_heads = q_TNH.shape[1] != keys.shape[1]
+def _attend_chunk(q_TNH: Tensor, out_TNH: Tensor, cache: LayerCache, chunk: _Chunk, scale: float) -> None:
+    chunk.gather(cache)
+    shares_heads = q_TNH.shape[1] != cache.k_BPKH.shape[2]
     for block in chunk.blocks:
         result_1NTH = F.scaled_dot_product_attention(
             q_TNH[block.start : block.stop].transpose(0, 1).unsqueeze(0),
@@ -179,20 +195,21 @@ class _Planner:
 
     def __init__(
         self,
+        dtype: torch.dtype,
         cache: LayerCache,
         meta: AttentionMeta,
         window: int | None,
-        workspace: Callable[[LayerCache, int], tuple[Tensor, Tensor]],
+        workspace: Callable[[torch.dtype, LayerCache, int], tuple[Tensor, Tensor]],
     ) -> None:
         self._meta = meta
         self._window = window
-        self._dtype = cache.k_BPKH.dtype
+        self._dtype = dtype
         self._block_size, num_kv_heads, head_dim = cache.k_BPKH.shape[1:]
         self._token_shape = num_kv_heads, head_dim
-        self._token_bytes = 2 * num_kv_heads * head_dim * cache.k_BPKH.element_size()
+        self._token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
         chunk_contexts = meta.context_lens_host[meta.num_decodes :]
         most = max(_GROUP_BYTES // self._token_bytes, *meta.context_lens_host[: meta.num_decodes], *chunk_contexts, 1)
-        self._workspace = workspace(cache, most)
+        self._workspace = workspace(dtype, cache, most)
 
     def plan(self, *, has_decodes: bool) -> _Plan:
         """The plan, of the decodes too or of the chunks only."""

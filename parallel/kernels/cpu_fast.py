@@ -107,6 +107,9 @@ class CpuKernels:
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
         """See `Kernels.write_cache`."""
+        if cache.k_scale_BPK is not None:
+            self._reference.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
+            return
         cache.k_BPKH.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKH)
         cache.v_BPKH.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKH)
 

@@ -68,7 +68,7 @@ class NativeCpuKernels:
         self._chunks = CpuPagedAttention()
         self._params: dict[int, tuple[AttentionParams, LayerParams]] = {}
         self._step: Tensor | None = None
-        self._layouts: dict[tuple[int, int, int, torch.Size], tuple[AttentionMeta, StepLayout]] = {}
+        self._layouts: dict[tuple[int, int, int, torch.Size, torch.dtype], tuple[AttentionMeta, StepLayout]] = {}
 
     @classmethod
     def build(cls) -> "NativeCpuKernels":
@@ -165,14 +165,17 @@ class NativeCpuKernels:
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
         """See `Kernels.write_cache`."""
         operations = self._operations.get(k_TKH.dtype)
-        if operations is None or not (_has_dense_heads(k_TKH) and _has_dense_heads(v_TKH) and _is_dense(cache)):
+        num_tokens, num_kv_heads, head_dim = k_TKH.shape
+        is_int8 = cache.k_scale_BPK is not None
+        is_known = _has_dense_heads(k_TKH) and _has_dense_heads(v_TKH) and _is_dense(cache)
+        if operations is None or not is_known or (is_int8 and head_dim % LANES):
             self._torch.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
             return
-        num_tokens, num_kv_heads, head_dim = k_TKH.shape
-        operations.write_cache(
+        block_size = cache.k_BPKH.shape[1]
+        sizes = (block_size, num_kv_heads, head_dim) if is_int8 else (num_kv_heads * head_dim,)
+        (operations.write_cache_int8 if is_int8 else operations.write_cache)(
             *(cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr(), k_TKH.data_ptr(), v_TKH.data_ptr()),
-            *(k_TKH.stride(0), v_TKH.stride(0), slot_mapping_T.data_ptr(), num_tokens, num_kv_heads * head_dim),
-            self._num_threads,
+            *(k_TKH.stride(0), v_TKH.stride(0), slot_mapping_T.data_ptr(), num_tokens, *sizes, self._num_threads),
         )
         self._recorder.note(Tape.write_cache, k_TKH, v_TKH, cache)
 
@@ -184,7 +187,7 @@ class NativeCpuKernels:
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         self._recorder.note(Tape.attention, out_TNH, q_TNH, cache, self._layer_params(params))
         num_sequences = len(meta.context_lens_host)
-        has_tiles = operations.has_matrix_tiles(q_TNH.shape[2])
+        has_tiles = operations.has_matrix_tiles(q_TNH.shape[2], cache.k_scale_BPK is not None)
         if meta.num_decodes < num_sequences and params.is_plain and not has_tiles and self._recorder.tape is None:
             # torch's blocked kernel is faster than vectors for long chunks
             self._chunks.attend_chunks(q_TNH, out_TNH, cache, meta, params)
@@ -233,7 +236,7 @@ class NativeCpuKernels:
         if meta.query_starts is not self._step:  # shared by all metas of a step
             self._step = meta.query_starts
             self._layouts.clear()
-        key = (id(meta), num_heads, num_sequences, cache.k_BPKH.shape)
+        key = (id(meta), num_heads, num_sequences, cache.k_BPKH.shape, cache.k_BPKH.dtype)
         if key not in self._layouts:
             _, block_size, num_kv_heads, head_dim = cache.k_BPKH.shape
             layout = StepLayout(
@@ -247,6 +250,7 @@ class NativeCpuKernels:
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 num_threads=self._num_threads,
+                is_int8=cache.k_scale_BPK is not None,
             )
             self._layouts[key] = meta, layout  # the meta is kept, so that no other one gets its id
         return self._layouts[key][1]
@@ -282,7 +286,7 @@ class RowLinear:
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
         num_out, num_in = self._weight_OI.shape
-        has_tiles, most_rows = self._operations.has_matrix_tiles(num_in), self._operations.most_rows
+        has_tiles, most_rows = self._operations.has_matrix_tiles(num_in, False), self._operations.most_rows
         if not has_tiles and len(x_TI) > most_rows:
             return F.linear(x_TI, self._weight_OI)
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
@@ -301,4 +305,7 @@ def _has_dense_heads(x_TNH: Tensor) -> bool:
 
 
 def _is_dense(cache: LayerCache) -> bool:
+    """The halves lie as `CacheEntry.lay_out` lays them out; what is in 8 bits always does."""
+    if cache.k_scale_BPK is not None:
+        return True
     return cache.k_BPKH.is_contiguous() and cache.v_BPKH.is_contiguous()

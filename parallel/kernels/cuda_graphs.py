@@ -74,7 +74,7 @@ class GraphedLayers:
 
     def _follow(self, caches: Sequence[LayerCache]) -> None:
         """Drop all graphs where the caches are others than before."""
-        places = [(tensor.data_ptr(), tensor.shape) for cache in caches for tensor in cache]
+        places = [(tensor.data_ptr(), tensor.shape) for cache in caches for tensor in cache[:2]]
         if places != self._places:
             self._places = places
             self._graphs.clear()

@@ -14,6 +14,7 @@ from torch import Tensor
 from parallel.activation import activation_function
 from parallel.description import Activation
 from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
+from parallel.kernels.int8_cache import write_half
 from parallel.kernels.int8_linear import Int8Linear
 
 
@@ -124,6 +125,10 @@ class ReferenceKernels:
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
         """Store each token's key and value at its slot."""
+        if cache.k_scale_BPK is not None and cache.v_scale_BPK is not None:
+            write_half(k_TKH, cache.k_BPKH, cache.k_scale_BPK, slot_mapping_T)
+            write_half(v_TKH, cache.v_BPKH, cache.v_scale_BPK, slot_mapping_T)
+            return
         cache.k_BPKH.view(-1, *k_TKH.shape[1:]).index_copy_(0, slot_mapping_T, k_TKH)
         cache.v_BPKH.view(-1, *v_TKH.shape[1:]).index_copy_(0, slot_mapping_T, v_TKH)
 
@@ -143,10 +148,16 @@ class ReferenceKernels:
             first_block = _first_seen(context_len - (stop - start), params) // block_size
             first_key = first_block * block_size
             table = meta.block_tables[sequence, first_block : -(-context_len // block_size)]
-            k_CKH = cache.k_BPKH[table].flatten(0, 1)[: context_len - first_key]
-            v_CKH = cache.v_BPKH[table].flatten(0, 1)[: context_len - first_key]
+            k_CKH = _read(cache.k_BPKH, cache.k_scale_BPK, table)[: context_len - first_key]
+            v_CKH = _read(cache.v_BPKH, cache.v_scale_BPK, table)[: context_len - first_key]
             out_TNH[start:stop] = _attend(q_TNH[start:stop], k_CKH, v_CKH, first_key, params)
         return out_TNH
+
+
+def _read(half_BPKH: Tensor, scale_BPK: Tensor | None, table: Tensor) -> Tensor:
+    """What the tokens of these blocks have, float32 where they are in 8 bits."""
+    numbers = half_BPKH[table] if scale_BPK is None else half_BPKH[table] * scale_BPK[table].unsqueeze(-1)
+    return numbers.flatten(0, 1)
 
 
 def _rotate(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

@@ -9,13 +9,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
+#include "attention_products_int8.h"
 #include "attention_tiles.h"
+#include "cache_int8.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -43,6 +46,7 @@ struct StepLayout {
     int32_t num_kv_heads;
     int32_t head_dim;  // a multiple of LANES
     int32_t num_threads;
+    int32_t is_int8;  // keys and values are as cache_int8.h says, else of the type of queries
 };
 
 constexpr int PARTITION = 256;     // tokens
@@ -50,9 +54,15 @@ constexpr int TILE_QUERIES = 8;    // tokens of a chunk whose rows share what is
 constexpr int SHARED_QUERIES = 32; // sequences that share what is read
 constexpr int MATRIX_ROWS = 128;   // rows of a chunk that share what is packed for matrix tiles
 
-// Whether the CPU multiplies these by matrix tiles.
-template <class T>
+constexpr int LEAST_TILE_ROWS = 4; // from which on a cache in 8 bits is packed for matrix tiles
+
+// Whether the CPU multiplies these by matrix tiles; C: what the cache holds.
+template <class T, class C = T>
 bool has_matrix_tiles(int head_dim) {
+#ifdef WEFT_HAS_INT8_TILES
+    if (sizeof(C) == 1) return head_dim % int8::STEP == 0 && may_use_tiles();
+#endif
+    if (sizeof(C) == 1) return false;
 #ifdef WEFT_HAS_AMX
     return sizeof(T) == 2 && head_dim % PANEL == 0 && may_use_tiles();
 #else
@@ -60,13 +70,13 @@ bool has_matrix_tiles(int head_dim) {
 #endif
 }
 
-template <class T>
+template <class T, class C = T>
 struct Tensors {
     T* out;  // [T, heads, head_dim], dense
     const T* q;
     int64_t q_token_stride;  // elements; heads are dense
-    const T* keys;           // [blocks, block_size, kv heads, head_dim], dense
-    const T* values;
+    const C* keys;           // [blocks, block_size, kv heads, head_dim], dense; int8_t: as cache_int8.h says
+    const C* values;
 };
 
 inline Floats soft_capped(Floats x, float cap) {
@@ -110,6 +120,20 @@ inline Floats multiply(const BFloat16* q, const BFloat16* key, int runtime_head_
     return total;
 }
 
+template <int HEAD_DIM, class T>
+inline Floats multiply(const T* q, const int8_t* key, int runtime_head_dim) {
+    const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
+    Floats total = load(key) * load(q);
+    for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
+    return total;
+}
+
+// Multiplies what each row has of some tokens by a number of each token.
+inline void scale_tokens(float* rows, int64_t stride, int num_rows, const float* scales, int num_tokens) {
+    for (int row = 0; row < num_rows; row++)
+        for (int token = 0; token < num_tokens; token++) rows[row * stride + token] *= scales[token];
+}
+
 // The hardware does not foresee where the next tokens of a head lie.
 template <class T>
 void prefetch(const T* heads, int64_t token_stride, int head_dim) {
@@ -119,8 +143,8 @@ void prefetch(const T* heads, int64_t token_stride, int head_dim) {
 
 // Scores of num_rows rows of q with the keys of num_tokens <= LANES tokens. Writes LANES scores a row; only the first
 // num_tokens mean something. HEAD_DIM 0: not known when compiled.
-template <int HEAD_DIM, class T>
-void score_keys(const T* keys, int64_t token_stride, int num_tokens, const T* next_keys, const T* q, int num_rows,
+template <int HEAD_DIM, class T, class C>
+void score_keys(const C* keys, int64_t token_stride, int num_tokens, const C* next_keys, const T* q, int num_rows,
                 int head_dim, float scale, float* scores, int64_t scores_stride) {
     for (int row = 0; row < num_rows; row++) {
         Floats products[LANES];
@@ -389,18 +413,22 @@ class AttentionPlan {
     const bool has_tiles_;
 };
 
-template <class T>
+template <class T, class C = T>
 class PagedAttention {
   public:
-    PagedAttention(const Tensors<T>& tensors, const StepLayout& layout, const LayerParams& params, AttentionPlan& plan)
+    PagedAttention(const Tensors<T, C>& tensors, const StepLayout& layout, const LayerParams& params, AttentionPlan& plan)
         : tensors_(tensors), layout_(layout), params_(params), plan_(plan), queries_{layout, params.window},
-          group_(layout.num_heads / layout.num_kv_heads), token_stride_(int64_t(layout.num_kv_heads) * layout.head_dim) {}
+          group_(layout.num_heads / layout.num_kv_heads), token_stride_(int64_t(layout.num_kv_heads) * layout.head_dim),
+          blocks_{layout.block_size, layout.num_kv_heads, layout.head_dim},
+          block_stride_(IS_INT8 ? blocks_.stride() : blocks_.num_integers()) {}
 
     void run(Team& team) {
         team.for_each(int64_t(plan_.tiles.size()), [this](int64_t item) { compute(plan_.tiles[item]); });
     }
 
   private:
+    static constexpr bool IS_INT8 = sizeof(C) == 1;
+
     // Rows of a tile are ordered by key-value head, then query, then query head of the group.
     void compute(const Tile& tile) {
         Scratch& scratch = Scratch::of_this_thread();
@@ -476,8 +504,16 @@ class PagedAttention {
     }
 
     void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
+#ifdef WEFT_HAS_INT8
+        if constexpr (IS_INT8)
+            if (layout_.head_dim % int8::STEP == 0) {
+                const int num_rows = tile.num_kv_heads * tile.num_queries * group_;
+                float* scores = scratch.scores.room(size_t(num_rows) * (PARTITION + LANES));
+                return attend_integers(tile, partition, q, scores, running, totals);
+            }
+#endif
 #ifdef WEFT_HAS_AMX
-        if constexpr (sizeof(T) == 2)
+        if constexpr (sizeof(T) == 2 && !IS_INT8)
             if (has_matrix_tiles<T>(layout_.head_dim))
                 return attend_by_tiles(tile, partition, q, scratch, running, totals);
 #endif
@@ -499,20 +535,26 @@ class PagedAttention {
         float* scores = scratch.scores.room(size_t(num_rows) * scores_stride);
 
         for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int num_tokens) {
-            for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim)
+            for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
+                float* const of_head = scores + head * rows_a_head * scores_stride + token;
                 score_keys<HEAD_DIM>(tensors_.keys + offset, token_stride_, num_tokens,
                                      next < 0 ? nullptr : tensors_.keys + next + head * head_dim,
                                      q + size_t(head) * rows_a_head * head_dim, rows_a_head, head_dim, params_.scale,
-                                     scores + head * rows_a_head * scores_stride + token, scores_stride);
+                                     of_head, scores_stride);
+                if constexpr (IS_INT8)
+                    scale_tokens(of_head, scores_stride, rows_a_head, scales(tensors_.keys, tile, begin + token, head), num_tokens);
+            }
         });
         for (int row = 0; row < num_rows; row++) running[row] = soften_row(tile, row, begin, end, scores + row * scores_stride);
         std::fill(totals, totals + size_t(num_rows) * head_dim, 0.0f);
         for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int num_tokens) {
             for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
                 if (next >= 0) prefetch(tensors_.values + next + head * head_dim, token_stride_, head_dim);
-                const float* weights = scores + head * rows_a_head * scores_stride + token;
+                float* const weights = scores + head * rows_a_head * scores_stride + token;
+                if constexpr (IS_INT8)
+                    scale_tokens(weights, scores_stride, rows_a_head, scales(tensors_.values, tile, begin + token, head), num_tokens);
                 float* to = totals + size_t(head) * rows_a_head * head_dim;
-                const T* values = tensors_.values + offset;
+                const C* values = tensors_.values + offset;
                 if (head_dim % (4 * LANES) == 0)
                     add_values_to_rows<4>(values, token_stride_, num_tokens, weights, scores_stride, to, rows_a_head, head_dim);
                 else
@@ -628,6 +670,9 @@ class PagedAttention {
         for (; i < num_tokens; i++) offsets[i] = offsets[end - begin - 1];
     }
 
+    // As attend_partition, by integers: attention_int8.h.
+    void attend_integers(const Tile& tile, int partition, const T* q, float* scores, Running* running, float* totals);
+
     Running soften_row(const Tile& tile, int row, int begin, int end, float* scores) const {
         const int query = tile.first_query + row / group_ % tile.num_queries;
         const int head = (tile.first_kv_head + row / (group_ * tile.num_queries)) * group_ + row % group_;
@@ -652,9 +697,18 @@ class PagedAttention {
 
     // Where the first of the tile's heads of a token begins in keys and values.
     int64_t place(const Tile& tile, int token) const {
-        const int32_t* table = layout_.block_tables + tile.sequence * layout_.table_stride;
-        const int64_t slot = int64_t(table[token / layout_.block_size]) * layout_.block_size + token % layout_.block_size;
-        return slot * token_stride_ + int64_t(tile.first_kv_head) * layout_.head_dim;
+        return block_of(tile, token) * block_stride_ + token % layout_.block_size * token_stride_ +
+               int64_t(tile.first_kv_head) * layout_.head_dim;
+    }
+
+    int64_t block_of(const Tile& tile, int token) const {
+        return layout_.block_tables[tile.sequence * layout_.table_stride + token / layout_.block_size];
+    }
+
+    // Of a half in 8 bits, the scales of one of the tile's heads from a token on; those of the next head lie block_size further.
+    const float* scales(const C* half, const Tile& tile, int token, int head = 0) const {
+        const C* const of_block = half + block_of(tile, token) * block_stride_ + blocks_.num_integers();
+        return reinterpret_cast<const float*>(of_block) + (tile.first_kv_head + head) * layout_.block_size + token % layout_.block_size;
     }
 
     void write(const Tile& tile, const Running* running, const float* totals) const {
@@ -680,13 +734,35 @@ class PagedAttention {
     }
 
     static constexpr int ROOM = 32;  // rows past the last that matrix tiles may touch
-    const Tensors<T> tensors_;
+    const Tensors<T, C> tensors_;
     const StepLayout& layout_;
     const LayerParams& params_;
     AttentionPlan& plan_;
     const Queries queries_;
     const int group_;
     const int64_t token_stride_;
+    const Int8Blocks blocks_;
+    const int64_t block_stride_;
 };
 
+// Whether a step's chunks are multiplied by matrix tiles.
+template <class T>
+bool chunks_by_tiles(const StepLayout& layout) {
+    return layout.is_int8 ? has_matrix_tiles<T, int8_t>(layout.head_dim) : has_matrix_tiles<T>(layout.head_dim);
+}
+
+// One layer, whatever its cache holds.
+template <class T>
+void attend(T* out, const T* q, int64_t q_token_stride, const void* keys, const void* values, const StepLayout& layout,
+            const LayerParams& params, AttentionPlan& plan, Team& team) {
+    if (layout.is_int8) {
+        const Tensors<T, int8_t> tensors{out, q, q_token_stride, static_cast<const int8_t*>(keys), static_cast<const int8_t*>(values)};
+        return PagedAttention<T, int8_t>(tensors, layout, params, plan).run(team);
+    }
+    const Tensors<T> tensors{out, q, q_token_stride, static_cast<const T*>(keys), static_cast<const T*>(values)};
+    PagedAttention<T>(tensors, layout, params, plan).run(team);
+}
+
 }  // namespace weft
+
+#include "attention_int8.h"

@@ -4,6 +4,7 @@
 // Pointers are to dense rows unless a stride (in elements) says otherwise. Nothing here checks its arguments.
 
 #include "attention.h"
+#include "cache_int8.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "matrix.h"
@@ -21,13 +22,15 @@ using namespace weft;
 #define DEFINE(NAME, T)                                                                                                 \
     EXPORT void weft_attention_##NAME(void* out, const void* q, int64_t q_token_stride, const void* keys,               \
                                       const void* values, const StepLayout* layout, const LayerParams* params) {        \
-        const Tensors<T> tensors{static_cast<T*>(out), static_cast<const T*>(q), q_token_stride,                        \
-                                 static_cast<const T*>(keys), static_cast<const T*>(values)};                           \
-        AttentionPlan plan(*layout, params->window, has_matrix_tiles<T>(layout->head_dim));                             \
-        PagedAttention<T> attention(tensors, *layout, *params, plan);                                                   \
-        on_team(layout->num_threads, 1, [&](Team& team) { attention.run(team); });                                      \
+        AttentionPlan plan(*layout, params->window, chunks_by_tiles<T>(*layout));                                       \
+        on_team(layout->num_threads, 1, [&](Team& team) {                                                               \
+            attend(static_cast<T*>(out), static_cast<const T*>(q), q_token_stride, keys, values, *layout, *params, plan,\
+                   team);                                                                                               \
+        });                                                                                                             \
     }                                                                                                                   \
-    EXPORT int weft_has_matrix_tiles_##NAME(int head_dim) { return has_matrix_tiles<T>(head_dim); }                     \
+    EXPORT int weft_has_matrix_tiles_##NAME(int head_dim, int is_int8) {                                                \
+        return is_int8 ? has_matrix_tiles<T, int8_t>(head_dim) : has_matrix_tiles<T>(head_dim);                         \
+    }                                                                                                                   \
     EXPORT void weft_multiply_rows_##NAME(float* out, const void* x, int64_t x_row_stride, int num_rows,                 \
                                           const void* weight, int64_t num_out, int num_in, int num_threads) {           \
         multiply_rows(out, static_cast<const T*>(x), x_row_stride, num_rows,                                            \
@@ -65,6 +68,16 @@ using namespace weft;
         on_team(threads_for(2 * num_tokens * size, num_threads), 1, [=](Team& team) {                                   \
             write_cache(static_cast<T*>(keys), static_cast<T*>(values), static_cast<const T*>(k),                       \
                         static_cast<const T*>(v), k_token_stride, v_token_stride, slots, num_tokens, size, team);       \
+        });                                                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_write_cache_int8_##NAME(void* keys, void* values, const void* k, const void* v,                    \
+                                             int64_t k_token_stride, int64_t v_token_stride, const int64_t* slots,      \
+                                             int64_t num_tokens, int64_t block_size, int64_t num_heads,                 \
+                                             int64_t head_dim, int num_threads) {                                       \
+        on_team(threads_for(2 * num_tokens * num_heads * head_dim, num_threads), 1, [=](Team& team) {                   \
+            write_cache_int8(static_cast<int8_t*>(keys), static_cast<int8_t*>(values), static_cast<const T*>(k),        \
+                             static_cast<const T*>(v), k_token_stride, v_token_stride, slots, num_tokens,               \
+                             {block_size, num_heads, head_dim}, team);                                                  \
         });                                                                                                             \
     }
 

@@ -23,6 +23,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "silu_mul": (c_void_p, c_void_p, c_int64, c_int64, c_int),
     "rotary": (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_int),
     "write_cache": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int),
+    "write_cache_int8": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, *(c_int64,) * 4, c_int),
 }
 
 
@@ -53,6 +54,7 @@ class StepLayout(ctypes.Structure):
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("num_threads", c_int32),
+        ("is_int8", c_int32),
     )
 
 
@@ -131,12 +133,13 @@ class Operations:
     multiply_rows: Callable[..., None]
     most_rows: int
     """Rows up to which `multiply_rows` is worth its call."""
-    has_matrix_tiles: Callable[[int], bool]
-    """Whether chunks of heads of this size are attended by matrix tiles."""
+    has_matrix_tiles: Callable[[int, bool], bool]
+    """Whether chunks of heads of this size are attended by matrix tiles, over a cache in 8 bits or not."""
     rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
     rotary: Callable[..., None]
     write_cache: Callable[..., None]
+    write_cache_int8: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ class Programs:
     pack_matrix: Callable[..., None]
     multiply: Callable[..., None]
     run: Callable[..., None]
-    has_matrix_tiles: Callable[[int], bool]
+    has_matrix_tiles: Callable[[int, bool], bool]
     """As in `Operations`."""
 
 
@@ -175,7 +178,7 @@ def load_programs(library: Path) -> Programs | None:
             loaded, "weft_multiply", (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int, c_int)
         ),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
-        has_matrix_tiles=loaded.weft_has_matrix_tiles_bfloat16,
+        has_matrix_tiles=_has_matrix_tiles(loaded, "bfloat16"),
     )
 
 
@@ -205,8 +208,15 @@ def _operations(library: ctypes.CDLL, dtype: str) -> Operations:
     functions: dict[str, Any] = {
         name: _function(library, f"weft_{name}_{dtype}", arguments) for name, arguments in _SIGNATURES.items()
     }
-    functions["has_matrix_tiles"] = library[f"weft_has_matrix_tiles_{dtype}"]
+    functions["has_matrix_tiles"] = _has_matrix_tiles(library, dtype)
     return Operations(**functions, most_rows=library.weft_most_rows())
+
+
+def _has_matrix_tiles(library: ctypes.CDLL, dtype: str) -> Callable[[int, bool], bool]:
+    function = library[f"weft_has_matrix_tiles_{dtype}"]
+    function.argtypes = (c_int, c_int)
+    function.restype = bool
+    return function
 
 
 def _int8_operations(library: ctypes.CDLL, dtype: str) -> Int8Operations:

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "attention.h"
+#include "cache_int8.h"
 #include "elementwise.h"
 #include "matrix.h"
 #include "matrix_int8.h"
@@ -82,7 +83,7 @@ class Program {
                 const StepLayout* layout = step.layers[operations[i].index].layout;
                 const std::pair<const StepLayout*, int> key(layout, operations[i].params->window);
                 auto [entry, is_new] = plan_of_.try_emplace(key, nullptr);
-                if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, has_matrix_tiles<T>(layout->head_dim));
+                if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, chunks_by_tiles<T>(*layout));
                 plans_in_order_.push_back(entry->second);
             }
     }
@@ -140,15 +141,17 @@ class Program {
                 return silu_mul(at(o.out), at(o.in), step_.num_tokens, o.size, team);
             case Kind::WRITE_CACHE: {
                 const LayerStep& layer = step_.layers[o.index];
+                if (layer.layout->is_int8)
+                    return write_cache_int8(static_cast<int8_t*>(layer.keys), static_cast<int8_t*>(layer.values), at(o.in),
+                                            at(o.second), stride(o.in), stride(o.second), layer.slots, step_.num_tokens,
+                                            {layer.layout->block_size, o.num_heads, o.size}, team);
                 return write_cache(static_cast<T*>(layer.keys), static_cast<T*>(layer.values), at(o.in), at(o.second),
                                    stride(o.in), stride(o.second), layer.slots, step_.num_tokens,
                                    int64_t(o.num_heads) * o.size, team);
             }
             case Kind::ATTENTION: {
                 const LayerStep& layer = step_.layers[o.index];
-                const Tensors<T> tensors{at(o.out), at(o.in), stride(o.in), static_cast<const T*>(layer.keys),
-                                         static_cast<const T*>(layer.values)};
-                return PagedAttention<T>(tensors, *layer.layout, *o.params, *plan).run(team);
+                return attend(at(o.out), at(o.in), stride(o.in), layer.keys, layer.values, *layer.layout, *o.params, *plan, team);
             }
             case Kind::MULTIPLY:
             case Kind::MULTIPLY_GATED: {

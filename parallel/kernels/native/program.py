@@ -85,7 +85,7 @@ class Program:
         self._output = x.buffer
         self._tape = tape  # keeps what the operations point to
         self._run = programs.run
-        self._has_tiles = programs.has_matrix_tiles(caches[0].k_BPKH.shape[3])
+        self._has_tiles = programs.has_matrix_tiles(caches[0].k_BPKH.shape[3], caches[0].k_scale_BPK is not None)
         operations = _fuse_gates(tape) if self._has_tiles else tape.operations
         self._operations = (Operation * len(operations))(*operations)
         self._caches: Sequence[LayerCache] = ()
@@ -165,6 +165,7 @@ class Program:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             num_threads=self._step.num_threads,
+            is_int8=self._caches[0].k_scale_BPK is not None,
         )
 
 

@@ -160,7 +160,7 @@ def test_float32_is_left_alone(tmp_path: Path) -> None:
 
 
 def has_matrix_tiles(kernels: NativeCpuKernels) -> bool:
-    return bool(kernels._operations[torch.bfloat16].has_matrix_tiles(32))
+    return bool(kernels._operations[torch.bfloat16].has_matrix_tiles(32, False))
 
 
 @pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265]])

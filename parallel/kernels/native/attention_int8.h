@@ -1,0 +1,104 @@
+// A partition of attention over a cache in 8 bits, by the products of attention_products_int8.h. Included by attention.h.
+
+#pragma once
+
+#ifdef WEFT_HAS_INT8
+
+namespace weft {
+
+template <class T, class C>
+void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, const T* q, float* scores, Running* running, float* totals) {
+    const int head_dim = layout_.head_dim, rows = tile.num_queries * group_, num_rows = tile.num_kv_heads * rows;
+    const int begin = std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query));
+    const int last_query = tile.first_query + tile.num_queries - 1;
+    const int end = std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1);
+    int8::AttentionScratch& scratch = int8::AttentionScratch::of_this_thread();
+    const size_t rows_size = size_t(num_rows + ROOM) * head_dim;
+    int8_t* const parts = scratch.queries.room(2 * rows_size);
+    const int8::Queries queries{parts, parts + rows_size, scratch.query_scales.room(num_rows), scratch.offsets.room(num_rows)};
+    for (int row = 0; row < num_rows; row++) int8::quantize_query(queries, row, q + size_t(row) * head_dim, head_dim);
+    const int weights_stride = PARTITION;
+    uint8_t* const high = scratch.weights.room(2 * size_t(num_rows + ROOM) * weights_stride);
+    uint8_t* const low = high + size_t(num_rows + ROOM) * weights_stride;
+    const int num_tokens = (end - begin + int8::TOKENS - 1) / int8::TOKENS * int8::TOKENS;
+    const int scales_stride = PARTITION + LANES;
+    float* const key_scales = scratch.key_scales.room(size_t(tile.num_kv_heads) * scales_stride);
+    float* const value_scales = scratch.value_scales.room(size_t(tile.num_kv_heads) * scales_stride);
+    float* const weight_scales = scratch.weight_scales.room(num_rows);
+    int32_t* const sums = scratch.totals.room(rows_size);
+
+    const auto take_scales = [&](int token, int count) {
+        const __mmask16 is_there = __mmask16((1u << count) - 1);
+        const float *of_keys = scales(tensors_.keys, tile, begin + token), *of_values = scales(tensors_.values, tile, begin + token);
+        for (int head = 0; head < tile.num_kv_heads; head++, of_keys += layout_.block_size, of_values += layout_.block_size) {
+            _mm512_storeu_ps(key_scales + head * scales_stride + token, _mm512_maskz_loadu_ps(is_there, of_keys));
+            _mm512_storeu_ps(value_scales + head * scales_stride + token, _mm512_maskz_loadu_ps(is_there, of_values));
+        }
+    };
+    const auto soften_rows = [&](int head) {
+        for (int row = head * rows; row < (head + 1) * rows; row++) {
+            float* const of_row = scores + size_t(row) * scales_stride;
+            uint8_t *const to_high = high + size_t(row) * weights_stride, *const to_low = low + size_t(row) * weights_stride;
+            running[row] = soften_row(tile, row, begin, end, of_row);
+            weight_scales[row] = int8::quantize_weights(to_high, to_low, of_row, value_scales + head * scales_stride, end - begin);
+            const int written = (end - begin + LANES - 1) / LANES * LANES;
+            std::fill(to_high + written, to_high + num_tokens, 0);
+            std::fill(to_low + written, to_low + num_tokens, 0);
+        }
+    };
+#ifdef WEFT_HAS_INT8_TILES
+    if (rows >= LEAST_TILE_ROWS && has_matrix_tiles<T, C>(head_dim)) {
+        const size_t head_size = size_t(num_tokens) * head_dim;
+        int8_t* const packed_keys = scratch.packed.room(2 * tile.num_kv_heads * head_size);
+        int8_t* const packed_values = packed_keys + tile.num_kv_heads * head_size;
+        int64_t offsets[PARTITION];
+        find_tokens(tile, begin, end, num_tokens, offsets);
+        for_each_run(tile, begin, end, [&](int64_t, int64_t, int token, int count) { take_scales(token, count); });
+        int8::pack_keys(packed_keys, tensors_.keys, offsets, num_tokens, tile.num_kv_heads, head_dim);
+        int8::pack_values(packed_values, tensors_.values, offsets, num_tokens, tile.num_kv_heads, head_dim);
+        const TileScope scope(std::min(rows, TILE), std::min(rows, TILE));
+        for (int head = 0; head < tile.num_kv_heads; head++) {
+            const size_t row = size_t(head) * rows;
+            int8::score_packed_keys(packed_keys + head * head_size, num_tokens, key_scales + head * scales_stride, queries, int(row),
+                                    rows, head_dim, params_.scale, scores + row * scales_stride, scales_stride);
+            soften_rows(head);
+            int8::sum_packed_values(packed_values + head * head_size, num_tokens, high + row * weights_stride,
+                                    low + row * weights_stride, weights_stride, sums + row * head_dim, rows, head_dim);
+        }
+    } else
+#endif
+    {
+        const auto score = [&](auto known_head_dim) {
+            for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int count) {
+                take_scales(token, count);
+                for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
+                    if (next >= 0) prefetch(tensors_.keys + next + head * head_dim, token_stride_, head_dim);
+                    int8::score_keys<known_head_dim>(tensors_.keys + offset, token_stride_, count,
+                                                     _mm512_loadu_ps(key_scales + head * scales_stride + token), queries,
+                                                     head * rows, rows, head_dim, params_.scale,
+                                                     scores + size_t(head) * rows * scales_stride + token, scales_stride);
+                }
+            });
+        };
+        const auto add = [&](auto known_head_dim) {
+            for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int count) {
+                for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
+                    if (next >= 0) prefetch(tensors_.values + next + head * head_dim, token_stride_, head_dim);
+                    const size_t row = size_t(head) * rows, place = row * weights_stride + token;
+                    int8::add_values<known_head_dim>(tensors_.values + offset, token_stride_, count, high + place, low + place,
+                                                     weights_stride, sums + row * head_dim, rows, head_dim);
+                }
+            });
+        };
+        head_dim == 64 ? score(std::integral_constant<int, 64>()) : score(std::integral_constant<int, 0>());
+        for (int head = 0; head < tile.num_kv_heads; head++) soften_rows(head);
+        std::fill_n(sums, size_t(num_rows) * head_dim, 0);
+        head_dim == 64 ? add(std::integral_constant<int, 64>()) : add(std::integral_constant<int, 0>());
+    }
+    for (int row = 0; row < num_rows; row++)
+        int8::write_totals(totals + size_t(row) * head_dim, sums + size_t(row) * head_dim, weight_scales[row], head_dim);
+}
+
+}  // namespace weft
+
+#endif
