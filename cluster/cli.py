@@ -142,6 +142,9 @@ def serve(
         ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=_Cache)] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="auto, or int8: keys and values in 8 bits, on a CPU.", rich_help_panel=_Cache)
+    ] = None,
     num_blocks: Annotated[
         int | None, typer.Option(help="KV blocks; default: what fits.", rich_help_panel=_Cache)
     ] = None,
@@ -217,6 +220,7 @@ def serve(
         "models[0].scheduler.async_scheduling": async_scheduling,
         "models[0].scheduler.policy": scheduling_policy,
         "models[0].cache.block_size": block_size,
+        "models[0].cache.dtype": kv_cache_dtype,
         "models[0].cache.num_blocks": num_blocks,
         "models[0].cache.memory_fraction": memory_fraction,
         "models[0].cache.cpu_cache_bytes": None if cpu_cache_gb is None else int(cpu_cache_gb * 2**30),

@@ -12,6 +12,7 @@ _FLAG_NAMES = {
     "router.policy": "--policy",
     "models[0].path": "--model",
     "models[0].scheduler.policy": "--scheduling-policy",
+    "models[0].cache.dtype": "--kv-cache-dtype",
     "models[0].cache.cpu_cache_bytes": "--cpu-cache-gb",
     "models[0].cache.enable_prefix_caching": "--prefix-caching",
     "models[0].cache.host_cache_bytes": "--host-cache-gb",

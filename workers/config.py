@@ -12,14 +12,14 @@ class CacheConfig:
 
     block_size: int = 16
     """Tokens in a block."""
-    dtype: str = "auto"
-    """"auto" (that of the model), or "int8": keys and values in 8 bits, with a scale for each token and head (CPU)."""
     num_blocks: int | None = None
     """Blocks in the pool; None: what fits into `memory_fraction`, measured by a profiling run."""
     memory_fraction: float = 0.9
     """Of the device's memory, in (0, 1], for weights, activations and cache together (CUDA)."""
     cpu_cache_bytes: int = 256 << 20
     """Size of the cache on a CPU, where memory belongs to everybody; per rank."""
+    dtype: str = "auto"
+    """"auto" (that of the model), or "int8": keys and values in 8 bits, with a scale for each token and head (CPU)."""
     enable_prefix_caching: bool = True
     """Keep the blocks of finished requests and share equal prefixes."""
     host_cache_bytes: int = 0

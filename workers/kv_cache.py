@@ -38,7 +38,7 @@ def check_dtype(config: CacheConfig, description: DecoderDescription, device: to
     if config.block_size * description.head_dim % SCALE_BYTES:
         raise EngineConfigError(
             f"the cache's dtype is 'int8', block_size {config.block_size} and the size of a head "
-            f"{description.head_dim}; allowed: a product that is a multiple of {SCALE_BYTES}, for the scales that follow"
+            f"{description.head_dim}; allowed: a product that is a multiple of {SCALE_BYTES}, for the scales behind"
         )
 
 

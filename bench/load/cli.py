@@ -187,6 +187,7 @@ def offline(
     ] = "llama-110m",
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="none, or int8: linear layers in 8 bits.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or int8: keys and values in 8 bits.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
     settings: Annotated[
@@ -251,7 +252,7 @@ def offline(
     flags = {"dtype": dtype, "quantization": quantization, "device": device, "num_threads": threads}
     options = OfflineOptions(
         model=model,
-        settings={**flags, **parse_settings(settings or [])},
+        settings={**flags, **parse_settings([f"cache.dtype={kv_cache_dtype}", *(settings or [])])},
         datasets=datasets,
         num_requests=num_requests,
         repeats=repeats,

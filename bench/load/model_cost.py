@@ -56,11 +56,23 @@ class ModelCost:
     """Of one token that sees one other, in one layer."""
 
     @classmethod
-    def of(cls, description: DecoderDescription, dtype: torch.dtype, *, int8_linears: bool = False) -> "ModelCost":
+    def of(
+        cls,
+        description: DecoderDescription,
+        dtype: torch.dtype,
+        *,
+        int8_linears: bool = False,
+        int8_cache: bool = False,
+    ) -> "ModelCost":
         """Counted from what the decoder would load. Raises ModelError when it cannot be built."""
         linear_bytes = 1 if int8_linears else dtype.itemsize
         decoder = Decoder(
-            description, mesh=Mesh.single(), device=torch.device("meta"), dtype=dtype, kernels=ReferenceKernels()
+            description,
+            mesh=Mesh.single(),
+            device=torch.device("meta"),
+            dtype=dtype,
+            kernels=ReferenceKernels(),
+            int8_cache=int8_cache,
         )
         body, experts, others = Counter[bool](), Counter[bool](), Counter[str]()  # elements; bools: of a matrix
         num_linear = 0

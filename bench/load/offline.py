@@ -106,14 +106,16 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
     load_s = time.perf_counter() - started_s
     try:
         watcher.begin("measure the machine", None)
-        int8_linears = config.quantization == "int8"
+        int8_linears, int8_cache = config.quantization == "int8", config.cache.dtype == "int8"
         ceiling = measure_ceiling(device, dtype, int8_linears=int8_linears)
-        cost = ModelCost.of(describe_model(folder), dtype, int8_linears=int8_linears)
+        cost = ModelCost.of(describe_model(folder), dtype, int8_linears=int8_linears, int8_cache=int8_cache)
         bench = _Bench(engine, device, ceiling, cost, options, _Encoder(folder))
         load_peak_memory_bytes = device.peak_memory_bytes()
         return OfflineResult(
             model=folder,
-            dtype=str(dtype).removeprefix("torch.") + (", linear layers int8" if int8_linears else ""),
+            dtype=str(dtype).removeprefix("torch.")
+            + (", linear layers int8" if int8_linears else "")
+            + (", cache int8" if int8_cache else ""),
             device=_device_name(device),
             num_parameters=cost.num_parameters,
             load_s=load_s,

@@ -51,6 +51,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     peers = [name for name in PEERS if name != WEFT]
     parser.add_argument("--geometry", default="llama-110m", help="llama-110m, qwen2.5-0.5b, or a model's folder")
     parser.add_argument("--dtype", choices=list(SMALL_GAP), default="bfloat16", help="of all engines")
+    parser.add_argument("--weft-kv-cache-dtype", choices=["auto", "int8"], default="auto", help="Weft's (%(default)s)")
     parser.add_argument("--peers", default=",".join(peers), help=f"of {', '.join(peers)} (all)")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of W1, W2, W3 (all)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that is not (%(default)s)")
@@ -81,6 +82,7 @@ def _options(args: argparse.Namespace) -> Options:
         num_threads=num_threads,
         venvs=args.venvs.expanduser().absolute(),
         seed=args.seed,
+        weft_kv_cache_dtype=args.weft_kv_cache_dtype,
         settle_s=args.settle,
     )
 

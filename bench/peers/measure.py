@@ -36,6 +36,8 @@ class Options:
     num_threads: int
     venvs: Path
     seed: int
+    weft_kv_cache_dtype: str
+    """Of Weft alone: "auto" or "int8"."""
     settle_s: float
     """Pause before each section: thread pools of the engine before spin for up to 0.2 s, then sleep."""
 
@@ -170,6 +172,7 @@ def _setup(name: str, options: Options) -> Setup:
         max_num_seqs=max(map(len, jobs)),
         max_context=max(map(max, lengths)),
         cache_tokens=max(map(sum, lengths)),
+        kv_cache_dtype=options.weft_kv_cache_dtype if name == WEFT else "auto",
     )
 
 

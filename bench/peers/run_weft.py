@@ -23,10 +23,12 @@ class WeftEngine:
             device="cpu",
             max_context=setup.max_context,
             num_threads=setup.num_threads,
-            cache=replace(cache, num_blocks=_num_blocks(setup, cache.block_size)),
+            cache=replace(cache, num_blocks=_num_blocks(setup, cache.block_size), dtype=setup.kv_cache_dtype),
             scheduler=SchedulerConfig(max_num_seqs=setup.max_num_seqs),
         )
         self._dtype = "int8 weights and activations, head too" if setup.dtype == "int8" else setup.dtype
+        if setup.kv_cache_dtype != "auto":
+            self._dtype += f", cache {setup.kv_cache_dtype}"
         self._engine: Engine = build_engine(config)
         self._num_jobs = 0
 

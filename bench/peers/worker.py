@@ -39,6 +39,8 @@ class Setup:
     """The longest prompt plus output."""
     cache_tokens: int
     """Keys and values of so many tokens fit every workload, nothing shared."""
+    kv_cache_dtype: str = "auto"
+    """"auto", or "int8": keys and values in 8 bits, which Weft alone is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

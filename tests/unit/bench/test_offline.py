@@ -16,6 +16,7 @@ from bench.load.geometries import GEOMETRIES, find_model
 from bench.load.model_cost import ModelCost, Work
 from bench.load.records import Usage
 from cluster.cli import app
+from cluster.errors import ClusterConfigError
 from cluster.make_model import make_model
 from parallel.families.registry import describe_config, describe_model
 from workers.errors import EngineConfigError, InvalidRequestError
@@ -98,6 +99,11 @@ def test_matrices_in_8_bits_are_read_as_such() -> None:
     )
     assert cost.always_bytes == plain.always_bytes - (plain.matrix_elements + plain.head_elements)
     assert cost.num_parameters == plain.num_parameters
+
+
+def test_a_cache_in_8_bits_is_read_as_such() -> None:
+    cost = ModelCost.of(describe_config(LLAMA, source="test"), torch.bfloat16, int8_cache=True)
+    assert cost.kv_bytes == 2 * 1 * (4 + 4)  # keys and values of one head of 4, and their scales
 
 
 def test_cached_tokens_are_read_and_not_computed() -> None:
@@ -192,17 +198,20 @@ def test_offline_takes_texts_too(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "Once upon a time"}\n{"messages": [{"role": "user", "content": "Who are you?"}]}\n')
     arguments = ["bench", "offline", "--model", "weft-tiny", "--dataset", "prompts", "--file", str(file)]
-    result = CliRunner().invoke(
-        app, [*arguments, "-n", "4", "--repeats", "1", "--output-tokens", "5"], catch_exceptions=False
-    )
-    assert result.exit_code == 0
-    assert "prompts" in result.output
+    for flags, cache in (([], ""), (["--kv-cache-dtype", "int8"], ", cache int8")):
+        result = CliRunner().invoke(
+            app, [*arguments, "-n", "4", "--repeats", "1", "--output-tokens", "5", *flags], catch_exceptions=False
+        )
+        assert result.exit_code == 0
+        assert "prompts" in result.output
+        assert f"{cache} on " in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         (["--workload", "W1", "--dataset", "random"], BenchConfigError, "--workload and --dataset are both given"),
+        (["--model", "weft-tiny", "--kv-cache-dtype", "fp8"], ClusterConfigError, "dtype is 'fp8'; allowed: 'auto'"),
         (["--model", "weft-tiny", "--set", "tensor_parallel=2"], EngineConfigError, "2 ranks are asked for"),
     ],
 )

@@ -143,6 +143,7 @@ def _options(tmp_path: Path, *peers: str) -> Options:
         num_threads=1,
         venvs=tmp_path / "venvs",
         seed=0,
+        weft_kv_cache_dtype="int8",
         settle_s=0.0,
     )
 

@@ -37,7 +37,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
                     "replicas": 4,
                     "dtype": "bfloat16",
                     "quantization": "int8",
-                    "cache": {"block_size": 32, "enable_prefix_caching": False},
+                    "cache": {"block_size": 32, "enable_prefix_caching": False, "dtype": "int8"},
                     "scheduler": {"max_num_seqs": 8, "policy": "priority"},
                 }
             ],
@@ -55,6 +55,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     assert spec.num_ranks == 24
     assert model.engine.cache.block_size == 32
     assert not model.engine.cache.enable_prefix_caching
+    assert model.engine.cache.dtype == "int8"
     assert model.engine.scheduler.policy == "priority"
     assert spec.router.policy is PolicyName.LEAST_LOADED
     assert spec.router.grpc_port == 6000
@@ -94,6 +95,10 @@ def test_each_model_has_its_own_hash_key() -> None:
         (
             {"models": [{}, {"cache": {"blocksize": 8}}]},
             "models[1].cache.blocksize: unknown key; allowed: block_size, num_blocks, memory_fraction",
+        ),
+        (
+            {"models": [{"cache": {"dtype": "fp8"}}]},
+            "models[0].cache: the cache's dtype is 'fp8'; allowed: 'auto', 'int8'",
         ),
         ({"models": [{"cache": {"block_size": 0}}]}, "models[0].cache: block_size is 0; allowed: at least 1"),
         ({"models": [{"cache": {"block_size": "16"}}]}, 'models[0].cache.block_size: "16"; allowed: a valid integer'),

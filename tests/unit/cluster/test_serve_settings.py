@@ -45,6 +45,7 @@ def test_file_is_read_and_flags_change_the_network(file: Path) -> None:
         ("models[0].tensor_parallel", "--tensor-parallel"),
         ("models[0].path", "--model"),
         ("models[0].scheduler.policy", "--scheduling-policy"),
+        ("models[0].cache.dtype", "--kv-cache-dtype"),
     ],
 )
 def test_model_flag_beside_a_file_is_refused(file: Path, path: str, flag: str) -> None:

@@ -51,11 +51,26 @@ class EagerKernels(NativeCpuKernels):
         return run
 
 
-def load(folder: Path, config: dict[str, Any], kernels: NativeCpuKernels, *, int8_linears: bool = False) -> Decoder:
+def load(
+    folder: Path,
+    config: dict[str, Any],
+    kernels: NativeCpuKernels,
+    *,
+    int8_linears: bool = False,
+    int8_cache: bool = False,
+) -> Decoder:
     if not folder.exists():
         write_random_model(folder, config, 0, torch.bfloat16)
     mesh = Mesh(tp=Axis(size=1, rank=0), pp=Axis(size=1, rank=0))
-    return load_decoder(folder, mesh=mesh, device=CPU, dtype=torch.bfloat16, kernels=kernels, int8_linears=int8_linears)
+    return load_decoder(
+        folder,
+        mesh=mesh,
+        device=CPU,
+        dtype=torch.bfloat16,
+        kernels=kernels,
+        int8_linears=int8_linears,
+        int8_cache=int8_cache,
+    )
 
 
 def build(kind: type[NativeCpuKernels] = NativeCpuKernels) -> NativeCpuKernels:
@@ -72,7 +87,10 @@ def build(kind: type[NativeCpuKernels] = NativeCpuKernels) -> NativeCpuKernels:
 def filled_caches(decoder: Decoder, num_blocks: int) -> list[LayerCache]:
     generator = torch.Generator().manual_seed(1)
     size = num_blocks * BLOCK_SIZE * decoder.cache_entry.num_elements
-    memories = [torch.randn(size, generator=generator).bfloat16() for _ in range(decoder.num_local_layers)]
+    if decoder.cache_entry.dtype is torch.int8:
+        memories = [torch.zeros(size, dtype=torch.int8) for _ in range(decoder.num_local_layers)]
+    else:
+        memories = [torch.randn(size, generator=generator).bfloat16() for _ in range(decoder.num_local_layers)]
     return [decoder.cache_entry.lay_out(memory, BLOCK_SIZE) for memory in memories]
 
 
@@ -97,10 +115,17 @@ def compiled(decoder: Decoder) -> CompiledLayers:
 
 @pytest.mark.parametrize("recorded", [0, 3], ids=["chunks", "one-token"])
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("int8_linears", [False, True], ids=["bfloat16", "int8"])
-def test_compiled_layers_give_the_same_bits(name: str, recorded: int, int8_linears: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("int8_linears", "int8_cache"),
+    [(False, False), (True, False), (False, True)],
+    ids=["bfloat16", "int8", "int8-cache"],
+)
+def test_compiled_layers_give_the_same_bits(
+    name: str, recorded: int, int8_linears: bool, int8_cache: bool, tmp_path: Path
+) -> None:
+    config = CONFIG | COMPILED[name] | ({"head_dim": 64} if int8_cache else {})
     decoders = [
-        load(tmp_path / "model", CONFIG | COMPILED[name], build(kind), int8_linears=int8_linears)
+        load(tmp_path / "model", config, build(kind), int8_linears=int8_linears, int8_cache=int8_cache)
         for kind in (NativeCpuKernels, EagerKernels)
     ]
     caches = [filled_caches(decoder, 120) for decoder in decoders]

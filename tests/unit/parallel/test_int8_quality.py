@@ -25,7 +25,7 @@ DEFAULT_MODEL = Path(corpus.__file__).parent / "weights"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """From float32 to bfloat16, or to bfloat16 with linear layers in 8 bits, over all tokens of some texts."""
+    """From float32 to bfloat16, some of it in 8 bits, over all tokens of some texts."""
 
     divergence: float
     """Kullback-Leibler, mean."""
@@ -35,7 +35,14 @@ class Change:
     """New over old."""
 
 
-def predict(folder: Path, texts: Sequence[Sequence[int]], dtype: torch.dtype, *, int8_linears: bool) -> Tensor:
+def predict(
+    folder: Path,
+    texts: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    *,
+    int8_linears: bool = False,
+    int8_cache: bool = False,
+) -> Tensor:
     """Log-probabilities [tokens, vocabulary] of what comes after each token."""
     decoder = load_decoder(
         folder,
@@ -44,15 +51,16 @@ def predict(folder: Path, texts: Sequence[Sequence[int]], dtype: torch.dtype, *,
         dtype=dtype,
         kernels=select_kernels(CPU, dtype),
         int8_linears=int8_linears,
+        int8_cache=int8_cache,
     )
+    entry = decoder.cache_entry
     rows = []
     for ids in texts:
         num_blocks = len(ids) // BLOCK_SIZE + 2
         meta = make_meta([(len(ids), len(ids))], block_size=BLOCK_SIZE, num_blocks=num_blocks)
-        size = num_blocks * BLOCK_SIZE * decoder.cache_entry.num_elements
+        size = num_blocks * BLOCK_SIZE * entry.num_elements
         caches = [
-            decoder.cache_entry.lay_out(torch.zeros(size, dtype=dtype), BLOCK_SIZE)
-            for _ in range(decoder.num_local_layers)
+            entry.lay_out(torch.zeros(size, dtype=entry.dtype), BLOCK_SIZE) for _ in range(decoder.num_local_layers)
         ]
         hidden = decoder(torch.tensor(ids), torch.arange(len(ids)), caches, [meta] * len(caches))
         logits = decoder.logits(hidden)
@@ -61,9 +69,9 @@ def predict(folder: Path, texts: Sequence[Sequence[int]], dtype: torch.dtype, *,
     return torch.cat(rows)
 
 
-def measure(folder: Path, texts: Sequence[Sequence[int]], *, int8_linears: bool) -> Change:
-    old = predict(folder, texts, torch.float32, int8_linears=False)
-    new = predict(folder, texts, torch.bfloat16, int8_linears=int8_linears)
+def measure(folder: Path, texts: Sequence[Sequence[int]], **in_8_bits: bool) -> Change:
+    old = predict(folder, texts, torch.float32)
+    new = predict(folder, texts, torch.bfloat16, **in_8_bits)
     targets = torch.cat([torch.tensor([*ids[1:], -1]) for ids in texts])  # the last token has none
     losses = [F.nll_loss(logs, targets, ignore_index=-1).item() for logs in (old, new)]
     return Change(
@@ -98,3 +106,20 @@ def test_a_story_model_predicts_almost_the_same(shared: Path) -> None:
     assert 1e-4 < change.divergence < 0.015  # something was rounded
     assert change.agreement > 0.94
     assert 0.98 < change.perplexity < 1.03
+
+
+def test_with_a_cache_in_8_bits_the_default_model_predicts_almost_the_same() -> None:
+    change = measure(DEFAULT_MODEL, default_texts(24), int8_cache=True)
+    assert change.divergence < 0.001
+    assert change.agreement > 0.97
+    assert 0.99 < change.perplexity < 1.01
+
+
+def test_with_a_cache_in_8_bits_a_story_model_predicts_almost_the_same(shared: Path) -> None:
+    folder = shared / "models" / "stories3M"
+    texts = golden_texts(folder, 8)
+    plain, change = measure(folder, texts), measure(folder, texts, int8_cache=True)
+    assert change != plain  # something was rounded
+    assert change.divergence < 0.003
+    assert change.agreement > 0.97
+    assert 0.99 < change.perplexity < 1.01

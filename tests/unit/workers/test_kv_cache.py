@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from parallel.decoder import Decoder
+from parallel.description import DecoderDescription
 from parallel.device.base import Device
 from parallel.device.cpu import CpuDevice
 from parallel.kernels.base import CacheEntry, LayerCache
@@ -14,7 +15,14 @@ from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
 from workers.config import CacheConfig
 from workers.errors import EngineConfigError
-from workers.kv_cache import allocate_planes, block_bytes, choose_num_blocks, lay_out_caches
+from workers.kv_cache import (
+    allocate_planes,
+    block_bytes,
+    block_rows,
+    check_dtype,
+    choose_num_blocks,
+    lay_out_caches,
+)
 
 # 2 (k, v) * 3 layers * 16 tokens * 2 heads * 8 dims * 4 bytes
 BLOCK_BYTES = 2 * 3 * 16 * 2 * 8 * 4
@@ -80,6 +88,61 @@ def choose(config: CacheConfig, device: Device | None = None) -> int:
 
 def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
     assert block_bytes(decoder(), 16) == BLOCK_BYTES
+
+
+def test_a_cache_in_8_bits_has_room_for_almost_twice_as_many_tokens() -> None:
+    """Each head of a token takes 4 bytes of scale besides: 128 / 68 of 64 numbers in 16 bits."""
+    plain, integers = (
+        decoder(CacheEntry(num_heads=2, head_dim=64, dtype=dtype)) for dtype in (torch.bfloat16, torch.int8)
+    )
+    assert block_bytes(plain, 16) == 2 * 3 * 16 * 2 * 128
+    assert block_bytes(integers, 16) == 2 * 3 * 16 * 2 * 68
+    config = CacheConfig(cpu_cache_bytes=1 << 20)
+    numbers = [choose_num_blocks(config, each, CpuDevice(), no_profile) for each in (plain, integers)]
+    assert numbers == [42, 80]
+
+
+def test_blocks_in_8_bits_are_copied_whole() -> None:
+    integers = decoder(CacheEntry(num_heads=2, head_dim=8, dtype=torch.int8))
+    planes = allocate_planes(integers, num_blocks=5, block_size=16)
+    caches = lay_out_caches(integers, planes, block_size=16)
+    rows = block_rows(integers, planes, num_blocks=5)
+    assert rows.shape == (6, 5, 16 * 2 * 12)
+    for cache in caches:
+        for half in cache:
+            assert half is not None
+            half.copy_(torch.randint(1, 100, half.shape).to(half.dtype))
+    wanted = [[half[3].clone() for half in cache if half is not None] for cache in caches]
+    rows[:, 1] = rows[:, 3]
+    for cache, of_block in zip(caches, wanted, strict=True):
+        for half, expected in zip(cache, of_block, strict=True):
+            assert half is not None
+            assert torch.equal(half[1], expected)
+
+
+def described(**fields: object) -> DecoderDescription:
+    return cast(DecoderDescription, SimpleNamespace(**({"latent_kv": None, "head_dim": 64} | fields)))
+
+
+@pytest.mark.parametrize(
+    ("description", "device", "block_size", "message"),
+    [
+        (described(), "cuda", 16, "dtype is 'int8' on cuda; allowed there: 'auto'. On a CPU it is allowed"),
+        (described(latent_kv=object()), "cpu", 16, "keys and values in one; allowed: 'auto'"),
+        (
+            described(head_dim=18),
+            "cpu",
+            5,
+            "block_size 5 and the size of a head 18; allowed: a product .* multiple of 4",
+        ),
+    ],
+)
+def test_where_8_bits_cannot_be_is_told(
+    description: DecoderDescription, device: str, block_size: int, message: str
+) -> None:
+    check_dtype(CacheConfig(block_size=block_size), description, torch.device(device))
+    with pytest.raises(EngineConfigError, match=message):
+        check_dtype(CacheConfig(block_size=block_size, dtype="int8"), description, torch.device(device))
 
 
 def test_layers_of_different_groups_share_planes() -> None:
