@@ -54,7 +54,7 @@ constexpr int TILE_QUERIES = 8;    // tokens of a chunk whose rows share what is
 constexpr int SHARED_QUERIES = 32; // sequences that share what is read
 constexpr int MATRIX_ROWS = 128;   // rows of a chunk that share what is packed for matrix tiles
 
-constexpr int LEAST_TILE_ROWS = 4; // from which on a cache in 8 bits is packed for matrix tiles
+constexpr int LEAST_TILE_ROWS = 6; // from which on a cache in 8 bits is packed for matrix tiles; up to 4 vectors are faster
 
 // Whether the CPU multiplies these by matrix tiles; C: what the cache holds.
 template <class T, class C = T>
