@@ -580,7 +580,7 @@ class PagedAttention {
         BFloat16* packed_values = packed_keys + tile.num_kv_heads * head_size;
         int64_t offsets[PARTITION];
         find_tokens(tile, begin, end, num_tokens, offsets);
-        pack_keys(packed_keys, tensors_.keys, offsets, num_tokens, tile.num_kv_heads, head_dim);
+        pack_keys(packed_keys, tensors_.keys, tensors_.values, offsets, num_tokens, tile.num_kv_heads, head_dim);
         pack_values(packed_values, tensors_.values, offsets, num_tokens, tile.num_kv_heads, head_dim);
         const TileScope scope(std::min(rows, TILE), TILE);
         for (int head = 0; head < tile.num_kv_heads; head++) {

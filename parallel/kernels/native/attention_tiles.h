@@ -10,14 +10,22 @@
 namespace weft {
 
 // The keys of some heads, side by side in memory, each as a packed matrix [num_tokens, head_dim], one after the other. The
-// first head of token i begins at keys + offsets[i]. All heads of a few tokens are packed before the next tokens, since so they lie.
-inline void pack_keys(BFloat16* packed, const BFloat16* keys, const int64_t* offsets, int num_tokens, int num_heads, int head_dim) {
+// first head of token i begins at keys + offsets[i]. All heads of a few tokens are packed before the next tokens, since so
+// they lie. Meanwhile the keys of later tokens are asked for, and the values of these.
+inline void pack_keys(BFloat16* packed, const BFloat16* keys, const BFloat16* values, const int64_t* offsets, int num_tokens,
+                      int num_heads, int head_dim) {
+    constexpr int AHEAD = 2 * TILE;  // tokens
     for (int token = 0; token < num_tokens; token += TILE)
         for (int head = 0; head < num_heads; head++) {
             BFloat16* to = packed + (int64_t(head) * num_tokens + token / PANEL * PANEL) * head_dim + token % PANEL / TILE * (STEP_SIZE / 2);
             for (int dim = 0; dim < head_dim; dim += STEP, to += STEP_SIZE) {
+                const int column = head * head_dim + dim;
                 __m512i rows[TILE];
-                for (int i = 0; i < TILE; i++) rows[i] = _mm512_loadu_si512(keys + offsets[token + i] + head * head_dim + dim);
+                for (int i = 0; i < TILE; i++) {
+                    rows[i] = _mm512_loadu_si512(keys + offsets[token + i] + column);
+                    _mm_prefetch(keys + offsets[std::min(token + i + AHEAD, num_tokens - 1)] + column, _MM_HINT_T0);
+                    _mm_prefetch(values + offsets[token + i] + column, _MM_HINT_T1);
+                }
                 transpose_pairs(rows);
                 for (int pair = 0; pair < TILE; pair++) _mm512_storeu_si512(to + pair * STEP, rows[pair]);
             }
