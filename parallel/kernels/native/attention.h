@@ -207,20 +207,24 @@ inline void merge(Running& running, float* totals, const Running& part, const fl
         store(totals + dim, load(totals + dim) * old + load(part_totals + dim) * fresh);
 }
 
-// Turns scores[0, count) into weights; those outside [begin, end) become 0. count is rounded up to LANES.
-inline Running soften(float* scores, int count, int begin, int end, float soft_cap, const float* bias) {
+// Turns scores[0, count), times `scale`, into weights as finely as T asks for; those outside [begin, end) become 0. count is
+// rounded up to LANES.
+template <class T>
+Running soften(float* scores, int count, int begin, int end, float scale, float soft_cap, const float* bias) {
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Floats most = broadcast(-INFINITY);
     for (int i = 0; i < count; i += LANES) {
-        Floats x = load(scores + i);
+        Floats x = load(scores + i) * scale;
         if (soft_cap != 0) x = soft_capped(x, soft_cap);
         if (bias) {
             Floats added{};
             std::memcpy(&added, bias + i, sizeof(float) * std::min(LANES, count - i));
             x += added;
         }
-        const Ints index = lanes + i;
-        x = choose((index >= begin) & (index < end), x, broadcast(-INFINITY));
+        if (i < begin || i + LANES > end) {
+            const Ints index = lanes + i;
+            x = choose((index >= begin) & (index < end), x, broadcast(-INFINITY));
+        }
         most = larger(x, most);
         store(scores + i, x);
     }
@@ -228,7 +232,7 @@ inline Running soften(float* scores, int count, int begin, int end, float soft_c
     if (result.most == -INFINITY) result.most = 0;  // nothing is seen: all weights become 0
     Floats total{};
     for (int i = 0; i < count; i += LANES) {
-        const Floats x = exponential(load(scores + i) - result.most);
+        const Floats x = exponential_below_zero<T>(load(scores + i) - result.most);
         total += x;
         store(scores + i, x);
     }
@@ -590,8 +594,7 @@ class PagedAttention {
             multiply_dense(scores, PARTITION, q + first_row * head_dim, head_dim, rows, keys);
             for (int row = 0; row < rows; row++) {
                 float* of_row = scores + size_t(row) * PARTITION;
-                for (int i = 0; i < num_tokens; i += LANES) store(of_row + i, load(of_row + i) * params_.scale);
-                running[first_row + row] = soften_row(tile, int(first_row) + row, begin, end, of_row);
+                running[first_row + row] = soften_row(tile, int(first_row) + row, begin, end, of_row, params_.scale);
                 std::fill(of_row + (end - begin + LANES - 1) / LANES * LANES, of_row + num_tokens, 0.0f);
                 to_bfloat16(weights + size_t(row) * PARTITION, of_row, num_tokens);
             }
@@ -621,8 +624,7 @@ class PagedAttention {
         }
         for (int head = 0; head < heads; head++) {
             float* of_head = scores + head * PARTITION;
-            for (int i = 0; i < num_tokens; i += LANES) store(of_head + i, load(of_head + i) * params_.scale);
-            running[head] = soften_row(tile, head, begin, end, of_head);
+            running[head] = soften_row(tile, head, begin, end, of_head, params_.scale);
             round_to_bfloat16(of_head, num_tokens);
         }
         std::fill(totals, totals + size_t(heads) * head_dim, 0.0f);
@@ -673,13 +675,13 @@ class PagedAttention {
     // As attend_partition, by integers: attention_int8.h.
     void attend_integers(const Tile& tile, int partition, const T* q, float* scores, Running* running, float* totals);
 
-    Running soften_row(const Tile& tile, int row, int begin, int end, float* scores) const {
+    Running soften_row(const Tile& tile, int row, int begin, int end, float* scores, float scale = 1) const {
         const int query = tile.first_query + row / group_ % tile.num_queries;
         const int head = (tile.first_kv_head + row / (group_ * tile.num_queries)) * group_ + row % group_;
         const int seen_begin = std::max(begin, queries_.first_seen(tile.sequence, query));
         const int seen_end = std::min(end, queries_.position(tile.sequence, query) + 1);
         const float* bias = params_.key_bias ? params_.key_bias + head * params_.key_bias_stride + begin : nullptr;
-        return soften(scores, end - begin, seen_begin - begin, seen_end - begin, params_.soft_cap, bias);
+        return soften<T>(scores, end - begin, seen_begin - begin, seen_end - begin, scale, params_.soft_cap, bias);
     }
 
     // Calls visit(offset of the first token's first head, the same of the next run or -1, token - begin, tokens) for runs

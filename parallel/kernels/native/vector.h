@@ -108,12 +108,18 @@ inline Floats choose(Ints is_first, Floats first, Floats second) {
 inline Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
 
 inline float sum(Floats x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
     float total = 0;
     for (int lane = 0; lane < LANES; lane++) total += x[lane];
     return total;
 }
 
 inline float largest(Floats x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#endif
     float most = x[0];
     for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
     return most;
@@ -146,18 +152,23 @@ inline Floats exponential(Floats x) {
 }
 
 #ifdef __AVX512F__
-// 1 / (1 + e^-x), much finer than bf16: e^-x as 2^n 2^r with |r| <= 1/2, 2^r by a polynomial of degree 5 (to 1e-7).
-inline Floats sigmoid(Floats x) {
-    const __m512 limit = (__m512)broadcast(126.0f), lowest = (__m512)broadcast(-126.0f);
-    const Floats power = (Floats)_mm512_max_ps(lowest, _mm512_min_ps(limit, (__m512)(x * -1.44269504f)));  // a NaN stays one
-    const __m512 n = _mm512_roundscale_ps((__m512)power, 0);
-    const Floats r = power - (Floats)n;
+// 2^x for |x| <= 126, much finer than bf16: 2^n 2^r with |r| <= 1/2, 2^r by a polynomial of degree 5 (to 1e-7).
+inline Floats power_of_two(Floats x) {
+    const __m512 n = _mm512_roundscale_ps((__m512)x, 0);
+    const Floats r = x - (Floats)n;
     Floats p = r * 1.32187e-3f + 9.6717e-3f;
     p = p * r + 5.550893e-2f;
     p = p * r + 0.24022238f;
     p = p * r + 0.69314686f;
     p = p * r + 1.0f;
-    const Floats below = (Floats)_mm512_scalef_ps((__m512)p, n) + 1.0f;
+    return (Floats)_mm512_scalef_ps((__m512)p, n);
+}
+
+// 1 / (1 + e^-x), much finer than bf16.
+inline Floats sigmoid(Floats x) {
+    const __m512 limit = (__m512)broadcast(126.0f), lowest = (__m512)broadcast(-126.0f);
+    const __m512 power = _mm512_max_ps(lowest, _mm512_min_ps(limit, (__m512)(x * -1.44269504f)));  // a NaN stays one
+    const Floats below = power_of_two((Floats)power) + 1.0f;
     const Floats guess = (Floats)_mm512_rcp14_ps((__m512)below);
     return guess * (2.0f - below * guess);
 }
@@ -179,6 +190,18 @@ inline float exponential(float x) {
     const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     const float y = exp_lanes(x, n, int32_t(n));
     return is_tiny ? 0.0f : y;
+}
+
+// e^x for x <= 0, as finely as T asks for; 0 from -87 on downwards.
+template <class T>
+inline Floats exponential_below_zero(Floats x) {
+#ifdef __AVX512F__
+    if (sizeof(T) == 2) {
+        const __mmask16 is_seen = _mm512_cmp_ps_mask((__m512)x, (__m512)broadcast(-87.0f), _CMP_NLE_UQ);  // a NaN stays one
+        return (Floats)_mm512_maskz_mov_ps(is_seen, (__m512)power_of_two(x * 1.44269504f));
+    }
+#endif
+    return exponential(x);
 }
 
 }  // namespace weft
