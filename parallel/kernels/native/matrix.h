@@ -124,12 +124,8 @@ struct Target {
         return values + row / ROWS * ROWS * num_out + panel * ROWS * PANEL + row % ROWS * PANEL;
     }
 
-    // Rows that are far apart cost their own cache lines when so many of them are written, so much that it is faster to
-    // fetch what was written from memory again.
     bool is_streamed(int64_t num_rows) const {
-        constexpr int64_t LEAST = 4 << 20;  // bytes
-        const bool is_on_lines = (reinterpret_cast<uintptr_t>(values) | uintptr_t(num_out) * sizeof(BFloat16)) % 64 == 0;
-        return !is_packed && is_on_lines && num_rows * num_out * int64_t(sizeof(BFloat16)) > LEAST;
+        return !is_packed && goes_past_caches(values, num_rows, num_out * int64_t(sizeof(BFloat16)));
     }
 };
 

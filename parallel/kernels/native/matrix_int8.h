@@ -98,14 +98,24 @@ inline Floats scaled(__m512i sums, float scale, const Matrix<T>& matrix, int64_t
     return (Floats)_mm512_add_round_ps(result, (__m512)load(bias), NEAREST);
 }
 
-inline void store_two(float* to, Floats first, Floats second) {
+// A streamed row goes past the caches.
+inline void store_two(float* to, Floats first, Floats second, bool is_streamed) {
+    if (is_streamed) {
+        _mm512_stream_ps(to, (__m512)first);
+        _mm512_stream_ps(to + LANES, (__m512)second);
+        return;
+    }
     store(to, first);
     store(to + LANES, second);
 }
 
-inline void store_two(BFloat16* to, Floats first, Floats second) {
+inline void store_two(BFloat16* to, Floats first, Floats second, bool is_streamed) {
 #ifdef __AVX512BF16__
-    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    if (is_streamed)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
+    else
+        _mm512_storeu_si512(to, both);
 #else
     store(to, first);
     store(to + LANES, second);
@@ -125,13 +135,14 @@ struct Plain {
         return panel;
     }
     template <class T>
-    static void write(T* out, const Matrix<T>& matrix, int64_t panel, float scale, const int32_t* sums, const int32_t*) {
+    static void write(T* out, const Matrix<T>& matrix, int64_t panel, float scale, const int32_t* sums, const int32_t*,
+                      bool is_streamed) {
         const int64_t output = panel * PANEL, count = matrix.num_out - output;
         const Floats first = scaled(_mm512_load_si512(sums), scale, matrix, output);
         const Floats second = scaled(_mm512_load_si512(sums + LANES), scale, matrix, output + LANES);
-        if (count >= PANEL) return store_two(out + output, first, second);
+        if (count >= PANEL) return store_two(out + output, first, second, is_streamed);
         alignas(64) T both[PANEL];
-        store_two(both, first, second);
+        store_two(both, first, second, false);
         std::memcpy(out + output, both, size_t(count) * sizeof(T));
     }
 };
@@ -147,13 +158,14 @@ struct Gated {
         return panel + which * (matrix.num_out / 2 / PANEL);
     }
     template <class T>
-    static void write(T* out, const Matrix<T>& matrix, int64_t panel, float scale, const int32_t* gates, const int32_t* ups) {
+    static void write(T* out, const Matrix<T>& matrix, int64_t panel, float scale, const int32_t* gates, const int32_t* ups,
+                      bool is_streamed) {
         alignas(64) T rounded[2][PANEL];
         for (int which = 0; which < 2; which++)
             Plain::write(rounded[which] - Gated::panel(matrix, panel, which) * PANEL, matrix, Gated::panel(matrix, panel, which),
-                         scale, which ? ups : gates, nullptr);
+                         scale, which ? ups : gates, nullptr, false);
         store_two(out + panel * PANEL, gated<T>(load(rounded[0]), load(rounded[1])),
-                  gated<T>(load(rounded[0] + LANES), load(rounded[1] + LANES)));
+                  gated<T>(load(rounded[0] + LANES), load(rounded[1] + LANES)), is_streamed);
     }
 };
 
@@ -163,8 +175,8 @@ struct Gated {
 template <class Result, class T>
 class Epilogue {
   public:
-    Epilogue(T* out, const Left& left, const Matrix<T>& matrix)
-        : out_(out), left_(left), matrix_(matrix), pace_(1 + Left::ROWS / (Result::num_panels * left.num_steps)) {}
+    Epilogue(T* out, const Left& left, const Matrix<T>& matrix, bool is_streamed)
+        : out_(out), left_(left), matrix_(matrix), is_streamed_(is_streamed), pace_(1 + Left::ROWS / (Result::num_panels * left.num_steps)) {}
 
     // The sums of another panel of the result will be in `first`, and those that it gates in `second`, [rows][PANEL].
     void begin(int64_t panel, const int32_t* first, const int32_t* second) {
@@ -179,18 +191,20 @@ class Epilogue {
     }
     void finish() {
         while (num_done_ < num_ready_) write();
+        if (is_streamed_) _mm_sfence();  // before others are told that it is done
     }
 
   private:
     void write() {
         const int row = num_done_++;
         Result::write(out_ + row * Result::num_out(matrix_), matrix_, panel_, left_.scales[row], first_ + row * PANEL,
-                      second_ + row * PANEL);
+                      second_ + row * PANEL, is_streamed_);
     }
 
     T* const out_;
     const Left left_;
     const Matrix<T> matrix_;
+    const bool is_streamed_;
     const int pace_;  // rows
     int64_t panel_ = 0;
     const int32_t *first_ = nullptr, *second_ = nullptr;
@@ -247,7 +261,7 @@ void multiply_tiles(int32_t* sums, const int8_t* x, int64_t x_stride, const int8
 
 // A part of a panel that fits the first-level cache stays there while all rows pass.
 template <class Result, class T>
-void multiply_panels_by_tiles(T* out, const Left& left, const Matrix<T>& matrix, int64_t begin, int64_t end) {
+void multiply_panels_by_tiles(T* out, const Left& left, const Matrix<T>& matrix, int64_t begin, int64_t end, bool is_streamed) {
     constexpr int PART = 12;  // steps
     using Work = Epilogue<Result, T>;
     static thread_local Buffer<int32_t> buffer;
@@ -255,7 +269,7 @@ void multiply_panels_by_tiles(T* out, const Left& left, const Matrix<T>& matrix,
     int32_t* room = buffer.room(size_t(2 * size * Result::num_panels));  // for a panel that is made, and one that is written
     const int most_steps = left.num_rows <= Left::ROWS ? left.num_steps : PART;
     const TileScope scope(std::min(left.height, TILE), std::max(left.height - TILE, 1));
-    Work epilogue(out, left, matrix);
+    Work epilogue(out, left, matrix, is_streamed);
     for (int64_t panel = begin; panel < end; panel++) {
         int32_t* sums = room + (panel - begin) % 2 * size * Result::num_panels;
         for (int i = 0; i < Result::num_panels; i++)
@@ -322,7 +336,7 @@ void multiply_panels_by_vectors(T* out, const Left& left, const Matrix<T>& matri
             }
             for (int r = 0; r < rows; r++)
                 Result::write(out + (row + r) * num_out, matrix, panel, left.scales[row + r], sums[0] + r * PANEL,
-                              sums[Result::num_panels - 1] + r * PANEL);
+                              sums[Result::num_panels - 1] + r * PANEL, false);
         }
 }
 
@@ -347,12 +361,13 @@ void multiply(T* out, const Left& left, const Matrix<T>& matrix, Team& team) {
     const int most_rows = int(std::max<int64_t>(64, CACHED / in_bytes / 64 * 64));
     const int64_t panels = num_panels(num_out), run = std::max<int64_t>(1, RUN / (in_bytes * PANEL));
     const int64_t panel_runs = (panels + run - 1) / run;
+    const bool is_streamed = goes_past_caches(out, left.num_rows, num_out * int64_t(sizeof(T)));
     team.for_each((left.num_rows + most_rows - 1) / most_rows * panel_runs, [=](int64_t item) {
         const int row = int(item / panel_runs) * most_rows;
         const Left part = left.part(row, std::min(most_rows, left.num_rows - row));
         const int64_t begin = item % panel_runs * run, end = std::min(panels, begin + run);
 #ifdef WEFT_HAS_AMX_INT8
-        if (use_tiles()) return multiply_panels_by_tiles<Result>(out + row * num_out, part, matrix, begin, end);
+        if (use_tiles()) return multiply_panels_by_tiles<Result>(out + row * num_out, part, matrix, begin, end, is_streamed);
 #endif
         multiply_panels_by_vectors<Result>(out + row * num_out, part, matrix, begin, end);
     });

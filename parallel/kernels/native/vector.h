@@ -47,6 +47,14 @@ class Buffer {
     size_t size_ = 0;
 };
 
+// Whether a result is best written past the caches, a line at a time. Rows that are far apart cost their own cache lines when
+// so many of them are written, so much that it is faster to fetch what was written from memory again.
+inline bool goes_past_caches(const void* out, int64_t num_rows, int64_t row_bytes) {
+    constexpr int64_t LEAST = 4 << 20;  // bytes
+    const bool is_on_lines = (reinterpret_cast<uintptr_t>(out) | uintptr_t(row_bytes)) % 64 == 0;
+    return is_on_lines && num_rows * row_bytes > LEAST;
+}
+
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));

@@ -129,6 +129,15 @@ def test_compiled_products_have_the_same_bits(
             assert torch.equal(linear(x), expected), num_rows
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_out", [2560, 2570], ids=["past-the-caches", "rows-not-on-cache-lines"])
+def test_a_large_product_has_the_bits_of_its_rows(natives: Natives, dtype: torch.dtype, num_out: int) -> None:
+    weight, _ = make_case(num_out, 64, False, dtype)
+    linear = NativeInt8Linear(weight, None, natives[dtype], Recorder(), 2, memory=HugePages(), keeps_weight=True)
+    x = make_rows(900, 64, dtype)
+    assert torch.equal(linear(x), torch.cat([linear(rows) for rows in x.split(17)]))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(natives: Natives, bad: float) -> None:
     weight, bias = make_case(96, 128, True, torch.bfloat16)
