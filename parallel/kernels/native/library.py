@@ -1,4 +1,4 @@
-"""The compiled kernels as Python functions: ctypes signatures, and the structures that attention.h reads."""
+"""The compiled kernels as Python functions: ctypes signatures, and the structures that attention_plan.h reads."""
 
 import ctypes
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class LayerParams(ctypes.Structure):
-    """What is constant for the attention of a layer; `LayerParams` of attention.h."""
+    """What is constant for the attention of a layer; `LayerParams` of attention_plan.h."""
 
     _fields_ = (
         ("scale", c_float),
@@ -41,7 +41,7 @@ class LayerParams(ctypes.Structure):
 
 
 class StepLayout(ctypes.Structure):
-    """What is constant for the attention of a step; `StepLayout` of attention.h."""
+    """What is constant for the attention of a step; `StepLayout` of attention_plan.h."""
 
     _fields_ = (
         ("query_starts", c_void_p),

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "amx.h"
-#include "attention.h"
+#include "attention_vectors.h"
 
 namespace weft {
 

@@ -1,0 +1,180 @@
+// What attention computes with vectors: scores of keys, the softmax of a partition, sums of values. Terms are those of
+// attention.h.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#include "cache_int8.h"
+#include "vector.h"
+
+namespace weft {
+
+inline Floats soft_capped(Floats x, float cap) {
+    return cap - (2.0f * cap) / (exponential(x * (2.0f / cap)) + 1.0f);  // cap * tanh(x / cap)
+}
+
+// Lane i of the result is the sum of rows[i]; rows are overwritten.
+inline Floats sum_each(Floats* rows) {
+    for (int width = LANES / 2; width >= 1; width /= 2)
+        for (int i = 0; i < width; i++) {
+            const Floats a = rows[2 * i], b = rows[2 * i + 1];
+            rows[i] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+                      __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        }
+    return rows[0];
+}
+
+// The product of one row of q with one key, before its lanes are summed.
+template <int HEAD_DIM>
+inline Floats multiply(const float* q, const float* key, int runtime_head_dim) {
+    const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
+    Floats total = load(key) * load(q);
+    for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
+    return total;
+}
+
+template <int HEAD_DIM>
+inline Floats multiply(const BFloat16* q, const BFloat16* key, int runtime_head_dim) {
+    const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
+#ifdef __AVX512BF16__  // two products a lane, exact, summed in float32
+    if (head_dim % (2 * LANES) == 0) {
+        Floats total{};
+        for (int dim = 0; dim < head_dim; dim += 2 * LANES)
+            total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_loadu_si512(key + dim),
+                                             (__m512bh)_mm512_loadu_si512(q + dim));
+        return total;
+    }
+#endif
+    Floats total = load(key) * load(q);
+    for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
+    return total;
+}
+
+template <int HEAD_DIM, class T>
+inline Floats multiply(const T* q, const int8_t* key, int runtime_head_dim) {
+    const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
+    Floats total = load(key) * load(q);
+    for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
+    return total;
+}
+
+// Multiplies what each row has of some tokens by a number of each token.
+inline void scale_tokens(float* rows, int64_t stride, int num_rows, const float* scales, int num_tokens) {
+    for (int row = 0; row < num_rows; row++)
+        for (int token = 0; token < num_tokens; token++) rows[row * stride + token] *= scales[token];
+}
+
+// The hardware does not foresee where the next tokens of a head lie.
+template <class T>
+void prefetch(const T* heads, int64_t token_stride, int head_dim) {
+    for (int token = 0; token < LANES; token++)
+        for (int dim = 0; dim < head_dim; dim += int(64 / sizeof(T))) __builtin_prefetch(heads + token * token_stride + dim);
+}
+
+// Scores of num_rows rows of q with the keys of num_tokens <= LANES tokens. Writes LANES scores a row; only the first
+// num_tokens mean something. HEAD_DIM 0: not known when compiled.
+template <int HEAD_DIM, class T, class C>
+void score_keys(const C* keys, int64_t token_stride, int num_tokens, const C* next_keys, const T* q, int num_rows,
+                int head_dim, float scale, float* scores, int64_t scores_stride) {
+    for (int row = 0; row < num_rows; row++) {
+        Floats products[LANES];
+        for (int token = 0; token < LANES; token++)
+            products[token] =
+                multiply<HEAD_DIM>(q + row * head_dim, keys + std::min(token, num_tokens - 1) * token_stride, head_dim);
+        store(scores + row * scores_stride, sum_each(products) * scale);
+    }
+    if (next_keys) prefetch(next_keys, token_stride, head_dim);
+}
+
+// Adds weight * value of each token to ROWS rows, WIDTH vectors of the head at a time.
+template <int ROWS, int WIDTH, class T>
+void add_values(const T* values, int64_t token_stride, int num_tokens, const float* weights, int64_t weights_stride,
+                float* totals, int head_dim) {
+    for (int dim = 0; dim < head_dim; dim += WIDTH * LANES) {
+        Floats sums[ROWS][WIDTH];
+        for (int row = 0; row < ROWS; row++)
+            for (int i = 0; i < WIDTH; i++) sums[row][i] = load(totals + row * head_dim + dim + i * LANES);
+        for (int token = 0; token < num_tokens; token++) {
+            const T* value = values + token * token_stride + dim;
+            Floats part[WIDTH];
+            for (int i = 0; i < WIDTH; i++) part[i] = load(value + i * LANES);
+            for (int row = 0; row < ROWS; row++) {
+                const Floats weight = broadcast(weights[row * weights_stride + token]);
+                for (int i = 0; i < WIDTH; i++) sums[row][i] += weight * part[i];
+            }
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int i = 0; i < WIDTH; i++) store(totals + row * head_dim + dim + i * LANES, sums[row][i]);
+    }
+}
+
+template <int WIDTH, class T>
+void add_values_to_rows(const T* values, int64_t token_stride, int num_tokens, const float* weights,
+                        int64_t weights_stride, float* totals, int num_rows, int head_dim) {
+    int row = 0;
+    for (; row + 4 <= num_rows; row += 4)
+        add_values<4, WIDTH>(values, token_stride, num_tokens, weights + row * weights_stride, weights_stride,
+                             totals + row * head_dim, head_dim);
+    for (; row < num_rows; row++)
+        add_values<1, WIDTH>(values, token_stride, num_tokens, weights + row * weights_stride, weights_stride,
+                             totals + row * head_dim, head_dim);
+}
+
+// The running softmax of one row: the largest score, and the sum of e^(score - largest).
+struct Running {
+    float most = -INFINITY;
+    float sum = 0;
+};
+
+// Adds a partition's softmax (its sums in `part_totals`) to the running one.
+inline void merge(Running& running, float* totals, const Running& part, const float* part_totals, int head_dim) {
+    if (part.sum == 0) return;
+    const float most = std::max(running.most, part.most);
+    const float old = running.sum == 0 ? 0 : exponential(running.most - most);
+    const float fresh = exponential(part.most - most);
+    running = {most, running.sum * old + part.sum * fresh};
+    for (int dim = 0; dim < head_dim; dim += LANES)
+        store(totals + dim, load(totals + dim) * old + load(part_totals + dim) * fresh);
+}
+
+// Turns scores[0, count), times `scale`, into weights as finely as T asks for; those outside [begin, end) become 0. count is
+// rounded up to LANES.
+template <class T>
+Running soften(float* scores, int count, int begin, int end, float scale, float soft_cap, const float* bias) {
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Floats most = broadcast(-INFINITY);
+    for (int i = 0; i < count; i += LANES) {
+        Floats x = load(scores + i) * scale;
+        if (soft_cap != 0) x = soft_capped(x, soft_cap);
+        if (bias) {
+            Floats added{};
+            std::memcpy(&added, bias + i, sizeof(float) * std::min(LANES, count - i));
+            x += added;
+        }
+        if (i < begin || i + LANES > end) {
+            const Ints index = lanes + i;
+            x = choose((index >= begin) & (index < end), x, broadcast(-INFINITY));
+        }
+        most = larger(x, most);
+        store(scores + i, x);
+    }
+    Running result{largest(most), 0};
+    if (result.most == -INFINITY) result.most = 0;  // nothing is seen: all weights become 0
+    Floats total{};
+    for (int i = 0; i < count; i += LANES) {
+        const Floats x = exponential_below_zero<T>(load(scores + i) - result.most);
+        total += x;
+        store(scores + i, x);
+    }
+    result.sum = sum(total);
+    return result;
+}
+
+}  // namespace weft
