@@ -61,15 +61,16 @@ inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t*
 // out[row] = left[row] . matrix for num_rows rows, of which left and out have room for a multiple of 32.
 inline void multiply_dense(float* out, int64_t out_stride, const BFloat16* left, int64_t left_stride, int num_rows,
                            const PackedMatrix& matrix) {
+    const Products products{matrix};
     for (int row = 0; row < num_rows; row += ROWS) {
-        const BFloat16* first = left + row * left_stride;
-        const LeftTiles tiles{first, first + TILE * left_stride, left_stride};
+        const LeftTiles tiles{reinterpret_cast<const char*>(left + row * left_stride), left_stride * int64_t(sizeof(BFloat16)), 64, 0};
         for (int64_t panel = 0; panel < num_panels(matrix.num_out); panel++) {
             float* to = out + row * out_stride + panel * PANEL;
+            const char* values = products.panel(panel);
             if (num_rows - row > TILE)
-                multiply_tiles<2, false>(to, out_stride, tiles, matrix, panel, 0, [] {});
+                multiply_tiles<2, false, Products>(to, out_stride, tiles, values, values, products.num_steps(), [] {});
             else
-                multiply_tiles<1, false>(to, out_stride, tiles, matrix, panel, 0, [] {});
+                multiply_tiles<1, false, Products>(to, out_stride, tiles, values, values, products.num_steps(), [] {});
         }
     }
 }

@@ -65,7 +65,7 @@ void silu_mul(T* out, const T* gate_up, int64_t num_rows, int64_t size, Team& te
             const T *gate = gate_up + row * 2 * size, *up = gate + size;
             T* to = out + row * size;
             int64_t i = 0;
-            for (; i + LANES <= size; i += LANES) store(to + i, gated<T>(load(gate + i), load(up + i)));
+            for (; i + LANES <= size; i += LANES) store(to + i, silu<T>(load(gate + i)) * load(up + i));
             for (; i < size; i++) {
                 const float x = to_float(gate[i]);
                 put(to + i, x / (1.0f + exponential(-x)) * to_float(up[i]));

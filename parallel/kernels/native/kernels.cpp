@@ -135,7 +135,7 @@ EXPORT int weft_has_int8(void) { return 1; }
         const int8::Left left = scratch.room(num_rows, num_in);                                                         \
         on_team(num_threads, int8::MULTIPLY_SECTIONS, [=](Team& team) {                                                 \
             int8::quantize(left, static_cast<const T*>(x), x_row_stride, num_in, team);                                 \
-            int8::multiply<int8::Plain>(static_cast<T*>(out), left, matrix, team);                                      \
+            int8::multiply<false>(static_cast<T*>(out), left, matrix, team);                                            \
         });                                                                                                             \
     }
 

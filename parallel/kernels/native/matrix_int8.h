@@ -12,6 +12,7 @@
 #ifdef WEFT_HAS_INT8
 
 #include "amx.h"
+#include "panels.h"
 
 #if defined(WEFT_HAS_AMX) && defined(__AMX_INT8__)
 #define WEFT_HAS_AMX_INT8
@@ -19,9 +20,7 @@
 
 namespace weft::int8 {
 
-constexpr int PANEL = 32;                   // outputs
-constexpr int STEP_SIZE = PANEL * STEP;     // bytes of a panel's step
-constexpr int PREFETCH = 4;                 // steps ahead
+constexpr int STEP_SIZE = PANEL * STEP;  // bytes of a panel's step
 
 inline bool use_tiles() {
 #ifdef WEFT_HAS_AMX_INT8
@@ -30,8 +29,6 @@ inline bool use_tiles() {
     return false;
 #endif
 }
-
-inline int64_t num_panels(int64_t num_out) { return (num_out + PANEL - 1) / PANEL; }
 
 template <class T>
 struct Matrix {
@@ -98,197 +95,38 @@ inline Floats scaled(__m512i sums, float scale, const Matrix<T>& matrix, int64_t
     return (Floats)_mm512_add_round_ps(result, (__m512)load(bias), NEAREST);
 }
 
-// A streamed row goes past the caches.
-inline void store_two(float* to, Floats first, Floats second, bool is_streamed) {
-    if (is_streamed) {
-        _mm512_stream_ps(to, (__m512)first);
-        _mm512_stream_ps(to + LANES, (__m512)second);
-        return;
-    }
-    store(to, first);
-    store(to + LANES, second);
+// The same of the 32 outputs of a panel.
+template <class T>
+inline void scaled_two(const int32_t* sums, float scale, const Matrix<T>& matrix, int64_t panel, Floats& first, Floats& second) {
+    first = scaled(_mm512_load_si512(sums), scale, matrix, panel * PANEL);
+    second = scaled(_mm512_load_si512(sums + LANES), scale, matrix, panel * PANEL + LANES);
 }
-
-inline void store_two(BFloat16* to, Floats first, Floats second, bool is_streamed) {
-#ifdef __AVX512BF16__
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    if (is_streamed)
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
-    else
-        _mm512_storeu_si512(to, both);
-#else
-    store(to, first);
-    store(to + LANES, second);
-#endif
-}
-
-// What becomes of the sums [row][32] of a panel: scaled, or, where the first half of the outputs are gates of the second,
-// silu(gate) * up of what is scaled and rounded. A panel of the result takes `num_panels` panels of the matrix.
-struct Plain {
-    static constexpr int num_panels = 1;
-    template <class T>
-    static int64_t num_out(const Matrix<T>& matrix) {
-        return matrix.num_out;
-    }
-    template <class T>
-    static int64_t panel(const Matrix<T>&, int64_t panel, int) {
-        return panel;
-    }
-    template <class T>
-    static void write(T* out, const Matrix<T>& matrix, int64_t panel, float scale, const int32_t* sums, const int32_t*,
-                      bool is_streamed) {
-        const int64_t output = panel * PANEL, count = matrix.num_out - output;
-        const Floats first = scaled(_mm512_load_si512(sums), scale, matrix, output);
-        const Floats second = scaled(_mm512_load_si512(sums + LANES), scale, matrix, output + LANES);
-        if (count >= PANEL) return store_two(out + output, first, second, is_streamed);
-        alignas(64) T both[PANEL];
-        store_two(both, first, second, false);
-        std::memcpy(out + output, both, size_t(count) * sizeof(T));
-    }
-};
-
-struct Gated {
-    static constexpr int num_panels = 2;
-    template <class T>
-    static int64_t num_out(const Matrix<T>& matrix) {
-        return matrix.num_out / 2;
-    }
-    template <class T>
-    static int64_t panel(const Matrix<T>& matrix, int64_t panel, int which) {
-        return panel + which * (matrix.num_out / 2 / PANEL);
-    }
-    template <class T>
-    static void write(T* out, const Matrix<T>& matrix, int64_t panel, float scale, const int32_t* gates, const int32_t* ups,
-                      bool is_streamed) {
-        alignas(64) T rounded[2][PANEL];
-        for (int which = 0; which < 2; which++)
-            Plain::write(rounded[which] - Gated::panel(matrix, panel, which) * PANEL, matrix, Gated::panel(matrix, panel, which),
-                         scale, which ? ups : gates, nullptr, false);
-        store_two(out + panel * PANEL, gated<T>(load(rounded[0]), load(rounded[1])),
-                  gated<T>(load(rounded[0] + LANES), load(rounded[1] + LANES)), is_streamed);
-    }
-};
 
 #ifdef WEFT_HAS_AMX_INT8
 
-// What is done with the sums of a panel while tiles already make the next ones: vectors and tiles work side by side.
-template <class Result, class T>
-class Epilogue {
-  public:
-    Epilogue(T* out, const Left& left, const Matrix<T>& matrix, bool is_streamed)
-        : out_(out), left_(left), matrix_(matrix), is_streamed_(is_streamed), pace_(1 + Left::ROWS / (Result::num_panels * left.num_steps)) {}
+// `Product` of 8 bits; see panels.h.
+template <class T>
+struct Products {
+    using Sum = int32_t;
+    using Value = T;
+    Matrix<T> matrix;
+    const float* scales;  // of the rows
 
-    // The sums of another panel of the result will be in `first`, and those that it gates in `second`, [rows][PANEL].
-    void begin(int64_t panel, const int32_t* first, const int32_t* second) {
-        finish();
-        panel_ = panel, first_ = first, second_ = second, num_ready_ = num_done_ = 0;
-    }
-    void add_rows(int count) { num_ready_ += count; }
-
-    // A few rows, once for each step of a block.
-    void advance() {
-        for (int i = 0; i < pace_ && num_done_ < num_ready_; i++) write();
-    }
-    void finish() {
-        while (num_done_ < num_ready_) write();
-        if (is_streamed_) _mm_sfence();  // before others are told that it is done
-    }
-
-  private:
-    void write() {
-        const int row = num_done_++;
-        Result::write(out_ + row * Result::num_out(matrix_), matrix_, panel_, left_.scales[row], first_ + row * PANEL,
-                      second_ + row * PANEL, is_streamed_);
-    }
-
-    T* const out_;
-    const Left left_;
-    const Matrix<T> matrix_;
-    const bool is_streamed_;
-    const int pace_;  // rows
-    int64_t panel_ = 0;
-    const int32_t *first_ = nullptr, *second_ = nullptr;
-    int num_ready_ = 0, num_done_ = 0;
-};
-
-// 16 or 32 rows, as the tiles are configured, times `steps` steps of a panel; the sums [rows][PANEL] are begun or
-// continued. IS_FAR: the panel comes from memory, not from a cache.
-template <int ROW_TILES, bool IS_FAR, class Epilogue>
-void multiply_tiles(int32_t* sums, const int8_t* x, int64_t x_stride, const int8_t* values, int steps, bool is_begun,
-                    Epilogue& epilogue) {
-    constexpr int64_t WIDTH = PANEL * sizeof(int32_t);
-    int32_t* lower = sums + TILE * PANEL;
-    if (!is_begun) {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (ROW_TILES > 1) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-    } else {
-        _tile_loadd(0, sums, WIDTH);
-        _tile_loadd(1, sums + TILE, WIDTH);
-        if (ROW_TILES > 1) {
-            _tile_loadd(2, lower, WIDTH);
-            _tile_loadd(3, lower + TILE, WIDTH);
-        }
-    }
-    for (int step = 0; step < steps; step++, values += STEP_SIZE, x += x_stride) {
-        const int8_t* ahead = values + PREFETCH * STEP_SIZE;
-        ask_quarter<IS_FAR>(ahead, 0);
-        _tile_loadd(4, x, STEP);
-        ask_quarter<IS_FAR>(ahead, 1);
-        _tile_loadd(6, values, 64);
-        ask_quarter<IS_FAR>(ahead, 2);
-        _tile_loadd(7, values + STEP_SIZE / 2, 64);
+    static void add_upper() {
         _tile_dpbssd(0, 4, 6);
-        ask_quarter<IS_FAR>(ahead, 3);
         _tile_dpbssd(1, 4, 7);
-        if (ROW_TILES > 1) {
-            _tile_loadd(5, x + TILE * STEP, STEP);
-            _tile_dpbssd(2, 5, 6);
-            _tile_dpbssd(3, 5, 7);
-        }
-        epilogue.advance();
     }
-    _tile_stored(0, sums, WIDTH);
-    _tile_stored(1, sums + TILE, WIDTH);
-    if (ROW_TILES > 1) {
-        _tile_stored(2, lower, WIDTH);
-        _tile_stored(3, lower + TILE, WIDTH);
+    static void add_lower() {
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
     }
-}
-
-// A part of a panel that fits the first-level cache stays there while all rows pass.
-template <class Result, class T>
-void multiply_panels_by_tiles(T* out, const Left& left, const Matrix<T>& matrix, int64_t begin, int64_t end, bool is_streamed) {
-    constexpr int PART = 12;  // steps
-    using Work = Epilogue<Result, T>;
-    static thread_local Buffer<int32_t> buffer;
-    const int64_t size = int64_t(left.num_rows + Left::ROWS) * PANEL, x_stride = left.step_stride();
-    int32_t* room = buffer.room(size_t(2 * size * Result::num_panels));  // for a panel that is made, and one that is written
-    const int most_steps = left.num_rows <= Left::ROWS ? left.num_steps : PART;
-    const TileScope scope(std::min(left.height, TILE), std::max(left.height - TILE, 1));
-    Work epilogue(out, left, matrix, is_streamed);
-    for (int64_t panel = begin; panel < end; panel++) {
-        int32_t* sums = room + (panel - begin) % 2 * size * Result::num_panels;
-        for (int i = 0; i < Result::num_panels; i++)
-            for (int step = 0; step < left.num_steps; step += most_steps) {
-                const int steps = std::min(most_steps, left.num_steps - step);
-                const bool is_last = i == Result::num_panels - 1 && step + steps == left.num_steps;
-                const int8_t* values = matrix.panel(Result::panel(matrix, panel, i)) + int64_t(step) * STEP_SIZE;
-                if (is_last) epilogue.begin(panel, sums, sums + i * size);
-                for (int row = 0; row < left.num_rows; row += Left::ROWS) {
-                    const int rows = std::min(Left::ROWS, left.num_rows - row);
-                    const auto multiply = rows <= TILE ? (row ? multiply_tiles<1, false, Work> : multiply_tiles<1, true, Work>)
-                                                       : (row ? multiply_tiles<2, false, Work> : multiply_tiles<2, true, Work>);
-                    multiply(sums + i * size + row * PANEL, left.row(row) + step * x_stride, x_stride, values, steps, step > 0, epilogue);
-                    if (is_last) epilogue.add_rows(rows);
-                }
-            }
+    int64_t num_out() const { return matrix.num_out; }
+    int num_steps() const { return int8::num_steps(matrix.num_in); }
+    const char* panel(int64_t panel) const { return reinterpret_cast<const char*>(matrix.panel(panel)); }
+    void outputs(const int32_t* sums, int row, int64_t panel, Floats& first, Floats& second) const {
+        scaled_two(sums, scales[row], matrix, panel, first, second);
     }
-    epilogue.finish();
-}
+};
 
 #endif
 
@@ -320,23 +158,32 @@ void multiply_vectors(int32_t* sums, const int8_t* x, int64_t x_stride, const in
         }
 }
 
-template <class Result, class T>
+template <bool IS_GATED, class T>
 void multiply_panels_by_vectors(T* out, const Left& left, const Matrix<T>& matrix, int64_t begin, int64_t end) {
-    constexpr int MOST = 8;
-    alignas(64) int32_t sums[Result::num_panels][MOST * PANEL];
-    const int64_t num_out = Result::num_out(matrix);
+    constexpr int MOST = 8, HALVES = IS_GATED ? 2 : 1;
+    alignas(64) int32_t sums[HALVES][MOST * PANEL];
+    const int64_t num_out = matrix.num_out / HALVES;
     for (int64_t panel = begin; panel < end; panel++)
         for (int row = 0, rows; row < left.num_rows; row += rows) {
             rows = std::min(left.num_rows, row / Left::ROWS * Left::ROWS + Left::ROWS) - row;  // of this block
             rows = rows >= MOST ? MOST : rows >= 4 ? 4 : 1;
             const auto multiply = rows == MOST ? multiply_vectors<MOST, 1> : rows == 4 ? multiply_vectors<4, 2> : multiply_vectors<1, 4>;
-            for (int i = 0; i < Result::num_panels; i++) {
-                const int64_t from = Result::panel(matrix, panel, i);
+            for (int i = 0; i < HALVES; i++) {
+                const int64_t from = panel + i * (num_out / PANEL);
                 multiply(sums[i], left.row(row), left.step_stride(), matrix.panel(from), left.num_steps, matrix.sums + from * PANEL);
             }
-            for (int r = 0; r < rows; r++)
-                Result::write(out + (row + r) * num_out, matrix, panel, left.scales[row + r], sums[0] + r * PANEL,
-                              sums[Result::num_panels - 1] + r * PANEL, false);
+            for (int r = 0; r < rows; r++) {
+                T* to = out + (row + r) * num_out + panel * PANEL;
+                Floats first, second, up[2];
+                scaled_two(sums[0] + r * PANEL, left.scales[row + r], matrix, panel, first, second);
+                if (IS_GATED) {
+                    scaled_two(sums[HALVES - 1] + r * PANEL, left.scales[row + r], matrix, panel + num_out / PANEL, up[0], up[1]);
+                    round_two<T>(first, second);
+                    round_two<T>(up[0], up[1]);
+                    first = silu<T>(first) * up[0], second = silu<T>(second) * up[1];
+                }
+                store_panel(to, first, second, num_out - panel * PANEL, false);
+            }
         }
 }
 
@@ -352,25 +199,37 @@ void quantize(const Left& left, const T* x, int64_t stride, int num_in, Team& te
 
 constexpr int MULTIPLY_SECTIONS = 2;  // of a team: `quantize`, `multiply`
 
-// out[row, o] = sum of row and weight[o] in integers * both scales + bias[o]. Shared out in runs of rows times runs of panels.
-template <class Result, class T>
-void multiply(T* out, const Left& left, const Matrix<T>& matrix, Team& team) {
-    constexpr int64_t CACHED = 1024 * 1024;  // bytes of x stay near a core while all panels pass
-    constexpr int64_t RUN = 128 * 1024;     // bytes of the matrix are read by an item
-    const int64_t in_bytes = int64_t(left.num_steps) * STEP, num_out = Result::num_out(matrix);
-    const int most_rows = int(std::max<int64_t>(64, CACHED / in_bytes / 64 * 64));
-    const int64_t panels = num_panels(num_out), run = std::max<int64_t>(1, RUN / (in_bytes * PANEL));
-    const int64_t panel_runs = (panels + run - 1) / run;
-    const bool is_streamed = goes_past_caches(out, left.num_rows, num_out * int64_t(sizeof(T)));
-    team.for_each((left.num_rows + most_rows - 1) / most_rows * panel_runs, [=](int64_t item) {
-        const int row = int(item / panel_runs) * most_rows;
-        const Left part = left.part(row, std::min(most_rows, left.num_rows - row));
-        const int64_t begin = item % panel_runs * run, end = std::min(panels, begin + run);
 #ifdef WEFT_HAS_AMX_INT8
-        if (use_tiles()) return multiply_panels_by_tiles<Result>(out + row * num_out, part, matrix, begin, end, is_streamed);
+
+template <bool IS_GATED, class T>
+void multiply_by_tiles(const Target<T>& out, const Left& left, const Matrix<T>& matrix, Team& team) {
+    const Products<T> products{matrix, left.scales};
+    const bool is_streamed = out.is_streamed(left.num_rows);
+    int last_row = -1;  // that this thread has read
+    const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+        const char* values = reinterpret_cast<const char*>(left.row(row));
+        if (left.num_rows <= Left::ROWS)
+            return multiply_few_rows<IS_GATED>(out, row, {values, STEP, left.step_stride(), rows}, products, begin, end, following);
+        multiply_many_rows<IS_GATED>(out, {values, row, rows, row == last_row}, products, begin, end, following, is_streamed);
+        last_row = row;
+    };
+    for_each_share(left.num_rows, int64_t(left.num_steps) * STEP, out.num_out, team, work);
+}
+
 #endif
-        multiply_panels_by_vectors<Result>(out + row * num_out, part, matrix, begin, end);
-    });
+
+// out[row, o] = sum of row and weight[o] in integers * both scales + bias[o]; gated, where the first half of the outputs
+// are gates of the second.
+template <bool IS_GATED, class T>
+void multiply(T* out, const Left& left, const Matrix<T>& matrix, Team& team) {
+    const int64_t num_out = matrix.num_out / (IS_GATED ? 2 : 1);
+#ifdef WEFT_HAS_AMX_INT8
+    if (use_tiles()) return multiply_by_tiles<IS_GATED>(Target<T>{out, num_out}, left, matrix, team);
+#endif
+    const auto work = [=](int row, int rows, int64_t begin, int64_t end, int64_t) {
+        multiply_panels_by_vectors<IS_GATED>(out + row * num_out, left.part(row, rows), matrix, begin, end);
+    };
+    for_each_share(left.num_rows, int64_t(left.num_steps) * STEP, num_out, team, work);
 }
 
 // Rows that are quantized for a product.

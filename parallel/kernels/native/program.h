@@ -159,25 +159,25 @@ class Program {
                 const bool is_left_packed = index > 0 && is_packed_[index - 1];
                 T* const other = packed_[1 - index % 2];
                 const LeftRows left{is_left_packed ? other : at(o.in), stride(o.in), int(step_.num_tokens), is_left_packed};
-                const Target out{is_out_packed ? packed_out : at(o.out), stride(o.out), is_out_packed};
+                const Target<T> out{is_out_packed ? packed_out : at(o.out), stride(o.out), is_out_packed};
                 if (o.kind == Kind::MULTIPLY) return weft::multiply(out, left, matrix, other, team);
                 return multiply_gated(out, left, matrix, other, team);
             }
 #ifdef WEFT_HAS_INT8
             case Kind::MULTIPLY_INT8:
-                return multiply_int8<int8::Plain>(o, team);
+                return multiply_int8<false>(o, team);
             case Kind::MULTIPLY_GATED_INT8:
-                return multiply_int8<int8::Gated>(o, team);
+                return multiply_int8<true>(o, team);
 #endif
         }
     }
 
 #ifdef WEFT_HAS_INT8
-    template <class Result>
+    template <bool IS_GATED>
     void multiply_int8(const Operation& o, Team& team) const {
         const int8::Left left = quantized_->room(step_.num_tokens, o.num_in);  // there is as much already
         int8::quantize(left, at(o.in), stride(o.in), o.num_in, team);
-        int8::multiply<Result>(at(o.out), left, int8::Matrix<T>(o.weight, o.bias, o.num_out, o.num_in), team);
+        int8::multiply<IS_GATED>(at(o.out), left, int8::Matrix<T>(o.weight, o.bias, o.num_out, o.num_in), team);
     }
 
     int8::Scratch* quantized_ = nullptr;

@@ -109,6 +109,47 @@ inline void store(BFloat16* to, Floats x) {
     std::memcpy(to, &halves, sizeof(halves));
 }
 
+// Two vectors, one after the other; streamed: past the caches.
+inline void store_two(float* to, Floats first, Floats second, bool is_streamed) {
+#ifdef __AVX512F__
+    if (is_streamed) {
+        _mm512_stream_ps(to, (__m512)first);
+        _mm512_stream_ps(to + LANES, (__m512)second);
+        return;
+    }
+#endif
+    store(to, first);
+    store(to + LANES, second);
+}
+
+inline void store_two(BFloat16* to, Floats first, Floats second, bool is_streamed) {
+#ifdef __AVX512BF16__
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    if (is_streamed)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
+    else
+        _mm512_storeu_si512(to, both);
+#else
+    store(to, first);
+    store(to + LANES, second);
+#endif
+}
+
+// As they are when they have been stored as T.
+template <class T>
+inline void round_two(Floats& first, Floats& second) {
+    if (sizeof(T) == sizeof(float)) return;
+#ifdef __AVX512BF16__
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    first = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
+    second = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
+#else
+    T both[2 * LANES];
+    store_two(both, first, second, false);
+    first = load(both), second = load(both + LANES);
+#endif
+}
+
 inline Floats choose(Ints is_first, Floats first, Floats second) {
     return bit_cast<Floats>((bit_cast<Ints>(first) & is_first) | (bit_cast<Ints>(second) & ~is_first));
 }
@@ -160,35 +201,24 @@ inline Floats exponential(Floats x) {
 }
 
 #ifdef __AVX512F__
-// 2^x for |x| <= 126, much finer than bf16: 2^n 2^r with |r| <= 1/2, 2^r by a polynomial of degree 5 (to 1e-7).
+// 2^x to 3e-6 of it, much finer than bf16: 2^r for 0 <= r < 1 by a polynomial, times 2^floor(x).
 inline Floats power_of_two(Floats x) {
-    const __m512 n = _mm512_roundscale_ps((__m512)x, 0);
-    const Floats r = x - (Floats)n;
-    Floats p = r * 1.32187e-3f + 9.6717e-3f;
-    p = p * r + 5.550893e-2f;
-    p = p * r + 0.24022238f;
-    p = p * r + 0.69314686f;
+    const Floats r = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    Floats p = r * 1.34266659e-2f + 5.22425039e-2f;
+    p = p * r + 0.241280192f;
+    p = p * r + 0.693044846f;
     p = p * r + 1.0f;
-    return (Floats)_mm512_scalef_ps((__m512)p, n);
-}
-
-// 1 / (1 + e^-x), much finer than bf16.
-inline Floats sigmoid(Floats x) {
-    const __m512 limit = (__m512)broadcast(126.0f), lowest = (__m512)broadcast(-126.0f);
-    const __m512 power = _mm512_max_ps(lowest, _mm512_min_ps(limit, (__m512)(x * -1.44269504f)));  // a NaN stays one
-    const Floats below = power_of_two((Floats)power) + 1.0f;
-    const Floats guess = (Floats)_mm512_rcp14_ps((__m512)below);
-    return guess * (2.0f - below * guess);
+    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 #endif
 
-// silu(gate) * up, as finely as T asks for.
+// x / (1 + e^-x), as finely as T asks for.
 template <class T>
-inline Floats gated(Floats gate, Floats up) {
+inline Floats silu(Floats x) {
 #ifdef __AVX512F__
-    if (sizeof(T) == 2) return gate * sigmoid(gate) * up;
+    if (sizeof(T) == 2) return x * (Floats)_mm512_rcp14_ps((__m512)(power_of_two(x * -1.44269504f) + 1.0f));  // to 7e-5 of it
 #endif
-    return gate / (1.0f + exponential(-gate)) * up;
+    return x / (1.0f + exponential(-x));
 }
 
 inline float exponential(float x) {

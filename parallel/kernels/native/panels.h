@@ -1,0 +1,336 @@
+// What products with a packed matrix have in common, whatever their numbers are: the matrix is cut into panels of 32
+// outputs, a panel into steps of 2 KB (64 bytes of every output), and rows into blocks of 32. So a step of a block times a
+// step of a panel is four products of tiles.
+//
+// A `Product` says what is multiplied:
+//     Sum, Value                                of a tile's sums, of the result
+//     add_upper(), add_lower()                  tiles 0 and 1 += tile 4 x tiles 6 and 7; 2 and 3 += 5 x 6 and 7
+//     num_out(), num_steps(), panel(i)          of the matrix
+//     outputs(sums, row, panel, first, second)  what 32 sums mean: two vectors
+// Gated, the first half of the outputs are gates of the second: the result is silu(gate) * up, both rounded before.
+
+#pragma once
+
+#include <algorithm>
+#include <immintrin.h>
+
+#include "amx.h"
+#include "threads.h"
+#include "vector.h"
+
+namespace weft {
+
+constexpr int PANEL = 32;              // outputs
+constexpr int ROWS = 32;               // that are packed together
+constexpr int64_t STEP_BYTES = 2048;   // of a panel, and of a block
+constexpr int PREFETCH = 4;            // steps ahead
+
+inline int64_t num_panels(int64_t num_out) { return (num_out + PANEL - 1) / PANEL; }
+
+// How a product is shared out: runs of rows times runs of panels of the result.
+struct Shares {
+    int most_rows;
+    int64_t panels, run, panel_runs, count;
+
+    // row_bytes: of a row of the left side.
+    Shares(int num_rows, int64_t row_bytes, int64_t num_out, int num_threads) {
+        constexpr int64_t CACHED = 1024 * 1024;  // of x stays near a core while all panels pass
+        constexpr int64_t LEAST = 128 * 1024, MOST = 512 * 1024;  // of the matrix are read by an item
+        const int64_t panel_bytes = row_bytes * PANEL;
+        most_rows = int(std::max<int64_t>(64, CACHED / row_bytes / 64 * 64));
+        panels = num_panels(num_out);
+        run = std::max<int64_t>(1, std::clamp(panels * panel_bytes / (16 * num_threads), LEAST, num_rows > ROWS ? LEAST : MOST) / panel_bytes);
+        panel_runs = (panels + run - 1) / run;
+        count = (num_rows + most_rows - 1) / most_rows * panel_runs;
+    }
+};
+
+// Calls work(first row, rows, first panel, panels' end, likely first panel of the same thread's next share) for each share.
+template <class Work>
+void for_each_share(int num_rows, int64_t row_bytes, int64_t num_out, Team& team, const Work& work) {
+    const Shares shares(num_rows, row_bytes, num_out, team.size());
+    team.for_each(shares.count, [&](int64_t item) {
+        const int row = int(item / shares.panel_runs) * shares.most_rows;
+        const int64_t begin = item % shares.panel_runs * shares.run;
+        const int64_t following = (item + team.size()) % shares.panel_runs * shares.run;
+        work(row, std::min(shares.most_rows, num_rows - row), begin, std::min(shares.panels, begin + shares.run), following);
+    });
+}
+
+// Where a result goes: its rows, or, as the left side of the next product, packed.
+template <class T>
+struct Target {
+    T* values;
+    int64_t num_out;
+    bool is_packed = false;
+
+    int64_t row_stride() const { return is_packed ? PANEL : num_out; }
+    T* at(int64_t row, int64_t panel) const {
+        if (!is_packed) return values + row * num_out + panel * PANEL;
+        return values + row / ROWS * ROWS * num_out + panel * ROWS * PANEL + row % ROWS * PANEL;
+    }
+    bool is_streamed(int64_t num_rows) const { return !is_packed && goes_past_caches(values, num_rows, num_out * int64_t(sizeof(T))); }
+};
+
+// The outputs of a panel, of which there may be fewer.
+template <class T>
+void store_panel(T* to, Floats first, Floats second, int64_t count, bool is_streamed) {
+    if (count >= PANEL) return store_two(to, first, second, is_streamed);
+    alignas(64) T both[PANEL];
+    store_two(both, first, second, false);
+    std::memcpy(to, both, size_t(count) * sizeof(T));
+}
+
+#ifdef WEFT_HAS_AMX
+
+enum class Becomes { RESULT, GATES, GATED };
+
+// The sums of a block and a panel on their way, some rows with each step of the next block: to the result; as silu(gate),
+// in float32, to `gates`; or multiplied with those to the result.
+template <Becomes BECOMES, class Product>
+class Writer {
+    using T = typename Product::Value;
+
+  public:
+    // Gates: [rows][PANEL], of the rows from `first_row` on.
+    Writer(const Product& product, const Target<T>& out, int first_row, float* gates, bool is_streamed)
+        : product_(product), out_(out), first_row_(first_row), gates_(gates), is_streamed_(is_streamed) {}
+
+    // Rows of a panel of the matrix, which is `out_panel` of the result.
+    void begin(int row, int count, int64_t panel, int64_t out_panel, const typename Product::Sum* sums) {
+        row_ = row, end_ = row + count, panel_ = panel, sums_ = sums;
+        to_ = out_.at(row, out_panel);
+    }
+
+    void write(int most) {
+        for (const int last = std::min(end_, row_ + most); row_ < last; row_++, sums_ += PANEL, to_ += out_.row_stride()) {
+            Floats first, second;
+            product_.outputs(sums_, row_, panel_, first, second);
+            write_row(first, second);
+        }
+    }
+
+  private:
+    void write_row(Floats first, Floats second) {
+        float* gates = gates_ + (row_ - first_row_) * PANEL;
+        if (BECOMES == Becomes::RESULT) return store_panel(to_, first, second, product_.num_out() - panel_ * PANEL, is_streamed_);
+        round_two<T>(first, second);
+        const bool is_early = row_ % 2;  // half of the gates are made so now, the others later: as much work with each panel
+        if (BECOMES == Becomes::GATES) {
+            store(gates, is_early ? silu<T>(first) : first);
+            store(gates + LANES, is_early ? silu<T>(second) : second);
+            return;
+        }
+        Floats gate[2] = {load(gates), load(gates + LANES)};
+        if (!is_early) gate[0] = silu<T>(gate[0]), gate[1] = silu<T>(gate[1]);
+        store_two(to_, gate[0] * first, gate[1] * second, is_streamed_);
+    }
+
+    const Product product_;
+    const Target<T> out_;
+    const int first_row_;
+    float* const gates_;
+    const bool is_streamed_;
+    int row_ = 0, end_ = 0;
+    int64_t panel_ = 0;
+    const typename Product::Sum* sums_ = nullptr;
+    T* to_ = nullptr;
+};
+
+// Up to 32 rows, in two tiles. Strides in bytes.
+struct LeftTiles {
+    const char* first;
+    int64_t row_stride, step_stride;
+    int num_rows;
+};
+
+// The tiles times a panel: the sums [rows][PANEL]. IS_FAR: the panel comes from memory, not from a cache, and `following`
+// after it. Calls `meanwhile` with each step.
+template <int ROW_TILES, bool IS_FAR, class Product, class Meanwhile>
+void multiply_tiles(typename Product::Sum* sums, int64_t sums_stride, const LeftTiles& left, const char* values,
+                    const char* following, int num_steps, const Meanwhile& meanwhile) {
+    const int64_t width = sums_stride * int64_t(sizeof(*sums));
+    const char *first = left.first, *second = first + TILE * left.row_stride;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (ROW_TILES > 1) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int step = 0; step < num_steps; step++, values += STEP_BYTES, first += left.step_stride, second += left.step_stride) {
+        const int later = step + PREFETCH - num_steps;
+        const char* ahead = later < 0 ? values + PREFETCH * STEP_BYTES : following + later * STEP_BYTES;
+        ask_quarter<IS_FAR>(ahead, 0);
+        _tile_loadd(4, first, left.row_stride);
+        ask_quarter<IS_FAR>(ahead, 1);
+        _tile_loadd(6, values, 64);
+        ask_quarter<IS_FAR>(ahead, 2);
+        _tile_loadd(7, values + STEP_BYTES / 2, 64);
+        Product::add_upper();
+        ask_quarter<IS_FAR>(ahead, 3);
+        if (ROW_TILES > 1) {
+            _tile_loadd(5, second, left.row_stride);
+            Product::add_lower();
+        }
+        meanwhile();
+    }
+    _tile_stored(0, sums, width);
+    _tile_stored(1, sums + TILE, width);
+    if (ROW_TILES > 1) {
+        _tile_stored(2, sums + TILE * sums_stride, width);
+        _tile_stored(3, sums + TILE * sums_stride + TILE, width);
+    }
+}
+
+// Few rows: the panels pass once, as fast as memory gives them. What becomes of a panel's sums is done with the steps of
+// the next one, so that memory is never waited for with nothing asked of it.
+template <bool IS_GATED, class Product>
+void multiply_few_rows(const Target<typename Product::Value>& out, int row, const LeftTiles& left, const Product& product,
+                       int64_t begin, int64_t end, int64_t following) {
+    alignas(64) typename Product::Sum sums[ROWS * PANEL];
+    alignas(64) float gates[ROWS * PANEL];
+    const int num_steps = product.num_steps(), pace = (ROWS + num_steps - 1) / num_steps;
+    const TileScope scope(std::min(left.num_rows, TILE), std::max(left.num_rows - TILE, 1));
+    const auto multiply = [&](int64_t panel, int64_t next, auto& writer) {
+        const auto write = [&] { writer.write(pace); };
+        if (left.num_rows > TILE)
+            multiply_tiles<2, true, Product>(sums, PANEL, left, product.panel(panel), product.panel(next), num_steps, write);
+        else
+            multiply_tiles<1, true, Product>(sums, PANEL, left, product.panel(panel), product.panel(next), num_steps, write);
+    };
+    Writer<IS_GATED ? Becomes::GATED : Becomes::RESULT, Product> writer(product, out, row, gates, false);
+    Writer<Becomes::GATES, Product> gates_writer(product, out, row, gates, false);
+    for (int64_t panel = begin; panel < end; panel++) {
+        const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
+        multiply(panel, IS_GATED ? ups : next, writer);
+        if (IS_GATED) {
+            gates_writer.begin(row, left.num_rows, panel, panel, sums);
+            multiply(ups, next, gates_writer);
+        }
+        writer.begin(row, left.num_rows, IS_GATED ? ups : panel, panel, sums);
+    }
+    writer.write(ROWS);
+}
+
+// Asks for a panel in the second-level cache, some lines with each step of another.
+class Ahead {
+  public:
+    Ahead(const void* panel, int num_steps, int num_blocks)
+        : next_(static_cast<const char*>(panel)), end_(next_ + num_steps * STEP_BYTES), lines_((32 + num_blocks - 1) / num_blocks) {}
+
+    void ask() {
+        for (int line = 0; line < lines_ && next_ < end_; line++, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
+    }
+
+  private:
+    const char *next_, *const end_;
+    const int lines_;  // a step
+};
+
+// A tile that streams by does not enter the first-level cache, nor, from farther away, the second-level one. The
+// intrinsics want the tile's number as it is written.
+#define WEFT_LOAD_TILE(IS_KEPT, TILE_NUMBER, FROM) \
+    if (IS_KEPT)                                   \
+        _tile_loadd(TILE_NUMBER, FROM, 64);        \
+    else                                           \
+        _tile_stream_loadd(TILE_NUMBER, FROM, 64);
+
+template <class Product, bool IS_LEFT_KEPT, bool IS_PANEL_KEPT>
+void multiply_step(const char* left, const char* values) {
+    WEFT_LOAD_TILE(IS_LEFT_KEPT, 4, left)
+    WEFT_LOAD_TILE(IS_PANEL_KEPT, 6, values)
+    WEFT_LOAD_TILE(IS_PANEL_KEPT, 7, values + STEP_BYTES / 2)
+    Product::add_upper();
+    WEFT_LOAD_TILE(IS_LEFT_KEPT, 5, left + STEP_BYTES / 2)
+    Product::add_lower();
+}
+
+#undef WEFT_LOAD_TILE
+
+// What of a block comes from no farther away than the second-level cache.
+struct Near {
+    bool left, panel;
+};
+
+// A block times a panel: the sums [32 rows][PANEL]. The second-level cache gives one of two operands as fast as tiles are
+// multiplied, not both: so the beginning of the panel stays in the first-level cache, and what goes by does not enter it.
+// Calls `meanwhile` with each step.
+template <class Product, class Meanwhile>
+void multiply_block(typename Product::Sum* sums, const char* left, const char* values, int num_steps, Near near,
+                    const Meanwhile& meanwhile) {
+    constexpr int KEPT = 16;  // steps, 32 KB
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    const auto run = [&](auto multiply, int step, int end) {
+        for (; step < end; step++, left += STEP_BYTES, values += STEP_BYTES) {
+            multiply(left, values);
+            meanwhile();
+        }
+    };
+    const int num_kept = near.panel ? std::min(KEPT, num_steps) : num_steps;
+    if (near.left) {
+        run(multiply_step<Product, false, true>, 0, num_kept);
+        run(multiply_step<Product, false, false>, num_kept, num_steps);
+    } else {
+        run(multiply_step<Product, true, true>, 0, num_kept);
+        run(multiply_step<Product, true, false>, num_kept, num_steps);
+    }
+    constexpr int64_t WIDTH = PANEL * sizeof(*sums);
+    _tile_stored(0, sums, WIDTH);
+    _tile_stored(1, sums + TILE, WIDTH);
+    _tile_stored(2, sums + TILE * PANEL, WIDTH);
+    _tile_stored(3, sums + TILE * PANEL + TILE, WIDTH);
+}
+
+// Many rows, packed.
+struct LeftBlocks {
+    const char* values;
+    int first_row, num_rows;
+    bool is_near;  // they are in the second-level cache
+};
+
+// The rows times a panel, and then `next`, which is asked for meanwhile.
+template <class Product, class Writer>
+void multiply_panel(const LeftBlocks& left, const Product& product, int64_t panel, int64_t out_panel, int64_t next, Writer writer) {
+    alignas(64) typename Product::Sum sums[2][ROWS * PANEL];
+    const int num_steps = product.num_steps(), pace = (ROWS + num_steps - 1) / num_steps;
+    Ahead ahead(product.panel(next), num_steps, (left.num_rows + ROWS - 1) / ROWS);
+    const char* values = left.values;
+    for (int row = 0; row < left.num_rows; row += ROWS, values += num_steps * STEP_BYTES) {
+        auto* to = sums[row / ROWS % 2];
+        multiply_block<Product>(to, values, product.panel(panel), num_steps, {left.is_near, row > 0}, [&] {
+            ahead.ask();
+            writer.write(pace);
+        });
+        writer.write(ROWS);
+        writer.begin(left.first_row + row, std::min(ROWS, left.num_rows - row), panel, out_panel, to);
+    }
+    writer.write(ROWS);
+}
+
+// `following` is the panel that is likely to be wanted after `end`.
+template <bool IS_GATED, class Product>
+void multiply_many_rows(const Target<typename Product::Value>& out, LeftBlocks left, const Product& product, int64_t begin,
+                        int64_t end, int64_t following, bool is_streamed) {
+    static thread_local Buffer<float> buffer;
+    float* gates = IS_GATED ? buffer.room(size_t(left.num_rows) * PANEL) : nullptr;
+    const TileScope scope;
+    for (int64_t panel = begin; panel < end; panel++) {
+        const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
+        if (IS_GATED) {
+            multiply_panel(left, product, panel, panel, ups, Writer<Becomes::GATES, Product>(product, out, left.first_row, gates, false));
+            left.is_near = true;
+            multiply_panel(left, product, ups, panel, next, Writer<Becomes::GATED, Product>(product, out, left.first_row, gates, is_streamed));
+        } else {
+            multiply_panel(left, product, panel, panel, next, Writer<Becomes::RESULT, Product>(product, out, left.first_row, nullptr, is_streamed));
+            left.is_near = true;
+        }
+    }
+    if (is_streamed) _mm_sfence();  // before others are told that it is done
+}
+
+#endif
+
+}  // namespace weft
