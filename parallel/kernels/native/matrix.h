@@ -163,12 +163,13 @@ void multiply_by_tiles(Target<BFloat16> out, LeftRows left, const PackedMatrix& 
     if (is_packed && !left.is_packed) pack_left(scratch, left, matrix.num_in, team);
     const BFloat16* packed = left.is_packed ? left.x : scratch;
     const Products products{matrix};
-    const int64_t row_bytes = matrix.num_in * int64_t(sizeof(BFloat16));
+    const Parts parts = is_packed ? Parts::of(products.num_steps()) : Parts::whole(products.num_steps());
     int last_row = -1;  // that this thread has read
     const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
         if (is_packed) {
-            const LeftBlocks blocks{reinterpret_cast<const char*>(packed) + row * row_bytes, row, rows, row == last_row};
-            multiply_many_rows<IS_GATED>(out, blocks, products, begin, end, following, is_streamed);
+            const char* values = reinterpret_cast<const char*>(packed + int64_t(row) * matrix.num_in);
+            const LeftBlocks blocks{values, row, rows, row == last_row && !parts.are_many()};
+            multiply_many_rows<IS_GATED>(out, blocks, products, parts, begin, end, following, is_streamed);
             last_row = row;
             return;
         }
@@ -178,7 +179,7 @@ void multiply_by_tiles(Target<BFloat16> out, LeftRows left, const PackedMatrix& 
             multiply_few_rows<IS_GATED>(out, row, tiles, products, begin, end, following);
         }
     };
-    for_each_share(left.count, row_bytes, out.num_out, team, work);
+    for_each_share(left.count, parts, out.num_out, team, work);
 }
 
 #endif
@@ -188,11 +189,12 @@ inline void multiply(Target<BFloat16> out, LeftRows left, const PackedMatrix& ma
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) return multiply_by_tiles<false>(out, left, matrix, scratch, team);
 #endif
-    for_each_share(left.count, matrix.num_in * int64_t(sizeof(BFloat16)), matrix.num_out, team, [=](int row, int rows, int64_t begin, int64_t end, int64_t) {
+    const auto work = [=](int row, int rows, int64_t begin, int64_t end, int64_t) {
         const LeftRows part{left.x + row * left.stride, left.stride, rows};
         for (int64_t panel = begin; panel < end; panel++)
             multiply_panel_by_vectors(out.values + row * matrix.num_out, part, matrix, panel);
-    });
+    };
+    for_each_share(left.count, Parts::whole(matrix.num_in / STEP), matrix.num_out, team, work);
 }
 
 // silu(gate) * up of such a product whose outputs are the gates, and as many that they gate; half of them a multiple of

@@ -205,15 +205,18 @@ template <bool IS_GATED, class T>
 void multiply_by_tiles(const Target<T>& out, const Left& left, const Matrix<T>& matrix, Team& team) {
     const Products<T> products{matrix, left.scales};
     const bool is_streamed = out.is_streamed(left.num_rows);
+    const bool are_few = left.num_rows <= Left::ROWS;
+    const Parts parts = are_few ? Parts::whole(left.num_steps) : Parts::of(left.num_steps);
     int last_row = -1;  // that this thread has read
     const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
         const char* values = reinterpret_cast<const char*>(left.row(row));
-        if (left.num_rows <= Left::ROWS)
+        if (are_few)
             return multiply_few_rows<IS_GATED>(out, row, {values, STEP, left.step_stride(), rows}, products, begin, end, following);
-        multiply_many_rows<IS_GATED>(out, {values, row, rows, row == last_row}, products, begin, end, following, is_streamed);
+        const LeftBlocks blocks{values, row, rows, row == last_row && !parts.are_many()};
+        multiply_many_rows<IS_GATED>(out, blocks, products, parts, begin, end, following, is_streamed);
         last_row = row;
     };
-    for_each_share(left.num_rows, int64_t(left.num_steps) * STEP, out.num_out, team, work);
+    for_each_share(left.num_rows, parts, out.num_out, team, work);
 }
 
 #endif
@@ -229,7 +232,7 @@ void multiply(T* out, const Left& left, const Matrix<T>& matrix, Team& team) {
     const auto work = [=](int row, int rows, int64_t begin, int64_t end, int64_t) {
         multiply_panels_by_vectors<IS_GATED>(out + row * num_out, left.part(row, rows), matrix, begin, end);
     };
-    for_each_share(left.num_rows, int64_t(left.num_steps) * STEP, num_out, team, work);
+    for_each_share(left.num_rows, Parts::whole(left.num_steps), num_out, team, work);
 }
 
 // Rows that are quantized for a product.

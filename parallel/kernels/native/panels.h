@@ -25,30 +25,45 @@ constexpr int ROWS = 32;               // that are packed together
 constexpr int64_t STEP_BYTES = 2048;   // of a panel, and of a block
 constexpr int PREFETCH = 4;            // steps ahead
 
-inline int64_t num_panels(int64_t num_out) { return (num_out + PANEL - 1) / PANEL; }
+inline int64_t divide_up(int64_t whole, int64_t by) { return (whole + by - 1) / by; }
+
+inline int64_t num_panels(int64_t num_out) { return divide_up(num_out, PANEL); }
+
+// Long sums of many rows are made in parts, of about as many steps, so that more rows stay near a core while panels pass.
+struct Parts {
+    static constexpr int MOST = 40;  // steps
+
+    int num_steps, size;
+
+    static Parts whole(int num_steps) { return {num_steps, num_steps}; }
+    static Parts of(int num_steps) { return {num_steps, int(divide_up(num_steps, divide_up(num_steps, MOST)))}; }
+    bool are_many() const { return size < num_steps; }
+};
 
 // How a product is shared out: runs of rows times runs of panels of the result.
 struct Shares {
     int most_rows;
     int64_t panels, run, panel_runs, count;
 
-    // row_bytes: of a row of the left side.
-    Shares(int num_rows, int64_t row_bytes, int64_t num_out, int num_threads) {
-        constexpr int64_t CACHED = 1024 * 1024;  // of x stays near a core while all panels pass
+    Shares(int num_rows, Parts parts, int64_t num_out, int num_threads) {
+        constexpr int64_t CACHED = 1024 * 1024;  // of a part of x stays near a core while panels pass
         constexpr int64_t LEAST = 128 * 1024, MOST = 512 * 1024;  // of the matrix are read by an item
-        const int64_t panel_bytes = row_bytes * PANEL;
-        most_rows = int(std::max<int64_t>(64, CACHED / row_bytes / 64 * 64));
+        constexpr int64_t RUN = 16;  // panels whose sums are kept between parts
+        const int64_t panel_bytes = parts.num_steps * STEP_BYTES;
+        most_rows = int(std::max<int64_t>(64, CACHED / (parts.size * 64) / 64 * 64));
+        most_rows = int(divide_up(divide_up(num_rows, divide_up(num_rows, most_rows)), ROWS) * ROWS);
         panels = num_panels(num_out);
         run = std::max<int64_t>(1, std::clamp(panels * panel_bytes / (16 * num_threads), LEAST, num_rows > ROWS ? LEAST : MOST) / panel_bytes);
-        panel_runs = (panels + run - 1) / run;
-        count = (num_rows + most_rows - 1) / most_rows * panel_runs;
+        if (parts.are_many()) run = divide_up(panels, divide_up(panels, RUN));
+        panel_runs = divide_up(panels, run);
+        count = divide_up(num_rows, most_rows) * panel_runs;
     }
 };
 
 // Calls work(first row, rows, first panel, panels' end, likely first panel of the same thread's next share) for each share.
 template <class Work>
-void for_each_share(int num_rows, int64_t row_bytes, int64_t num_out, Team& team, const Work& work) {
-    const Shares shares(num_rows, row_bytes, num_out, team.size());
+void for_each_share(int num_rows, Parts parts, int64_t num_out, Team& team, const Work& work) {
+    const Shares shares(num_rows, parts, num_out, team.size());
     team.for_each(shares.count, [&](int64_t item) {
         const int row = int(item / shares.panel_runs) * shares.most_rows;
         const int64_t begin = item % shares.panel_runs * shares.run;
@@ -252,17 +267,25 @@ struct Near {
     bool left, panel;
 };
 
-// A block times a panel: the sums [32 rows][PANEL]. The second-level cache gives one of two operands as fast as tiles are
-// multiplied, not both: so the beginning of the panel stays in the first-level cache, and what goes by does not enter it.
-// Calls `meanwhile` with each step.
+// A block times a part of a panel: the sums [32 rows][PANEL], begun or continued. The second-level cache gives one of two
+// operands as fast as tiles are multiplied, not both: so the beginning of the panel's part stays in the first-level
+// cache, and what goes by does not enter it. Calls `meanwhile` with each step.
 template <class Product, class Meanwhile>
 void multiply_block(typename Product::Sum* sums, const char* left, const char* values, int num_steps, Near near,
-                    const Meanwhile& meanwhile) {
+                    bool is_begun, const Meanwhile& meanwhile) {
     constexpr int KEPT = 16;  // steps, 32 KB
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    constexpr int64_t WIDTH = PANEL * sizeof(*sums);
+    if (is_begun) {
+        _tile_loadd(0, sums, WIDTH);
+        _tile_loadd(1, sums + TILE, WIDTH);
+        _tile_loadd(2, sums + TILE * PANEL, WIDTH);
+        _tile_loadd(3, sums + TILE * PANEL + TILE, WIDTH);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     const auto run = [&](auto multiply, int step, int end) {
         for (; step < end; step++, left += STEP_BYTES, values += STEP_BYTES) {
             multiply(left, values);
@@ -277,7 +300,6 @@ void multiply_block(typename Product::Sum* sums, const char* left, const char* v
         run(multiply_step<Product, true, true>, 0, num_kept);
         run(multiply_step<Product, true, false>, num_kept, num_steps);
     }
-    constexpr int64_t WIDTH = PANEL * sizeof(*sums);
     _tile_stored(0, sums, WIDTH);
     _tile_stored(1, sums + TILE, WIDTH);
     _tile_stored(2, sums + TILE * PANEL, WIDTH);
@@ -291,41 +313,64 @@ struct LeftBlocks {
     bool is_near;  // they are in the second-level cache
 };
 
-// The rows times a panel, and then `next`, which is asked for meanwhile.
+// The steps [first, first + count) of a panel, whose `next` ones are asked for meanwhile.
+struct PanelPart {
+    int64_t panel;
+    int first, count;
+    const char* next;
+};
+
+// The rows times a part of a panel. Totals: [rows][PANEL], of what is made in parts; else null. The writer gets what is
+// whole.
 template <class Product, class Writer>
-void multiply_panel(const LeftBlocks& left, const Product& product, int64_t panel, int64_t out_panel, int64_t next, Writer writer) {
+void multiply_panel(const LeftBlocks& left, const Product& product, PanelPart part, int64_t out_panel,
+                    typename Product::Sum* totals, Writer writer) {
     alignas(64) typename Product::Sum sums[2][ROWS * PANEL];
-    const int num_steps = product.num_steps(), pace = (ROWS + num_steps - 1) / num_steps;
-    Ahead ahead(product.panel(next), num_steps, (left.num_rows + ROWS - 1) / ROWS);
-    const char* values = left.values;
-    for (int row = 0; row < left.num_rows; row += ROWS, values += num_steps * STEP_BYTES) {
-        auto* to = sums[row / ROWS % 2];
-        multiply_block<Product>(to, values, product.panel(panel), num_steps, {left.is_near, row > 0}, [&] {
+    const int num_steps = product.num_steps(), pace = (ROWS + part.count - 1) / part.count;
+    const char* values = product.panel(part.panel) + part.first * STEP_BYTES;
+    const bool is_whole = part.first + part.count == num_steps;
+    Ahead ahead(part.next, part.count, (left.num_rows + ROWS - 1) / ROWS);
+    for (int row = 0; row < left.num_rows; row += ROWS) {
+        auto* to = totals ? totals + row * PANEL : sums[row / ROWS % 2];
+        const char* from = left.values + (row / ROWS * int64_t(num_steps) + part.first) * STEP_BYTES;
+        multiply_block<Product>(to, from, values, part.count, {left.is_near, row > 0}, part.first > 0, [&] {
             ahead.ask();
             writer.write(pace);
         });
         writer.write(ROWS);
-        writer.begin(left.first_row + row, std::min(ROWS, left.num_rows - row), panel, out_panel, to);
+        if (is_whole) writer.begin(left.first_row + row, std::min(ROWS, left.num_rows - row), part.panel, out_panel, to);
     }
     writer.write(ROWS);
 }
 
 // `following` is the panel that is likely to be wanted after `end`.
 template <bool IS_GATED, class Product>
-void multiply_many_rows(const Target<typename Product::Value>& out, LeftBlocks left, const Product& product, int64_t begin,
-                        int64_t end, int64_t following, bool is_streamed) {
-    static thread_local Buffer<float> buffer;
-    float* gates = IS_GATED ? buffer.room(size_t(left.num_rows) * PANEL) : nullptr;
+void multiply_many_rows(const Target<typename Product::Value>& out, LeftBlocks left, const Product& product, Parts parts,
+                        int64_t begin, int64_t end, int64_t following, bool is_streamed) {
+    using Sum = typename Product::Sum;
+    static thread_local Buffer<float> gates_buffer;
+    static thread_local Buffer<Sum> totals_buffer;
+    const int64_t size = (left.num_rows + ROWS - 1) / ROWS * ROWS * PANEL;
+    float* gates = IS_GATED ? gates_buffer.room(size_t(size)) : nullptr;
+    Sum* totals = parts.are_many() ? totals_buffer.room(size_t(size * (end - begin) * (IS_GATED ? 2 : 1))) : nullptr;
     const TileScope scope;
-    for (int64_t panel = begin; panel < end; panel++) {
-        const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
-        if (IS_GATED) {
-            multiply_panel(left, product, panel, panel, ups, Writer<Becomes::GATES, Product>(product, out, left.first_row, gates, false));
+    for (int first = 0; first < parts.num_steps; first += parts.size) {
+        const int count = std::min(parts.size, parts.num_steps - first);
+        Sum* to = totals;
+        const auto multiply = [&](int64_t panel, int64_t next, int64_t out_panel, auto writer) {
+            multiply_panel(left, product, {panel, first, count, product.panel(next) + first * STEP_BYTES}, out_panel, to, writer);
             left.is_near = true;
-            multiply_panel(left, product, ups, panel, next, Writer<Becomes::GATED, Product>(product, out, left.first_row, gates, is_streamed));
-        } else {
-            multiply_panel(left, product, panel, panel, next, Writer<Becomes::RESULT, Product>(product, out, left.first_row, nullptr, is_streamed));
-            left.is_near = true;
+            if (to) to += size;
+        };
+        if (first) left.is_near = false;
+        for (int64_t panel = begin; panel < end; panel++) {
+            const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
+            if (IS_GATED) {
+                multiply(panel, ups, panel, Writer<Becomes::GATES, Product>(product, out, left.first_row, gates, false));
+                multiply(ups, next, panel, Writer<Becomes::GATED, Product>(product, out, left.first_row, gates, is_streamed));
+            } else {
+                multiply(panel, next, panel, Writer<Becomes::RESULT, Product>(product, out, left.first_row, nullptr, is_streamed));
+            }
         }
     }
     if (is_streamed) _mm_sfence();  // before others are told that it is done

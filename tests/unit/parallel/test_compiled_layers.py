@@ -39,6 +39,7 @@ COMPILED = {
     "qwen3": {"model_type": "qwen3", "head_dim": 64},
     "mistral": {"model_type": "mistral", "sliding_window": 40},
     "tied": {"tie_word_embeddings": True},
+    "long-sums": {"hidden_size": 1408, "head_dim": 32, "intermediate_size": 2848, "num_hidden_layers": 1},
 }
 STEPS = [[(200, 200), (33, 300), (2, 18)], [(1, 301), (1, 19), (1, 700)], [(1, 5), (64, 64)], [(1, 1)], [(90, 600)]]
 """(query, context) of the sequences of each step."""

@@ -130,11 +130,17 @@ def test_compiled_products_have_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_out", [2560, 2570], ids=["past-the-caches", "rows-not-on-cache-lines"])
-def test_a_large_product_has_the_bits_of_its_rows(natives: Natives, dtype: torch.dtype, num_out: int) -> None:
-    weight, _ = make_case(num_out, 64, False, dtype)
+@pytest.mark.parametrize(
+    ("num_out", "num_in"),
+    [(2560, 64), (2570, 64), (600, 5248)],
+    ids=["past-the-caches", "rows-not-on-cache-lines", "sums-in-parts"],
+)
+def test_a_large_product_has_the_bits_of_its_rows(
+    natives: Natives, dtype: torch.dtype, num_out: int, num_in: int
+) -> None:
+    weight, _ = make_case(num_out, num_in, False, dtype)
     linear = NativeInt8Linear(weight, None, natives[dtype], Recorder(), 2, memory=HugePages(), keeps_weight=True)
-    x = make_rows(900, 64, dtype)
+    x = make_rows(900, num_in, dtype)
     assert torch.equal(linear(x), torch.cat([linear(rows) for rows in x.split(17)]))
 
 

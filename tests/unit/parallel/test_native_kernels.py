@@ -134,14 +134,20 @@ def test_products_with_packed_matrices(
             torch.testing.assert_close(linear(x).double(), expected, rtol=2**-8, atol=2e-2)
 
 
-@pytest.mark.parametrize("num_out", [2560, 2576], ids=["past-the-caches", "rows-not-on-cache-lines"])
-def test_a_large_product_has_the_bits_of_its_rows(operations: dict[torch.dtype, Operations], num_out: int) -> None:
+@pytest.mark.parametrize(
+    ("num_out", "num_in"),
+    [(2560, 64), (2576, 64), (592, 2624)],
+    ids=["past-the-caches", "rows-not-on-cache-lines", "sums-in-parts"],
+)
+def test_a_large_product_has_the_bits_of_its_rows(
+    operations: dict[torch.dtype, Operations], num_out: int, num_in: int
+) -> None:
     programs = load_programs(build.build_library())
     if programs is None:
         pytest.skip("this CPU has no products of bfloat16 pairs")
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(num_out, 64, generator=generator).bfloat16()
-    x = torch.randn(900, 64, generator=generator).bfloat16()
+    weight = torch.randn(num_out, num_in, generator=generator).bfloat16()
+    x = torch.randn(900, num_in, generator=generator).bfloat16()
     linear = NativeLinear(weight, None, programs, Recorder(), 2, memory=HugePages())
     assert torch.equal(linear(x), torch.cat([linear(rows) for rows in x.split(17)]))
 
