@@ -15,12 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import LimitedExecutor, Outcome, anonymous_tokens, engine_over, in_group, request, run
+from helpers.engines import (
+    LimitedExecutor,
+    Outcome,
+    anonymous_tokens,
+    engine_over,
+    exact_config,
+    in_group,
+    request,
+    run,
+)
 from helpers.gloo_pool import GlooPool, RankFailedError
 from helpers.tiny_models import FAMILIES, load_original, tiny_model
 
 from parallel.families.registry import describe_model
-from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine, read_eos_token_ids
 from workers.errors import GroupFailedError
 from workers.executor import Executor
@@ -39,15 +48,12 @@ CLEAR_GAP = 0.01
 
 
 def config_of(folder: Path, shape: tuple[int, int] = (1, 1), *, is_async: bool = False, **changes: Any) -> EngineConfig:
-    config = EngineConfig(
-        model=str(folder),
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        step_timeout_s=30.0,
+    config = exact_config(
+        folder,
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=512),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, async_scheduling=is_async),
-        parallel=ParallelConfig(tensor_parallel=shape[0], pipeline_parallel=shape[1]),
+        tp=shape[0],
+        pp=shape[1],
     )
     return replace(config, **changes)
 

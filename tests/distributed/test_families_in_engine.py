@@ -1,17 +1,18 @@
 """Models of every family, in the whole engine: chunked prompts and prefix hits at odd offsets change no token."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.engines import anonymous_tokens, engine_over, in_group, request, run
+from helpers.engines import anonymous_tokens, engine_over, exact_config, in_group, request, run
 from helpers.gloo_pool import GlooPool
 from helpers.tiny_models import DENSE_NAMES, MOE_NAMES, load_original, tiny_model
 
 from parallel.families.registry import describe_model
-from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.executor import Executor
 
 NUM_TOKENS = 64
@@ -34,16 +35,14 @@ def test_cached_prefixes_change_no_token_with_experts(gloo_pool: GlooPool, name:
 
 
 def _check_in_group(pool: GlooPool, name: str, *, expert_parallel: bool) -> None:
-    config = EngineConfig(
-        model=str(tiny_model(name)),
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        step_timeout_s=30.0,
+    config = exact_config(
+        tiny_model(name),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=64),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-        parallel=ParallelConfig(tensor_parallel=2, pipeline_parallel=2, expert_parallel=expert_parallel),
+        tp=2,
+        pp=2,
     )
+    config = replace(config, parallel=replace(config.parallel, expert_parallel=expert_parallel))
     in_group(pool, config, _check, greedy(name), timeout_s=60)
 
 

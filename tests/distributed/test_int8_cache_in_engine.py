@@ -4,29 +4,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import anonymous_tokens, engine_over, in_group, request, run
+from helpers.engines import anonymous_tokens, engine_over, exact_config, in_group, request, run
 from helpers.gloo_pool import GlooPool
 from helpers.tiny_models import tiny_model
 from weft.block_hash import block_hashes, root_hash
 
-from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine
 from workers.errors import EngineConfigError
 from workers.executor import Executor, LocalExecutor
 from workers.rank import lead_group
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK_SIZE = 4
 MAX_CONTEXT = 96
 PROMPTS = [[(7 * i + 13 * j) % 140 + 3 for j in range(41)] for i in range(5)]
 """Each fills ten blocks and begins an eleventh."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def _config(
@@ -39,16 +33,13 @@ def _config(
     dtype: str = "int8",
     **cache: Any,
 ) -> EngineConfig:
-    return EngineConfig(
-        model=str(tiny_model(name)),
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        max_context=MAX_CONTEXT,
-        step_timeout_s=30.0,
+    return exact_config(
+        tiny_model(name),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, dtype=dtype, **cache),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, prefill_chunk_tokens=chunk),
-        parallel=ParallelConfig(tensor_parallel=tp, pipeline_parallel=pp),
+        tp=tp,
+        pp=pp,
+        max_context=MAX_CONTEXT,
     )
 
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import LimitedExecutor, anonymous_tokens, engine_over, in_group, request, run
+from helpers.engines import LimitedExecutor, anonymous_tokens, engine_over, exact_config, in_group, request, run
 from helpers.gloo_pool import GlooPool
 from helpers.tiny_models import load_original, tiny_model
 
-from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine, StepResult
 from workers.executor import Executor, LocalExecutor
 from workers.rank import lead_group
 from workers.request import Request
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_SIZE = 5
 MAX_CONTEXT = 125
@@ -29,25 +31,14 @@ ALTERNATE = {"gemma2-caps": 32, "gpt_oss": 34, "qwen2-window": 42, "cohere2": 40
 """Models with two, two, three and three groups of layers, and hardly the blocks for one sequence of MAX_CONTEXT."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def _config(name: str, *, num_blocks: int, tp: int = 1, pp: int = 1) -> EngineConfig:
-    return EngineConfig(
-        model=str(tiny_model(name)),
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        max_context=MAX_CONTEXT,
-        step_timeout_s=30.0,
+    return exact_config(
+        tiny_model(name),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=13),
-        parallel=ParallelConfig(tensor_parallel=tp, pipeline_parallel=pp),
+        tp=tp,
+        pp=pp,
+        max_context=MAX_CONTEXT,
     )
 
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
@@ -10,7 +11,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from helpers.fake_model import VOCAB_SIZE, FakeModel
 from helpers.gloo_pool import GlooPool
-from workers.config import CacheConfig, EngineConfig, SchedulerConfig
+from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from workers.engine import Engine, StepResult
 from workers.errors import GroupFailedError
 from workers.executor import Executor
@@ -172,6 +173,23 @@ def request(name: str, prompt: Iterable[int], *, generated: Iterable[int] = (), 
         prompt_token_ids=tuple(prompt),
         generated_token_ids=tuple(generated),
         sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **sampling}),
+    )
+
+
+def exact_config(
+    model: Path, *, cache: CacheConfig, scheduler: SchedulerConfig, tp: int = 1, pp: int = 1, **changes: Any
+) -> EngineConfig:
+    """Ranks on a CPU in float32, each on one thread, so that no token depends on how work is shared out."""
+    return EngineConfig(
+        model=str(model),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        step_timeout_s=30.0,
+        cache=cache,
+        scheduler=scheduler,
+        parallel=ParallelConfig(tensor_parallel=tp, pipeline_parallel=pp),
+        **changes,
     )
 
 

@@ -13,27 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, AttentionParams, CacheEntry, Kernels, LayerCache
-from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
-from parallel.kernels.native.build import find_compiler
 from parallel.kernels.reference import ReferenceKernels
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 HEADS = [(4, 4), (4, 1), (14, 2), (3, 3)]
 SPANS = [(1, 1), (1, 17), (1, 255), (1, 600), (1, 38), (2, 2), (33, 33), (5, 40), (90, 130), (300, 570)]
-
-
-@pytest.fixture(params=["torch", "native"], scope="module")
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "torch":
-        return CpuKernels()
-    try:
-        find_compiler()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    return NativeCpuKernels.build()
 
 
 def empty_cache(num_blocks: int, block_size: int, num_heads: int, head_dim: int) -> tuple[Tensor, LayerCache]:

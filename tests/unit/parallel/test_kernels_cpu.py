@@ -13,27 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.description import Activation
-from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, AttentionParams, Kernels, LayerCache
-from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_linear import OneDnnLinear, pack_linear
-from parallel.kernels.cpu_native import NativeCpuKernels
-from parallel.kernels.native.build import find_compiler
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 DTYPES = list(TOLERANCES)
-
-
-@pytest.fixture(params=["torch", "native"], scope="module")
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "torch":
-        return CpuKernels()
-    try:
-        find_compiler()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    return NativeCpuKernels.build()
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
