@@ -50,6 +50,8 @@ class Scratch {
     Buffer<float> scores, part, totals, products;
     Buffer<BFloat16> packed, weights;
     std::vector<Running> running;
+    const Tile* next = nullptr;   // that this thread is likely to compute after this one
+    const void* asked = nullptr;  // the first of the keys that were asked for last, for a tile after the one that did it
 
     static Scratch& of_this_thread() {
         static thread_local Scratch scratch;
@@ -67,7 +69,12 @@ class PagedAttention {
           block_stride_(IS_INT8 ? blocks_.stride() : blocks_.num_integers()) {}
 
     void run(Team& team) {
-        team.for_each(int64_t(plan_.tiles.size()), [this](int64_t item) { compute(plan_.tiles[item]); });
+        const int64_t count = int64_t(plan_.tiles.size());
+        team.for_each(count, [&](int64_t item) {
+            const int64_t next = team.likely_after(item);
+            Scratch::of_this_thread().next = next < count ? &plan_.tiles[next] : nullptr;
+            compute(plan_.tiles[item]);
+        });
     }
 
   private:
@@ -172,9 +179,7 @@ class PagedAttention {
     void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
         const int head_dim = HEAD_DIM ? HEAD_DIM : layout_.head_dim;
         const int rows_a_head = tile.num_queries * group_, num_rows = tile.num_kv_heads * rows_a_head;
-        const int begin = std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query));
-        const int last_query = tile.first_query + tile.num_queries - 1;
-        const int end = std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1);
+        const int begin = first_token(tile, partition), end = end_token(tile, partition);
         const int64_t scores_stride = PARTITION + LANES;
         float* scores = scratch.scores.room(size_t(num_rows) * scores_stride);
 
@@ -211,9 +216,7 @@ class PagedAttention {
     // As attend_partition, by matrix tiles: weights are rounded to bf16 before they meet the values.
     void attend_by_tiles(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
         const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
-        const int begin = std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query));
-        const int last_query = tile.first_query + tile.num_queries - 1;
-        const int end = std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1);
+        const int begin = first_token(tile, partition), end = end_token(tile, partition);
         if (rows == 1) return attend_single_rows(tile, begin, end, q, scratch, running, totals);
         const int num_tokens = (end - begin + PANEL - 1) / PANEL * PANEL;
         float* scores = scratch.scores.room(size_t(rows + ROOM) * PARTITION);
@@ -243,63 +246,22 @@ class PagedAttention {
         }
     }
 
-    // One row a head: neither keys nor values are packed.
-    void attend_single_rows(const Tile& tile, int begin, int end, const T* q, Scratch& scratch, Running* running, float* totals) {
-        const int head_dim = layout_.head_dim, heads = tile.num_kv_heads, count = end - begin;
-        const int num_tokens = (count + TILE - 1) / TILE * TILE;
-        int64_t offsets[PARTITION];
-        find_tokens(tile, begin, end, num_tokens, offsets);
-        float* scores = scratch.scores.room(size_t(heads) * PARTITION);
-        const TileScope scope = TileScope::of_columns(1);
-        for (int token = 0; token < num_tokens; token += TILE) {
-            const bool is_together = (begin + token) % layout_.block_size + TILE <= layout_.block_size;
-            const int following = token + TILE;
-            const T* next = following < num_tokens ? tensors_.keys + offsets[following] : tensors_.values + offsets[0];
-            for (int head = 0; head < heads; head++) {
-                const Next ahead = next_of(tile, next, head, TILE);
-                for (int i = 0; i < TILE; i++) ahead.ask(i, head_dim / STEP);
-                const T* keys = is_together ? tensors_.keys + offsets[token] + head * head_dim : gather_keys(offsets + token, head, scratch);
-                score_row(scores + head * PARTITION + token, keys, is_together ? token_stride_ : head_dim, q + head * head_dim, head_dim);
-            }
-        }
-        for (int head = 0; head < heads; head++) {
-            float* of_head = scores + head * PARTITION;
-            running[head] = soften_row(tile, head, begin, end, of_head, params_.scale);
-            round_to_bfloat16(of_head, num_tokens);
-        }
-        std::fill(totals, totals + size_t(heads) * head_dim, 0.0f);
-        for (int token = 0; token < count; token += STEP) {
-            const int following = std::min(token + STEP, count - 1);
-            for (int head = 0; head < heads; head++) {
-                const Next next = next_of(tile, tensors_.values + offsets[following], head, STEP);
-                const float* weights = scores + head * PARTITION + token;
-                const T* values = tensors_.values + head * head_dim;
-                float* to = totals + head * head_dim;
-                const auto add = [&](auto add_step, int dim) {
-                    add_step(to + dim, values + dim, offsets + token, weights, std::min(STEP, count - token), Next{next.from + dim, next.stride});
-                };
-                for (int dim = 0; dim + 2 * STEP <= head_dim; dim += 2 * STEP) add(add_step_of_values<2>, dim);
-                if (head_dim % (2 * STEP)) add(add_step_of_values<1>, head_dim - STEP);
-            }
-        }
-        for (int head = 0; head < heads; head++) interleave(totals + head * head_dim, head_dim);
-    }
-
-    // A head's share of what the tile reads next, the heads of so many tokens: in the order of memory, if the tile has all of it.
-    Next next_of(const Tile& tile, const T* next, int head, int num_tokens) const {
-        const bool has_all = tile.num_kv_heads == layout_.num_kv_heads;
-        return {next + head * layout_.head_dim * (has_all ? num_tokens : 1), has_all ? layout_.head_dim : token_stride_};
-    }
-
-    // The keys of 16 tokens that lie in more than one block.
-    const T* gather_keys(const int64_t* offsets, int head, Scratch& scratch) const {
-        const int head_dim = layout_.head_dim;
-        T* const gathered = scratch.packed.room(size_t(TILE) * head_dim);
-        for (int i = 0; i < TILE; i++)
-            std::memcpy(gathered + i * head_dim, tensors_.keys + offsets[i] + head * head_dim, head_dim * sizeof(T));
-        return gathered;
-    }
+    // As attend_by_tiles, one row a head: attention_single.h.
+    void attend_single_rows(const Tile& tile, int begin, int end, const T* q, Scratch& scratch, Running* running, float* totals);
+    void ask_ahead(Upcoming& upcoming, const Tile& tile, int begin, int end, bool is_asked, Scratch& scratch) const;
+    void add_tokens(Upcoming& upcoming, const T* half, const Tile& tile, int begin, int end) const;
+    const T* gather_keys(const int64_t* offsets, int head, Scratch& scratch) const;
 #endif
+
+    // The tokens of a partition that the tile sees.
+    int first_token(const Tile& tile, int partition) const {
+        return std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query));
+    }
+
+    int end_token(const Tile& tile, int partition) const {
+        const int last_query = tile.first_query + tile.num_queries - 1;
+        return std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1);
+    }
 
     // Where the tile's first head of each token begins; those past the last one are the last one again.
     void find_tokens(const Tile& tile, int begin, int end, int num_tokens, int64_t* offsets) const {
@@ -408,3 +370,4 @@ void attend(T* out, const T* q, int64_t q_token_stride, const void* keys, const 
 }  // namespace weft
 
 #include "attention_int8.h"
+#include "attention_single.h"

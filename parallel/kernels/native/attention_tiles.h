@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "attention_plan.h"
 #include "matrix.h"
 
 #ifdef WEFT_HAS_AMX
@@ -75,15 +76,30 @@ inline void multiply_dense(float* out, int64_t out_stride, const BFloat16* left,
     }
 }
 
-// Memory that is read next: so many tokens, `stride` apart.
-struct Next {
-    const BFloat16* from;
-    int64_t stride;
+// Memory that is read soon, in that order: asked for in the second-level cache, some lines at a time.
+class Upcoming {
+  public:
+    // `size` values from here on, whole lines.
+    void add(const BFloat16* from, int64_t size) { runs_[count_++] = {from, from + size}; }
 
-    // The first lines of a token, into the second-level cache.
-    void ask(int token, int num_lines) const {
-        for (int line = 0; line < num_lines; line++) _mm_prefetch(from + token * stride + line * STEP, _MM_HINT_T1);
+    void ask(int num_lines) {
+        for (; num_lines > 0; num_lines--, next_ += STEP) {
+            if (next_ == end_) {
+                if (run_ == count_) return;
+                next_ = runs_[run_].begin;
+                end_ = runs_[run_++].end;
+            }
+            _mm_prefetch(next_, _MM_HINT_T1);
+        }
     }
+
+  private:
+    struct Run {
+        const BFloat16 *begin, *end;
+    };
+    Run runs_[2 * PARTITION + STEP];
+    int count_ = 0, run_ = 0;
+    const BFloat16 *next_ = nullptr, *end_ = nullptr;
 };
 
 // Scores of one row of q with 16 tokens. The keys are the left side of the product as they lie, q is the only column of the
@@ -102,10 +118,10 @@ inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride,
 // odd tokens apart. Of each 32 dims `totals` has the even ones first.
 template <int LINES>
 void add_step_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const float* weights, int num_tokens,
-                        Next next) {
+                        Upcoming& upcoming) {
     __m512 even_sums[2 * LINES] = {}, odd_sums[2 * LINES] = {};
     const auto add = [&](__m512* sums, int token) {
-        next.ask(token, LINES);
+        upcoming.ask(LINES);
         const __m512 weight = _mm512_set1_ps(weights[token]);
         for (int line = 0; line < LINES; line++) {
             const __m512i both = _mm512_loadu_si512(values + offsets[token] + line * STEP);

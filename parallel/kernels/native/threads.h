@@ -46,6 +46,11 @@ class Team {
         for (int turn = 0; section.done.load(std::memory_order_acquire) < num_items; turn++) pause(turn);
     }
 
+    // Within for_each, the item that this thread is likely to get after this one; may be past the last.
+    int64_t likely_after(int64_t item) const {
+        return size_ == 1 ? item + 1 : section_[-1].next.load(std::memory_order_relaxed);
+    }
+
   private:
     static void pause(int turn) {
 #ifdef __x86_64__

@@ -1,0 +1,90 @@
+// A partition of attention with one row a head, by matrix tiles and vectors: neither keys nor values are packed, and they are
+// read as fast as memory gives them. Included by attention.h.
+
+#pragma once
+
+#ifdef WEFT_HAS_AMX
+
+namespace weft {
+
+constexpr int AHEAD = STEP;  // tokens that are asked for before they are read
+
+template <class T, class C>
+void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int end, const T* q, Scratch& scratch, Running* running,
+                                              float* totals) {
+    const int head_dim = layout_.head_dim, heads = tile.num_kv_heads, count = end - begin;
+    const int num_tokens = (count + TILE - 1) / TILE * TILE;
+    int64_t offsets[PARTITION];
+    find_tokens(tile, begin, end, num_tokens, offsets);
+    float* scores = scratch.scores.room(size_t(heads) * PARTITION);
+    Upcoming upcoming;
+    const bool is_asked = scratch.asked == tensors_.keys + offsets[0];
+    ask_ahead(upcoming, tile, begin, end, is_asked, scratch);
+    const TileScope scope = TileScope::of_columns(1);
+    for (int token = 0; token < num_tokens; token += TILE) {
+        const bool is_together = (begin + token) % layout_.block_size + TILE <= layout_.block_size;
+        const int pace = !is_asked && token < AHEAD ? 2 : 1;
+        for (int head = 0; head < heads; head++) {
+            upcoming.ask(pace * TILE * head_dim / STEP);
+            const T* keys = is_together ? tensors_.keys + offsets[token] + head * head_dim : gather_keys(offsets + token, head, scratch);
+            score_row(scores + head * PARTITION + token, keys, is_together ? token_stride_ : head_dim, q + head * head_dim, head_dim);
+        }
+    }
+    for (int head = 0; head < heads; head++) {
+        float* of_head = scores + head * PARTITION;
+        running[head] = soften_row(tile, head, begin, end, of_head, params_.scale);
+        round_to_bfloat16(of_head, num_tokens);
+    }
+    std::fill(totals, totals + size_t(heads) * head_dim, 0.0f);
+    for (int token = 0; token < count; token += STEP)
+        for (int head = 0; head < heads; head++) {
+            const float* weights = scores + head * PARTITION + token;
+            const T* values = tensors_.values + head * head_dim;
+            float* to = totals + head * head_dim;
+            const auto add = [&](auto add_step, int dim) {
+                add_step(to + dim, values + dim, offsets + token, weights, std::min(STEP, count - token), upcoming);
+            };
+            for (int dim = 0; dim + 2 * STEP <= head_dim; dim += 2 * STEP) add(add_step_of_values<2>, dim);
+            if (head_dim % (2 * STEP)) add(add_step_of_values<1>, head_dim - STEP);
+        }
+    for (int head = 0; head < heads; head++) interleave(totals + head * head_dim, head_dim);
+}
+
+// What is read in the order in which it is: keys, values, and the first keys that this thread is likely to read after them.
+// is_asked: the first keys here were asked for so.
+template <class T, class C>
+void PagedAttention<T, C>::ask_ahead(Upcoming& upcoming, const Tile& tile, int begin, int end, bool is_asked, Scratch& scratch) const {
+    add_tokens(upcoming, tensors_.keys, tile, is_asked ? std::min(begin + AHEAD, end) : begin, end);
+    add_tokens(upcoming, tensors_.values, tile, begin, end);
+    const int following = begin / PARTITION + 1;
+    const bool is_last = following == tile.first_partition + tile.num_partitions;
+    const Tile* const next = is_last ? scratch.next : &tile;
+    scratch.asked = nullptr;
+    if (!next) return;
+    const int partition = is_last ? next->first_partition : following, first = first_token(*next, partition);
+    add_tokens(upcoming, tensors_.keys, *next, first, std::min(first + AHEAD, end_token(*next, partition)));
+    scratch.asked = tensors_.keys + place(*next, first);
+}
+
+// Tokens [begin, end) of a half, as far as the tile reads them.
+template <class T, class C>
+void PagedAttention<T, C>::add_tokens(Upcoming& upcoming, const T* half, const Tile& tile, int begin, int end) const {
+    const int64_t size = int64_t(tile.num_kv_heads) * layout_.head_dim;
+    for_each_run(tile, begin, end, [&](int64_t offset, int64_t, int, int num_tokens) {
+        if (size == token_stride_) return upcoming.add(half + offset, num_tokens * size);
+        for (int i = 0; i < num_tokens; i++) upcoming.add(half + offset + i * token_stride_, size);
+    });
+}
+
+// The keys of 16 tokens that lie in more than one block.
+template <class T, class C>
+const T* PagedAttention<T, C>::gather_keys(const int64_t* offsets, int head, Scratch& scratch) const {
+    const int head_dim = layout_.head_dim;
+    T* const gathered = scratch.packed.room(size_t(TILE) * head_dim);
+    for (int i = 0; i < TILE; i++) std::memcpy(gathered + i * head_dim, tensors_.keys + offsets[i] + head * head_dim, head_dim * sizeof(T));
+    return gathered;
+}
+
+}  // namespace weft
+
+#endif
