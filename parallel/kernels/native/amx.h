@@ -68,19 +68,6 @@ inline void ask_quarter(const void* step, int quarter) {
     for (int line = 0; line < 512; line += 64) _mm_prefetch(from + line, _MM_HINT_T1);
 }
 
-// x in the layout of a right-hand tile: [TILE_K block][TILE rows of x][pair][row][2], rows past the last are 0.
-inline const BFloat16* pack_rows(const BFloat16* x, int64_t x_row_stride, int num_rows, int num_in, Buffer<BFloat16>& buffer) {
-    const int row_blocks = (num_rows + TILE - 1) / TILE;
-    BFloat16* packed = buffer.room(size_t(num_in) * row_blocks * TILE);
-    std::fill(packed, packed + size_t(num_in) * row_blocks * TILE, BFloat16{0});
-    for (int row = 0; row < num_rows; row++)
-        for (int k = 0; k < num_in; k++) {
-            const size_t block = size_t(k / TILE_K) * row_blocks + row / TILE;
-            packed[(block * TILE + k % TILE_K / 2) * TILE_K + row % TILE * 2 + k % 2] = x[row * x_row_stride + k];
-        }
-    return packed;
-}
-
 // Rows [0, 16) of 16 pairs of bf16, or of float32, become columns.
 inline void transpose_pairs(__m512i* rows) {
     __m512i other[16];
@@ -104,29 +91,57 @@ inline void transpose_pairs(__m512i* rows) {
     }
 }
 
-// out[row, o .. o + 15] from sums[o][row].
-inline void write_transposed(float* out, int64_t num_out, int num_rows, const float* sums) {
+// x in the layout of a right-hand tile: [TILE_K block][TILE rows of x][pair][row][2], rows past the last are 0.
+inline const BFloat16* pack_rows(const BFloat16* x, int64_t x_row_stride, int num_rows, int num_in, Buffer<BFloat16>& buffer) {
+    const int row_blocks = (num_rows + TILE - 1) / TILE;
+    BFloat16* const packed = buffer.room(size_t(num_in) * row_blocks * TILE);
+    BFloat16* to = packed;
+    for (int k = 0; k < num_in; k += TILE_K)
+        for (int first = 0; first < row_blocks * TILE; first += TILE, to += TILE * TILE_K) {
+            __m512i rows[TILE] = {};
+            for (int i = 0; i < std::min(TILE, num_rows - first); i++) rows[i] = _mm512_loadu_si512(x + (first + i) * x_row_stride + k);
+            transpose_pairs(rows);
+            for (int pair = 0; pair < TILE; pair++) _mm512_store_si512(to + pair * TILE_K, rows[pair]);
+        }
+    return packed;
+}
+
+// out[row, o .. o + 15] from sums[o][row]. A streamed row goes past the caches.
+inline void write_transposed(float* out, int64_t num_out, int num_rows, const float* sums, bool is_streamed) {
     __m512i rows[TILE];
     for (int i = 0; i < TILE; i++) rows[i] = _mm512_load_si512(sums + i * TILE);
     transpose_pairs(rows);
-    for (int row = 0; row < num_rows; row++) store(out + row * num_out, (Floats)rows[row]);
+    for (int row = 0; row < num_rows; row++, out += num_out)
+        if (is_streamed)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(out), rows[row]);
+        else
+            _mm512_storeu_si512(out, rows[row]);
 }
 
 // As multiply_rows; num_out a multiple of 32, num_in of TILE_K.
 inline void multiply_rows_by_tiles(float* out, const BFloat16* x, int64_t x_row_stride, int num_rows,
                                    const BFloat16* weight, int64_t num_out, int num_in, int num_threads) {
-    constexpr int64_t RUN = 256;  // outputs of an item
+    constexpr int64_t RUN = 256;        // outputs of an item
+    constexpr int AHEAD = 2 * TILE_K;   // inputs
     static thread_local Buffer<BFloat16> buffer;
     const BFloat16* packed = pack_rows(x, x_row_stride, num_rows, num_in, buffer);
     const int row_blocks = (num_rows + TILE - 1) / TILE;
     const int64_t weight_stride = int64_t(num_in) * sizeof(BFloat16);
     const int64_t runs = (num_out + RUN - 1) / RUN;
-    on_team(num_threads, 1, [=](Team& team) { team.for_each(runs, [=](int64_t item) {
+    const bool is_streamed = reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    // A line of each of eight of 32 rows, to the second-level cache, a little before it is read. Far ahead, in the order of
+    // memory, is slower: the prefetchers of the CPU, which reach no further than the next page, then have no part in it.
+    const auto ask_rows = [num_in](const BFloat16* ahead, int quarter) {
+        for (int row = quarter * 8; row < quarter * 8 + 8; row++) _mm_prefetch(ahead + int64_t(row) * num_in, _MM_HINT_T1);
+    };
+    on_team(num_threads, 1, [=](Team& team) { team.for_each(runs, [=, &team](int64_t item) {
         const TileScope scope;
         alignas(64) float sums[TILE * TILE];
-        for (int64_t o = item * RUN; o < std::min(num_out, (item + 1) * RUN); o += 2 * TILE)
+        const int64_t end = std::min(num_out, (item + 1) * RUN), following = team.likely_after(item) * RUN;
+        for (int64_t o = item * RUN; o < end; o += 2 * TILE)
             for (int block = 0; block < row_blocks; block += 2) {
                 const bool has_two = block + 1 < row_blocks;
+                const BFloat16* const next = weight + (o + 2 * TILE < end ? o + 2 * TILE : following) * num_in;
                 _tile_zero(0);
                 _tile_zero(1);
                 _tile_zero(2);
@@ -134,14 +149,14 @@ inline void multiply_rows_by_tiles(float* out, const BFloat16* x, int64_t x_row_
                 for (int k = 0; k < num_in; k += TILE_K) {
                     const BFloat16* left = weight + o * num_in + k;
                     const BFloat16* right = packed + (size_t(k / TILE_K) * row_blocks + block) * TILE * TILE_K;
-                    const BFloat16* ahead = weight + (o + 2 * TILE) * num_in + k * 2 * TILE;
-                    ask_quarter<true>(ahead, 0);
+                    const BFloat16* ahead = k + AHEAD < num_in ? left + AHEAD : next + k + AHEAD - num_in;
+                    ask_rows(ahead, 0);
                     _tile_loadd(4, left, weight_stride);
-                    ask_quarter<true>(ahead, 1);
+                    ask_rows(ahead, 1);
                     _tile_loadd(5, left + TILE * num_in, weight_stride);
-                    ask_quarter<true>(ahead, 2);
+                    ask_rows(ahead, 2);
                     _tile_loadd(6, right, 64);
-                    ask_quarter<true>(ahead, 3);
+                    ask_rows(ahead, 3);
                     _tile_dpbf16ps(0, 4, 6);
                     _tile_dpbf16ps(1, 5, 6);
                     if (has_two) {
@@ -153,17 +168,18 @@ inline void multiply_rows_by_tiles(float* out, const BFloat16* x, int64_t x_row_
                 float* to = out + int64_t(block) * TILE * num_out + o;
                 const int first_rows = std::min(TILE, num_rows - block * TILE);
                 _tile_stored(0, sums, 64);
-                write_transposed(to, num_out, first_rows, sums);
+                write_transposed(to, num_out, first_rows, sums, is_streamed);
                 _tile_stored(1, sums, 64);
-                write_transposed(to + TILE, num_out, first_rows, sums);
+                write_transposed(to + TILE, num_out, first_rows, sums, is_streamed);
                 if (has_two) {
                     const int rows = std::min(TILE, num_rows - (block + 1) * TILE);
                     _tile_stored(2, sums, 64);
-                    write_transposed(to + TILE * num_out, num_out, rows, sums);
+                    write_transposed(to + TILE * num_out, num_out, rows, sums, is_streamed);
                     _tile_stored(3, sums, 64);
-                    write_transposed(to + TILE * num_out + TILE, num_out, rows, sums);
+                    write_transposed(to + TILE * num_out + TILE, num_out, rows, sums, is_streamed);
                 }
             }
+        if (is_streamed) _mm_sfence();  // before others are told that it is done
     }); });
 }
 
