@@ -12,6 +12,8 @@ from pathlib import Path
 
 MAX_BYTES = 64 << 10
 """Of a plan that goes this way; the buffer of a socket holds several."""
+WAIT_S = 1
+"""For a message, before a rank looks whether its leader still lives. If it ended, the socket tells at once."""
 _ELSEWHERE = b"\0"
 """In place of a larger one, which comes over zmq."""
 
@@ -77,13 +79,12 @@ class PlanSender:
 
 
 class PlanReceiver:
-    """A rank's end."""
+    """A rank's end. Its thread sleeps in the one call that also brings the message."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
-        self.is_elsewhere = False
-        """The next message comes the other way, and none is received here before `resume`."""
-        self.is_open = True
+        self.has_next = True
+        """The next message comes this way. If not, none is received here before `resume`, or none ever if it ended."""
 
     @classmethod
     def connect(cls, path: str, rank: int) -> "PlanReceiver | None":
@@ -97,30 +98,23 @@ class PlanReceiver:
             if line is not None:
                 line.close()
             return None
-        line.setblocking(False)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", WAIT_S, 0))
         return cls(line)
 
-    def fileno(self) -> int:
-        """To wait for it."""
-        return self._line.fileno()
-
     def receive(self) -> bytes | None:
-        """Return the next message if it is here."""
-        if self.is_elsewhere or not self.is_open:
-            return None
+        """Wait for the next message; None after WAIT_S without one, and when it comes the other way."""
         try:
             message = self._line.recv(MAX_BYTES)
         except BlockingIOError:
             return None
         except OSError:
             message = b""
-        self.is_open = bool(message)
-        self.is_elsewhere = message == _ELSEWHERE
-        return message if message and not self.is_elsewhere else None
+        self.has_next = message not in (_ELSEWHERE, b"")
+        return message if self.has_next else None
 
     def resume(self) -> None:
         """The message that came the other way is here."""
-        self.is_elsewhere = False
+        self.has_next = True
 
     def close(self) -> None:
         """End it."""

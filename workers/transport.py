@@ -13,9 +13,9 @@ import socket
 import time
 import traceback
 from collections.abc import Iterable
-from hashlib import blake2b
 from types import TracebackType
 from typing import NoReturn
+from zlib import crc32
 
 import msgspec
 import zmq
@@ -46,8 +46,8 @@ class PlanMessage(msgspec.Struct, frozen=True, tag="plan", array_like=True):
     """A plan in its place in the chain."""
 
     number: int
-    digest: bytes
-    """Of the previous digest, the number and the plan's bytes."""
+    digest: int
+    """Of the previous digest and the plan's bytes."""
     plan: bytes
 
 
@@ -92,16 +92,16 @@ _to_leader_decoder: msgspec.msgpack.Decoder[_ToLeader] = msgspec.msgpack.Decoder
 
 
 class PlanChain:
-    """The number and digest of the latest plan, on either side."""
+    """The number and digest of the latest plan, on either side. A checksum: it is against mistakes, not attackers."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._digest = bytes(16)
+        self._digest = 0
 
     def seal(self, plan: bytes) -> PlanMessage:
         """Return the next message of the chain."""
         self._number += 1
-        self._digest = self._next(plan)
+        self._digest = crc32(plan, self._digest)
         return PlanMessage(self._number, self._digest, plan)
 
     def verify(self, message: PlanMessage) -> None:
@@ -110,14 +110,9 @@ class PlanChain:
         if message.number != expected:
             raise GroupFailedError(f"plan {message.number} came; expected: plan {expected}")
         self._number = expected
-        self._digest = self._next(message.plan)
+        self._digest = crc32(message.plan, self._digest)
         if message.digest != self._digest:
-            raise GroupFailedError(
-                f"plan {expected} came with digest {message.digest.hex()}; expected: {self._digest.hex()}"
-            )
-
-    def _next(self, plan: bytes) -> bytes:
-        return blake2b(self._digest + self._number.to_bytes(8, "little") + plan, digest_size=16).digest()
+            raise GroupFailedError(f"plan {expected} came with digest {message.digest:x}; expected: {self._digest:x}")
 
 
 class LeaderLink:
@@ -244,13 +239,9 @@ class RankLink:
         self._local = PlanReceiver.connect(local_path, rank)
         self._peer.socket.connect(address)
         self._chain = PlanChain()
-        self._poller = zmq.Poller()
-        self._poller.register(self._peer.socket, zmq.POLLIN)
-        self._poller.register(self._peer.monitor, zmq.POLLIN)
-        self._plan_poller = select.poll()  # a third of the time of zmq's until a plan is here
-        for waits in (self._peer.socket.fileno(), self._peer.monitor.fileno(), self._local):
-            if waits is not None:
-                self._plan_poller.register(waits, select.POLLIN)
+        self._poller = select.poll()  # a third of the time of zmq's until a message is here
+        for waits in (self._peer.socket, self._peer.monitor):
+            self._poller.register(waits.fileno(), select.POLLIN)
 
     def __enter__(self) -> "RankLink":
         return self
@@ -300,40 +291,29 @@ class RankLink:
         """Send what this rank sampled to the leader."""
         self._peer.socket.send(_encoder.encode(OutputMessage(output)))
 
-    def _receive(self, timeout_s: float) -> _ToRank:
+    def _receive(self, timeout_s: float = math.inf) -> _ToRank:
         """Wait for the next message of zmq."""
         deadline = time.monotonic() + timeout_s
-        while not _is_readable(self._peer.socket):
+        while True:
             self._check_leader()
-            left_ms = math.ceil((deadline - time.monotonic()) * 1000)
-            if left_ms <= 0:
+            if _is_readable(self._peer.socket):  # asking is also what makes its descriptor tell of the next one
+                return _to_rank_decoder.decode(self._peer.socket.recv())
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 raise GroupFailedError(f"rank {self._rank} heard nothing from its leader for {timeout_s:.0f} s")
-            self._poller.poll(left_ms)
-        return _to_rank_decoder.decode(self._peer.socket.recv())
+            self._poller.poll(None if math.isinf(left_s) else math.ceil(left_s * 1000))
 
     def _receive_plan(self) -> _ToRank:
         """Wait for the next message of either way."""
-        while (encoded := self._next()) is None:
-            self._check_leader()
-            if not _is_readable(self._peer.socket):  # asking is also what makes its descriptor tell of the next one
-                self._plan_poller.poll()
-        return _to_rank_decoder.decode(encoded)
-
-    def _next(self) -> bytes | None:
-        """What has come, first of what was sent on this machine; None: nothing yet."""
         local = self._local
-        if local is not None:
-            if (plan := local.receive()) is not None:
-                return plan
-            if not local.is_open:
-                self._plan_poller.unregister(local)
-                local.close()
-                self._local = None
-        if not _is_readable(self._peer.socket):
-            return None
+        while local is not None and local.has_next:
+            if (encoded := local.receive()) is not None:
+                return _to_rank_decoder.decode(encoded)
+            self._check_leader()
+        message = self._receive()
         if local is not None:
             local.resume()
-        return self._peer.socket.recv()
+        return message
 
     def _check_leader(self) -> None:
         if self._peer.is_gone() and not _is_readable(self._peer.socket):  # its last words come before its end
