@@ -114,6 +114,7 @@ class ControlServer(ControlServicer):
         self._metrics_address = metrics_address
         self._num_restarts = num_restarts
         self._clock = clock
+        self._version = metadata.version("weft")  # reads files
         self._started_s = clock()
         self._changed = asyncio.Condition()
         self._membership = control_pb2.WatchReplicasResponse(version=0)
@@ -173,7 +174,7 @@ class ControlServer(ControlServicer):
         return control_pb2.GetStatusResponse(
             models=self._state.model_statuses(),
             routers=self._state.router_statuses(),
-            version=metadata.version("weft"),
+            version=self._version,
             uptime_s=self._clock() - self._started_s,
             nodes=await self._state.node_statuses(),
             controller=control_pb2.ControllerStatus(pid=os.getpid(), restarts=self._num_restarts),

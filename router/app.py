@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,9 @@ from router.tls import TlsFiles
 from router.tokenizer_pool import Tokenizer, TokenizerPool
 
 logger = logging.getLogger(__name__)
+
+_DATE_S = 1.0
+"""How old the Date of an HTTP answer may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +193,7 @@ class _HttpListener:
 
     def stop(self) -> None:
         """Take no more requests."""
-        self._server.should_exit = True
+        self._server.stop()
 
     def close(self) -> None:
         """Release the port."""
@@ -203,6 +206,19 @@ class _QuietServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, has_started: asyncio.Event) -> None:
         super().__init__(config)
         self._has_started = has_started
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Take no more requests."""
+        self.should_exit = True
+        self._stop.set()
+
+    async def main_loop(self) -> None:
+        """Renew the Date header until `stop`. What uvicorn has for it wakes ten times a second."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_S):
+                    await self._stop.wait()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -84,6 +84,20 @@ async def test_http_front_serves_the_same_models() -> None:
     assert answer["usage"]["completion_tokens"] == 6
 
 
+async def test_http_answers_are_dated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.app._DATE_S", 0.02)
+    async with FakeReplica("a") as a, running_router(router_config(a.address, http_port=0)) as router:
+        url = f"http://{router.addresses.http}/v1/models"
+
+        async def date() -> str:
+            return await asyncio.to_thread(lambda: urlopen(url, timeout=10).headers["date"])
+
+        first = await date()
+        async with asyncio.timeout(10):
+            while await date() == first:  # the clock of the header has seconds
+                pass
+
+
 async def test_stop_lets_requests_in_flight_finish_and_takes_no_new_ones() -> None:
     async with (
         FakeReplica("a", paused=True) as a,
