@@ -11,7 +11,7 @@ The steps of a row, in this order; V is the vocabulary:
     min-p               those with at least min_p times the largest probability
     draw                inverse of the cumulative distribution, in vocabulary order, at u(seed, position)
 
-Truncation is in truncation.py.
+From temperature on it is the business of the device's kernels (kernels/sampling.py); this file knows the requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from parallel.device.base import Device
+from parallel.kernels.host_arrays import to_device
+from parallel.kernels.sampling import ChooseTokens, Draws, choose_in_torch
 from workers.plan import NewSequence, SampledToken, StepPlan
 from workers.request import SamplingParams, TokenLogprobs
-from workers.truncation import lower_bounds
 
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
@@ -34,9 +34,7 @@ Int64Array = npt.NDArray[np.int64]
 GREEDY_TEMPERATURE = 1e-5
 """Below it the division would overflow, and only the largest logit has a chance anyway."""
 
-_RANDOM, _TRUNCATED, _EDITED, _LOGPROBS = 1, 2, 4, 8
-_CHUNK = 256
-"""Entries of the vocabulary that the draw sums at once."""
+_RANDOM, _EDITED, _LOGPROBS = 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +75,9 @@ def nothing_sampled() -> Sampled:
 class Sampler:
     """Samples for the sequences in their slots. Lives on the first tensor rank of the last stage; one thread."""
 
-    def __init__(self, *, device: Device, num_slots: int) -> None:
+    def __init__(self, *, device: Device, num_slots: int, choose: ChooseTokens = choose_in_torch) -> None:
         self._device = device
+        self._choose = choose
         self._rows: dict[int, _Row] = {}
         self._penalized: set[int] = set()
         self._flags = np.zeros(num_slots, np.int64)
@@ -110,11 +109,8 @@ class Sampler:
         row = self._rows[new.slot] = _Row(new)
         if row.penalties is not None:
             self._penalized.add(new.slot)
-        is_random = params.temperature >= GREEDY_TEMPERATURE
-        is_truncated = is_random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self._flags[new.slot] = (
-            _RANDOM * is_random
-            + _TRUNCATED * is_truncated
+            _RANDOM * (params.temperature >= GREEDY_TEMPERATURE)
             + _EDITED * (row.penalties is not None or row.forbids_stop)
             + _LOGPROBS * (params.logprobs is not None)
         )
@@ -137,7 +133,7 @@ class Sampler:
         flags = self._flags[slots]
         any_flag = int(np.bitwise_or.reduce(flags))
         logits = self._edit(logits_SV, slots, positions, flags) if any_flag & _EDITED else logits_SV
-        token_ids = self._choose(logits, slots, positions, flags) if any_flag & _RANDOM else _largest(logits)
+        token_ids = self._choose(logits, self._draws(slots, positions, flags) if any_flag & _RANDOM else None)
         rows = np.flatnonzero(flags & _LOGPROBS).tolist() if any_flag & _LOGPROBS else []
         reported = [(row, self._rows[int(slots[row])].params.logprobs or 0) for row in rows]
         logprobs = self._logprobs(logits_SV, token_ids, reported) if reported else []
@@ -159,46 +155,26 @@ class Sampler:
         flat = logits.view(-1)
         edit.apply(flat)
         if forbidden:
-            flat[self._tensor(np.array(forbidden))] = -torch.inf
+            flat[to_device(np.array(forbidden), flat.device)] = -torch.inf
         return logits
 
-    def _choose(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Tensor:
-        """Draw for the random rows, take the largest for the others."""
+    def _draws(self, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Draws:
+        """What the random rows draw by."""
         rows = np.flatnonzero(flags & _RANDOM)
-        slots, flags = slots[rows], flags[rows]
+        slots = slots[rows]
+        temperature, top_k, top_p, min_p = self._columns[:, slots]
         noise = uniforms(self._seeds[slots], positions[rows].astype(np.uint64))
-        if len(rows) == len(logits_SV):
-            return self._draw(logits_SV, slots, flags, noise)
-        token_ids = _largest(logits_SV)
-        index = self._tensor(rows)
-        token_ids[index] = self._draw(logits_SV[index], slots, flags, noise)
-        return token_ids
-
-    def _draw(self, logits_RV: Tensor, slots: Int64Array, flags: Int64Array, noise: npt.NDArray[np.float64]) -> Tensor:
-        largest_R1 = logits_RV.amax(-1, keepdim=True)
-        temperature_R1 = self._tensor(self._columns[0, slots].astype(np.float32))[:, None]
-        scaled_RV = (logits_RV - largest_R1).div_(temperature_R1)
-        truncated = np.flatnonzero(flags & _TRUNCATED)
-        if len(truncated):
-            bounds = lower_bounds(scaled_RV, truncated, *self._columns[1:, slots[truncated]])
-            scaled_RV.masked_fill_(scaled_RV < bounds[:, None], -torch.inf)
-        token_ids = _invert_cumulative(scaled_RV.exp_(), self._tensor(noise))
-        return token_ids.where(largest_R1[:, 0].isfinite(), -1)
+        return Draws(rows=rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, noise=noise)
 
     def _logprobs(self, logits_SV: Tensor, token_ids: Tensor, reported: list[tuple[int, int]]) -> list[Tensor]:
         """Log-probabilities of the model's own distribution: of the tokens chosen, and the largest with their ids."""
-        index = self._tensor(np.array([row for row, _ in reported]))
+        index = to_device(np.array([row for row, _ in reported]), logits_SV.device)
         logits = logits_SV[index]
         total = logits.logsumexp(-1, keepdim=True)
         values = (logits.gather(-1, token_ids[index].clamp(min=0)[:, None]) - total)[:, 0]
         most = max(num for _, num in reported)
         top_values, top_ids = logits.topk(min(most, logits.shape[1]), dim=-1)
         return [values, top_values - total, top_ids]
-
-    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        device = self._device.torch_device
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def uniforms(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.float64]:
@@ -289,44 +265,12 @@ class _PenaltyEdit:
             return
         factors = np.repeat(np.array(self._factors, np.float32), [len(places) for places in self._places])
         places, factor, offset = (
-            torch.from_numpy(array).to(logits.device)
+            to_device(array, logits.device)
             for array in (np.concatenate(self._places), factors, np.concatenate(self._offsets, dtype=np.float32))
         )
         seen = logits[places]
         logits[places] = torch.where(seen > 0, seen / factor, seen * factor) - offset
 
 
-def _largest(logits_SV: Tensor) -> Tensor:
-    """The first largest of each row; -1 where it is not finite. NaN counts as larger than any number."""
-    if logits_SV.device.type != "cpu":
-        largest = logits_SV.max(-1)
-        return largest.indices.where(largest.values.isfinite(), -1)
-    logits = logits_SV.numpy()  # whose argmax is vectorized, unlike torch's
-    token_ids = logits.argmax(-1)
-    is_finite = np.isfinite(logits[np.arange(len(logits)), token_ids])
-    return torch.from_numpy(np.where(is_finite, token_ids, -1))
-
-
 def _not_finite(slot: int) -> SampledToken:
     return SampledToken(slot, -1, error="the model's logits are not finite (NaN, infinite, or no token is allowed)")
-
-
-def _invert_cumulative(weights_RV: Tensor, noise_R: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds noise * total: by chunks, then within one. Never weight 0."""
-    num_rows, vocab_size = weights_RV.shape
-    chunks_RCV = pad(weights_RV, (0, -vocab_size % _CHUNK)).view(num_rows, -1, _CHUNK)
-    chunk_ends_RC = chunks_RCV.sum(-1).double().cumsum_(-1)
-    target_R1 = _below(noise_R[:, None] * chunk_ends_RC[:, -1:], chunk_ends_RC)
-    chunk_R1 = torch.searchsorted(chunk_ends_RC, target_R1, right=True).clamp_(max=chunk_ends_RC.shape[1] - 1)
-    chunk_starts_RC = pad(chunk_ends_RC, (1, 0))
-    rows_R = torch.arange(num_rows, device=weights_RV.device)
-    ends_RV = chunks_RCV[rows_R, chunk_R1[:, 0]].double().cumsum_(-1)
-    rest_R1 = _below(target_R1 - chunk_starts_RC.gather(1, chunk_R1), ends_RV)
-    offset_R1 = torch.searchsorted(ends_RV, rest_R1, right=True).clamp_(max=_CHUNK - 1)
-    return (chunk_R1 * _CHUNK + offset_R1)[:, 0]
-
-
-def _below(target_R1: Tensor, ends_RN: Tensor) -> Tensor:
-    """The target where rounding may have brought it out of [0, last end)."""
-    last_R1 = ends_RN[:, -1:]
-    return torch.minimum(target_R1, torch.nextafter(last_R1, torch.zeros_like(last_R1))).clamp_(min=0)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from parallel.device.cpu import CpuDevice
+from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.plan import NewSequence, SampledToken
 from workers.request import SamplingParams
 from workers.sampler import Sampler, uniforms
-from workers.truncation import device_bounds, host_bounds, lower_bounds
 
 
 def new_sequence(
@@ -199,7 +199,7 @@ def test_penalties_follow_their_definitions() -> None:
     sampler = Sampler(device=CpuDevice(), num_slots=1)
     sampler.add(new)
     sampler.append(0, [3])
-    edited = sampler._edit(logits[None], np.array([0]), np.array([5]), np.array([4]))
+    edited = sampler._edit(logits[None], np.array([0]), np.array([5]), np.array([2]))
     assert edited[0].tolist() == [1.0, -4.0, 0.5 - 0.25 - 1.0, 0.25 - 0.25 - 0.5, 0.0]
     assert logits.tolist() == [2.0, -2.0, 1.0, 0.5, 0.0]
 
@@ -214,7 +214,7 @@ def test_penalties_of_a_resumed_sequence_equal_those_kept_step_by_step() -> None
         stepwise.append(0, [token_id])
     resumed = Sampler(device=CpuDevice(), num_slots=1)
     resumed.add(new_sequence(output=output, **params))
-    arguments = logits, np.array([0]), np.array([301]), np.array([4])
+    arguments = logits, np.array([0]), np.array([301]), np.array([2])
     assert torch.equal(stepwise._edit(*arguments), resumed._edit(*arguments))
 
 

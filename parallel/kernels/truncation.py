@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from parallel.kernels.host_arrays import to_device
+
 Float64Array = npt.NDArray[np.float64]
 
 
@@ -26,17 +28,17 @@ def lower_bounds(
         top_p: 1: off. Of the probability that top-k left.
         min_p: 0: off.
     """
-    vocab_size = scaled_RV.shape[1]
+    vocab_size, device = scaled_RV.shape[1], scaled_RV.device
     top_k = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     bounds_R = scaled_RV.new_full((len(scaled_RV),), -torch.inf)
     bounds = np.log(min_p, out=np.full_like(min_p, -math.inf), where=min_p > 0).astype(np.float32)
     is_ranked = (top_k < vocab_size) | (top_p < 1)
     ranked = np.flatnonzero(is_ranked)
-    bounds_R[torch.from_numpy(rows)] = torch.from_numpy(bounds).to(bounds_R.device)
+    bounds_R[to_device(rows, device)] = to_device(bounds, device)
     if len(ranked) == 0:
         return bounds_R
-    index = torch.from_numpy(rows[ranked]).to(bounds_R.device)
-    rank = host_bounds if scaled_RV.device.type == "cpu" else device_bounds
+    index = to_device(rows[ranked], device)
+    rank = host_bounds if device.type == "cpu" else device_bounds
     bounds_R[index] = torch.maximum(bounds_R[index], rank(scaled_RV[index], top_k[ranked], top_p[ranked]))
     return bounds_R
 
@@ -68,8 +70,8 @@ def _host_bound(scaled_V: npt.NDArray[np.float32], k: int, p: float) -> float:
 
 def device_bounds(scaled_RV: Tensor, top_k: Float64Array, top_p: Float64Array) -> Tensor:
     """Return the same, for all rows at once by a sort, for logits anywhere."""
-    k_R1 = torch.from_numpy(top_k.astype(np.int64)).to(scaled_RV.device)[:, None]
-    p_R1 = torch.from_numpy(top_p).to(scaled_RV.device)[:, None]
+    k_R1 = to_device(top_k.astype(np.int64), scaled_RV.device)[:, None]
+    p_R1 = to_device(top_p, scaled_RV.device)[:, None]
     descending_RV = scaled_RV.sort(dim=-1, descending=True).values
     kth_R1 = descending_RV.gather(1, k_R1 - 1)
     weights_RV = descending_RV.double().exp_().masked_fill_(descending_RV < kth_R1, 0)
