@@ -11,6 +11,7 @@ from parallel.collectives import broadcast
 from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.kernels.base import LayerCache
+from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
 from workers.config import EngineConfig
@@ -156,7 +157,10 @@ class ModelRunner:
             num_groups=len(self.windows),
         )
         samples = self._mesh.is_last_stage and self._mesh.tp.rank == 0
-        return inputs, Sampler(device=self._device, num_slots=num_slots) if samples else None
+        if not samples:
+            return inputs, None
+        choose = select_sampling(self._device.torch_device)
+        return inputs, Sampler(device=self._device, num_slots=num_slots, choose=choose)
 
     def _profile(self) -> None:
         """Run the largest step: the whole token budget, as many sampled rows as there can be, all in one block."""

@@ -1,6 +1,8 @@
 """Chooses the kernels of a process, once, from its device and what the user asks for."""
 
+import importlib
 import logging
+from typing import Any
 
 import torch
 
@@ -10,6 +12,7 @@ from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.sampling import ChooseTokens, choose_in_torch
 
 NAMES = ("auto", "reference", "cpu", "cpu-native", "cuda")
 
@@ -28,6 +31,19 @@ def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto")
     kernels = _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
     return kernels
+
+
+def select_sampling(device: torch.device) -> ChooseTokens:
+    """What takes tokens from logits on this device: Triton kernels on a GPU where torch came with them, else torch."""
+    if device.type != "cuda":
+        return choose_in_torch
+    try:
+        triton_sampling: Any = importlib.import_module("parallel.kernels.triton_sampling")
+    except ModuleNotFoundError as error:
+        logger.warning("sampling in plain torch, which is slower: %s", error)
+        return choose_in_torch
+    choose: ChooseTokens = triton_sampling.choose_in_triton
+    return choose
 
 
 def _make(device: torch.device, name: str) -> Kernels:

@@ -52,6 +52,20 @@ def test_operations_between_products_are_right_when_interpreted() -> None:
     run_with_triton(_ELEMENTWISE, TRITON_INTERPRET="1")
 
 
+_SAMPLING = """
+import torch
+from helpers.sampling_cases import sampling_cases
+from parallel.kernels.triton_sampling import choose_in_triton
+
+for case in sampling_cases():
+    case.check(choose_in_triton, torch.device("cpu"))
+"""
+
+
+def test_tokens_are_those_of_the_reference_when_interpreted() -> None:
+    run_with_triton(_SAMPLING, TRITON_INTERPRET="1")
+
+
 _DECODER = """
 import tempfile
 from pathlib import Path
@@ -90,7 +104,7 @@ def test_a_decoder_whose_steps_are_filled_up_is_right_when_interpreted() -> None
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from parallel.kernels import triton_attention, triton_elementwise
+from parallel.kernels import triton_attention, triton_elementwise, triton_sampling
 
 
 def build(kernel, pointers, constants, floats, **options):
@@ -131,6 +145,17 @@ for name, wide, constants in (
     pointers = dict.fromkeys(numbers, "*bf16") | dict.fromkeys(wide, "*fp32")
     pointers |= {"slot_mapping": "*i64"} if "slot_mapping" in kernel.arg_names else {}
     build(kernel, pointers, constants, ("eps",) if "eps" in kernel.arg_names else ())
+for name, constants in (
+    ("_find_largest", dict(TILE=2048)),
+    ("_merge_largest", dict(SLICES=128)),
+    ("_limit", dict(TILE=8192)),
+    ("_weigh", dict(TILE=2048)),
+    ("_draw", dict(TILE=2048, SLICES=128)),
+):
+    kernel = getattr(triton_sampling, name)
+    pointers = dict(logits="*fp32", largest="*fp32", values="*fp32", settings="*fp64", places="*i32", sums="*i64")
+    pointers = {of: kind for of, kind in (pointers | dict(token_ids="*i64")).items() if of in kernel.arg_names}
+    build(kernel, pointers, constants, (), num_warps=16 if name == "_limit" else 4)
 """
 
 
