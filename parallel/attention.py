@@ -4,6 +4,7 @@ Builds on `Kernels` for everything that touches the cache. Shape letters as in k
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class Attention:
         )
         self._project = self._qkv if description.qkv_clip is None else _clipped(self._qkv, description.qkv_clip)
         self._norm = make_qk_norm(description, self._qkv.heads, self._qkv.kv_heads, context=context)
-        self._rotate = choose_rotation(description.rotaries[layer_index], context.kernels)
+        self._store = _choose_store(description.rotaries[layer_index], context.kernels)
         self._sinks = _Sinks(description, self._qkv.heads, context) if description.has_attention_sinks else None
         num_heads, num_kv_heads = len(self._qkv.heads), len(self._qkv.kv_heads)
         self._heads_shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
@@ -70,14 +71,12 @@ class Attention:
 
         Where the residual is parallel, the result is this rank's summand only.
         """
-        kernels = self._kernels
         heads = self._project(x_TE).view(self._heads_shape)
         q_TNH, k_TKH, v_TKH = heads.split_with_sizes(self._heads_split, 1)
         if self._norm is not None:
             q_TNH, k_TKH = self._norm(q_TNH, k_TKH)
-        q_TNH, k_TKH = self._rotate(q_TNH, k_TKH, *angles)
-        kernels.write_cache(k_TKH, v_TKH, cache, meta.slot_mapping)
-        attended_TNH = kernels.attention(q_TNH, cache, meta, self._params)
+        q_TNH = self._store(q_TNH, k_TKH, v_TKH, *angles, cache, meta.slot_mapping)
+        attended_TNH = self._kernels.attention(q_TNH, cache, meta, self._params)
         return self._output(attended_TNH.flatten(1))
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
@@ -111,6 +110,18 @@ class _Sinks:
         start, stop = self._heads.start, self._heads.stop
         piece = Piece(source=f"{prefix}.sinks", full_shape=(self._num_heads,), dim=0, start=start, stop=stop)
         yield ShardedParameter(tensor=self.scores_N, pieces=(piece,))
+
+
+def _choose_store(rotary: RotaryDescription | None, kernels: Kernels) -> Callable[..., Tensor]:
+    """The operation (q, k, v, *angles, cache, slot mapping) -> q of a layer: keys and values are in the cache then."""
+    if rotary is not None:
+        return partial(kernels.rotate_and_write, is_interleaved=rotary.is_interleaved)
+
+    def store(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> Tensor:
+        kernels.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
+        return q_TNH
+
+    return store
 
 
 def choose_rotation(rotary: RotaryDescription | None, kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -188,6 +188,23 @@ class Kernels(Protocol):
     def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
         """The same with neighbouring dims as pairs: x1 = dims 0, 2, ... 2R - 2, x2 = dims 1, 3, ... 2R - 1."""
 
+    def rotate_and_write(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        cache: LayerCache,
+        slot_mapping_T: Tensor,
+        *,
+        is_interleaved: bool,
+    ) -> Tensor:
+        """`rotary` (or the interleaved one), then `write_cache` of the rotated keys and the values: the queries.
+
+        What is left in k afterwards means nothing.
+        """
+
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """The operation [T, 2I] -> [T, I]: activation(first half) * second half; asked for when a layer is built."""
 

@@ -74,6 +74,25 @@ class CudaKernels(ReferenceKernels):
         else:
             self._elementwise.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
 
+    def rotate_and_write(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        cache: LayerCache,
+        slot_mapping_T: Tensor,
+        *,
+        is_interleaved: bool,
+    ) -> Tensor:
+        """See `Kernels.rotate_and_write`; the queries are written in place."""
+        inputs = q_TNH, k_TKH, v_TKH, cos_TR, sin_TR, cache, slot_mapping_T
+        if self._elementwise is None:
+            return super().rotate_and_write(*inputs, is_interleaved=is_interleaved)
+        rotated_TNH: Tensor = self._elementwise.rotate_and_write(*inputs, is_interleaved=is_interleaved)
+        return rotated_TNH
+
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""
         if self._flash_attention is not None and self._flash_attention.takes(q_TNH, params):

@@ -106,6 +106,24 @@ class ReferenceKernels:
         """Turn the pairs (x[2i], x[2i + 1]) of every head by the angle of i."""
         return _rotate_interleaved(q_TNH, cos_TR, sin_TR), _rotate_interleaved(k_TKH, cos_TR, sin_TR)
 
+    def rotate_and_write(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        cache: LayerCache,
+        slot_mapping_T: Tensor,
+        *,
+        is_interleaved: bool,
+    ) -> Tensor:
+        """One after the other."""
+        rotate = self.rotary_interleaved if is_interleaved else self.rotary
+        q_TNH, k_TKH = rotate(q_TNH, k_TKH, cos_TR, sin_TR)
+        self.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
+        return q_TNH
+
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """activation(first half) * second half."""
         if activation is Activation.SILU:

@@ -82,6 +82,53 @@ def write_cache(k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T:
         )
 
 
+def rotate_and_write(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    cache: LayerCache,
+    slot_mapping_T: Tensor,
+    *,
+    is_interleaved: bool,
+) -> Tensor:
+    """The queries in place, keys and values into the cache, by one launch. As in `write_cache` for negative slots."""
+    num_heads, (num_kv_heads, head_dim), half = q_TNH.shape[1], k_TKH.shape[1:], cos_TR.shape[-1]
+    heads = min(16, triton.next_power_of_2(num_heads))
+    num_q_tiles = triton.cdiv(num_heads, heads)
+    if len(q_TNH):
+        _rotate_and_write[len(q_TNH), num_q_tiles + triton.cdiv(num_kv_heads, heads)](
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            cos_TR,
+            sin_TR,
+            cache.k_BPKH,
+            cache.v_BPKH,
+            slot_mapping_T,
+            *q_TNH.stride()[:2],
+            *k_TKH.stride()[:2],
+            *v_TKH.stride()[:2],
+            cos_TR.stride(0),
+            sin_TR.stride(0),
+            *cache.k_BPKH.stride()[:3],
+            *cache.v_BPKH.stride()[:3],
+            num_heads,
+            num_kv_heads,
+            num_q_tiles,
+            half,
+            head_dim,
+            BLOCK_SIZE=cache.k_BPKH.shape[1],
+            HEADS=heads,
+            TILE=triton.next_power_of_2(half),
+            HEAD=triton.next_power_of_2(head_dim),
+            IS_INTERLEAVED=is_interleaved,
+            HAS_REST=2 * half < head_dim,
+        )
+    return q_TNH
+
+
 def _norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
     size = x_TE.shape[-1]
     num_heads = x_TE.shape[1] if x_TE.dim() == 3 else 1
@@ -182,27 +229,96 @@ def _rotary(
     if tile < num_q_tiles:
         head = tile * HEADS + tl.arange(0, HEADS)
         rows = q + token * q_stride + head * q_head_stride
-        _turn(rows, head < num_heads, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
+        _turn(rows, rows, head < num_heads, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
     else:
         head = (tile - num_q_tiles) * HEADS + tl.arange(0, HEADS)
         rows = k + token * k_stride + head * k_head_stride
-        _turn(rows, head < num_kv_heads, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
+        _turn(rows, rows, head < num_kv_heads, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
 
 
 @triton.jit
-def _turn(rows, is_row, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED: tl.constexpr):
-    """The pairs of these heads, in place."""
-    if IS_INTERLEAVED:
-        first = rows[:, None] + 2 * pair[None, :]
-        second = first + 1
+def _rotate_and_write(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    keys,
+    values,
+    slot_mapping,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    cos_stride,
+    sin_stride,
+    key_block_stride,
+    key_slot_stride,
+    key_head_stride,
+    value_block_stride,
+    value_slot_stride,
+    value_head_stride,
+    num_heads,
+    num_kv_heads,
+    num_q_tiles,
+    half,
+    head_dim,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_REST: tl.constexpr,
+):
+    """Some heads of one token: the first tiles are of queries, the others of keys and values."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    pair = tl.arange(0, TILE)
+    is_pair = pair < half
+    cos_row = tl.load(cos + token * cos_stride + pair, mask=is_pair, other=0.0)[None, :]
+    sin_row = tl.load(sin + token * sin_stride + pair, mask=is_pair, other=0.0)[None, :]
+    if tile < num_q_tiles:
+        head = tile * HEADS + tl.arange(0, HEADS)
+        rows = q + token * q_stride + head * q_head_stride
+        _turn(rows, rows, head < num_heads, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
     else:
-        first = rows[:, None] + pair[None, :]
-        second = first + half
+        head = (tile - num_q_tiles) * HEADS + tl.arange(0, HEADS)
+        slot = tl.load(slot_mapping + token)
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        is_row = head < tl.where(slot >= 0, num_kv_heads, 0)
+        dim = tl.arange(0, HEAD)
+        rows = k + token * k_stride + head * k_head_stride
+        to = keys + block * key_block_stride + offset * key_slot_stride + head * key_head_stride
+        _turn(rows, to, is_row, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
+        if HAS_REST:
+            _copy(rows, to, is_row, dim, (dim >= 2 * half) & (dim < head_dim))
+        rows = v + token * v_stride + head * v_head_stride
+        to = values + block * value_block_stride + offset * value_slot_stride + head * value_head_stride
+        _copy(rows, to, is_row, dim, dim < head_dim)
+
+
+@triton.jit
+def _turn(rows, to, is_row, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED: tl.constexpr):
+    """The pairs of these heads."""
+    first = pair[None, :]
+    second = first + half
+    if IS_INTERLEAVED:
+        first = 2 * pair[None, :]
+        second = first + 1
     mask = is_row[:, None] & is_pair[None, :]
-    x1 = tl.load(first, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(second, mask=mask, other=0.0).to(tl.float32)
-    tl.store(first, (x1 * cos_row - x2 * sin_row).to(rows.dtype.element_ty), mask=mask)
-    tl.store(second, (x2 * cos_row + x1 * sin_row).to(rows.dtype.element_ty), mask=mask)
+    x1 = tl.load(rows[:, None] + first, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(rows[:, None] + second, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to[:, None] + first, (x1 * cos_row - x2 * sin_row).to(to.dtype.element_ty), mask=mask)
+    tl.store(to[:, None] + second, (x2 * cos_row + x1 * sin_row).to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _copy(rows, to, is_row, dim, is_dim):
+    """These dims of these heads."""
+    mask = is_row[:, None] & is_dim[None, :]
+    tl.store(to[:, None] + dim[None, :], tl.load(rows[:, None] + dim[None, :], mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ Check = Callable[[Kernels, torch.dtype, torch.device], None]
 
 def elementwise_checks() -> Iterator[Check]:
     """Each raises AssertionError where an operation is not the reference's."""
-    yield from (_check_norms, _check_head_norms, _check_silu_mul, _check_rotary, _check_write_cache)
+    yield from (_check_norms, _check_head_norms, _check_silu_mul, _check_rotary, _check_write_cache, _check_both)
 
 
 def _check_norms(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,6 +80,28 @@ def _check_write_cache(kernels: Kernels, dtype: torch.dtype, device: torch.devic
             writer.write_cache(k, v, caches[-1], slots)
         for actual, expected in zip(caches[0][:2], caches[1][:2], strict=True):
             assert torch.equal(actual, expected)
+
+
+def _check_both(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+    """Rotated and written; the queries are given back."""
+    block_size = 5
+    for num_heads, num_kv_heads, head_dim, half in ((4, 2, 16, 8), (20, 1, 80, 40), (3, 3, 32, 6), (2, 18, 24, 12)):
+        heads = _random(4, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        angles = torch.randn(4, half, device=device)
+        slots = torch.tensor([3, 5 * block_size + 1, block_size - 1, 2 * block_size], device=device)
+        for is_interleaved in (False, True):
+            results = []
+            for of in (kernels, ReferenceKernels()):
+                q, k, v = heads.clone().split((num_heads, num_kv_heads, num_kv_heads), 1)
+                cache = LayerCache(*torch.zeros(2, 6, block_size, num_kv_heads, head_dim, dtype=dtype, device=device))
+                q = of.rotate_and_write(
+                    *(q, k, v, angles.cos(), angles.sin(), cache, slots), is_interleaved=is_interleaved
+                )
+                results.append((q, cache))
+            (q, cache), (expected_q, expected_cache) = results
+            _assert_close(q, expected_q)
+            _assert_close(cache.k_BPKH, expected_cache.k_BPKH)
+            assert torch.equal(cache.v_BPKH, expected_cache.v_BPKH)
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -139,6 +139,11 @@ for name, wide, constants in (
     ("_rotary", ("cos", "sin"), dict(HEADS=16, TILE=64, IS_INTERLEAVED=False)),
     ("_rotary", ("cos", "sin"), dict(HEADS=16, TILE=64, IS_INTERLEAVED=True)),
     ("_write_cache", (), dict(BLOCK_SIZE=16, TILE=1024)),
+    (
+        "_rotate_and_write",
+        ("cos", "sin"),
+        dict(BLOCK_SIZE=16, HEADS=16, TILE=64, HEAD=128, IS_INTERLEAVED=True, HAS_REST=True),
+    ),
 ):
     kernel = getattr(triton_elementwise, name)
     numbers = {"x", "residual", "weight", "out", "gate_up", "q", "k", "v", "keys", "values"} & {*kernel.arg_names}
