@@ -1,4 +1,4 @@
-"""The operations of the model on CUDA: FlashAttention where there is one, Triton kernels, else the reference's.
+"""The operations of the model on CUDA: FlashAttention or FlashInfer if installed, Triton kernels, else the reference's.
 
 Checked on a CPU by Triton's interpreter and its compiler; not yet run on a GPU (tests/gpu).
 """
@@ -14,18 +14,31 @@ from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
 from parallel.kernels.flash_attention import FlashAttention
+from parallel.kernels.flashinfer_attention import FlashInfer
 from parallel.kernels.grouped_experts import GroupedExperts, GroupedLinear, is_fast_in_torch, torch_grouped_linear
 from parallel.kernels.reference import ReferenceKernels
+
+ATTENTION_BACKENDS = ("auto", "flash-attention", "flashinfer", "triton")
 
 logger = logging.getLogger(__name__)
 
 
 class CudaKernels(ReferenceKernels):
-    """`Kernels` for a GPU. What is installed is looked up once, here. No operation makes the host wait."""
+    """`Kernels` for a GPU. What is installed is looked up once, here. No operation makes the host wait.
 
-    def __init__(self, device: torch.device) -> None:
-        self._flash_attention = FlashAttention.find(device)
+    Args:
+        device: the GPU.
+        attention_backend: what attends where it can; "auto": the first that there is of FlashAttention on Hopper,
+            FlashInfer, and our own Triton kernels, which also take what the libraries do not.
+
+    Raises DeviceError when the backend is not known or cannot be had.
+    """
+
+    def __init__(self, device: torch.device, attention_backend: str = "auto") -> None:
+        self._library = _find_library(device, attention_backend)
         self._attention: Any = _import_triton("attention")
+        if attention_backend == "triton" and self._attention is None:
+            raise DeviceError("attention backend 'triton' is not installed; allowed here: auto")
         self._elementwise: Any = _import_triton("elementwise")
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
@@ -95,8 +108,8 @@ class CudaKernels(ReferenceKernels):
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""
-        if self._flash_attention is not None and self._flash_attention.takes(q_TNH, params):
-            return self._flash_attention(q_TNH, cache, meta, params)
+        if self._library is not None and self._library.takes(q_TNH, meta, params):
+            return self._library(q_TNH, cache, meta, params)
         if self._attention is None or q_TNH.shape[-1] > self._attention.MAX_HEAD_DIM:
             if not meta.context_lens_host:
                 raise DeviceError(f"attention over heads of {q_TNH.shape[-1]} is planned on the host")
@@ -109,6 +122,31 @@ class CudaKernels(ReferenceKernels):
         if self._attention is None or self._elementwise is None:  # only its cache write leaves tokens out
             return run
         return GraphedLayers(run, CudaGraphs().record)
+
+
+def _find_library(device: torch.device, backend: str) -> FlashAttention | FlashInfer | None:
+    """The library that this backend means; None: no library."""
+    match backend:
+        case "auto":
+            return FlashAttention.find(device) or FlashInfer.find(device)
+        case "flash-attention":
+            if (flash_attention := FlashAttention.find(device)) is None:
+                raise DeviceError(
+                    "attention backend 'flash-attention' needs a Hopper GPU and the package flash_attn_interface; "
+                    "allowed here: auto, flashinfer, triton"
+                )
+            return flash_attention
+        case "flashinfer":
+            if (flashinfer := FlashInfer.find(device)) is None:
+                raise DeviceError(
+                    "attention backend 'flashinfer' needs the package flashinfer; "
+                    "allowed here: auto, flash-attention, triton"
+                )
+            return flashinfer
+        case "triton":
+            return None
+        case _:
+            raise DeviceError(f"attention backend is {backend!r}; allowed: {', '.join(ATTENTION_BACKENDS)}")
 
 
 def _import_triton(name: str) -> Any:

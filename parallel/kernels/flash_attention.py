@@ -42,7 +42,7 @@ class FlashAttention:
             return None
         return cls()
 
-    def takes(self, q_TNH: Tensor, params: AttentionParams) -> bool:
+    def takes(self, q_TNH: Tensor, meta: AttentionMeta, params: AttentionParams) -> bool:
         """Whether it has what a layer wants.
 
         Not windows: it reads whole tiles of keys, and so entries of block tables that lie before the window.

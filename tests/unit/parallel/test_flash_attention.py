@@ -32,7 +32,8 @@ def queries(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Te
     ],
 )
 def test_it_takes_plain_attention_of_half_precision(q: torch.Tensor, params: AttentionParams, expected: bool) -> None:
-    assert FlashAttention().takes(q, params) is expected
+    meta = make_meta([(1, 9)], block_size=16, num_blocks=9)
+    assert FlashAttention().takes(q, meta, params) is expected
 
 
 def test_torch_accepts_the_call() -> None:
@@ -50,4 +51,4 @@ def test_what_is_not_installed_is_no_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine may have it")
     assert FlashAttention.find(torch.device("cuda")) is None
-    assert CudaKernels(torch.device("cuda"))._flash_attention is None
+    assert CudaKernels(torch.device("cuda"))._library is None

@@ -1,0 +1,147 @@
+"""Attention by FlashInfer, where it is installed: its paged decode and its paged prefill, planned once a step.
+
+Not yet run on a GPU: tested on a CPU with a stand-in that has the library's signatures. A plan needs the lengths of a
+step on the host and is for that step alone, so it cannot be in a recorded graph: such steps, whose metas have no
+lengths on the host, are not taken.
+"""
+
+import importlib
+import importlib.util
+import logging
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.host_arrays import to_device
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = "flashinfer"
+_WORKSPACE_BYTES = 128 << 20
+"""What its documentation asks for; shared by all plans, for one attention runs at a time."""
+_HEAD_DIMS = (64, 128, 256)
+_TENSOR_CORE_GROUP = 4
+"""From so many query heads per key-value head on, decoding is faster as products in tensor cores."""
+
+
+class _Kind(NamedTuple):
+    """What layers have in common that are planned alike."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+    scale: float
+    soft_cap: float | None
+
+
+class _Wrappers(NamedTuple):
+    """The library's two objects, each with a plan of its own."""
+
+    decode: Any
+    prefill: Any
+
+
+class FlashInfer:
+    """One per process; make it with `find`. One thread."""
+
+    def __init__(self, library: Any, device: torch.device) -> None:
+        self._library = library
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[_Kind, list[_Wrappers]] = {}
+        """Kept over steps; in a step each group of layers has those of its own."""
+        self._metas: dict[_Kind, list[AttentionMeta]] = {}
+        """Of the step under way, those planned, in the order of their wrappers."""
+        self._lengths: list[int] = []
+        """Of the step under way, whose metas all have this one object."""
+
+    @classmethod
+    def find(cls, device: torch.device) -> "FlashInfer | None":
+        """None where it is not installed, or does not load."""
+        if importlib.util.find_spec(_PACKAGE) is None:
+            return None
+        try:
+            return cls(importlib.import_module(_PACKAGE), device)
+        except (ImportError, RuntimeError) as error:
+            logger.warning("%s is installed, but cannot be used: %s", _PACKAGE, error)
+            return None
+
+    def takes(self, q_TNH: Tensor, meta: AttentionMeta, params: AttentionParams) -> bool:
+        """Whether it has what a layer wants.
+
+        Not windows: it may read entries of block tables that lie before the window.
+        """
+        has_extras = params.sliding_window is not None or params.key_bias_NP is not None or params.sinks_N is not None
+        is_known = q_TNH.dtype in (torch.float16, torch.bfloat16) and q_TNH.shape[-1] in _HEAD_DIMS
+        return is_known and not has_extras and bool(meta.context_lens_host)
+
+    def __call__(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        """See `Kernels.attention`; for what it `takes`."""
+        wrappers = self._planned(q_TNH, cache, meta, params)
+        q_TNH, num_decodes, halves = q_TNH.contiguous(), meta.num_decodes, (cache.k_BPKH, cache.v_BPKH)
+        out_TNH = torch.empty_like(q_TNH)
+        if num_decodes:
+            wrappers.decode.run(q_TNH[:num_decodes], halves, out=out_TNH[:num_decodes])
+        if num_decodes < len(q_TNH):
+            wrappers.prefill.run(q_TNH[num_decodes:], halves, out=out_TNH[num_decodes:])
+        return out_TNH
+
+    def _planned(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> _Wrappers:
+        """The wrappers with the plan for this meta, made by the first layer that comes with it."""
+        if self._lengths is not meta.context_lens_host:
+            self._lengths = meta.context_lens_host
+            self._metas.clear()
+        block_size, num_kv_heads, head_dim = cache.k_BPKH.shape[1:]
+        kind = _Kind(q_TNH.shape[1], num_kv_heads, head_dim, q_TNH.dtype, block_size, params.scale, params.soft_cap)
+        metas, wrappers = self._metas.setdefault(kind, []), self._wrappers.setdefault(kind, [])
+        for planned, own in zip(metas, wrappers, strict=False):
+            if planned is meta:
+                return own
+        if len(wrappers) == len(metas):
+            wrappers.append(self._new_wrappers(kind))
+        metas.append(meta)
+        _plan(wrappers[len(metas) - 1], kind, meta)
+        return wrappers[len(metas) - 1]
+
+    def _new_wrappers(self, kind: _Kind) -> _Wrappers:
+        is_wide = kind.num_heads // kind.num_kv_heads >= _TENSOR_CORE_GROUP
+        return _Wrappers(
+            self._library.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=is_wide),
+            self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD"),
+        )
+
+
+def _plan(wrappers: _Wrappers, kind: _Kind, meta: AttentionMeta) -> None:
+    """Plan decodes and chunks of a step, if there are any. Nothing waits for the device: lengths are on the host."""
+    num_decodes, num_seqs = meta.num_decodes, len(meta.context_lens_host)
+    sizes = kind.num_heads, kind.num_kv_heads, kind.head_dim, kind.block_size
+    common = {
+        "sm_scale": kind.scale,
+        "logits_soft_cap": kind.soft_cap,
+        "q_data_type": kind.dtype,
+        "kv_data_type": kind.dtype,
+    }
+    if num_decodes:
+        wrappers.decode.plan(*_pages(meta, range(num_decodes), kind.block_size), *sizes, **common)
+    if num_decodes < num_seqs:
+        starts = torch.tensor(meta.query_starts_host[num_decodes:], dtype=torch.int32) - num_decodes
+        pages = _pages(meta, range(num_decodes, num_seqs), kind.block_size)
+        wrappers.prefill.plan(starts, *pages, *sizes, causal=True, **common)
+
+
+def _pages(meta: AttentionMeta, sequences: range, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(where each sequence's blocks begin, the blocks of all, how full its last one is); the second on the device."""
+    lengths = meta.context_lens_host[sequences.start : sequences.stop]
+    counts = [-(-length // block_size) for length in lengths]
+    starts = list(accumulate(counts, initial=0))
+    num_entries = meta.block_tables.shape[1]
+    rows = np.repeat(np.array(sequences) * num_entries - np.array(starts[:-1]), counts)
+    places = to_device(rows + np.arange(starts[-1]), meta.block_tables.device)
+    last = [length - (count - 1) * block_size for length, count in zip(lengths, counts, strict=True)]
+    blocks = meta.block_tables.reshape(-1)[places]
+    return torch.tensor(starts, dtype=torch.int32), blocks, torch.tensor(last, dtype=torch.int32)

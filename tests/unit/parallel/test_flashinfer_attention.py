@@ -1,0 +1,137 @@
+"""What FlashInfer is given, how often it plans, and when it is taken; its own kernels run on a GPU only."""
+
+import dataclasses
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+from helpers.fake_flashinfer import FakeFlashInfer
+from helpers.paged_layout import make_meta
+
+from parallel.errors import DeviceError
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.cuda import CudaKernels
+from parallel.kernels.flash_attention import FlashAttention
+from parallel.kernels.flashinfer_attention import FlashInfer
+from parallel.kernels.reference import ReferenceKernels
+
+CPU = torch.device("cpu")
+PLAIN = AttentionParams(scale=0.1)
+STEPS = (
+    [(1, 9), (1, 32), (1, 1), (4, 40), (17, 17)],
+    [(1, 10), (1, 33)],
+    [(5, 5), (30, 64)],
+)
+"""(query, context) of the sequences of each step: decodes and chunks, decodes alone, chunks alone."""
+
+
+def new_cache(num_kv_heads: int = 2, head_dim: int = 64) -> LayerCache:
+    return LayerCache(*torch.randn(2, 60, 16, num_kv_heads, head_dim).bfloat16())
+
+
+def queries(meta: AttentionMeta, num_heads: int = 8, head_dim: int = 64) -> torch.Tensor:
+    heads = torch.randn(meta.query_starts_host[-1], num_heads + 4, head_dim).bfloat16()
+    return heads[:, :num_heads]  # a view, as in a layer
+
+
+@pytest.mark.parametrize("params", [PLAIN, dataclasses.replace(PLAIN, soft_cap=5.0)], ids=["plain", "cap"])
+def test_it_attends_as_the_reference_and_plans_once_a_step(params: AttentionParams) -> None:
+    library = FakeFlashInfer()
+    attend = FlashInfer(library, CPU)
+    layers = [new_cache() for _ in range(3)]
+    for seed, spans in enumerate(STEPS):
+        meta = make_meta(spans, block_size=16, num_blocks=60, seed=seed)
+        for cache in layers:
+            q = queries(meta)
+            assert attend.takes(q, meta, params)
+            expected = ReferenceKernels().attention(q, cache, meta, params)
+            torch.testing.assert_close(attend(q, cache, meta, params), expected, rtol=2e-2, atol=2e-2)
+    assert [decode.num_plans for decode in library.decodes] == [2]
+    assert [prefill.num_plans for prefill in library.prefills] == [2]
+    assert library.decodes[0].use_tensor_cores
+
+
+def test_groups_of_layers_and_kinds_of_layers_have_plans_of_their_own() -> None:
+    """Two groups alternate, whose blocks differ; of one of them some layers have another scale."""
+    library = FakeFlashInfer()
+    attend = FlashInfer(library, CPU)
+    caches = [new_cache(), new_cache()]
+    other = dataclasses.replace(PLAIN, scale=0.3)
+    for _ in range(3):
+        first = make_meta(STEPS[0], block_size=16, num_blocks=60, seed=1)
+        tables = make_meta(STEPS[0], block_size=16, num_blocks=60, seed=2)
+        second = dataclasses.replace(first, block_tables=tables.block_tables)
+        for cache, meta, params in ((caches[0], first, PLAIN), (caches[1], second, PLAIN)) * 2 + (
+            (caches[0], first, other),
+        ):
+            q = queries(meta)
+            expected = ReferenceKernels().attention(q, cache, meta, params)
+            torch.testing.assert_close(attend(q, cache, meta, params), expected, rtol=2e-2, atol=2e-2)
+    assert [decode.num_plans for decode in library.decodes] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "changes", "expected"),
+    [
+        (128, torch.bfloat16, {}, True),
+        (128, torch.float16, {"soft_cap": 30.0}, True),
+        (96, torch.bfloat16, {}, False),
+        (128, torch.float32, {}, False),
+        (128, torch.bfloat16, {"sliding_window": 100}, False),
+        (128, torch.bfloat16, {"sinks_N": torch.zeros(4)}, False),
+        (128, torch.bfloat16, {"key_bias_NP": torch.zeros(4, 9)}, False),
+    ],
+)
+def test_it_takes_what_it_has(head_dim: int, dtype: torch.dtype, changes: dict[str, object], expected: bool) -> None:
+    q, meta = torch.empty(1, 4, head_dim, dtype=dtype), make_meta([(1, 9)], block_size=16, num_blocks=9)
+    attend = FlashInfer(FakeFlashInfer(), CPU)
+    assert attend.takes(q, meta, dataclasses.replace(PLAIN, **changes)) is expected  # type: ignore[arg-type]
+
+
+def test_recorded_steps_have_no_lengths_and_are_not_taken() -> None:
+    meta = make_meta([(1, 9)], block_size=16, num_blocks=9)
+    recorded = dataclasses.replace(meta, query_starts_host=[], context_lens_host=[])
+    assert not FlashInfer(FakeFlashInfer(), CPU).takes(queries(meta), recorded, PLAIN)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> FakeFlashInfer:
+    """FlashInfer can be imported."""
+    library = FakeFlashInfer()
+    module = ModuleType("flashinfer")
+    module.__spec__ = ModuleSpec("flashinfer", None)
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        setattr(module, name, getattr(library, name))
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    return library
+
+
+def test_where_it_is_installed_it_attends(installed: FakeFlashInfer) -> None:
+    meta = make_meta(STEPS[0], block_size=16, num_blocks=60)
+    for backend in ("auto", "flashinfer"):
+        CudaKernels(CPU, backend).attention(queries(meta), new_cache(), meta, PLAIN)
+    assert [decode.num_plans for decode in installed.decodes] == [1, 1]
+
+
+def test_flash_attention_goes_before_it(installed: FakeFlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlashAttention, "find", classmethod(lambda cls, device: cls()))
+    assert isinstance(CudaKernels(CPU)._library, FlashAttention)
+    assert isinstance(CudaKernels(CPU, "flashinfer")._library, FlashInfer)
+    assert CudaKernels(CPU, "auto")._library is not None
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("flashinfer", "needs the package flashinfer; allowed here: auto, flash-attention, triton"),
+        ("flash-attention", "needs a Hopper GPU and the package flash_attn_interface; allowed here: auto, flashinfer"),
+        ("sdpa", "is 'sdpa'; allowed: auto, flash-attention, flashinfer, triton"),
+    ],
+)
+def test_a_backend_that_cannot_be_had_is_refused(backend: str, message: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine may have it")
+    with pytest.raises(DeviceError, match=message):
+        CudaKernels(CPU, backend)
