@@ -118,6 +118,13 @@ def serve(
         str | None, typer.Option(help="none, or int8: linear layers in 8 bits.", rich_help_panel=_Model)
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_Model)] = None,
+    kernels: Annotated[
+        str | None, typer.Option(help="auto, reference, cpu, cpu-native or cuda.", rich_help_panel=_Model)
+    ] = None,
+    attention_backend: Annotated[
+        str | None,
+        typer.Option(help="On CUDA: auto, flash-attention, flashinfer or triton.", rich_help_panel=_Model),
+    ] = None,
     max_context: Annotated[int | None, typer.Option(help="Longest prompt plus output.", rich_help_panel=_Model)] = None,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of each rank.", rich_help_panel=_Model)] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences running at once.", rich_help_panel=_Cache)] = None,
@@ -212,6 +219,8 @@ def serve(
         "models[0].dtype": dtype,
         "models[0].quantization": quantization,
         "models[0].device": device,
+        "models[0].kernels": kernels,
+        "models[0].attention_backend": attention_backend,
         "models[0].max_context": max_context,
         "models[0].num_threads": num_threads,
         "models[0].scheduler.max_num_seqs": max_num_seqs,

@@ -107,6 +107,10 @@ class ModelSection(_Section):
     quantization: str = "none"
     """"none", or "int8": linear layers and the head in 8 bits."""
     device: str = "auto"
+    kernels: str = "auto"
+    """"auto" (the fastest of the device), "reference", "cpu", "cpu-native" or "cuda"."""
+    attention_backend: str = "auto"
+    """On CUDA: "auto", "flash-attention", "flashinfer" or "triton"."""
     max_context: Annotated[int, Field(ge=1)] | None = None
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of each rank; None: a node's cores divided over the ranks on it."""
@@ -157,6 +161,8 @@ class ModelSection(_Section):
             dtype=self.dtype,
             quantization=self.quantization,
             device=self.device,
+            kernels=self.kernels,
+            attention_backend=self.attention_backend,
             max_context=self.max_context,
             step_timeout_s=self.step_timeout_s,
             num_threads=self.num_threads,

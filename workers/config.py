@@ -122,6 +122,10 @@ class EngineConfig:
     """"none", or "int8": linear layers and the head multiply in 8 bits, whatever the dtype of the rest."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cpu" or "cuda"."""
+    kernels: str = "auto"
+    """The model's operations: "auto" (the fastest of the device), "reference", "cpu", "cpu-native" or "cuda"."""
+    attention_backend: str = "auto"
+    """What attends on CUDA: "auto", "flash-attention", "flashinfer" or "triton"."""
     max_context: int | None = None
     """Longest prompt plus output; None: what the model's config says."""
     step_timeout_s: float = 60.0
@@ -141,3 +145,12 @@ class EngineConfig:
             raise EngineConfigError(f"quantization is {self.quantization!r}; allowed: 'none', 'int8'")
         if self.device not in ("auto", "cpu", "cuda"):
             raise EngineConfigError(f"device is {self.device!r}; allowed: 'auto', 'cpu', 'cuda'")
+        if self.kernels not in ("auto", "reference", "cpu", "cpu-native", "cuda"):
+            raise EngineConfigError(
+                f"kernels are {self.kernels!r}; allowed: 'auto', 'reference', 'cpu', 'cpu-native', 'cuda'"
+            )
+        if self.attention_backend not in ("auto", "flash-attention", "flashinfer", "triton"):
+            raise EngineConfigError(
+                f"attention_backend is {self.attention_backend!r}; "
+                "allowed: 'auto', 'flash-attention', 'flashinfer', 'triton'"
+            )

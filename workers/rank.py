@@ -33,7 +33,9 @@ from parallel.checkpoint import load_decoder
 from parallel.device.base import Device
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
+from parallel.errors import DeviceError
 from parallel.families.registry import describe_model
+from parallel.kernels.base import Kernels
 from parallel.kernels.select import select_kernels
 from parallel.mesh import Mesh
 from workers.config import EngineConfig
@@ -236,7 +238,7 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
         mesh=mesh,
         device=device.torch_device,
         dtype=dtype,
-        kernels=select_kernels(device.torch_device, dtype),
+        kernels=_select_kernels(config, device.torch_device, dtype),
         expert_parallel=config.parallel.expert_parallel,
         int8_linears=config.quantization == "int8",
         int8_cache=config.cache.dtype == "int8",
@@ -244,6 +246,13 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
         progress=progress,
     )
     return ModelRunner(decoder, mesh=mesh, device=device, config=config, stats=stats)
+
+
+def _select_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+    try:
+        return select_kernels(device, dtype, config.kernels, attention_backend=config.attention_backend)
+    except DeviceError as error:
+        raise EngineConfigError(str(error)) from error
 
 
 def _local_rank(rank: int) -> int:

@@ -19,16 +19,30 @@ NAMES = ("auto", "reference", "cpu", "cpu-native", "cuda")
 logger = logging.getLogger(__name__)
 
 
-def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto") -> Kernels:
+def select_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str = "auto",
+    *,
+    attention_backend: str = "auto",
+) -> Kernels:
     """The kernels called `name`; "auto" takes the fastest that this device and dtype have.
 
-    Raises DeviceError when the name is not known or its kernels do not run on the device.
+    Args:
+        attention_backend: of the kernels for CUDA; see `CudaKernels`.
+
+    Raises DeviceError when the name is not known, its kernels do not run on the device, or do not go with the rest.
     """
     if name not in NAMES:
         raise DeviceError(f"kernels are {name!r}; allowed: {', '.join(NAMES)}")
     if name not in ("auto", "reference") and not name.startswith(device.type):
         raise DeviceError(f"kernels are {name!r} on device {device}; allowed there: auto, reference")
-    kernels = _make(device, name)
+    is_cuda = device.type == "cuda" and name != "reference"
+    if attention_backend != "auto" and not is_cuda:
+        raise DeviceError(
+            f"attention backend is {attention_backend!r} with kernels {name!r} on {device}; allowed: auto"
+        )
+    kernels = CudaKernels(device, attention_backend) if is_cuda else _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
     return kernels
 
@@ -47,10 +61,8 @@ def select_sampling(device: torch.device) -> ChooseTokens:
 
 
 def _make(device: torch.device, name: str) -> Kernels:
-    if name == "reference" or device.type not in ("cpu", "cuda"):
+    if name == "reference" or device.type != "cpu":
         return ReferenceKernels()
-    if device.type == "cuda":
-        return CudaKernels(device)
     if name == "cpu":
         return CpuKernels()
     try:

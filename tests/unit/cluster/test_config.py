@@ -37,6 +37,8 @@ def test_settings_reach_the_engine_and_the_router() -> None:
                     "replicas": 4,
                     "dtype": "bfloat16",
                     "quantization": "int8",
+                    "kernels": "cuda",
+                    "attention_backend": "triton",
                     "cache": {"block_size": 32, "enable_prefix_caching": False, "dtype": "int8"},
                     "scheduler": {"max_num_seqs": 8, "policy": "priority"},
                 }
@@ -52,6 +54,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     assert model.engine.parallel.world_size == 6
     assert model.engine.parallel.expert_parallel
     assert model.engine.quantization == "int8"
+    assert (model.engine.kernels, model.engine.attention_backend) == ("cuda", "triton")
     assert spec.num_ranks == 24
     assert model.engine.cache.block_size == 32
     assert not model.engine.cache.enable_prefix_caching
@@ -105,6 +108,11 @@ def test_each_model_has_its_own_hash_key() -> None:
         ({"models": [{"replicas": True}]}, "models[0].replicas: true; allowed: a valid integer"),
         ({"models": [{"tensor_parallel": 0}]}, "models[0].tensor_parallel: 0; allowed: greater than or equal to 1"),
         ({"models": [{"quantization": "int4"}]}, "models[0]: quantization is 'int4'; allowed: 'none', 'int8'"),
+        ({"models": [{"kernels": "rocm"}]}, "models[0]: kernels are 'rocm'; allowed: 'auto', 'reference', 'cpu'"),
+        (
+            {"models": [{"attention_backend": "sdpa"}]},
+            "models[0]: attention_backend is 'sdpa'; allowed: 'auto', 'flash-attention', 'flashinfer', 'triton'",
+        ),
         ({"models": [{"dtype": "int3"}]}, "models[0]: dtype is 'int3'; allowed: 'auto', 'float32'"),
         (
             {"models": [{"scheduler": {"max_num_batched_tokens": 8}}]},

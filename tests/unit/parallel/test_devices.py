@@ -84,3 +84,9 @@ def test_kernels_are_selected_by_device_and_name(device: str, name: str, kind: t
 def test_kernels_that_do_not_exist_there_are_refused(device: str, name: str) -> None:
     with pytest.raises(DeviceError, match="allowed"):
         select_kernels(torch.device(device), torch.float32, name)
+
+
+def test_an_attention_backend_is_for_cuda() -> None:
+    select_kernels(torch.device("cuda"), torch.float32, attention_backend="auto")
+    with pytest.raises(DeviceError, match="'triton' with kernels 'auto' on cpu; allowed: auto"):
+        select_kernels(torch.device("cpu"), torch.float32, attention_backend="triton")
