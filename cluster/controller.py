@@ -29,6 +29,7 @@ from cluster.router_process import RouterProcess
 from cluster.saved_state import RayStateStore, SavedState, decode, encode
 from cluster.scaling import Scaling
 from cluster.wanted_state import WantedState
+from workers.cores import give_way
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Controller:
 
     def __init__(self, spec: ClusterSpec, log_level: str) -> None:
         configure_logging(log_level)
+        give_way()
         self._spec = spec
         self._log_level = log_level
         self._store = RayStateStore()

@@ -15,6 +15,7 @@ from ray._private import node as ray_node
 
 from cluster.controller import NAMESPACE
 from cluster.errors import RayError
+from workers.cores import give_way
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through Ray; the least it takes is about 75 MB
 
@@ -36,6 +37,7 @@ def start_local_ray(*, log_to_driver: bool) -> None:
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
     _quieten()
+    give_way()  # Ray's own processes inherit it
     try:
         with _only_what_is_used(log_to_driver=log_to_driver):
             ray.init(

@@ -26,6 +26,7 @@ from router.config import TracingConfig
 from router.errors import RouterConfigError
 from router.tls import InnerTls
 from workers.config import EngineConfig
+from workers.cores import compute_here, give_way
 from workers.errors import EngineConfigError
 from workers.stats import RankStats
 
@@ -128,6 +129,7 @@ class RankActor:
         # Threads without work leave their cores to the router and the clients on them (docs/performance.md).
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        give_way()
         # Every rank begins at once; those who need it wait for the import to end.
         threading.Thread(target=_import_engine, args=(spec.rank,), daemon=True).start()
         self._spec = spec
@@ -252,6 +254,7 @@ class RankActor:
     def _follow(self, config: EngineConfig, host: str, port: int) -> None:
         from workers.rank import follow_group  # torch, off the event loop
 
+        compute_here()
         follow_group(config, rank=self._spec.rank, host=host, port=port, progress=self._set_progress, stats=self._stats)
 
     def _resolve(self) -> EngineConfig:

@@ -11,6 +11,7 @@ from cluster.rank_actor import Outcome
 from cluster.signals import on_sigterm
 from router.config import RouterConfig
 from router.errors import RouterConfigError
+from workers.cores import give_way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class RouterActor:
 
     def __init__(self, config: RouterConfig, log_level: str) -> None:
         configure_logging(log_level)
+        give_way()
         self._config = config
         self._stop = asyncio.Event()
         self._is_ready = asyncio.Event()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from workers.cores import compute_here
 from workers.engine import Engine, EngineLoad, StepResult
 from workers.errors import EngineError, GroupFailedError, RequestFailedError
 from workers.request import Request, RequestId, RequestOutput
@@ -145,6 +146,7 @@ class AsyncEngine:
     # In the engine's thread
 
     def _run(self) -> None:
+        compute_here()
         try:
             while (commands := self._wait()) is not None:
                 self._advance(commands)
