@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from weft.v1 import inference_pb2 as pb
 
 from router.keys import Tenant
@@ -42,8 +43,7 @@ class GenerateCall:
     """Of the client's span."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateDelta:
+class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What one step gave one call; the last delta has `finished`."""
 
     request_id: str

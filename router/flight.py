@@ -70,6 +70,8 @@ class _Part:
     submitted_s: float
     first_s: float | None = None
     last_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    """Ends the wait at the request's deadline."""
 
 
 class Flight:
@@ -138,33 +140,30 @@ class Flight:
             DeadlineError, InvalidRequestError, OverloadedError, NoReplicaError, ReplicaFailedError, RequestFailedError:
                 the request has failed for good.
         """
-        if self._request.deadline_s is None:  # a timeout that never fires would cost a tenth of the router's work
-            return await self._next()
         try:
-            async with asyncio.timeout_at(self._request.deadline_s):
-                return await self._next()
+            return await self._next()
         except TimeoutError:
             raise self._deadline_error() from None
 
     def close(self) -> None:
         """Abort the request wherever it is, unless it has ended. Once."""
         self._route.num_open -= 1
-        if self._part is not None:
-            self._part.link.abort(self._part.wire_id)
-            self._part.span.fail("aborted")
-            self._part.span.end()
-            self._part = None
+        part = self._leave()
+        if part is not None:
+            part.link.abort(part.wire_id)
+            part.span.fail("aborted")
+            part.span.end()
 
     async def _next(self) -> GenerateDelta:
         while True:
             if self._part is None:
-                self._part = await self._place()
+                self._part = await self._enter()
             part = self._part
             received = await part.inbox.take()
             self._note(part, received)
             finished = None
             if received.ending is not None:
-                self._part = None
+                self._leave()
                 _end_span(part.span, received.ending)
             match received.ending:
                 case None:
@@ -181,6 +180,21 @@ class Flight:
                 return self._delta(received, finished)
 
     # Placing
+
+    async def _enter(self) -> _Part:
+        """Place the request; TimeoutError at its deadline. One timer ends its stay: one for each token costs a tenth
+        of the router's work."""
+        async with asyncio.timeout_at(self._request.deadline_s):
+            part = await self._place()
+        if self._request.deadline_s is not None:
+            part.timer = asyncio.get_running_loop().call_at(self._request.deadline_s, part.inbox.expire)
+        return part
+
+    def _leave(self) -> _Part | None:
+        part, self._part = self._part, None
+        if part is not None and part.timer is not None:
+            part.timer.cancel()
+        return part
 
     async def _place(self) -> _Part:
         if self._seeking_since_s is None:

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
+import msgspec
 from weft.v1 import inference_pb2, replica_pb2
 
 
@@ -16,8 +17,7 @@ class ReplicaLost:
 Ending = replica_pb2.RequestFinished | replica_pb2.RequestFailed | ReplicaLost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, kw_only=True):
     """What came for one request since it looked last."""
 
     token_ids: tuple[int, ...]
@@ -29,13 +29,14 @@ class Received:
 class Inbox:
     """What was sent and not yet taken, merged; bounded by the request's max_tokens."""
 
-    __slots__ = ("_ending", "_logprobs", "_texts", "_token_ids", "_waiter")
+    __slots__ = ("_ending", "_is_expired", "_logprobs", "_texts", "_token_ids", "_waiter")
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[inference_pb2.TokenLogprobs] = []
         self._ending: Ending | None = None
+        self._is_expired = False
         self._waiter: asyncio.Future[None] | None = None
 
     def add(self, output: replica_pb2.RequestOutput) -> bool:
@@ -57,14 +58,21 @@ class Inbox:
         self._ending = ReplicaLost(reason=reason)
         self._wake()
 
+    def expire(self) -> None:
+        """Note that the request's deadline has passed."""
+        self._is_expired = True
+        self._wake()
+
     async def take(self) -> Received:
-        """Wait until something is there, and take all of it. One reader at a time."""
-        if not self._token_ids and not self._texts and self._ending is None:
+        """Wait until something is there, and take all of it. One reader at a time. TimeoutError: it has expired."""
+        if self._is_empty and not self._is_expired:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        if self._is_empty:
+            raise TimeoutError
         received = Received(
             token_ids=tuple(self._token_ids),
             text="".join(self._texts),
@@ -75,6 +83,10 @@ class Inbox:
         self._texts.clear()
         self._logprobs.clear()
         return received
+
+    @property
+    def _is_empty(self) -> bool:
+        return not self._token_ids and not self._texts and self._ending is None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

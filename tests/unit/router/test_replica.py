@@ -79,6 +79,19 @@ async def test_slow_reader_gets_everything_at_once() -> None:
     assert received.ending == ReplicaLost(reason="gone")
 
 
+async def test_what_came_before_the_deadline_is_given_and_then_the_wait_ends() -> None:
+    inbox = Inbox()
+    waiting = asyncio.create_task(inbox.take())
+    await asyncio.sleep(0)
+    inbox.expire()
+    with pytest.raises(TimeoutError):
+        await waiting
+    inbox.add(replica_pb2.RequestOutput(token_ids=[7]))
+    assert (await inbox.take()).token_ids == (7,)
+    with pytest.raises(TimeoutError):
+        await inbox.take()
+
+
 async def test_reader_that_waits_is_woken_and_one_that_left_does_no_harm() -> None:
     inbox = Inbox()
     leaving = asyncio.create_task(inbox.take())
