@@ -29,6 +29,15 @@ _LOCAL_SETTINGS = {
     "RAY_worker_niceness": "0",  # with the 15 of Ray others take the cores that compute
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
+    # What Ray looks at while nothing happens: each look takes a core from a rank.
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",  # for its dashboard, which is left out
+    "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
+    "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "5",
+    "RAY_memory_monitor_refresh_ms": "2000",
+    "RAY_local_fs_monitor_interval_ms": "10000",
+    "RAY_raylet_check_gc_period_milliseconds": "5000",
+    "RAY_kill_idle_workers_interval_ms": "5000",
+    "RAY_object_manager_timer_freq_ms": "2000",
 }
 
 
