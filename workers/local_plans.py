@@ -1,19 +1,27 @@
 """Plans to the ranks on the leader's own machine, over Unix sockets that the calling threads themselves use.
 
 zmq hands each message to a thread of its own on either side, so that three threads wake up one after the other until a
-rank has its plan; here it is one. Only plans go this way, and only small ones: everything else, and who is gone, is
-known from the connection of zmq that each rank has as well (transport.py).
+rank has its plan; here it is one, and under load none: a rank that has done a step looks for the next plan for a moment
+before it sleeps. Only plans go this way, and only small ones: everything else, and who is gone, is known from the
+connection of zmq that each rank has as well (transport.py).
 """
 
+import os
 import socket
 import struct
 import tempfile
+import time
 from pathlib import Path
 
 MAX_BYTES = 64 << 10
 """Of a plan that goes this way; the buffer of a socket holds several."""
 WAIT_S = 1
 """For a message, before a rank looks whether its leader still lives. If it ended, the socket tells at once."""
+LOOK_S = 1e-3
+"""How long a rank looks for its next plan, giving way to whoever wants its core, before it sleeps until one comes.
+
+To wake a sleeping core takes longer than all the rest of a plan's way. A leader under load has the next plan sooner.
+"""
 _ELSEWHERE = b"\0"
 """In place of a larger one, which comes over zmq."""
 
@@ -79,10 +87,11 @@ class PlanSender:
 
 
 class PlanReceiver:
-    """A rank's end. Its thread sleeps in the one call that also brings the message."""
+    """A rank's end. Its thread looks for a message, then sleeps in the one call that also brings it."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
+        self._is_busy = False  # the message before came a moment ago: the next one may be close
         self.has_next = True
         """The next message comes this way. If not, none is received here before `resume`, or none ever if it ended."""
 
@@ -104,13 +113,25 @@ class PlanReceiver:
     def receive(self) -> bytes | None:
         """Wait for the next message; None after WAIT_S without one, and when it comes the other way."""
         try:
-            message = self._line.recv(MAX_BYTES)
+            message = (self._look() if self._is_busy else None) or self._line.recv(MAX_BYTES)
         except BlockingIOError:
+            self._is_busy = False
             return None
         except OSError:
             message = b""
         self.has_next = message not in (_ELSEWHERE, b"")
+        self._is_busy = self.has_next
         return message if self.has_next else None
+
+    def _look(self) -> bytes | None:
+        """Ask for a message again and again for LOOK_S."""
+        end_s = time.perf_counter() + LOOK_S
+        while time.perf_counter() < end_s:
+            try:
+                return self._line.recv(MAX_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()
+        return None
 
     def resume(self) -> None:
         """The message that came the other way is here."""

@@ -5,16 +5,18 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from workers.errors import GroupFailedError
-from workers.local_plans import MAX_BYTES
+from workers.local_plans import MAX_BYTES, PlanReceiver, PlanSender
 from workers.plan import ModelOutput, NewSequence, SampledToken, ScheduledSequence, StepPlan
 from workers.request import SamplingParams, TokenLogprobs
 from workers.transport import LeaderLink, PlanChain, PlanMessage, RankLink
@@ -145,6 +147,45 @@ def test_nothing_of_the_meeting_place_is_left() -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o700
     alone.close()
     assert not path.parent.exists()
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[PlanSender, PlanReceiver]]:
+    """A rank that has its first message, and gives up a wait after a moment."""
+    sender = PlanSender()
+    receiver = PlanReceiver.connect(sender.path, 1)
+    assert receiver is not None
+    receiver._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 1000))
+    sender.admit()
+    sender.send(1, b"one")
+    assert receiver.receive() == b"one"
+    yield sender, receiver
+    receiver.close()
+    sender.close()
+
+
+def test_a_busy_rank_looks_for_its_next_plan_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected() as (sender, receiver):
+        monkeypatch.setattr("workers.local_plans.LOOK_S", 60.0)
+        monkeypatch.setattr(os, "sched_yield", lambda: sender.send(1, b"two"))
+        assert receiver.receive() == b"two"
+
+
+def test_an_idle_rank_sleeps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected() as (sender, receiver):
+        assert receiver.receive() is None, "nothing came for a while"
+        monkeypatch.setattr(receiver, "_look", lambda: pytest.fail("it is not busy"))
+        assert receiver.receive() is None
+        sender.send(1, b"two")
+        assert receiver.receive() == b"two"
+
+
+def test_a_rank_that_looks_sees_its_leader_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected() as (sender, receiver):
+        monkeypatch.setattr("workers.local_plans.LOOK_S", 60.0)
+        monkeypatch.setattr(os, "sched_yield", sender.close)
+        assert receiver.receive() is None
+        assert not receiver.has_next
 
 
 def test_a_gap_names_both_plans() -> None:
