@@ -32,7 +32,13 @@ class RankCollector(Collector):
         steps.add_metric(self._values, self._stats.num_steps)
         busy = self._counter("weft_rank_busy_seconds", "Time in them, waiting for other ranks included.")
         busy.add_metric(self._values, self._stats.busy_s)
-        return (loaded, steps, busy, *self._collectives())
+        model_busy = self._counter("weft_rank_model_busy_seconds", "Time in which the rank's model computes.")
+        model_busy.add_metric(self._values, self._stats.model_busy_s)
+        model_idle = self._counter(
+            "weft_rank_model_idle_seconds", "Time between its computations in which the scheduler had work all along."
+        )
+        model_idle.add_metric(self._values, self._stats.model_idle_s)
+        return (loaded, steps, busy, model_busy, model_idle, *self._collectives())
 
     def _collectives(self) -> Iterable[Metric]:
         calls = self._counter("weft_rank_collectives", "Collectives and sends, by axis and kind.", "axis", "kind")

@@ -57,14 +57,14 @@ class Batch:
         """Take back the share of a sequence that nobody needs, if it has one."""
         self.budget += self.shares.pop(sequence, 0)
 
-    def launch(self, number: int, removed_slots: list[int], copies: Copies) -> Flight:
+    def launch(self, number: int, removed_slots: list[int], copies: Copies, *, follows: bool) -> Flight:
         """Turn the step into a plan; note on its sequences that they are in flight and what the ranks know of them."""
         new = [_introduce(sequence) for sequence in self.new]
         ones = [sequence for sequence, num_tokens in self.shares.items() if num_tokens == 1]
         more = [sequence for sequence, num_tokens in self.shares.items() if num_tokens > 1]
         sequences = ones + more
         scheduled = [_plan_share(sequence, self.shares[sequence]) for sequence in sequences]
-        return Flight(StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads), sequences)
+        return Flight(StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads, follows), sequences)
 
 
 def _introduce(sequence: Sequence) -> NewSequence:

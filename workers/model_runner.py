@@ -18,6 +18,7 @@ from workers.config import EngineConfig
 from workers.host_cache import HostCache, make_host_cache
 from workers.inputs import InputBuilder, StepInputs
 from workers.kv_cache import allocate_planes, block_rows, choose_num_blocks, lay_out_caches, num_host_blocks
+from workers.model_clock import ModelClock
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 from workers.sampler import Sampled, Sampler, nothing_sampled
@@ -65,6 +66,7 @@ class ModelRunner:
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._inputs, self._sampler = self._new_state()
         self._stats = stats or RankStats()
+        self._clock = ModelClock(device, self._stats)
         axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
         self._stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
 
@@ -119,13 +121,16 @@ class ModelRunner:
             self._host.copy(plan.saves, plan.loads)
         x = self._token_ids(inputs) if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
         metas = [inputs.metas[group] for group in self._group_of_layer]
+        samples = self._mesh.is_last_stage and len(inputs.sample_slots) > 0
+        self._clock.begin()
         hidden = self._decoder(x, inputs.positions, self._caches, metas)
+        logits = self._logits(hidden, inputs) if samples else None
+        self._clock.end(follows=plan.follows)
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
-            return None
         if self._sampler is not None:
             self._sampler.apply(plan)
-        sampled = self._sample(hidden, inputs) if len(inputs.sample_slots) else None
+        sampled = self._sample(logits, inputs) if samples else None
         if self._sampler is None:
             return None
         return sampled or nothing_sampled()
@@ -135,9 +140,10 @@ class ModelRunner:
             inputs.token_ids[inputs.fed_rows] = self._last_sampled[inputs.fed_slots]
         return inputs.token_ids
 
-    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Sampled | None:
-        rows = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
-        logits = self._decoder.logits(rows)
+    def _logits(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
+        return self._decoder.logits(hidden if inputs.sample_rows is None else hidden[inputs.sample_rows])
+
+    def _sample(self, logits: torch.Tensor | None, inputs: StepInputs) -> Sampled | None:
         sampled = None
         if logits is not None and self._sampler is not None:
             sampled = self._sampler.sample(logits, inputs.sample_slots, inputs.sample_positions)

@@ -55,6 +55,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """(block, slot of the host tier); no slot twice."""
     loads: list[tuple[int, int]] = []
     """(slot of the host tier, block); no block twice."""
+    follows: bool = False
+    """The scheduler has had work ever since the plan before."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):

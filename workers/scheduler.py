@@ -93,6 +93,7 @@ class Scheduler:
         self._flights: deque[Flight] = deque()
         self._num_arrivals = 0
         self._num_plans = 0
+        self._has_had_work = False  # ever since the latest plan
         self._next_deadline_s: float | None = None  # never later than the first deadline
 
     @property
@@ -310,8 +311,11 @@ class Scheduler:
             sequence = roster.next_to_start(before_level)
 
     def _launch(self, batch: Batch) -> StepPlan:
-        flight = batch.launch(self._num_plans, self._roster.take_removed_slots(), self._cache.take_copies())
+        flight = batch.launch(
+            self._num_plans, self._roster.take_removed_slots(), self._cache.take_copies(), follows=self._has_had_work
+        )
         self._num_plans += 1
+        self._has_had_work = True
         self._flights.append(flight)
         return flight.plan
 
@@ -361,6 +365,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """Take an ended sequence off the books. What it holds is given back now, or when its step in flight returns."""
         del self._sequences[sequence.request_id]
+        self._has_had_work = bool(self._sequences) and self._has_had_work
         self._roster.leave(sequence)
 
 

@@ -88,6 +88,10 @@ class RankStats:
         self.num_steps = 0
         self.busy_s = 0.0
         """Time in steps, waiting for other ranks included."""
+        self.model_busy_s = 0.0
+        """Time in which the model computes: its layers and the head, waiting for other ranks included."""
+        self.model_idle_s = 0.0
+        """Time between two computations of the model in which the scheduler had work all along."""
         self.axes: Mapping[str, Axis] = {}
         """The rank's axes that have other ranks on them, by name: their collectives."""
 

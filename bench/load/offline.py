@@ -30,6 +30,7 @@ from workers.config import EngineConfig
 from workers.engine import Engine, build_engine
 from workers.errors import EngineConfigError
 from workers.request import SamplingParams
+from workers.stats import RankStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,8 @@ class Repeat:
     """Operations that had to be done, over those that matrix products do in the same time."""
     peak_memory_bytes: int
     """Resident on a CPU, allocated on a GPU."""
+    model_idle_share: float
+    """Of the time with work for it, that in which the model did not compute: scheduling, inputs, sampling, outputs."""
     energy_j: float | None
     """Of the GPU; None where nothing tells."""
 
@@ -102,14 +105,15 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
     dtype = resolve_dtype(config.dtype, folder, device)
     watcher.begin("load", 1.0)
     started_s = time.perf_counter()
-    engine = build_engine(config, progress=watcher.reach)
+    stats = RankStats()
+    engine = build_engine(config, progress=watcher.reach, rank_stats=stats)
     load_s = time.perf_counter() - started_s
     try:
         watcher.begin("measure the machine", None)
         int8_linears, int8_cache = config.quantization == "int8", config.cache.dtype == "int8"
         ceiling = measure_ceiling(device, dtype, int8_linears=int8_linears)
         cost = ModelCost.of(describe_model(folder), dtype, int8_linears=int8_linears, int8_cache=int8_cache)
-        bench = _Bench(engine, device, ceiling, cost, options, _Encoder(folder))
+        bench = _Bench(engine, stats, device, ceiling, cost, options, _Encoder(folder))
         load_peak_memory_bytes = device.peak_memory_bytes()
         return OfflineResult(
             model=folder,
@@ -131,6 +135,7 @@ class _Bench:
     def __init__(
         self,
         engine: Engine,
+        stats: RankStats,
         device: Device,
         ceiling: Ceiling,
         cost: ModelCost,
@@ -138,6 +143,7 @@ class _Bench:
         encode: "_Encoder",
     ) -> None:
         self._engine = engine
+        self._stats = stats
         self._device = device
         self._ceiling = ceiling
         self._cost = cost
@@ -159,7 +165,8 @@ class _Bench:
 
     def _run_once(self, sessions: Sequence[Session], index: int) -> Repeat:
         engine, options = self._engine, self._options
-        num_steps = engine.stats.num_steps
+        num_steps, stats = engine.stats.num_steps, self._stats
+        busy_s, idle_s = stats.model_busy_s, stats.model_idle_s
         list(engine.stats.step_tokens.take())
         sampling = SamplingParams(temperature=options.temperature, ignore_eos=options.ignore_eos, seed=options.seed)
         self._device.reset_peak_memory()
@@ -168,6 +175,7 @@ class _Bench:
         records = run_engine(engine, sessions, sampling, cache_salt=f"round {index}")
         span = watch.stop()
         used_j = self._energy.read_j()
+        busy_s, idle_s = stats.model_busy_s - busy_s, stats.model_idle_s - idle_s
         work = Work(
             step_tokens=tuple(map(int, engine.stats.step_tokens.take())),
             requests=tuple(record.usage for record in records if record.usage is not None),
@@ -179,6 +187,7 @@ class _Bench:
             mbu=self._cost.bytes_read(work) / self._ceiling.read_bytes_per_s / span.wall_s,
             flop_utilization=self._cost.flops(work) / self._ceiling.flops_per_s / span.wall_s,
             peak_memory_bytes=self._device.peak_memory_bytes(),
+            model_idle_share=idle_s / (busy_s + idle_s),
             energy_j=None if energy_j is None or used_j is None else used_j - energy_j,
         )
 

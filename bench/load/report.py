@@ -94,7 +94,7 @@ def print_offline(console: Console, result: "OfflineResult") -> None:
         highlight=False,
     )
     table = Table(
-        *("", "tokens/s", "each repeat", "TTFT ms", "TPOT ms", "MBU", "FLOPs", "GB", "J/token"),
+        *("", "tokens/s", "each repeat", "TTFT ms", "TPOT ms", "MBU", "FLOPs", "idle", "GB", "J/token"),
         title="output tokens, medians of the repeats",
     )
     for name, repeats in result.repeats.items():
@@ -108,6 +108,7 @@ def print_offline(console: Console, result: "OfflineResult") -> None:
             _ms(tpot_s),
             _share(result.median(name, lambda repeat: repeat.mbu)),
             _share(result.median(name, lambda repeat: repeat.flop_utilization)),
+            f"{result.median(name, lambda repeat: repeat.model_idle_share):.1%}",
             f"{max(repeat.peak_memory_bytes for repeat in repeats) / 1e9:.2f}",
             _number(result.median(name, _joules_per_token)),
         )

@@ -174,6 +174,19 @@ REPLICAS = Board(
                 },
             ),
             Panel(
+                title="Model idle under backlog",
+                text="Part of the time with work for it in which a rank's model does not compute: what goes on between "
+                "its steps.",
+                unit="percentunit",
+                queries={
+                    "{{replica}}/{{rank}}": share(
+                        rate("weft_rank_model_idle_seconds_total", REPLICA, by="replica, rank"),
+                        f"({rate('weft_rank_model_busy_seconds_total', REPLICA, by='replica, rank')} "
+                        f"+ {rate('weft_rank_model_idle_seconds_total', REPLICA, by='replica, rank')})",
+                    )
+                },
+            ),
+            Panel(
                 title="Time in collectives",
                 text="Part of the rank's time in steps. On a CPU the slow rank of a group is the one that waits least.",
                 unit="percentunit",

@@ -1,10 +1,17 @@
 """The border between the engine and a kind of device: memory, streams, seeds. Everything else is a torch.device."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def seconds_since(self, earlier: Self) -> float | None:
+        """The device's time from an earlier mark to this one; None while it has not come to this one."""
 
 
 class Device(Protocol):
@@ -35,6 +42,9 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
+
+    def mark(self) -> Mark:
+        """Mark the end of the work queued so far. Never waits."""
 
     def start_copy(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Queue a copy of the device's tensors to the host, after the work queued so far; the result waits for it."""

@@ -3,8 +3,10 @@
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +14,16 @@ from torch import Tensor
 _PROC_SELF = Path("/proc/self")
 _MEMORY_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+class CpuMark(NamedTuple):
+    """A moment."""
+
+    at_s: float
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Time between the two."""
+        return self.at_s - earlier.at_s
 
 
 class CpuDevice:
@@ -53,6 +65,10 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
+
+    def mark(self) -> CpuMark:
+        """Now: nothing is queued."""
+        return CpuMark(time.perf_counter())
 
     def start_copy(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """They are on the host already."""

@@ -1,11 +1,24 @@
 """One CUDA GPU as a device."""
 
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from parallel.errors import DeviceError
+
+
+class CudaMark:
+    """An event in the current stream."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def seconds_since(self, earlier: Self) -> float | None:
+        """The GPU's time between the two, once it has come to this one."""
+        return earlier._event.elapsed_time(self._event) / 1e3 if self._event.query() else None
 
 
 class CudaDevice:
@@ -45,6 +58,10 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for the GPU."""
         torch.cuda.synchronize(self.torch_device)
+
+    def mark(self) -> CudaMark:
+        """An event after what is queued."""
+        return CudaMark()
 
     def start_copy(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Into pinned memory, so that neither the host nor later work waits for it."""

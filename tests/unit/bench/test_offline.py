@@ -186,6 +186,7 @@ def test_command_reports_every_workload(tmp_path: Path) -> None:
             assert (repeat["summary"]["input_tokens"], repeat["summary"]["output_tokens"]) == (num_in, num_out)
             assert 0 < repeat["mbu"] < 1.5
             assert 0 < repeat["flop_utilization"] < 1.5
+            assert 0 < repeat["model_idle_share"] < 1
             assert repeat["peak_memory_bytes"] > 1e6
             assert repeat["energy_j"] is None
     # only what the requests of one round share is cached, nothing of the round before

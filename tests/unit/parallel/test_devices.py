@@ -23,6 +23,12 @@ def test_cpu_knows_its_memory() -> None:
     assert device.peak_memory_bytes() < device.total_memory_bytes()
 
 
+def test_cpu_marks_are_moments() -> None:
+    device = CpuDevice()
+    first, second, third = device.mark(), device.mark(), device.mark()
+    assert 0 <= second.seconds_since(first) <= third.seconds_since(first) < 60
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system cannot reset peaks")
 def test_peak_memory_sees_what_was_freed_until_reset() -> None:
     device = CpuDevice()

@@ -58,6 +58,29 @@ def test_plan_tells_only_what_changed() -> None:
     assert [plan.number for plan in (first, second, third)] == [0, 1, 2]
 
 
+def test_a_plan_tells_whether_there_was_work_ever_since_the_one_before() -> None:
+    served = ScheduledModel()
+
+    def follows() -> bool:
+        plan = served.launch()
+        assert plan is not None
+        served.collect()
+        return plan.follows
+
+    served.submit("a", prompt(4), max_tokens=2)
+    assert [follows(), follows()] == [False, True]
+    assert not served.scheduler.has_unfinished
+    served.submit("b", prompt(4), max_tokens=1)
+    served.submit("c", prompt(4), max_tokens=2)
+    assert [follows(), follows()] == [False, True], "b has ended, c has not"
+    served.submit("d", prompt(4), max_tokens=9)
+    served.submit("e", prompt(4), max_tokens=9)
+    assert follows() is False, "it was empty"
+    served.scheduler.abort(RequestId("d"), 0.0)
+    served.submit("f", prompt(4), max_tokens=9)
+    assert follows() is True
+
+
 def test_slot_of_a_finished_sequence_is_given_back_and_refilled_in_the_next_step() -> None:
     served = ScheduledModel(max_num_seqs=1)
     served.submit("a", prompt(4), max_tokens=1)

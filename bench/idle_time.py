@@ -1,0 +1,120 @@
+"""How much of the time a model stands still under backlog: between its computations, while requests are there.
+
+python -m bench.idle_time [MODEL] [--tensor-parallel 1,2] [--requests 32,256] [--async off,on] [--rounds 3]
+
+MODEL is as in `weft bench offline`. All requests are there at once: 32 to 256 tokens in, 16 to 128 out, greedy. Ranks
+are processes of this machine; the idle share is that of rank 0 over a round, where 2 % is the target. The first round
+warms up. Without a backlog ranks sleep, which counts as nothing.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.load.calls import Lengths
+from bench.load.datasets import DatasetOptions, make_sessions, take_calls
+from bench.load.engine_run import run_engine
+from bench.load.geometries import find_model
+from bench.machine import describe_machine
+from cluster.config import build_section
+from workers.config import EngineConfig
+from workers.engine import Engine, build_engine
+from workers.rank import Rendezvous, follow_group
+from workers.request import SamplingParams
+from workers.stats import RankStats
+
+_DATASET = DatasetOptions(inputs=Lengths(low=32, high=256), outputs=Lengths(low=16, high=128))
+_SAMPLING = SamplingParams(temperature=0, ignore_eos=True)
+_END_TIMEOUT_S = 10.0
+
+
+def main() -> None:
+    """Measure each way to run the model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="llama-110m")
+    parser.add_argument("--tensor-parallel", default="1,2", help="sizes of the group")
+    parser.add_argument("--requests", default="32,256", help="at once")
+    parser.add_argument("--async", default="off,on", dest="asynchronous", help="whether steps are planned ahead")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    folder = find_model(args.model)
+    table = Table("ranks", "planned ahead", "requests", "idle", "idle ms a step", "busy ms a step", "tokens/s")
+    rows = []
+    for num_ranks in map(int, args.tensor_parallel.split(",")):
+        for asynchronous in args.asynchronous.split(","):
+            config = _config(folder, num_ranks, looks_ahead=asynchronous == "on")
+            with _group(config) as (engine, stats):
+                for num_requests in map(int, args.requests.split(",")):
+                    measured = _measure(engine, stats, num_requests, args.rounds)
+                    rows.append({"ranks": num_ranks, "async": asynchronous, "requests": num_requests, **measured})
+                    idle, *rest = measured.values()
+                    table.add_row(
+                        str(num_ranks), asynchronous, str(num_requests), f"{idle:.2%}", *(f"{x:.2f}" for x in rest)
+                    )
+    Console().print(table)
+    print(json.dumps({"machine": describe_machine(), "rows": rows}))
+
+
+def _config(folder: Path, num_ranks: int, *, looks_ahead: bool) -> EngineConfig:
+    section = {
+        "path": str(folder),
+        "tensor_parallel": num_ranks,
+        "scheduler": {"async_scheduling": looks_ahead, "max_num_seqs": 256},
+    }
+    return build_section(section).to_spec(hash_key=b"bench").engine
+
+
+@contextmanager
+def _group(config: EngineConfig) -> Iterator[tuple[Engine, RankStats]]:
+    """A group whose other ranks are processes of this machine, and what its rank 0 counts."""
+    num_others = config.parallel.world_size - 1
+    rendezvous = Rendezvous.open() if num_others else None
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    if rendezvous is not None:
+        for rank in range(1, num_others + 1):
+            arguments = {"rank": rank, "host": rendezvous.host, "port": rendezvous.port}
+            processes.append(context.Process(target=follow_group, args=(config,), kwargs=arguments, daemon=True))
+            processes[-1].start()
+    stats = RankStats()
+    engine = build_engine(config, rendezvous=rendezvous, rank_stats=stats)
+    try:
+        yield engine, stats
+    finally:
+        engine.close()
+        for process in processes:
+            process.join(_END_TIMEOUT_S)
+
+
+def _measure(engine: Engine, stats: RankStats, num_requests: int, num_rounds: int) -> dict[str, float]:
+    """Medians over the rounds."""
+    rounds = [_run_once(engine, stats, num_requests, index) for index in range(num_rounds + 1)][1:]
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+
+
+def _run_once(engine: Engine, stats: RankStats, num_requests: int, index: int) -> dict[str, float]:
+    sessions = list(take_calls(make_sessions(_DATASET, vocab_size=engine.vocab_size, seed=index), num_requests))
+    busy_s, idle_s, num_steps = stats.model_busy_s, stats.model_idle_s, stats.num_steps
+    start_s = time.perf_counter()
+    records = run_engine(engine, sessions, _SAMPLING, cache_salt=f"{num_requests} {index}")
+    took_s = time.perf_counter() - start_s
+    busy_s, idle_s = stats.model_busy_s - busy_s, stats.model_idle_s - idle_s
+    num_steps = stats.num_steps - num_steps
+    return {
+        "idle_share": idle_s / (busy_s + idle_s),
+        "idle_ms": 1e3 * idle_s / num_steps,
+        "busy_ms": 1e3 * busy_s / num_steps,
+        "tokens_per_s": sum(record.usage.completion_tokens for record in records if record.usage) / took_s,
+    }
+
+
+if __name__ == "__main__":
+    main()

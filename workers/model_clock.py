@@ -1,0 +1,49 @@
+"""How long a rank's model computes, and how long it stands still while its scheduler has work."""
+
+from collections import deque
+from typing import NamedTuple
+
+from parallel.device.base import Device, Mark
+from workers.stats import RankStats
+
+
+class _Call(NamedTuple):
+    begin: Mark
+    end: Mark
+    previous_end: Mark | None
+    """Where there was work ever since."""
+
+
+class ModelClock:
+    """Times the model's calls on the device, without waiting for it. One thread."""
+
+    def __init__(self, device: Device, stats: RankStats) -> None:
+        self._device = device
+        self._stats = stats
+        self._begin: Mark | None = None
+        self._end: Mark | None = None
+        self._calls: deque[_Call] = deque()  # that the device may not have come to yet
+
+    def begin(self) -> None:
+        """The model's call of a step comes next on the device."""
+        self._begin = self._device.mark()
+
+    def end(self, *, follows: bool) -> None:
+        """It is over there; `follows`: there was work all the time since the end of the call before."""
+        assert self._begin is not None, "begun"
+        end = self._device.mark()
+        self._calls.append(_Call(self._begin, end, self._end if follows else None))
+        self._end = end
+        self._settle()
+
+    def _settle(self) -> None:
+        """Count the calls that the device is done with."""
+        while self._calls:
+            begin, end, previous_end = self._calls[0]
+            busy_s = end.seconds_since(begin)
+            if busy_s is None:
+                return
+            self._calls.popleft()
+            self._stats.model_busy_s += busy_s
+            if previous_end is not None:
+                self._stats.model_idle_s += begin.seconds_since(previous_end) or 0.0
