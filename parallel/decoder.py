@@ -144,7 +144,7 @@ class Decoder:
         """Logits of rows of `forward`'s result, on the last stage, all of whose ranks call this.
 
         Returns:
-            float32 [S, vocab_size] on tensor-parallel rank 0; None on the others.
+            [S, vocab_size] on tensor-parallel rank 0, in float32 or the dtype of the model; None on the others.
         """
         assert self._head is not None, "only the last stage has the head"
         return self._head(hidden_SE)

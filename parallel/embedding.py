@@ -155,15 +155,18 @@ class VocabParallelHead:
         self._linear: PackedLinear
 
     def __call__(self, hidden_SE: Tensor) -> Tensor | None:
-        """[S, E] -> float32 [S, vocab_size] on rank 0 of the axis, None on the others; all of them call it."""
+        """[S, E] -> [S, vocab_size] on rank 0 of the axis, None on the others; all of them call it.
+
+        As the product gives it, float32 where something more is done to it.
+        """
         gathered_SV = gather_to_first(self._linear(hidden_SE), self._axis, dim=1)
         if gathered_SV is None:
             return None
-        logits_SV = gathered_SV[:, : self._description.vocab_size].float()
+        logits_SV = gathered_SV[:, : self._description.vocab_size]
         if self._description.logit_multiplier != 1.0:
-            logits_SV = logits_SV * self._description.logit_multiplier
+            logits_SV = logits_SV.float() * self._description.logit_multiplier
         if (cap := self._description.logit_soft_cap) is not None:
-            logits_SV = (logits_SV / cap).tanh_().mul_(cap)
+            logits_SV = (logits_SV.float() / cap).tanh_().mul_(cap)
         return logits_SV
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:

@@ -165,7 +165,7 @@ class ModelRunner:
         samples = self._mesh.is_last_stage and self._mesh.tp.rank == 0
         if not samples:
             return inputs, None
-        choose = select_sampling(self._device.torch_device)
+        choose = select_sampling(self._device.torch_device, self._config.kernels)
         return inputs, Sampler(device=self._device, num_slots=num_slots, choose=choose)
 
     def _profile(self) -> None:

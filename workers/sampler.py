@@ -126,12 +126,14 @@ class Sampler:
         """Choose one token for each row, without waiting for the device.
 
         Args:
-            logits_SV: [S, V] float32, unchanged on return.
+            logits_SV: [S, V], unchanged on return.
             slots: [S], the slot of each row.
             positions: [S], the absolute position of the token to be chosen.
         """
         flags = self._flags[slots]
         any_flag = int(np.bitwise_or.reduce(flags))
+        if any_flag:  # the largest needs no float32
+            logits_SV = logits_SV.float()
         logits = self._edit(logits_SV, slots, positions, flags) if any_flag & _EDITED else logits_SV
         token_ids = self._choose(logits, self._draws(slots, positions, flags) if any_flag & _RANDOM else None)
         rows = np.flatnonzero(flags & _LOGPROBS).tolist() if any_flag & _LOGPROBS else []

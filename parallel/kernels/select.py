@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from parallel.errors import DeviceError
 from parallel.kernels.base import Kernels
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import ChooseTokens, choose_in_torch
@@ -47,8 +49,13 @@ def select_kernels(
     return kernels
 
 
-def select_sampling(device: torch.device) -> ChooseTokens:
-    """What takes tokens from logits on this device: Triton kernels on a GPU where torch came with them, else torch."""
+def select_sampling(device: torch.device, name: str = "auto") -> ChooseTokens:
+    """What takes tokens from logits on this device: Triton kernels on a GPU where torch came with them, compiled ones
+    on a CPU where `name` and the machine have them, else torch.
+    """
+    if device.type == "cpu" and name in ("auto", "cpu-native"):
+        with suppress(DeviceError):  # the choice of kernels has told the reason
+            return make_native_choice()
     if device.type != "cuda":
         return choose_in_torch
     try:

@@ -30,6 +30,7 @@ _INFINITE = tl.constexpr(0x7F800000)
 
 def choose_in_triton(logits_SV: Tensor, draws: Draws | None) -> Tensor:
     """Implements `ChooseTokens`."""
+    logits_SV = logits_SV.float()
     num_rows, vocab_size = logits_SV.shape
     num_slices = triton.cdiv(vocab_size, _SLICE)
     values_SC = logits_SV.new_empty(num_rows, num_slices)

@@ -10,6 +10,7 @@
 #include "matrix.h"
 #include "matrix_int8.h"
 #include "program.h"
+#include "sampling.h"
 
 using namespace weft;
 
@@ -78,6 +79,12 @@ using namespace weft;
             write_cache_int8(static_cast<int8_t*>(keys), static_cast<int8_t*>(values), static_cast<const T*>(k),        \
                              static_cast<const T*>(v), k_token_stride, v_token_stride, slots, num_tokens,               \
                              {block_size, num_heads, head_dim}, team);                                                  \
+        });                                                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_choose_largest_##NAME(int64_t* token_ids, const void* logits, int64_t row_stride, int64_t num_rows, \
+                                           int64_t size, int num_threads) {                                             \
+        on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {                                         \
+            choose_largest(token_ids, static_cast<const T*>(logits), row_stride, num_rows, size, team);                 \
         });                                                                                                             \
     }
 

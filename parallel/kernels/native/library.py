@@ -190,6 +190,12 @@ def load_int8(library: Path) -> dict[torch.dtype, Int8Operations]:
     return {dtype: _int8_operations(loaded, name) for dtype, name in _NAMES.items()}
 
 
+def load_largest(library: Path) -> dict[torch.dtype, Callable[..., None]]:
+    """Where the largest logit of each row is; see sampling.h. Raises DeviceError when the file cannot be loaded."""
+    loaded, arguments = _load(library), (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int)
+    return {dtype: _function(loaded, f"weft_choose_largest_{name}", arguments) for dtype, name in _NAMES.items()}
+
+
 def _load(library: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(library))

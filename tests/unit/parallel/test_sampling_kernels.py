@@ -5,17 +5,67 @@ import sys
 
 import pytest
 import torch
-from helpers.sampling_cases import SamplingCase, make_draws
+from helpers.sampling_cases import SamplingCase, make_draws, sampling_cases
 from torch import Tensor
 
+from parallel.errors import DeviceError
+from parallel.kernels.cpu_sampling import make_native_choice
+from parallel.kernels.native import build
 from parallel.kernels.sampling import Draws, choose_in_torch
 from parallel.kernels.select import select_sampling
 
 CPU = torch.device("cpu")
 
 
-def test_torch_chooses_on_a_cpu() -> None:
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_torch_chooses_on_a_cpu_whose_kernels_are_not_compiled(name: str) -> None:
+    assert select_sampling(CPU, name) is choose_in_torch
+
+
+def test_without_a_compiler_torch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert select_sampling(CPU) is choose_in_torch
+
+
+@pytest.mark.parametrize("case", sampling_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_compiled_choice_is_that_of_torch(num_threads: int, case: SamplingCase) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        choose = make_native_choice()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    finally:
+        torch.set_num_threads(before)
+    case.check(choose, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_compared_as_it_is(dtype: torch.dtype) -> None:
+    try:
+        choose = make_native_choice()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    for case in sampling_cases():
+        logits = case.logits.to(dtype)
+        expected = choose_in_torch(logits.float(), None)
+        assert torch.equal(choose(logits, None), expected), case.name
+        assert torch.equal(choose_in_torch(logits, None), expected), case.name
+
+
+@pytest.mark.parametrize("place", [0, 15, 63, 64, 1023, 1024, 1040, 1087, 1099])
+def test_the_largest_and_a_nan_are_found_anywhere(place: int) -> None:
+    try:
+        choose = make_native_choice()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    row = torch.randn(1, 1100, generator=torch.Generator().manual_seed(0))
+    row[0, place] = 9.0
+    assert choose(row, None).tolist() == [place]
+    row[0, place] = torch.nan
+    assert choose(row, None).tolist() == [-1]
 
 
 def test_without_triton_torch_chooses_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
