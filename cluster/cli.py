@@ -125,6 +125,10 @@ def serve(
         str | None,
         typer.Option(help="On CUDA: auto, flash-attention, flashinfer or triton.", rich_help_panel=_Model),
     ] = None,
+    compile_layers: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Compile the layers by torch's compiler.", rich_help_panel=_Model),
+    ] = None,
     max_context: Annotated[int | None, typer.Option(help="Longest prompt plus output.", rich_help_panel=_Model)] = None,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of each rank.", rich_help_panel=_Model)] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences running at once.", rich_help_panel=_Cache)] = None,
@@ -221,6 +225,7 @@ def serve(
         "models[0].device": device,
         "models[0].kernels": kernels,
         "models[0].attention_backend": attention_backend,
+        "models[0].compile": compile_layers,
         "models[0].max_context": max_context,
         "models[0].num_threads": num_threads,
         "models[0].scheduler.max_num_seqs": max_num_seqs,

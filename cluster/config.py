@@ -111,6 +111,8 @@ class ModelSection(_Section):
     """"auto" (the fastest of the device), "reference", "cpu", "cpu-native" or "cuda"."""
     attention_backend: str = "auto"
     """On CUDA: "auto", "flash-attention", "flashinfer" or "triton"."""
+    compile: bool = False
+    """Compile the layers by torch's compiler: on CUDA, or with kernels "reference" or "cpu"."""
     max_context: Annotated[int, Field(ge=1)] | None = None
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of each rank; None: a node's cores divided over the ranks on it."""
@@ -163,6 +165,7 @@ class ModelSection(_Section):
             device=self.device,
             kernels=self.kernels,
             attention_backend=self.attention_backend,
+            compile=self.compile,
             max_context=self.max_context,
             step_timeout_s=self.step_timeout_s,
             num_threads=self.num_threads,

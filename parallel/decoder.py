@@ -140,6 +140,12 @@ class Decoder:
 
     __call__ = forward
 
+    def layer_inputs(self) -> tuple[Tensor, list[Angles]]:
+        """What goes into the layers of this stage in a step of one token, for those who look at the shapes."""
+        x_TE = torch.zeros(1, self.description.hidden_size, dtype=self.dtype, device=self.device)
+        positions_T = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return x_TE, [rotation(positions_T) for rotation in self._rotations]
+
     def logits(self, hidden_SE: Tensor) -> Tensor | None:
         """Logits of rows of `forward`'s result, on the last stage, all of whose ranks call this.
 

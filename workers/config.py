@@ -126,6 +126,8 @@ class EngineConfig:
     """The model's operations: "auto" (the fastest of the device), "reference", "cpu", "cpu-native" or "cuda"."""
     attention_backend: str = "auto"
     """What attends on CUDA: "auto", "flash-attention", "flashinfer" or "triton"."""
+    compile: bool = False
+    """Compile the layers by torch.compile's compiler, where the kernels leave torch something to see."""
     max_context: int | None = None
     """Longest prompt plus output; None: what the model's config says."""
     step_timeout_s: float = 60.0

@@ -30,12 +30,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from parallel.checkpoint import load_decoder
+from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
 from parallel.errors import DeviceError
 from parallel.families.registry import describe_model
 from parallel.kernels.base import Kernels
+from parallel.kernels.inductor import InductorKernels
 from parallel.kernels.select import select_kernels
 from parallel.mesh import Mesh
 from workers.config import EngineConfig
@@ -233,24 +235,37 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
     device: Device = select_device(config.device, _local_rank(mesh.rank))
     dtype = resolve_dtype(config.dtype, folder, device)
     check_dtype(config.cache, describe_model(folder), device.torch_device)
+    kernels = _select_kernels(config, device.torch_device, dtype)
     decoder = load_decoder(
         folder,
         mesh=mesh,
         device=device.torch_device,
         dtype=dtype,
-        kernels=_select_kernels(config, device.torch_device, dtype),
+        kernels=kernels,
         expert_parallel=config.parallel.expert_parallel,
         int8_linears=config.quantization == "int8",
         int8_cache=config.cache.dtype == "int8",
         max_context=config.max_context,
         progress=progress,
     )
+    if isinstance(kernels, InductorKernels):
+        _compile(decoder, kernels)
     return ModelRunner(decoder, mesh=mesh, device=device, config=config, stats=stats)
 
 
 def _select_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
     try:
-        return select_kernels(device, dtype, config.kernels, attention_backend=config.attention_backend)
+        return select_kernels(
+            device, dtype, config.kernels, attention_backend=config.attention_backend, compiles=config.compile
+        )
+    except DeviceError as error:
+        raise EngineConfigError(str(error)) from error
+
+
+def _compile(decoder: Decoder, kernels: InductorKernels) -> None:
+    """Before there is a step: it may take minutes, and no other rank has to wait inside of one."""
+    try:
+        kernels.compile_ahead(*decoder.layer_inputs(), decoder.num_local_layers)
     except DeviceError as error:
         raise EngineConfigError(str(error)) from error
 

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from parallel.activation import activation_function
 from parallel.description import Activation
-from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
+from parallel.kernels.base import (
+    AttentionMeta,
+    AttentionParams,
+    ExpertWeights,
+    LayerCache,
+    PackedExperts,
+    PackedLinear,
+    RunLayers,
+)
 from parallel.kernels.int8_cache import write_half
 from parallel.kernels.int8_linear import Int8Linear
 
@@ -59,15 +67,15 @@ class ReferenceExperts:
 class ReferenceKernels:
     """Implements `Kernels`; see there for what each operation means."""
 
-    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> ReferenceLinear:
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """Keep the weight as it is."""
         return ReferenceLinear(weight_OI, bias_O)
 
-    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> ReferenceLinear:
+    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """Keep the weight as it is."""
         return ReferenceLinear(weight_OI, bias_O)
 
-    def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> Int8Linear:
+    def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> PackedLinear:
         """See `Kernels.quantize_linear`."""
         return Int8Linear(weight_OI, bias_O)
 

@@ -13,6 +13,7 @@ from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.cuda import CudaKernels
+from parallel.kernels.inductor import InductorKernels
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import ChooseTokens, choose_in_torch
 
@@ -27,11 +28,13 @@ def select_kernels(
     name: str = "auto",
     *,
     attention_backend: str = "auto",
+    compiles: bool = False,
 ) -> Kernels:
     """The kernels called `name`; "auto" takes the fastest that this device and dtype have.
 
     Args:
         attention_backend: of the kernels for CUDA; see `CudaKernels`.
+        compiles: the layers go through torch's compiler around them.
 
     Raises DeviceError when the name is not known, its kernels do not run on the device, or do not go with the rest.
     """
@@ -46,7 +49,7 @@ def select_kernels(
         )
     kernels = CudaKernels(device, attention_backend) if is_cuda else _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
-    return kernels
+    return _compiled(kernels, device, name) if compiles else kernels
 
 
 def select_sampling(device: torch.device, name: str = "auto") -> ChooseTokens:
@@ -65,6 +68,15 @@ def select_sampling(device: torch.device, name: str = "auto") -> ChooseTokens:
         return choose_in_torch
     choose: ChooseTokens = triton_sampling.choose_in_triton
     return choose
+
+
+def _compiled(kernels: Kernels, device: torch.device, name: str) -> InductorKernels:
+    if device.type == "cpu" and name not in ("reference", "cpu"):
+        raise DeviceError(
+            f"compile with kernels {name!r} on {device}, where a step is compiled already; "
+            "allowed: kernels reference or cpu, or device cuda"
+        )
+    return InductorKernels(kernels, device)
 
 
 def _make(device: torch.device, name: str) -> Kernels:

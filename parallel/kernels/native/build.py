@@ -72,12 +72,12 @@ def _key(compiler: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
-    for part in (*compiler, *_FLAGS, _run([*compiler, "--version"]), _cpu()):
+    for part in (*compiler, *_FLAGS, _run([*compiler, "--version"]), cpu_features()):
         digest.update(part.encode())
     return digest.hexdigest()[:16]
 
 
-def _cpu() -> str:
+def cpu_features() -> str:
     """What tells this CPU's instructions from another's: a home folder may be shared by several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
