@@ -86,8 +86,7 @@ class Decoder:
             for kind in kinds
         ]
         self._rotation_of_layer = [kinds.index(rotary) for rotary in rotaries]
-        # several tensor-parallel ranks communicate between the kernels, which is not the kernels' business
-        self._run = self._run_layers if mesh.tp.size > 1 else kernels.compile_layers(self._run_layers)
+        self._run = kernels.compile_layers(self._run_layers, mesh.tp)
         self._embedding: InputEmbedding | None = None
         self._final_norm: Norm | None = None
         self._head: VocabParallelHead | None = None

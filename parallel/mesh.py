@@ -6,10 +6,12 @@ rank = stage * tp + tensor rank            tp = 2, pp = 2:      stage 0: ranks 0
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel.errors import ParallelismError
 from parallel.local_exchange import LocalExchange
@@ -28,6 +30,8 @@ class Axis:
     """A faster way for small tensors, where all ranks of the axis are on one machine's CPUs."""
     counts: Counter[str] = field(default_factory=Counter)
     """Collectives called on this rank, by kind; on an axis of size 1 there are none."""
+    stand_in: Callable[[Tensor], Tensor] | None = None
+    """Takes the place of an all-reduce while layers are traced."""
     wait_s: float = 0.0
     """Time that this rank's host spent in them: on a CPU until the slowest rank was there, on CUDA for the launch."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel.description import Activation
 from parallel.kernels.int8_cache import SCALE_BYTES, lay_out_half
+from parallel.mesh import Axis
 
 
 class LayerCache(NamedTuple):
@@ -220,10 +221,11 @@ class Kernels(Protocol):
         Query head n reads key-value head n // (N // K). PagedAttention, arXiv:2309.06180, section 4.1.
         """
 
-    def compile_layers(self, run: "RunLayers") -> "RunLayers":
+    def compile_layers(self, run: "RunLayers", axis: Axis) -> "RunLayers":
         """What does the same as `run`, which is a decoder's layers on one rank, with less between the operations.
 
-        Asked for once, when the decoder is built. `run` itself where there is nothing to gain.
+        Asked for once, when the decoder is built. `run` itself where there is nothing to gain, or where the ranks of
+        the tensor-parallel axis communicate between operations that cannot be taken apart.
         """
 
 

@@ -25,6 +25,7 @@ from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_linear import pack_linear
 from parallel.kernels.int8_linear import Int8Linear
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
+from parallel.mesh import Axis
 
 
 class CpuKernels:
@@ -131,7 +132,7 @@ class CpuKernels:
         cache.k_BPKH.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKH)
         cache.v_BPKH.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKH)
 
-    def compile_layers(self, run: RunLayers) -> RunLayers:
+    def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`."""
         return run
 

@@ -39,6 +39,7 @@ from parallel.kernels.native.library import (
 from parallel.kernels.native.packed_linear import NativeLinear, can_pack
 from parallel.kernels.native.program import CompiledLayers
 from parallel.kernels.native.tape import Recorder, Tape
+from parallel.mesh import Axis
 
 
 class NativeCpuKernels:
@@ -107,9 +108,9 @@ class NativeCpuKernels:
         """See `Kernels.pack_experts`."""
         return self._torch.pack_experts(weights)
 
-    def compile_layers(self, run: RunLayers) -> RunLayers:
+    def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`."""
-        if self._programs is None:
+        if self._programs is None or axis.size > 1:
             return run
         return CompiledLayers(run, self._recorder, self._programs, self._num_threads)
 

@@ -17,6 +17,7 @@ from parallel.kernels.flash_attention import FlashAttention
 from parallel.kernels.flashinfer_attention import FlashInfer
 from parallel.kernels.grouped_experts import GroupedExperts, GroupedLinear, is_fast_in_torch, torch_grouped_linear
 from parallel.kernels.reference import ReferenceKernels
+from parallel.mesh import Axis
 
 ATTENTION_BACKENDS = ("auto", "flash-attention", "flashinfer", "triton")
 
@@ -117,9 +118,10 @@ class CudaKernels(ReferenceKernels):
         out_TNH: Tensor = self._attention.triton_attention(q_TNH, cache, meta, params)
         return out_TNH
 
-    def compile_layers(self, run: RunLayers) -> RunLayers:
+    def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`."""
-        if self._attention is None or self._elementwise is None:  # only its cache write leaves tokens out
+        has_kernels = self._attention is not None and self._elementwise is not None  # whose cache write skips tokens
+        if axis.size > 1 or not has_kernels:
             return run
         return GraphedLayers(run, CudaGraphs().record)
 

@@ -1,20 +1,22 @@
 """Kernels under torch.compile's compiler: plain torch where it fuses, the machine's own calls elsewhere.
 
 The compiler sees norms, rotations, activations and products of plain matrices as reference.py has them. Attention with
-the write to the cache before it, experts, and products of weights in another layout stay with the machine's kernels.
-How layers are traced and compiled around those is in inductor_layers.py.
+the write to the cache before it, experts, and products of weights in another layout stay with the machine's kernels,
+all-reduces with the ranks. How layers are traced and compiled around those is in inductor_layers.py.
 """
 
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from parallel.collectives import all_reduce
 from parallel.errors import DeviceError
 from parallel.kernels.base import (
     AttentionMeta,
@@ -28,6 +30,7 @@ from parallel.kernels.base import (
 )
 from parallel.kernels.native.build import cpu_features, default_cache
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
+from parallel.mesh import Axis
 
 if TYPE_CHECKING:
     from parallel.kernels.inductor_layers import CompilePiece, InductorLayers
@@ -119,12 +122,13 @@ class InductorKernels(ReferenceKernels):
         self._tape.num_attended += 1
         return self._tape.note(attend, [q_TNH, *self._tape.written], q_TNH.shape)
 
-    def compile_layers(self, run: RunLayers) -> RunLayers:
+    def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`."""
         from parallel.kernels.inductor_layers import InductorLayers  # torch's tracer takes 0.3 s to import
 
-        self._layers = InductorLayers(run, self._record, self._cache, self._compile_piece)
-        return self._inner.compile_layers(self._layers)
+        record = partial(self._record, axis)
+        self._layers = InductorLayers(run, record, self._cache, self._compile_piece)
+        return self._inner.compile_layers(self._layers, axis)
 
     def compile_ahead(self, x_TE: Tensor, angles: Sequence[tuple[Tensor, ...]], num_layers: int) -> None:
         """Compile now what else the first steps would; x and angles are as in a step of any tokens, see `RunLayers`.
@@ -148,12 +152,14 @@ class InductorKernels(ReferenceKernels):
         return multiply
 
     @contextmanager
-    def _record(self) -> Iterator["Tape"]:
-        self._tape = Tape()
+    def _record(self, axis: Axis) -> Iterator["Tape"]:
+        """Until it is closed, calls go onto the tape instead."""
+        self._tape = tape = Tape()
+        axis.stand_in = lambda x: tape.note(lambda _caches, _metas, given: all_reduce(given, axis), [x], x.shape)
         try:
-            yield self._tape
+            yield tape
         finally:
-            self._tape = None
+            self._tape = axis.stand_in = None
 
 
 class Tape:

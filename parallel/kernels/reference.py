@@ -24,6 +24,7 @@ from parallel.kernels.base import (
 )
 from parallel.kernels.int8_cache import write_half
 from parallel.kernels.int8_linear import Int8Linear
+from parallel.mesh import Axis
 
 
 class ReferenceLinear:
@@ -158,7 +159,7 @@ class ReferenceKernels:
         cache.k_BPKH.view(-1, *k_TKH.shape[1:]).index_copy_(0, slot_mapping_T, k_TKH)
         cache.v_BPKH.view(-1, *v_TKH.shape[1:]).index_copy_(0, slot_mapping_T, v_TKH)
 
-    def compile_layers(self, run: RunLayers) -> RunLayers:
+    def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`."""
         return run
 

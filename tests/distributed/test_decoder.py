@@ -1,6 +1,8 @@
 """The decoder over every mesh shape equals one rank; stages overlap; collectives are as many as promised."""
 
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from parallel.description import (
     RouterScore,
 )
 from parallel.errors import CollectiveError, ParallelismError
+from parallel.kernels.base import Kernels
+from parallel.kernels.inductor import InductorKernels
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
 from parallel.mesh import Mesh
@@ -132,12 +136,18 @@ def _load(mesh: Mesh, option: str, dtype: torch.dtype = torch.float32, kernels: 
         mesh=mesh,
         device=CPU,
         dtype=dtype,
-        kernels=select_kernels(CPU, dtype, kernels),
+        kernels=_kernels(kernels, dtype),
         expert_parallel=option == "whole experts",
     )
     fill(decoder.sharded_parameters())
     decoder.finish_loading()
     return decoder
+
+
+def _kernels(name: str, dtype: torch.dtype) -> Kernels:
+    if name != "traced":
+        return select_kernels(CPU, dtype, name)
+    return InductorKernels(ReferenceKernels(), CPU, Path(tempfile.gettempdir()), lambda module, _examples: module)
 
 
 def _run_batches(
@@ -205,6 +215,19 @@ def test_fast_kernels_run_split(gloo_pool: GlooPool, option: str) -> None:
     assert expected is not None
     for one, other in zip(logits, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_compiled_layers_run_split(gloo_pool: GlooPool, option: str) -> None:
+    """Without inductor, operation by operation: the same bits and the same collectives."""
+    expected, traced = (
+        gloo_pool.run(_run_batches, option, torch.float32, kernels, tp=2, pp=2) for kernels in ("reference", "traced")
+    )
+    for (logits, *counts), (other_logits, *other_counts) in zip(expected, traced, strict=True):
+        assert counts == other_counts
+        assert (logits is None) == (other_logits is None)
+        for one, other in zip(logits or (), other_logits or (), strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from parallel.kernels.cuda_graphs import GraphedLayers, Recording, Result
 from parallel.kernels.inductor import InductorKernels
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
 from workers.config import CacheConfig, SchedulerConfig
 from workers.errors import EngineConfigError
@@ -133,7 +133,7 @@ def test_compiled_layers_are_recorded_as_graphs(tmp_path: Path) -> None:
             meta = replace(meta, query_starts_host=starts, context_lens_host=lengths)
             return super().attention(q_TNH, cache, meta, params)
 
-        def compile_layers(self, run: RunLayers) -> RunLayers:
+        def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
             return GraphedLayers(run, call_again)
 
     folder = tiny_model("llama")

@@ -86,8 +86,8 @@ def call_again(run):
 
 
 class Kernels(CudaKernels):
-    def compile_layers(self, run):
-        assert isinstance(super().compile_layers(run), GraphedLayers)
+    def compile_layers(self, run, axis):
+        assert isinstance(super().compile_layers(run, axis), GraphedLayers)
         return GraphedLayers(run, call_again)
 
 
