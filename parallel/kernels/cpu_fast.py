@@ -24,7 +24,7 @@ from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_linear import pack_linear
 from parallel.kernels.int8_linear import Int8Linear
-from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
+from parallel.kernels.reference import ReferenceKernels, ReferenceLinear, rotate_then_write
 from parallel.mesh import Axis
 
 
@@ -97,23 +97,7 @@ class CpuKernels:
         """See `Kernels.rotary_interleaved`."""
         return self._reference.rotary_interleaved(q_TNH, k_TKH, cos_TR, sin_TR)
 
-    def rotate_and_write(
-        self,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
-        cache: LayerCache,
-        slot_mapping_T: Tensor,
-        *,
-        is_interleaved: bool,
-    ) -> Tensor:
-        """See `Kernels.rotate_and_write`."""
-        rotate = self.rotary_interleaved if is_interleaved else self.rotary
-        q_TNH, k_TKH = rotate(q_TNH, k_TKH, cos_TR, sin_TR)
-        self.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
-        return q_TNH
+    rotate_and_write = rotate_then_write
 
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `Kernels.gated`."""

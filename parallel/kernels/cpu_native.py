@@ -39,6 +39,7 @@ from parallel.kernels.native.library import (
 from parallel.kernels.native.packed_linear import NativeLinear, can_pack
 from parallel.kernels.native.program import CompiledLayers
 from parallel.kernels.native.tape import Recorder, Tape
+from parallel.kernels.reference import rotate_then_write
 from parallel.mesh import Axis
 
 
@@ -148,23 +149,7 @@ class NativeCpuKernels:
             return self._rotate(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=True)
         return self._torch.rotary_interleaved(q_TNH, k_TKH, cos_TR, sin_TR)
 
-    def rotate_and_write(
-        self,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
-        cache: LayerCache,
-        slot_mapping_T: Tensor,
-        *,
-        is_interleaved: bool,
-    ) -> Tensor:
-        """See `Kernels.rotate_and_write`."""
-        rotate = self.rotary_interleaved if is_interleaved else self.rotary
-        q_TNH, k_TKH = rotate(q_TNH, k_TKH, cos_TR, sin_TR)
-        self.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
-        return q_TNH
+    rotate_and_write = rotate_then_write
 
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `Kernels.gated`."""

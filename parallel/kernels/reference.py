@@ -17,6 +17,7 @@ from parallel.kernels.base import (
     AttentionMeta,
     AttentionParams,
     ExpertWeights,
+    Kernels,
     LayerCache,
     PackedExperts,
     PackedLinear,
@@ -63,6 +64,25 @@ class ReferenceExperts:
         down_bias = None if weights.down_bias_XE is None else weights.down_bias_XE[expert]
         inner_TI = weights.activate(F.linear(x_TE, weights.into_XJE[expert], into_bias))
         return F.linear(inner_TI, weights.down_XEI[expert], down_bias)
+
+
+def rotate_then_write(
+    kernels: Kernels,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    cache: LayerCache,
+    slot_mapping_T: Tensor,
+    *,
+    is_interleaved: bool,
+) -> Tensor:
+    """`Kernels.rotate_and_write` of kernels that have no operation for both: one after the other."""
+    rotate = kernels.rotary_interleaved if is_interleaved else kernels.rotary
+    q_TNH, k_TKH = rotate(q_TNH, k_TKH, cos_TR, sin_TR)
+    kernels.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
+    return q_TNH
 
 
 class ReferenceKernels:
@@ -115,23 +135,7 @@ class ReferenceKernels:
         """Turn the pairs (x[2i], x[2i + 1]) of every head by the angle of i."""
         return _rotate_interleaved(q_TNH, cos_TR, sin_TR), _rotate_interleaved(k_TKH, cos_TR, sin_TR)
 
-    def rotate_and_write(
-        self,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
-        cache: LayerCache,
-        slot_mapping_T: Tensor,
-        *,
-        is_interleaved: bool,
-    ) -> Tensor:
-        """One after the other."""
-        rotate = self.rotary_interleaved if is_interleaved else self.rotary
-        q_TNH, k_TKH = rotate(q_TNH, k_TKH, cos_TR, sin_TR)
-        self.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
-        return q_TNH
+    rotate_and_write = rotate_then_write
 
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """activation(first half) * second half."""
