@@ -222,18 +222,16 @@ def _rotary(
     """Some heads of one token: the first tiles are of queries, the others of keys."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    pair = tl.arange(0, TILE)
-    is_pair = pair < half
-    cos_row = tl.load(cos + token * cos_stride + pair, mask=is_pair, other=0.0)[None, :]
-    sin_row = tl.load(sin + token * sin_stride + pair, mask=is_pair, other=0.0)[None, :]
+    cos += token * cos_stride
+    sin += token * sin_stride
     if tile < num_q_tiles:
         head = tile * HEADS + tl.arange(0, HEADS)
         rows = q + token * q_stride + head * q_head_stride
-        _turn(rows, rows, head < num_heads, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
+        _turn(rows, rows, head < num_heads, cos, sin, half, TILE, IS_INTERLEAVED)
     else:
         head = (tile - num_q_tiles) * HEADS + tl.arange(0, HEADS)
         rows = k + token * k_stride + head * k_head_stride
-        _turn(rows, rows, head < num_kv_heads, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
+        _turn(rows, rows, head < num_kv_heads, cos, sin, half, TILE, IS_INTERLEAVED)
 
 
 @triton.jit
@@ -275,14 +273,12 @@ def _rotate_and_write(
     """Some heads of one token: the first tiles are of queries, the others of keys and values."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    pair = tl.arange(0, TILE)
-    is_pair = pair < half
-    cos_row = tl.load(cos + token * cos_stride + pair, mask=is_pair, other=0.0)[None, :]
-    sin_row = tl.load(sin + token * sin_stride + pair, mask=is_pair, other=0.0)[None, :]
+    cos += token * cos_stride
+    sin += token * sin_stride
     if tile < num_q_tiles:
         head = tile * HEADS + tl.arange(0, HEADS)
         rows = q + token * q_stride + head * q_head_stride
-        _turn(rows, rows, head < num_heads, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
+        _turn(rows, rows, head < num_heads, cos, sin, half, TILE, IS_INTERLEAVED)
     else:
         head = (tile - num_q_tiles) * HEADS + tl.arange(0, HEADS)
         slot = tl.load(slot_mapping + token)
@@ -291,7 +287,7 @@ def _rotate_and_write(
         dim = tl.arange(0, HEAD)
         rows = k + token * k_stride + head * k_head_stride
         to = keys + block * key_block_stride + offset * key_slot_stride + head * key_head_stride
-        _turn(rows, to, is_row, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED)
+        _turn(rows, to, is_row, cos, sin, half, TILE, IS_INTERLEAVED)
         if HAS_REST:
             _copy(rows, to, is_row, dim, (dim >= 2 * half) & (dim < head_dim))
         rows = v + token * v_stride + head * v_head_stride
@@ -300,8 +296,12 @@ def _rotate_and_write(
 
 
 @triton.jit
-def _turn(rows, to, is_row, pair, is_pair, cos_row, sin_row, half, IS_INTERLEAVED: tl.constexpr):
-    """The pairs of these heads."""
+def _turn(rows, to, is_row, cos, sin, half, TILE: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
+    """The pairs of these heads, by the angles of their token."""
+    pair = tl.arange(0, TILE)
+    is_pair = pair < half
+    cos_row = tl.load(cos + pair, mask=is_pair, other=0.0)[None, :]
+    sin_row = tl.load(sin + pair, mask=is_pair, other=0.0)[None, :]
     first = pair[None, :]
     second = first + half
     if IS_INTERLEAVED:
