@@ -75,6 +75,8 @@ class ClusterSpec:
     router: RouterConfig
     ray_address: str | None
     """None: a local Ray is started for this service alone."""
+    spare_s: float = 0.0
+    """How long processes that are started ahead wait for work; 0: there are none."""
 
     @property
     def num_ranks(self) -> int:
@@ -251,6 +253,8 @@ class RaySection(_Section):
 
     address: str | None = None
     """As in ray.init ("auto" finds the one of this machine); null: start a local one and end it with the service."""
+    spare_s: Annotated[float, Field(ge=0)] = 3600.0
+    """Seconds that processes which are started ahead on a cluster that was joined wait for work; 0: there are none."""
 
 
 class ClusterFile(_Section):
@@ -310,6 +314,7 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
         inner_tls=file.inner_tls,
         router=file.router.to_config(host=file.host, control=control, tracing=file.tracing, inner_tls=file.inner_tls),
         ray_address=file.ray.address,
+        spare_s=0.0 if file.ray.address is None else file.ray.spare_s,
     )
 
 

@@ -35,6 +35,7 @@ from cluster.rank_actor import (
     ReplicaLoad,
     rank_name,
 )
+from cluster.spares import SpareKind, leave_spares, spare_options
 from router.config import TracingConfig
 from router.tls import InnerTls
 
@@ -76,6 +77,8 @@ class FormationSpec:
     model: ModelSpec
     num_cluster_ranks: int
     """Ranks wanted in the whole cluster, to share the cores of its nodes."""
+    spare_s: float = 0.0
+    """How long processes that are started ahead wait for work; 0: there are none."""
     may_grow: bool
     """Nodes may join the cluster: a group that fits on none of today's waits for them."""
     adopts: bool
@@ -83,6 +86,17 @@ class FormationSpec:
     log_level: str
     tracing: TracingConfig = field(default_factory=TracingConfig)
     inner_tls: InnerTls | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """How the ranks of one stage are started."""
+
+    node_id: str
+    spare: SpareKind
+    """Which spares they can be."""
+    options: dict[str, Any]
+    """Of their actors, by which they are; empty: nobody waits there."""
 
 
 class Formation:
@@ -99,6 +113,9 @@ class Formation:
         self._drained_nodes = drained_nodes
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
+        self._stages: Sequence[_Stage] = ()
+        """Empty before the ranks are created."""
+        self._leaving: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
         """Form the group, serve, and return how it ended; nothing of it is left then."""
@@ -111,6 +128,8 @@ class Formation:
             return Outcome(message=_tell(error))
         finally:
             self._tear_down()
+            if self._leaving is not None:
+                await self._leaving
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new and wait until the requests in flight have ended, at most `grace_s`."""
@@ -202,15 +221,16 @@ class Formation:
         )
 
     async def _create_actors(self, placement: Placement, group: PlacementGroup) -> None:
-        num_threads = await asyncio.to_thread(self._threads_by_stage, group)
+        self._stages = await asyncio.to_thread(self._look_at_stages, group)
         for rank in range(placement.parallel.world_size):
-            stage = placement.stage_of(rank)
+            index = placement.stage_of(rank)
+            stage = self._stages[index]
             spec = RankSpec(
                 replica_id=self._spec.replica_id,
                 model=self._spec.model.name,
                 rank=rank,
                 engine=self._spec.model.engine,
-                num_threads=self._spec.model.engine.num_threads or num_threads[stage],
+                num_threads=stage.spare.num_threads,
                 drain_timeout_s=self._spec.model.drain_timeout_s,
                 log_level=self._spec.log_level,
                 tracing=self._spec.tracing,
@@ -223,21 +243,27 @@ class Formation:
                 name=rank_name(self._spec.replica_id, rank),
                 lifetime="detached",  # else it would end with the controller
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=stage
+                    placement_group=group, placement_group_bundle_index=index
                 ),
+                **stage.options,
             )
             self._actors.append(actor.remote(spec))
 
-    def _threads_by_stage(self, group: PlacementGroup) -> list[int]:
+    def _look_at_stages(self, group: PlacementGroup) -> list[_Stage]:
+        """Say how the ranks of each stage are started, on the node where it lies."""
         nodes = {node.node_id: node for node in cluster_nodes()}
         node_ids = placement_group_table(group)["bundles_to_node_id"]
-        parallel = self._spec.model.engine.parallel
+        engine = self._spec.model.engine
         evenly = math.ceil(self._spec.num_cluster_ranks / max(1, len(nodes)))
-        threads = []
-        for stage in range(parallel.pipeline_parallel):
-            own = sum(node_ids[other] == node_ids[stage] for other in node_ids) * parallel.tensor_parallel
-            threads.append(threads_per_rank(nodes[node_ids[stage]].cpus, max(own, evenly)))
-        return threads
+        stages = []
+        for stage in range(engine.parallel.pipeline_parallel):
+            node_id = node_ids[stage]
+            own = sum(node_ids[other] == node_id for other in node_ids) * engine.parallel.tensor_parallel
+            num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, max(own, evenly))
+            spare = SpareKind(num_threads=num_threads, lifetime_s=self._spec.spare_s)
+            options = spare_options(node_id, spare, num_ranks=own) if self._spec.spare_s else {}
+            stages.append(_Stage(node_id=node_id, spare=spare, options=options))
+        return stages
 
     async def _serve(self) -> Outcome:
         """Wait for the first rank to end: a group lives and dies as one."""
@@ -265,11 +291,17 @@ class Formation:
                     self._listener.on_progress(sum(fractions) / len(fractions))
                     await asyncio.wait([ready], timeout=_POLL_S)
                 self._listener.on_ready(await ready)
+                if self._spec.spare_s:  # only now, when nothing else waits for the cores
+                    self._leaving = asyncio.create_task(asyncio.to_thread(self._leave_spares))
         except TimeoutError:
             return Outcome(message=f"not ready within {self._spec.model.start_timeout_s:g} s")
         finally:
             ready.cancel()
         return None
+
+    def _leave_spares(self) -> None:
+        for stage in self._stages:
+            leave_spares([stage.node_id] * self._spec.model.engine.parallel.tensor_parallel, stage.spare)
 
     def _tear_down(self) -> None:
         """End what is left of the processes and give the place back. Ray kills by itself, and nothing is awaited."""

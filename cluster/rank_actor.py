@@ -21,6 +21,7 @@ from cluster.logs import configure_logging, own_log
 from cluster.models import resolve_model
 from cluster.rank_metrics import MetricsListener, RankCollector
 from cluster.signals import on_sigterm
+from cluster.spares import engine_variables, take_spare
 from parallel.errors import ModelError
 from router.config import TracingConfig
 from router.errors import RouterConfigError
@@ -124,14 +125,12 @@ class RankActor:
 
     def __init__(self, spec: RankSpec) -> None:
         configure_logging(spec.log_level)
-        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-            os.environ[variable] = str(spec.num_threads)  # read once, when torch and numpy are imported
-        # Threads without work leave their cores to the router and the clients on them (docs/performance.md).
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        take_spare()
+        os.environ.update(engine_variables(spec.num_threads))
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         give_way()
         # Every rank begins at once; those who need it wait for the import to end.
-        threading.Thread(target=_import_engine, args=(spec.rank,), daemon=True).start()
+        threading.Thread(target=import_engine, args=(spec.rank,), daemon=True).start()
         self._spec = spec
         self._host = ray.util.get_node_ip_address()
         self._progress = 0.0
@@ -271,8 +270,11 @@ class RankActor:
         return outcome
 
 
-def _import_engine(rank: int) -> None:
-    """Nothing of what is imported is garbage: the collector neither looks meanwhile, nor at any of it later."""
+def import_engine(rank: int) -> None:
+    """Import what a rank needs.
+
+    Nothing of it is garbage: the collector neither looks meanwhile, nor at any of it later.
+    """
     gc.disable()
     try:
         importlib.import_module("cluster.leader" if rank == 0 else "workers.rank")

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_prestart_worker_first_driver=
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef0123456789abcdef")  # it has no home with one
 
 import psutil
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster as RayCluster
 from weft.v1 import control_pb2
 
@@ -81,7 +83,7 @@ class Keeper:
         return (self._folder / "log").read_text()
 
 
-def run(keeper: Keeper, told: dict[str, Any]) -> None:
+def run(keeper: Keeper, ray_address: str, told: dict[str, Any]) -> None:
     """Kill the front, tell its successor to end in the middle of a request, and start anew."""
     with keeper.running() as process:
         told["before"] = keeper.pids()
@@ -99,9 +101,17 @@ def run(keeper: Keeper, told: dict[str, Any]) -> None:
         told |= {"num_tokens": len(tokens), "wanted_tokens": NUM_TOKENS}
         told["status"] = process.wait(60)
         wait_until(lambda: not any(_runs(pid) for pid in told["after"].values()), "everything ended")
+    wait_until(lambda: _num_spares(ray_address) == 1, "a process waits for the next rank")
+    begin_s = time.time()
     with keeper.running():
         told["anew"] = keeper.pids()
+        (rank,) = (pid for name, pid in told["anew"].items() if "/" in name)
+        told["rank_waited_s"] = begin_s - psutil.Process(rank).create_time()
     wait_until(lambda: not any(_runs(pid) for pid in told["anew"].values()), "everything ended again")
+
+
+def _num_spares(ray_address: str) -> int:
+    return len(GcsClient(address=ray_address).internal_kv_keys(b"spare/", b"weft"))
 
 
 def _runs(pid: int) -> bool:
@@ -115,7 +125,7 @@ def main(folder: Path, control: str) -> None:
     try:
         keeper = Keeper(folder, cluster.address, control)
         try:
-            run(keeper, told)
+            run(keeper, cluster.address, told)
         except BaseException:
             print(keeper.log(), file=sys.stderr)
             raise

@@ -78,7 +78,7 @@ def main() -> None:
             ],
             "router": {"port": 0, "http_port": 0, "metrics_port": 0},
             "controller": {"port": 0},
-            "ray": {"address": cluster.address},
+            "ray": {"address": cluster.address, "spare_s": 0.0},
         }  # fmt: skip
         with Service.start(build_spec(settings)) as service:
             try:

@@ -22,7 +22,7 @@ def test_empty_file_serves_the_default_model_on_loopback() -> None:
     assert spec.models[0].replicas == 1
     assert (spec.host, spec.control_port, spec.router.host) == ("127.0.0.1", 50050, "127.0.0.1")
     assert spec.router.control == "127.0.0.1:50050"
-    assert spec.ray_address is None
+    assert (spec.ray_address, spec.spare_s) == (None, 0.0), "nothing is started ahead on a Ray of its own"
 
 
 def test_settings_reach_the_engine_and_the_router() -> None:
@@ -46,7 +46,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
             "host": "0.0.0.0",
             "router": {"port": 6000, "policy": "least_loaded", "admission": {"max_queued": 7}},
             "controller": {"port": 6001},
-            "ray": {"address": "auto"},
+            "ray": {"address": "auto", "spare_s": 60.0},
         }
     )
     model = spec.models[0]
@@ -63,7 +63,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     assert spec.router.policy is PolicyName.LEAST_LOADED
     assert spec.router.grpc_port == 6000
     assert spec.router.admission.max_queued == 7
-    assert spec.ray_address == "auto"
+    assert (spec.ray_address, spec.spare_s) == ("auto", 60.0)
 
 
 def test_tracing_is_one_section_for_routers_and_replicas() -> None:
