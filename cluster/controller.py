@@ -28,7 +28,7 @@ from cluster.node_request import NodeRequest, ask_ray
 from cluster.router_process import RouterProcess
 from cluster.saved_state import RayStateStore, SavedState, decode, encode
 from cluster.scaling import Scaling
-from cluster.spares import leave_plain_spares
+from cluster.spares import SpareKind, leave_spares, take_spare
 from cluster.wanted_state import WantedState
 from workers.cores import give_way
 
@@ -49,11 +49,10 @@ class Controller:
 
     def __init__(self, spec: ClusterSpec, log_level: str) -> None:
         configure_logging(log_level)
+        take_spare()
         give_way()
         self._spec = spec
         self._log_level = log_level
-        has_environment = bool(ray.get_runtime_context().runtime_env)  # of the job: actors, but no spares, are given it
-        self._spare_s = 0.0 if has_environment else spec.spare_s
         self._store = RayStateStore()
         node_id = ray.get_runtime_context().get_node_id()
         self._logs = LogReader(node_id)
@@ -201,8 +200,9 @@ class Controller:
         self._store.clear()
         await self._service.stop()
         await self._metrics.close()
-        if self._spare_s:  # for a next controller and router
-            await asyncio.to_thread(leave_plain_spares, [self._own_log.node_id] * 2, lifetime_s=self._spare_s)
+        if self._spec.spare_s:  # for a next controller and router
+            kind = SpareKind(lifetime_s=self._spec.spare_s)
+            await asyncio.to_thread(leave_spares, self._own_log.node_id, kind, count=2)
 
     def _save(self, state: SavedState) -> None:
         assert self._metrics is not None
@@ -220,7 +220,7 @@ class Controller:
             replica_id=replica_id,
             model=model,
             num_cluster_ranks=state.num_ranks,
-            spare_s=self._spare_s,
+            spare_s=self._spec.spare_s,
             may_grow=self._spec.ray_address is not None,
             adopts=adopts,
             log_level=self._log_level,

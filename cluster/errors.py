@@ -5,6 +5,7 @@ ClusterError
 ├── ModelNotFoundError      no folder, packaged model or hub id of this name can be had
 ├── StartError              the service did not come up; the message says what stopped it
 ├── RayError                Ray could not be started or reached
+├── SpareError              (stays inside) Ray keeps no processes ready: starts take longer, and nothing else
 ├── NotServedError          no model, replica, group or node of this name; the message lists those there are
 ├── GroupTerminatedError    a replica group was told to end from outside, by SIGTERM
 ├── ControllerError         the controller cannot be reached, or answered with an error
@@ -30,6 +31,10 @@ class StartError(ClusterError):
 
 class RayError(ClusterError):
     """Ray could not be started or reached."""
+
+
+class SpareError(ClusterError):
+    """Ray keeps no processes ready: starts take longer, and nothing else."""
 
 
 class NotServedError(ClusterError, LookupError):

@@ -6,6 +6,7 @@ Performs; when to form, and what to do after an end, is decided in lifecycle.py 
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -93,6 +94,8 @@ class _Stage:
     """How the ranks of one stage are started."""
 
     node_id: str
+    num_threads: int
+    """Of each rank."""
     spare: SpareKind
     """Which spares they can be."""
     options: dict[str, Any]
@@ -116,6 +119,7 @@ class Formation:
         self._stages: Sequence[_Stage] = ()
         """Empty before the ranks are created."""
         self._leaving: asyncio.Task[None] | None = None
+        self._left_s = 0.0
 
     async def run(self) -> Outcome:
         """Form the group, serve, and return how it ended; nothing of it is left then."""
@@ -130,6 +134,8 @@ class Formation:
             self._tear_down()
             if self._leaving is not None:
                 await self._leaving
+                if time.monotonic() - self._left_s > self._spec.spare_s / 2:
+                    await asyncio.to_thread(self._leave_spares)
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new and wait until the requests in flight have ended, at most `grace_s`."""
@@ -230,7 +236,7 @@ class Formation:
                 model=self._spec.model.name,
                 rank=rank,
                 engine=self._spec.model.engine,
-                num_threads=stage.spare.num_threads,
+                num_threads=stage.num_threads,
                 drain_timeout_s=self._spec.model.drain_timeout_s,
                 log_level=self._spec.log_level,
                 tracing=self._spec.tracing,
@@ -261,8 +267,8 @@ class Formation:
             own = sum(node_ids[other] == node_id for other in node_ids) * engine.parallel.tensor_parallel
             num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, max(own, evenly))
             spare = SpareKind(num_threads=num_threads, lifetime_s=self._spec.spare_s)
-            options = spare_options(node_id, spare, num_ranks=own) if self._spec.spare_s else {}
-            stages.append(_Stage(node_id=node_id, spare=spare, options=options))
+            options = spare_options(node_id, spare, count=own) if self._spec.spare_s else {}
+            stages.append(_Stage(node_id=node_id, num_threads=num_threads, spare=spare, options=options))
         return stages
 
     async def _serve(self) -> Outcome:
@@ -292,6 +298,7 @@ class Formation:
                     await asyncio.wait([ready], timeout=_POLL_S)
                 self._listener.on_ready(await ready)
                 if self._spec.spare_s:  # only now, when nothing else waits for the cores
+                    self._left_s = time.monotonic()
                     self._leaving = asyncio.create_task(asyncio.to_thread(self._leave_spares))
         except TimeoutError:
             return Outcome(message=f"not ready within {self._spec.model.start_timeout_s:g} s")
@@ -301,7 +308,7 @@ class Formation:
 
     def _leave_spares(self) -> None:
         for stage in self._stages:
-            leave_spares([stage.node_id] * self._spec.model.engine.parallel.tensor_parallel, stage.spare)
+            leave_spares(stage.node_id, stage.spare, count=self._spec.model.engine.parallel.tensor_parallel)
 
     def _tear_down(self) -> None:
         """End what is left of the processes and give the place back. Ray kills by itself, and nothing is awaited."""

@@ -5,8 +5,6 @@ loop. A rank whose engine fails ends its process: nothing is left that looks ali
 """
 
 import asyncio
-import gc
-import importlib
 import logging
 import os
 import sys
@@ -21,7 +19,7 @@ from cluster.logs import configure_logging, own_log
 from cluster.models import resolve_model
 from cluster.rank_metrics import MetricsListener, RankCollector
 from cluster.signals import on_sigterm
-from cluster.spares import engine_variables, take_spare
+from cluster.spares import engine_variables, import_for_good, take_spare
 from parallel.errors import ModelError
 from router.config import TracingConfig
 from router.errors import RouterConfigError
@@ -130,7 +128,8 @@ class RankActor:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         give_way()
         # Every rank begins at once; those who need it wait for the import to end.
-        threading.Thread(target=import_engine, args=(spec.rank,), daemon=True).start()
+        engine = "cluster.leader" if spec.rank == 0 else "workers.rank"
+        threading.Thread(target=import_for_good, args=(engine,), daemon=True).start()
         self._spec = spec
         self._host = ray.util.get_node_ip_address()
         self._progress = 0.0
@@ -268,16 +267,3 @@ class RankActor:
     def _end(outcome: Outcome) -> Outcome:
         asyncio.get_running_loop().call_later(_EXIT_DELAY_S, os._exit, 1)
         return outcome
-
-
-def import_engine(rank: int) -> None:
-    """Import what a rank needs.
-
-    Nothing of it is garbage: the collector neither looks meanwhile, nor at any of it later.
-    """
-    gc.disable()
-    try:
-        importlib.import_module("cluster.leader" if rank == 0 else "workers.rank")
-    finally:
-        gc.freeze()
-        gc.enable()

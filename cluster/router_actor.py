@@ -9,6 +9,7 @@ import ray
 from cluster.logs import configure_logging, own_log
 from cluster.rank_actor import Outcome
 from cluster.signals import on_sigterm
+from cluster.spares import take_spare
 from router.config import RouterConfig
 from router.errors import RouterConfigError
 from workers.cores import give_way
@@ -36,6 +37,7 @@ class RouterActor:
 
     def __init__(self, config: RouterConfig, log_level: str) -> None:
         configure_logging(log_level)
+        take_spare()
         give_way()
         self._config = config
         self._stop = asyncio.Event()

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from cluster.errors import ControllerError, StartError
 from cluster.local_ray import join_ray, leave_ray, start_local_ray
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
+from cluster.spares import SpareKind, spare_options
 from router.tls import InnerTls
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ class Service:
             start_local_ray(log_to_driver=log_to_driver)
         else:
             join_ray(spec.ray_address, log_to_driver=log_to_driver)
+        if ray.get_runtime_context().runtime_env:  # of the job: its actors are given it, and spares have another one
+            spec = replace(spec, spare_s=0.0)
         created = None
         try:
             running = _take_over(spec.inner_tls) if takes_over else None
@@ -169,5 +173,6 @@ def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> 
         max_task_retries=-1,
         lifetime=None if is_local else "detached",
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+        **(spare_options(node, SpareKind(lifetime_s=spec.spare_s)) if spec.spare_s else {}),
     )
     return actor.remote(spec, log_level)

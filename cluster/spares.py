@@ -1,19 +1,20 @@
-"""Worker processes that Ray starts ahead, so that the next rank of a node finds Python, torch and the engine there.
+"""Worker processes that Ray starts ahead, so that who comes next finds Python and everything imported there: spares.
 
-When a group is READY, Ray is asked to start a worker process for each rank of it, on the rank's node. `prepare`, which
-such a process runs before it takes work, imports the engine, and notes in Ray's key-value store that a spare waits.
-Whoever forms ranks looks for these notes and asks for processes of the same kind; Ray then hands out those that wait.
-The kind is told by environment variables, and one of them by the code: a spare never becomes a rank of other code than
-it has imported. What goes wrong (a spare has died, say) makes a start slower, and nothing else.
+A group that is READY leaves one for each of its ranks on their nodes, a service that stops one for a controller and one
+for a router. `prepare`, which such a process runs before it takes work, imports what is needed, and notes in Ray's
+store that a spare waits. Whoever creates actors looks for these notes and asks for processes of that kind; Ray then
+hands out those that wait. The kind is told by environment variables, and one of them by the code: a spare never becomes
+a rank of other code than it has imported; those of other code end when new ones are left. What goes wrong (a spare has
+died, say) makes a start slower, and nothing else.
 """
 
+import gc
+import importlib
 import logging
 import os
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -22,39 +23,41 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
-from ray.experimental import internal_kv
+
+from cluster.errors import SpareError
+from cluster.ray_prestart import drop_notes, has_note, hook_variable, leave_note, list_notes, start_ahead
 
 logger = logging.getLogger(__name__)
 
 _OWN_PACKAGES = ("cluster", "parallel", "router", "weft", "workers")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _KIND = "WEFT_SPARE"
-_HOOK: str = ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-_NAMESPACE = b"weft"
-_RPC_TIMEOUT_S = 5.0
+_SERVICE = "service"
+_NOTES = "spare/"
 _MARGIN_S = 10.0
 """A spare that is about to end is not counted: whoever counts it asks for it a moment later."""
-_SOON_S = 1.0
+_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareKind:
-    """Which ranks a spare can become."""
+    """What a spare can become."""
 
-    num_threads: int
+    num_threads: int | None = None
+    """A rank with so many threads; None: a controller or a router."""
     lifetime_s: float
     """After which it ends if nobody has taken it."""
 
     @property
     def name(self) -> str:
         """Another one for other code, threads or lifetime."""
-        return f"{code_id()}-{self.num_threads}-{self.lifetime_s:g}"
+        return f"{code_id()}-{self.num_threads or _SERVICE}-{self.lifetime_s:g}"
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of its process, beside those of Ray's node."""
-        variables = engine_variables(self.num_threads) | {_KIND: self.name, _HOOK: f"{__name__}.{prepare.__name__}"}
+        """Environment variables of its process, beside those of Ray's node. Raises SpareError."""
+        variables = engine_variables(self.num_threads) if self.num_threads else {}
+        variables |= {_KIND: self.name, hook_variable(): f"{__name__}.{prepare.__name__}"}
         if roots := _roots():
             variables["PYTHONPATH"] = os.pathsep.join(roots)
         return variables
@@ -64,8 +67,7 @@ class SpareKind:
 class _Wait:
     """What a spare knows of itself."""
 
-    kind: str
-    key: bytes
+    note: str
     since_s: float
     is_over: threading.Event
 
@@ -80,57 +82,79 @@ def engine_variables(num_threads: int) -> dict[str, str]:
     return dict.fromkeys(_THREADS, str(num_threads)) | {"OMP_WAIT_POLICY": wait_policy}
 
 
-def spare_options(node_id: str, kind: SpareKind, *, num_ranks: int) -> dict[str, Any]:
-    """Return the actor options by which so many ranks on a node become spares that wait there; none if they are fewer.
+def import_for_good(*modules: str) -> None:
+    """Import what a process keeps. Nothing of it is garbage: the collector neither looks meanwhile, nor later."""
+    gc.disable()
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
 
-    Blocks for a round trip to Ray's head.
+
+def spare_options(node_id: str, kind: SpareKind, *, count: int = 1) -> dict[str, Any]:
+    """Return the options by which so many actors on a node become spares that wait there; none if these are fewer.
+
+    A controller finds ranks only if it was a spare itself; its router has its environment, and needs no options. Blocks
+    for a round trip to Ray's head.
     """
-    keys = internal_kv._internal_kv_list(_prefix(node_id, kind.name), namespace=_NAMESPACE)
-    now_s = time.time()
-    num_waiting = sum(float(key.rpartition(b"/")[2]) > now_s for key in keys)
-    return {"runtime_env": {"env_vars": kind.variables}} if num_waiting >= num_ranks else {}
+    is_child = kind.num_threads is not None
+    if is_child and not os.environ.get(_KIND):
+        return {}
+    try:
+        now_s = time.time()
+        num_waiting = sum(float(note.rpartition("/")[2]) > now_s for note in list_notes(_place(node_id, kind.name)))
+        if num_waiting >= count:
+            return {"runtime_env": {"env_vars": kind.variables}}
+        if is_child:  # else it would have the environment of this process
+            return {"runtime_env": {"env_vars": {_KIND: "", hook_variable(): ""}}}
+    except SpareError as error:
+        _tell(str(error))
+    return {}
 
 
-def leave_spares(node_ids: Sequence[str], kind: SpareKind) -> None:
-    """Let Ray start a spare on each of these nodes, which may repeat. What goes wrong is only logged.
+def leave_spares(node_id: str, kind: SpareKind, *, count: int) -> None:
+    """Let Ray start so many on a node, and those of other code end; what goes wrong is only logged.
 
     Blocks for a moment.
     """
-    _prestart(node_ids, kind.lifetime_s, kind.variables)
-
-
-def leave_plain_spares(node_ids: Sequence[str], *, lifetime_s: float) -> None:
-    """The same with processes that have nothing but Python and Ray, as a controller and a router begin with."""
-    _prestart(node_ids, lifetime_s, {})
+    try:
+        _end_others()
+        has_parent = kind.num_threads is not None
+        start_ahead(node_id, count, keep_s=kind.lifetime_s, variables=kind.variables, has_parent=has_parent)
+    except SpareError as error:
+        _tell(str(error))
 
 
 def prepare() -> None:
     """Make the process that Ray has just started a spare. Raises nothing, for Ray would end the process."""
     try:
-        from cluster.rank_actor import import_engine  # what imports this module must not pay for it
-
-        import_engine(0)
-        kind = os.environ[_KIND]
-        if kind.partition("-")[0] != code_id():
+        code, role, lifetime = os.environ[_KIND].split("-")
+        import_for_good(*(("cluster.controller", "router.app") if role == _SERVICE else ("cluster.leader",)))
+        if code != code_id():
             logger.warning("this process is no spare: its code is not the one that was asked for")
             return
-        _begin_to_wait(kind, float(kind.rpartition("-")[2]))
+        place = _place(ray.get_runtime_context().get_node_id(), os.environ[_KIND])
+        if ray.get_runtime_context().get_job_id() == ray.JobID.nil().hex():
+            _begin_to_wait(place, float(lifetime))
+        else:  # Ray has started it for an actor that is there: those that were said to wait are gone
+            drop_notes(place)
     except Exception:
         logger.exception("this process is no spare")
 
 
 def take_spare() -> None:
-    """Note that this process has become a rank, whether it was a spare or not. Blocks for a round trip if it was."""
+    """Note that this process has got work, whether it was a spare or not. Blocks for a round trip if it was."""
     global _wait
     wait, _wait = _wait, None
     if wait is None:
         return
     wait.is_over.set()
-    if time.monotonic() - wait.since_s < _SOON_S:  # Ray has just started it for this rank: those it knew of are gone
-        node_id = ray.get_runtime_context().get_node_id()
-        internal_kv._internal_kv_del(_prefix(node_id, wait.kind), del_by_prefix=True, namespace=_NAMESPACE)
-    else:
-        internal_kv._internal_kv_del(wait.key, namespace=_NAMESPACE)
+    try:
+        drop_notes(wait.note)
+    except SpareError as error:
+        _tell(str(error))
 
 
 @cache
@@ -146,23 +170,36 @@ def code_id() -> str:
     return digest.hexdigest()[:16]
 
 
-def _begin_to_wait(kind: str, lifetime_s: float) -> None:
+def _begin_to_wait(place: str, lifetime_s: float) -> None:
     global _wait
-    prefix = _prefix(ray.get_runtime_context().get_node_id(), kind)
-    key = prefix + f"{os.getpid()}/{time.time() + lifetime_s - _MARGIN_S:.0f}".encode()
-    _wait = _Wait(kind=kind, key=key, since_s=time.monotonic(), is_over=threading.Event())
+    note = f"{place}{os.getpid()}/{time.time() + lifetime_s - _MARGIN_S:.0f}"
+    _wait = _Wait(note=note, since_s=time.monotonic(), is_over=threading.Event())
+    leave_note(note)
     threading.Thread(target=_end_unless_taken, args=(_wait, lifetime_s), daemon=True, name="spare").start()
-    internal_kv._internal_kv_put(key, b"", namespace=_NAMESPACE)
+
+
+def _end_others() -> None:
+    for note in list_notes(_NOTES):
+        _, _, kind, *_ = note.split("/")
+        if not kind.startswith(code_id()):
+            drop_notes(note)
 
 
 def _end_unless_taken(wait: _Wait, lifetime_s: float) -> None:
-    if not wait.is_over.wait(lifetime_s):
-        internal_kv._internal_kv_del(wait.key, namespace=_NAMESPACE)
+    """End this process when its time is over, or somebody has dropped its note."""
+    try:
+        while (left_s := wait.since_s + lifetime_s - time.monotonic()) > 0 and has_note(wait.note):
+            if wait.is_over.wait(min(left_s, _LOOK_S)):
+                return
+        drop_notes(wait.note)
+    except SpareError as error:
+        _tell(str(error))
+    if not wait.is_over.is_set():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _prefix(node_id: str, kind: str) -> bytes:
-    return f"spare/{node_id}/{kind}/".encode()
+def _place(node_id: str, kind: str) -> str:
+    return f"{_NOTES}{node_id}/{kind}/"
 
 
 def _folders(package: str) -> list[Path]:
@@ -176,28 +213,6 @@ def _roots() -> list[str]:
     return [str(root) for root in dict.fromkeys(roots) if root.name not in ("site-packages", "dist-packages")]
 
 
-def _prestart(node_ids: Sequence[str], lifetime_s: float, variables: Mapping[str, str]) -> None:
-    try:
-        addresses = {node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in ray.nodes()}
-        for node_id, count in Counter(node_ids).items():
-            _ask_node(addresses[node_id], count, lifetime_s, variables)
-    except Exception as error:  # an interface between Ray's own processes, which may change
-        logger.info("Ray starts no process ahead: %s: %s", type(error).__name__, error)
-
-
-def _ask_node(address: str, count: int, lifetime_s: float, variables: Mapping[str, str]) -> None:
-    """Ask Ray's node as Ray's own processes do before they send it work: there is no public function for it."""
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray._private.utils import get_runtime_env_info
-    from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
-    from ray.runtime_env import RuntimeEnv
-
-    messages: Any = node_manager_pb2  # it makes its classes when it is imported
-    languages: Any = common_pb2
-    request = messages.PrestartWorkersRequest(
-        language=languages.PYTHON, num_workers=count, keep_alive_duration_secs=max(1, int(lifetime_s))
-    )
-    if variables:
-        request.runtime_env_info.CopyFrom(get_runtime_env_info(RuntimeEnv(env_vars=dict(variables))))
-    with init_grpc_channel(address) as channel:
-        node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_RPC_TIMEOUT_S)
+@cache  # each reason once
+def _tell(reason: str) -> None:
+    logger.warning("%s; starts take longer", reason)

@@ -101,12 +101,11 @@ def run(keeper: Keeper, ray_address: str, told: dict[str, Any]) -> None:
         told |= {"num_tokens": len(tokens), "wanted_tokens": NUM_TOKENS}
         told["status"] = process.wait(60)
         wait_until(lambda: not any(_runs(pid) for pid in told["after"].values()), "everything ended")
-    wait_until(lambda: _num_spares(ray_address) == 1, "a process waits for the next rank")
+    wait_until(lambda: _num_spares(ray_address) == 3, "processes wait for controller, router and rank")
     begin_s = time.time()
     with keeper.running():
         told["anew"] = keeper.pids()
-        (rank,) = (pid for name, pid in told["anew"].items() if "/" in name)
-        told["rank_waited_s"] = begin_s - psutil.Process(rank).create_time()
+        told["waited_s"] = {name: begin_s - psutil.Process(pid).create_time() for name, pid in told["anew"].items()}
     wait_until(lambda: not any(_runs(pid) for pid in told["anew"].values()), "everything ended again")
 
 
@@ -119,7 +118,7 @@ def _runs(pid: int) -> bool:
 
 
 def main(folder: Path, control: str) -> None:
-    head = {"node_ip_address": "127.0.0.2", "num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
+    head = {"node_ip_address": "127.0.0.2", "num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
     cluster = RayCluster(initialize_head=True, head_node_args=head)
     told: dict[str, Any] = {}
     try:

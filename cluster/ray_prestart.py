@@ -1,0 +1,102 @@
+"""What Ray has for its own processes only: worker processes that are started ahead, and a store of notes about them.
+
+There are no public functions for either, so any of this may be otherwise in the next Ray: whatever goes wrong is a
+SpareError, without which spares.py and its callers go on.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from cluster.errors import SpareError
+
+_NAMESPACE = b"weft"
+_RPC_TIMEOUT_S = 5.0
+
+
+def hook_variable() -> str:
+    """Return the environment variable that names what a worker process runs before it takes work."""
+    with _translated():
+        from ray._private import ray_constants
+
+        return str(ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR)
+
+
+def start_ahead(node_id: str, count: int, *, keep_s: float, variables: Mapping[str, str], has_parent: bool) -> None:
+    """Let a node start processes, which wait for `keep_s` at least for actors with these environment variables.
+
+    Ray's own processes ask so before they send work. Returns when the node has heard of it. A node starts no more of
+    them at a time than it has CPUs, and forgets the others.
+
+    Args:
+        node_id: Ray's name of the node.
+        count: how many.
+        keep_s: seconds.
+        variables: of their environment.
+        has_parent: the actors are created by one that has such variables too. Ray compares them as texts, and writes
+            those that it has merged with its parent's without spaces.
+    """
+    with _translated():
+        from ray._private.grpc_utils import init_grpc_channel
+        from ray._private.utils import get_runtime_env_info
+        from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+        from ray.runtime_env import RuntimeEnv
+
+        (node,) = (node for node in ray.nodes() if node["NodeID"] == node_id)
+        environment = RuntimeEnv(env_vars=dict(variables))
+        messages: Any = node_manager_pb2  # it makes its classes when it is imported
+        languages: Any = common_pb2
+        request = messages.PrestartWorkersRequest(
+            language=languages.PYTHON,
+            num_workers=count,
+            keep_alive_duration_secs=max(1, int(keep_s)),
+            runtime_env_info=get_runtime_env_info(environment),
+        )
+        if has_parent:
+            text = json.dumps(environment, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+            request.runtime_env_info.serialized_runtime_env = text
+        with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
+            node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_RPC_TIMEOUT_S)
+
+
+def list_notes(prefix: str) -> list[str]:
+    """Return the notes that begin so. This and the next three block for a round trip to Ray's head."""
+    with _store() as store:
+        return [key.decode() for key in store._internal_kv_list(prefix.encode(), namespace=_NAMESPACE)]
+
+
+def has_note(note: str) -> bool:
+    """Whether nobody has dropped it."""
+    with _store() as store:
+        return bool(store._internal_kv_exists(note.encode(), namespace=_NAMESPACE))
+
+
+def leave_note(note: str) -> None:
+    """Leave one for every process of the Ray cluster to see."""
+    with _store() as store:
+        store._internal_kv_put(note.encode(), b"", namespace=_NAMESPACE)
+
+
+def drop_notes(prefix: str) -> None:
+    """Drop those that begin so."""
+    with _store() as store:
+        store._internal_kv_del(prefix.encode(), del_by_prefix=True, namespace=_NAMESPACE)
+
+
+@contextmanager
+def _store() -> Iterator[Any]:
+    with _translated():
+        from ray.experimental import internal_kv
+
+        yield internal_kv
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a Ray of another shape may fail in any way
+        raise SpareError(f"Ray keeps no processes ready: {type(error).__name__}: {error}") from error
