@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +16,9 @@ from rich.console import Console
 from bench.load.cli import app as bench_app
 from cluster.cli_connection import with_control
 from cluster.cli_operate import register
-from cluster.config import DEFAULT_HOST
+from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
+from cluster.imports import import_for_good
 from cluster.logs import LEVELS
 from cluster.models import DEFAULT_MODEL
 from parallel.errors import ModelError
@@ -67,6 +67,8 @@ def _fail(error: Exception, code: int) -> None:
 
 def _tell_version(is_wanted: bool) -> None:
     if is_wanted:
+        from importlib import metadata
+
         print(f"weft {metadata.version('weft')}")
         raise typer.Exit
 
@@ -206,6 +208,7 @@ def serve(
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "warning",
 ) -> None:
     """Serve a model, or what a YAML file says, until Ctrl-C or `weft stop`."""
+    import_for_good("cluster.serve", "cluster.serve_settings")
     from cluster.config import build_spec
     from cluster.serve import serve as run_service
     from cluster.serve import serve_in_background

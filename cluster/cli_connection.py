@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 import typer
 
-from cluster.config import DEFAULT_CONTROL_PORT, DEFAULT_HOST
+from cluster.defaults import DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError
 from router.errors import RouterConfigError
 from router.tls import INNER_NAME, InnerTls

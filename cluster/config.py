@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cluster.autoscaler import AutoscalerConfig
+from cluster.defaults import DEFAULT_CONTROL_METRICS_PORT, DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
 from router.config import (
@@ -34,10 +35,6 @@ from router.config import (
 from router.tls import InnerTls, TlsFiles
 from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from workers.errors import EngineConfigError
-
-DEFAULT_CONTROL_PORT = 50050
-DEFAULT_CONTROL_METRICS_PORT = 9465
-DEFAULT_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import ray
 
 from cluster.errors import ClusterError, GroupTerminatedError
+from cluster.imports import import_for_good
 from cluster.logs import configure_logging, own_log
 from cluster.models import resolve_model
 from cluster.rank_metrics import MetricsListener, RankCollector
 from cluster.signals import on_sigterm
-from cluster.spares import engine_variables, import_for_good, take_spare
+from cluster.spares import engine_variables, take_spare
 from parallel.errors import ModelError
 from router.config import TracingConfig
 from router.errors import RouterConfigError

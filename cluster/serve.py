@@ -21,6 +21,7 @@ from cluster.cli_connection import connection_flags
 from cluster.config import ClusterSpec, build_spec
 from cluster.control_client import ControlClient
 from cluster.errors import ControllerError, StartError
+from cluster.imports import import_for_good
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.status_view import ChangeView, StartView, bounds
@@ -44,7 +45,8 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
     Raises:
         ClusterError, ModelError, EngineConfigError: it did not come up, or it broke.
     """
-    from cluster.service import Service  # Ray: only those who serve pay for its import
+    import_for_good("cluster.service")  # Ray: only those who serve pay for its import
+    from cluster.service import Service
 
     with _stop_signals() as rearm:
         try:

@@ -28,7 +28,7 @@ from router.tls import InnerTls
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.1
+_POLL_S = 0.05
 _STOPPED_TIMEOUT_S = 5.0
 
 OnStatus = Callable[[control_pb2.GetStatusResponse], None]

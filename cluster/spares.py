@@ -8,8 +8,6 @@ a rank of other code than it has imported; those of other code end when new ones
 died, say) makes a start slower, and nothing else.
 """
 
-import gc
-import importlib
 import logging
 import os
 import signal
@@ -25,6 +23,7 @@ from typing import Any
 import ray
 
 from cluster.errors import SpareError
+from cluster.imports import import_for_good
 from cluster.ray_prestart import drop_notes, has_note, hook_variable, leave_note, list_notes, start_ahead
 
 logger = logging.getLogger(__name__)
@@ -80,17 +79,6 @@ def engine_variables(num_threads: int) -> dict[str, str]:
     # Threads without work leave their cores to the router and the clients on them (docs/performance.md).
     wait_policy = os.environ.get("OMP_WAIT_POLICY", "passive")
     return dict.fromkeys(_THREADS, str(num_threads)) | {"OMP_WAIT_POLICY": wait_policy}
-
-
-def import_for_good(*modules: str) -> None:
-    """Import what a process keeps. Nothing of it is garbage: the collector neither looks meanwhile, nor later."""
-    gc.disable()
-    try:
-        for module in modules:
-            importlib.import_module(module)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def spare_options(node_id: str, kind: SpareKind, *, count: int = 1) -> dict[str, Any]:
@@ -159,8 +147,11 @@ def take_spare() -> None:
 
 @cache
 def code_id() -> str:
-    """Return what tells the code that is here from any other: what our files say, and which packages are installed."""
-    digest = sha256()
+    """Return what tells the code that is here from any other: what our files say, and which packages are installed.
+
+    And where they are, which a spare is told (`_roots`): a checkout and its copy are two.
+    """
+    digest = sha256(os.pathsep.join(_roots()).encode())
     for package in _OWN_PACKAGES:
         for folder in _folders(package):
             for file in sorted(folder.rglob("*.py")):
