@@ -91,9 +91,10 @@ def spare_options(node_id: str, kind: SpareKind, *, count: int = 1) -> dict[str,
     if is_child and not os.environ.get(_KIND):
         return {}
     try:
+        notes = list_notes(f"{_NOTES}{node_id}/")  # where there are none, the name of the kind is not needed
+        own = [note for note in notes if note.startswith(_place(node_id, kind.name))]
         now_s = time.time()
-        num_waiting = sum(float(note.rpartition("/")[2]) > now_s for note in list_notes(_place(node_id, kind.name)))
-        if num_waiting >= count:
+        if sum(float(note.rpartition("/")[2]) > now_s for note in own) >= count:
             return {"runtime_env": {"env_vars": kind.variables}}
         if is_child:  # else it would have the environment of this process
             return {"runtime_env": {"env_vars": {_KIND: "", hook_variable(): ""}}}
