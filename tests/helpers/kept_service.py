@@ -57,7 +57,7 @@ class Keeper:
         with (self._folder / "log").open("ab") as log:
             process = subprocess.Popen([SERVE, self._folder / "cluster.yaml"], env=environment, stdout=log, stderr=log)
         try:
-            wait_until(lambda: is_ready(self.status()) and bool(self.status().models), "ready")
+            wait_until(self.is_ready, "ready")
             yield process
         finally:
             process.terminate()
@@ -70,6 +70,11 @@ class Keeper:
                 return client.status()
         except ControllerError:
             return control_pb2.GetStatusResponse()
+
+    def is_ready(self) -> bool:
+        """Whether a controller answers, and all that it has serves."""
+        status = self.status()
+        return bool(status.models) and is_ready(status)
 
     def pids(self) -> dict[str, int]:
         """Return who serves: each rank, the router and the controller."""
