@@ -189,7 +189,7 @@ def test_ray_that_keeps_nothing_ready_is_told_once_and_no_error(
     for name in ("list_notes", "start_ahead"):
         monkeypatch.setattr(spares, name, fail)
     spares._tell.cache_clear()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger=spares.logger.name):
         leave_spares("n", KIND, count=1)
         assert spare_options("n", SERVICE) == {}
         leave_spares("n", KIND, count=1)

@@ -211,7 +211,7 @@ async def test_every_request_ends_once_and_whole_under_random_failures(run: int)
             replica.before_step = partial(fail_sometimes, replica)
         config = router_config(
             *(replica.address for replica in replicas),
-            failover=FailoverConfig(max_attempts=50, new_request_wait_s=10, failover_wait_s=10),
+            failover=FailoverConfig(max_attempts=1000, new_request_wait_s=10, failover_wait_s=10),
             metrics_port=0,
         )
         router = await stack.enter_async_context(running_router(config))
