@@ -25,7 +25,7 @@ PENDING = control_pb2.GROUP_STATE_PENDING
 ASKS = [
     Ask(
         prompt="Once upon a time there was a little dog"[: 10 + 4 * index],
-        options={"temperature": 0.8, "seed": index, "max_tokens": 120, "ignore_eos": True, "timeout_s": 120.0},
+        options={"temperature": 0.8, "seed": index, "max_tokens": 360, "ignore_eos": True, "timeout_s": 120.0},
     )
     for index in range(6)
 ]
