@@ -1,7 +1,7 @@
 """One rank's part of a step: a plan's tensors through this stage's layers, and on the last stage to tokens."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,8 +75,13 @@ class ModelRunner:
         return choose_num_blocks(self._config.cache, self._decoder, self._device, self._profile)
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the cache, and its host tier if there is one; `num_blocks` is the same on all ranks."""
+        """Make the cache, and its host tier if there is one. All ranks call it, with the same `num_blocks`.
+
+        On a CPU they run a small step together, for what happens once should not be part of the first request.
+        """
         planes = self._allocate(num_blocks)
+        if self.is_busy_while_computing:
+            self._rehearse([1])
         if self.num_host_blocks:
             rows = block_rows(self._decoder, planes, num_blocks=num_blocks)
             self._host = make_host_cache(rows, num_slots=self.num_host_blocks)
@@ -169,25 +174,30 @@ class ModelRunner:
         return inputs, Sampler(device=self._device, num_slots=num_slots, choose=choose)
 
     def _profile(self) -> None:
-        """Run the largest step: the whole token budget, as many sampled rows as there can be, all in one block."""
+        """Run the largest step: the whole token budget, as many sampled rows as there can be."""
         self._allocate(1)
-        self.run(_largest_plan(self._config, self._decoder.description.max_context, num_groups=len(self.windows)))
+        self._rehearse(_largest_lengths(self._config, self._decoder.description.max_context))
+        self._caches = []
+
+    def _rehearse(self, lengths: Sequence[int]) -> None:
+        """Run a step of new sequences that nobody has asked for, all in the first block."""
+        block_size, num_groups = self._config.cache.block_size, len(self.windows)
+        sampling = SamplingParams(top_p=0.9, logprobs=1)
+        new, scheduled = [], []
+        for slot, length in enumerate(lengths):
+            num_blocks = -(-length // block_size) * num_groups
+            new.append(NewSequence(slot, [0] * length, length, sampling, []))
+            scheduled.append(ScheduledSequence(slot, 0, length, [], [0] * num_blocks, True))
+        self.run(StepPlan(0, [], new, scheduled))
         if not self._mesh.is_last_stage:
             self._link.flush()
-        self._caches = []
         self._inputs, self._sampler = self._new_state()
 
 
-def _largest_plan(config: EngineConfig, max_context: int, *, num_groups: int) -> StepPlan:
+def _largest_lengths(config: EngineConfig, max_context: int) -> list[int]:
     """Every slot taken, the token budget spent: one token for each sequence, and the rest shared by the last ones."""
     budget, num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     lengths = np.ones(num_seqs, np.int64)
     for slot in reversed(range(num_seqs)):
         lengths[slot] += min(budget - int(lengths.sum()), max_context - 1)
-    sampling = SamplingParams(top_p=0.9, logprobs=1)
-    new, scheduled = [], []
-    for slot, length in enumerate(lengths.tolist()):
-        num_blocks = -(-length // config.cache.block_size) * num_groups
-        new.append(NewSequence(slot, [0] * length, length, sampling, []))
-        scheduled.append(ScheduledSequence(slot, 0, length, [], [0] * num_blocks, True))
-    return StepPlan(0, [], new, scheduled)
+    return [int(length) for length in lengths]

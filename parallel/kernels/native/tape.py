@@ -167,6 +167,11 @@ class OnlyKernels(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As torch asks; to skip torch's compiler it would import it, more than a second of the first request."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; its name is why there is no program, unless it computes nothing."""
         if func._schema.name not in _HARMLESS and self._tape.failure is None:
