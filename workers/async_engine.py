@@ -1,7 +1,7 @@
 """Between asyncio and the engine's thread: commands go in through a queue, step results come back in order.
 
 event loop                                        engine thread
-submit, abort  ---- commands, condition ---->     add_request, abort, step, step, ...
+submit, abort  ---- commands, condition ---->     add_request, abort, launch, take_result, collect, launch, ...
 on_step, on_failure  <-- call_soon_threadsafe --  results
 """
 
@@ -179,9 +179,11 @@ class AsyncEngine:
             else:
                 self._engine.abort(command)
         if self._engine.has_work or refusals:
-            result = self._engine.step()
+            self._engine.launch()
+            result = self._engine.take_result()  # of the step before, while this one runs
             result.outputs.extend(refusals)
             self._publish(result)
+            self._engine.collect()
         else:
             self._engine.check()
 

@@ -124,12 +124,15 @@ class Engine:
         )
         self._streams: dict[RequestId, _Stream] = {}
         self._flights: deque[_Flight] = deque()
+        self._launch_s = 0.0
+        self._sampled_s = 0.0
+        self._sampled: list[TokenOutput] = []  # of the step collected last, to be delivered
         self._outputs: list[RequestOutput] = []  # for the next result
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._outputs) or self._scheduler.has_unfinished
+        return bool(self._outputs or self._sampled) or self._scheduler.has_unfinished
 
     @property
     def load(self) -> EngineLoad:
@@ -159,6 +162,7 @@ class Engine:
 
     def abort(self, request_id: RequestId) -> None:
         """End a request; its blocks are free within one step. Nothing happens when it has ended already."""
+        self._deliver_all()  # comes before the last output
         sequence = self._scheduler.abort(request_id, self._clock())
         if sequence is not None:
             self._outputs.append(self._end(sequence, ""))
@@ -169,21 +173,49 @@ class Engine:
             self.abort(request_id)
 
     def step(self) -> StepResult:
-        """Keep the ranks busy, wait for the oldest step in flight, and return what it gave.
+        """Do one step and return what it gave: `launch`, `collect` and `take_result`.
+
+        Who has others to wait for calls these by itself: what a step gave is then made ready while the next one runs.
+        """
+        self.launch()
+        self.collect()
+        return self.take_result()
+
+    def launch(self) -> None:
+        """Keep the ranks busy: start as many steps as there can be.
 
         Raises:
             GroupFailedError: a rank died, hung or diverged; the engine is of no more use.
         """
-        start_s = self._clock()
-        self._outputs += [self._end(sequence, "") for sequence in self._scheduler.expire(start_s)]
+        self._launch_s = self._clock()
+        if self._scheduler.has_expired(self._launch_s):
+            self._deliver_all()  # comes before the last output
+            self._outputs += [self._end(sequence, "") for sequence in self._scheduler.expire(self._launch_s)]
         while len(self._flights) < self._executor.max_in_flight:
             plan = self._scheduler.schedule(self._clock())
             if plan is None:
                 break
             self._flights.append(_Flight(plan, self._clock()))
             self._executor.submit(plan)
-        if self._flights:
-            self._collect(start_s)
+
+    def collect(self) -> None:
+        """Wait for the oldest step in flight, if there is one, so that the next can be planned. Raises as `launch`."""
+        self._deliver_all()
+        if not self._flights:
+            return
+        flight = self._flights.popleft()
+        output = self._executor.collect()
+        now_s = self._sampled_s = self._clock()
+        for token in self._scheduler.update(flight.plan, output, now_s):
+            if token.sequence.request.sampling.stop:  # its text may end it, which is to be known before the next plan
+                self._outputs.append(self._deliver(token, now_s))
+            else:
+                self._sampled.append(token)
+        self._note_step(flight, now_s)
+
+    def take_result(self) -> StepResult:
+        """Return what the steps collected since the last call gave. Nothing that runs waits for it."""
+        self._deliver_all()
         outputs, self._outputs = self._outputs, []
         stored, evicted = self._pool.take_events()
         return StepResult(outputs=outputs, stored_block_hashes=stored, evicted_block_hashes=evicted, load=self.load)
@@ -256,12 +288,7 @@ class Engine:
             return Finish(reason=FinishReason.LENGTH, usage=usage)
         return None
 
-    def _collect(self, start_s: float) -> None:
-        flight = self._flights.popleft()
-        output = self._executor.collect()
-        now_s = self._clock()
-        for token in self._scheduler.update(flight.plan, output, now_s):
-            self._outputs.append(self._deliver(token, now_s))
+    def _note_step(self, flight: _Flight, now_s: float) -> None:
         stats, counters = self.stats, self._scheduler.counters
         num_tokens = sum(share.num_tokens for share in flight.plan.scheduled)
         stats.num_steps += 1
@@ -275,7 +302,11 @@ class Engine:
         stats.num_saved_blocks = self._host.num_saved_blocks
         stats.num_loaded_blocks = self._host.num_loaded_blocks
         stats.step_s.add(now_s - flight.submitted_s)
-        stats.busy_s += now_s - start_s
+        stats.busy_s += now_s - self._launch_s
+
+    def _deliver_all(self) -> None:
+        tokens, self._sampled = self._sampled, []
+        self._outputs += [self._deliver(token, self._sampled_s) for token in tokens]
 
     def _deliver(self, token: TokenOutput, now_s: float) -> RequestOutput:
         """Turn what a step gave a sequence into its output. Whatever goes wrong with its text ends it alone."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from workers.errors import GroupFailedError
-from workers.model_runner import ModelRunner
+from workers.model_runner import ModelRunner, StepWork
 from workers.plan import ModelOutput, StepPlan
 from workers.transport import LeaderLink
 
@@ -152,25 +152,32 @@ class GroupExecutor:
 class RankSteps:
     """This process's rank: steps are started in order, and finished in the same order.
 
-    Where a step keeps the thread that starts it busy (a CPU), that is a thread of its own, unless only one is under way
-    at a time anyway.
+    A device that works by itself is given a step at once. Where the step keeps the thread that starts it busy (a CPU),
+    it is done when somebody waits for it: in the thread that waits, or in one of its own where the next step is planned
+    meanwhile.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._thread = ThreadPoolExecutor(1, "steps") if runner.is_busy_while_computing and runner.looks_ahead else None
+        self._is_busy = runner.is_busy_while_computing
+        self._thread = ThreadPoolExecutor(1, "steps") if self._is_busy and runner.looks_ahead else None
+        self._prepared: deque[StepWork] = deque()
         self._started: deque[Callable[[], ModelOutput | None]] = deque()
 
     def start(self, plan: StepPlan) -> None:
-        """Prepare a step and start it, or have it started after those before it."""
+        """Prepare a step, and start it after those before it, or have it ready for that."""
         work = self._runner.prepare(plan)
-        if self._thread is None:
-            self._started.append(self._runner.start(work))
-        else:
+        if self._thread is not None:
             self._started.append(self._thread.submit(lambda: self._runner.start(work)()).result)
+        elif self._is_busy:
+            self._prepared.append(work)
+        else:
+            self._started.append(self._runner.start(work))
 
     def finish(self) -> ModelOutput | None:
         """Wait for the oldest step not finished; its output where this rank samples. Raises what the step raised."""
+        while self._prepared:  # all of them: the next stage waits for those after the oldest too
+            self._started.append(self._runner.start(self._prepared.popleft()))
         return self._started.popleft()()
 
     def close(self) -> None:

@@ -155,9 +155,13 @@ class Scheduler:
             self.finish(sequence, FinishReason.ABORT, now_s)
         return sequence
 
+    def has_expired(self, now_s: float) -> bool:
+        """Whether `expire` may find a sequence."""
+        return self._next_deadline_s is not None and now_s >= self._next_deadline_s
+
     def expire(self, now_s: float) -> list[Sequence]:
         """End the sequences whose deadline has passed, `finish` set to ABORT, and return them."""
-        if self._next_deadline_s is None or now_s < self._next_deadline_s:
+        if not self.has_expired(now_s):
             return []
         self._next_deadline_s = None
         expired = []

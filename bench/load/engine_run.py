@@ -64,11 +64,13 @@ class _Feed:
             while self._waiting and num_queued < _MAX_QUEUED:
                 self._add(*self._waiting.popleft())
                 num_queued += 1
-            result = self._engine.step()
+            self._engine.launch()
+            result = self._engine.take_result()  # of the step before, while this one runs
             num_queued = result.load.num_waiting
             now_s = self._clock()
             for output in result.outputs:
                 self._take(output, now_s)
+            self._engine.collect()
         return self._records
 
     def _add(self, session: Session, index: int) -> None:

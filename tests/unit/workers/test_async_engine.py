@@ -11,6 +11,7 @@ from helpers.engines import FakeExecutor, Outcome, fake_engine, request
 from helpers.fake_model import run_alone
 
 from workers.async_engine import AsyncEngine
+from workers.detokenizer import IncrementalDetokenizer
 from workers.engine import StepResult
 from workers.errors import GroupFailedError, InvalidRequestError
 from workers.plan import StepPlan
@@ -24,7 +25,7 @@ async def started(
     on_step: Callable[[StepResult], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> AsyncIterator[AsyncEngine]:
-    """An engine that takes a step when the loop has seen the one before: it cannot run ahead of the test."""
+    """An engine that takes a step when the loop has seen all but the one before: it cannot run ahead of the test."""
     seen = threading.Semaphore(1)
     act = executor.on_submit
 
@@ -66,6 +67,30 @@ async def test_concurrent_requests_get_their_own_tokens() -> None:
         outcomes = await asyncio.gather(*(collect(engine, str(i), [i, 2, 3], max_tokens=20) for i in range(20)))
     for i, outcome in enumerate(outcomes):
         assert outcome.token_ids == run_alone(request(str(i), [i, 2, 3], max_tokens=20))
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+async def test_next_step_runs_before_what_the_last_gave_is_made_ready(
+    monkeypatch: pytest.MonkeyPatch, looks_ahead: bool
+) -> None:
+    events: list[str] = []  # all of the engine's thread
+    push = IncrementalDetokenizer.push
+
+    def note_text(detokenizer: IncrementalDetokenizer, token_id: int) -> str:
+        events.append("text")
+        return push(detokenizer, token_id)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", note_text)
+    executor = FakeExecutor(looks_ahead=looks_ahead, max_in_flight=1 + looks_ahead)
+    executor.on_submit = lambda plan: events.append(f"step {plan.number}")
+    engine = AsyncEngine(fake_engine(executor))
+    engine.start()
+    await collect(engine, "a", [1, 2, 3], max_tokens=4)
+    await engine.stop()
+    if looks_ahead:
+        assert events == ["step 0", "step 1", "step 2", "text", "step 3", "text", "text", "text"]
+    else:
+        assert events == ["step 0", "step 1", "text", "step 2", "text", "step 3", "text", "text"]
 
 
 async def test_refusal_comes_back_as_the_requests_output() -> None:

@@ -13,6 +13,7 @@ from parallel.errors import ConfigError
 from workers.engine import Engine, read_eos_token_ids
 from workers.errors import GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache import num_blocks_within
+from workers.plan import StepPlan
 from workers.request import FinishReason, RequestId
 from workers.sequence import Sequence
 
@@ -144,6 +145,39 @@ def test_a_text_that_cannot_be_made_ends_one_request_only(monkeypatch: pytest.Mo
     assert isinstance(outcomes["bad"].error, RequestFailedError)
     assert outcomes["good"].token_ids == run_alone(request("good", [2]))
     assert engine.load.num_free_blocks == engine.load.num_blocks
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_token_that_is_not_handed_out_yet_comes_before_the_end(is_late: bool) -> None:
+    now_s = 0.0
+    engine = fake_engine(clock=lambda: now_s)
+    engine.add_request(replace(request("a", [1, 2], max_tokens=9), deadline_s=5.0))
+    engine.launch()
+    engine.collect()
+    if is_late:
+        now_s = 6.0
+        engine.launch()
+    else:
+        engine.abort(RequestId("a"))
+    token, end = engine.take_result().outputs
+    assert list(token.token_ids) == run_alone(request("a", [1, 2], max_tokens=9))[:1]
+    assert (token.finish, end.token_ids) == (None, ())
+    assert end.finish is not None
+    assert (end.finish.reason, end.finish.usage.completion_tokens) == (FinishReason.ABORT, 1)
+
+
+def test_stop_string_ends_its_request_before_the_next_step_is_planned() -> None:
+    alone = run_alone(request("a", [1, 2], max_tokens=9))
+    plans: list[StepPlan] = []
+    executor = FakeExecutor()
+    executor.on_submit = plans.append
+    engine = fake_engine(executor)
+    engine.add_request(request("a", [1, 2], max_tokens=9, stop=(PIECES[alone[2]],)))
+    while engine.has_work:
+        engine.launch()
+        engine.take_result()
+        engine.collect()
+    assert len(plans) <= 3
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 3])

@@ -1,0 +1,81 @@
+"""When a rank's step is started: at once where its device works by itself, else when somebody waits for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from workers.executor import RankSteps
+from workers.plan import ModelOutput, StepPlan
+
+
+class FakeRunner:
+    """Notes what is asked of it, by the number of the plan."""
+
+    def __init__(self, *, is_busy_while_computing: bool, looks_ahead: bool = False) -> None:
+        self.is_busy_while_computing, self.looks_ahead = is_busy_while_computing, looks_ahead
+        self.events: list[str] = []
+
+    def prepare(self, plan: StepPlan) -> int:
+        self.events.append(f"prepare {plan.number}")
+        return plan.number
+
+    def start(self, number: int) -> Callable[[], ModelOutput]:
+        self.events.append(f"start {number}")
+
+        def finish() -> ModelOutput:
+            self.events.append(f"finish {number}")
+            return ModelOutput(number, [])
+
+        return finish
+
+
+def steps_of(runner: FakeRunner) -> RankSteps:
+    unchecked: Any = runner
+    return RankSteps(unchecked)
+
+
+def plan(number: int) -> StepPlan:
+    return StepPlan(number, [], [], [])
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_device_that_works_by_itself_has_the_next_step_before_the_first_is_waited_for(looks_ahead: bool) -> None:
+    runner = FakeRunner(is_busy_while_computing=False, looks_ahead=looks_ahead)
+    steps = steps_of(runner)
+    steps.start(plan(0))
+    steps.start(plan(1))
+    assert runner.events == ["prepare 0", "start 0", "prepare 1", "start 1"]
+    assert [steps.finish(), steps.finish()] == [ModelOutput(0, []), ModelOutput(1, [])]
+
+
+def test_a_step_that_keeps_the_thread_busy_is_only_prepared_until_it_is_waited_for() -> None:
+    runner = FakeRunner(is_busy_while_computing=True)
+    steps = steps_of(runner)
+    steps.start(plan(0))
+    assert runner.events == ["prepare 0"]
+    assert steps.finish() == ModelOutput(0, [])
+    assert runner.events == ["prepare 0", "start 0", "finish 0"]
+
+
+def test_later_stages_get_every_step_before_the_oldest_is_waited_for() -> None:
+    runner = FakeRunner(is_busy_while_computing=True)
+    steps = steps_of(runner)
+    steps.start(plan(0))
+    steps.start(plan(1))
+    steps.finish()
+    assert runner.events[2:] == ["start 0", "start 1", "finish 0"]
+    steps.start(plan(2))
+    steps.finish()
+    assert runner.events[5:] == ["prepare 2", "start 2", "finish 1"]
+
+
+def test_planned_ahead_a_busy_step_runs_in_a_thread_and_in_order() -> None:
+    runner = FakeRunner(is_busy_while_computing=True, looks_ahead=True)
+    steps = steps_of(runner)
+    steps.start(plan(0))
+    steps.start(plan(1))
+    assert [steps.finish(), steps.finish()] == [ModelOutput(0, []), ModelOutput(1, [])]
+    done = [event for event in runner.events if "prepare" not in event]
+    assert done == ["start 0", "finish 0", "start 1", "finish 1"]
+    steps.close()
