@@ -58,7 +58,7 @@ class ModelRunner:
         self._link = StageLink(
             mesh, hidden_size=decoder.description.hidden_size, dtype=decoder.dtype, device=decoder.device
         )
-        self.is_busy_while_computing = decoder.device.type == "cpu"
+        self.is_busy_while_computing = not device.works_by_itself
         """`start` computes, instead of queueing work on the device."""
         wants = config.scheduler.async_scheduling
         self.looks_ahead = mesh.pp.size == 1 and (not self.is_busy_while_computing if wants is None else wants)

@@ -25,6 +25,10 @@ class Device(Protocol):
     def collective_backend(self) -> str:
         """The torch.distributed backend for this device: "gloo" or "nccl"."""
 
+    @property
+    def works_by_itself(self) -> bool:
+        """Work is queued on it, and the host goes on meanwhile; else the thread that starts it does it."""
+
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         """What `--dtype auto` means here."""
 

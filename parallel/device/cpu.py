@@ -31,6 +31,7 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     collective_backend = "gloo"
+    works_by_itself = False
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         """That of the checkpoint; float32 for float16, in which few CPUs compute."""

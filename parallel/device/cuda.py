@@ -25,6 +25,7 @@ class CudaDevice:
     """Implements `Device`; see there. Makes its GPU the current one of the process."""
 
     collective_backend = "nccl"
+    works_by_itself = True
 
     def __init__(self, local_rank: int = 0) -> None:
         num_devices = torch.cuda.device_count()

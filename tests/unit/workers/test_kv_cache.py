@@ -48,6 +48,7 @@ class FakeGpu:
 
     torch_device = torch.device("cuda")
     collective_backend = "nccl"
+    works_by_itself = True
 
     def __init__(self) -> None:
         self._peak = 0

@@ -1,0 +1,164 @@
+"""How long a device that needs no CPU stands still under backlog, waiting for the host: a stand-in for a GPU.
+
+python -m bench.overlap [--step 5,10,20] [--running 32,256] [--launch 0] [--rounds 3]
+
+All that the host does is real: scheduler, inputs, sampler, engine, detokenizer, the event loop and the frames that go
+to a router. What the device does is not (queued_device.py): each step takes it the same time, in milliseconds. So many
+sequences run, and four times as many are there from the start: 32 to 256 tokens in, 16 to 128 out. `engine`: its loop
+alone; `served`: its thread beside an event loop that makes frames. The target is that it waits less than 2 % of the
+time. `--launch`: milliseconds that starting a step takes the host besides, Python's lock held.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.load.calls import Lengths, Session
+from bench.load.datasets import DatasetOptions, make_sessions, take_calls
+from bench.load.engine_run import run_engine
+from bench.machine import describe_machine
+from bench.queued_device import QueuedDevice, build_queued_engine
+from cluster.config import build_section
+from cluster.models import DEFAULT_MODEL, resolve_model
+from cluster.replica_connection import OutboxLimits, RouterConnection
+from cluster.replica_wire import to_output
+from workers.async_engine import AsyncEngine
+from workers.config import EngineConfig
+from workers.engine import Engine, StepResult
+from workers.request import Request, RequestId, SamplingParams
+from workers.stats import RankStats
+
+_DATASET = DatasetOptions(inputs=Lengths(low=32, high=256), outputs=Lengths(low=16, high=128))
+
+
+def main() -> None:
+    """Measure each length of a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", default="5,10,20", help="milliseconds on the device")
+    parser.add_argument("--launch", type=float, default=0.0, help="milliseconds of the host beside it")
+    parser.add_argument("--running", default="32,256", help="sequences at once")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    sys.setswitchinterval(2e-4)  # as in cluster/rank_actor.py
+    torch.set_num_threads(1)  # who launches steps needs no team
+    table = Table("step, ms", "running", "engine: waits", "ms a step", "served: waits", "ms a step")
+    rows = []
+    for step_ms in map(float, args.step.split(",")):
+        for num_running in map(int, args.running.split(",")):
+            rounds = [_measure(step_ms, args.launch, num_running, seed) for seed in range(args.rounds)]
+            row = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+            rows.append({"step_ms": step_ms, "running": num_running, **row})
+            cells = (f"{value:.2%}" if "share" in name else f"{value:.2f}" for name, value in row.items())
+            table.add_row(f"{step_ms:g}", str(num_running), *cells)
+    Console().print(table)
+    print(json.dumps({"machine": describe_machine(), "launch_ms": args.launch, "rows": rows}))
+
+
+def _measure(step_ms: float, launch_ms: float, num_running: int, seed: int) -> dict[str, float]:
+    engine_share, engine_ms = _run_engine(step_ms, launch_ms, num_running, seed)
+    served_share, served_ms = _run_served(step_ms, launch_ms, num_running, seed)
+    return {
+        "engine_share": engine_share,
+        "engine_ms": engine_ms,
+        "served_share": served_share,
+        "served_ms": served_ms,
+    }
+
+
+def _run_engine(step_ms: float, launch_ms: float, num_running: int, seed: int) -> tuple[float, float]:
+    engine, stats = _build(step_ms, launch_ms, num_running)
+    sessions = _sessions(engine, num_running, seed)
+    try:
+        run_engine(engine, sessions, SamplingParams(temperature=0, ignore_eos=True), cache_salt="")
+    finally:
+        engine.close()
+    return _shares(engine, stats)
+
+
+def _run_served(step_ms: float, launch_ms: float, num_running: int, seed: int) -> tuple[float, float]:
+    engine, stats = _build(step_ms, launch_ms, num_running)
+    asyncio.run(_Served(engine).run(_sessions(engine, num_running, seed)))
+    return _shares(engine, stats)
+
+
+class _Served:
+    """An engine's thread, and the event loop that makes a router's frames of what it gives."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = AsyncEngine(engine, on_step=self._on_step)
+        self._connection = RouterConnection(1, "bench", limits=OutboxLimits(), clock=time.monotonic)
+        self._num_open = 0
+        self._has_ended = asyncio.Event()
+
+    async def run(self, sessions: Sequence[Session]) -> None:
+        """Until every request has ended."""
+        self._num_open = len(sessions)
+        for number, session in enumerate(sessions):
+            name = self._connection.open_request(str(number))
+            assert name is not None, "each has its own"
+            self._engine.submit(_to_request(name, session))
+        writer = asyncio.create_task(self._write())
+        self._engine.start()
+        await self._has_ended.wait()
+        await self._engine.stop()
+        writer.cancel()
+
+    async def _write(self) -> None:
+        async for frame in self._connection.frames():
+            frame.SerializeToString()
+
+    def _on_step(self, result: StepResult) -> None:
+        """As cluster/replica_server.py does."""
+        outputs = [to_output(output, self._connection.name_of(output.request_id) or "") for output in result.outputs]
+        self._connection.send(
+            outputs=outputs,
+            stored=b"".join(result.stored_block_hashes),
+            evicted=b"".join(result.evicted_block_hashes),
+        )
+        self._num_open -= sum(output.finish is not None or output.error is not None for output in result.outputs)
+        if not self._num_open:
+            self._has_ended.set()
+
+
+def _build(step_ms: float, launch_ms: float, num_running: int) -> tuple[Engine, RankStats]:
+    section = {
+        "path": str(resolve_model(DEFAULT_MODEL)),
+        "cache": {"num_blocks": 8192},
+        "scheduler": {"async_scheduling": True, "max_num_seqs": num_running},
+    }
+    config: EngineConfig = build_section(section).to_spec(hash_key=b"bench").engine
+    stats = RankStats()
+    engine = build_queued_engine(config, QueuedDevice(step_ms / 1e3, launch_ms / 1e3), stats)
+    gc.collect()
+    gc.freeze()  # as in cluster/imports.py
+    return engine, stats
+
+
+def _sessions(engine: Engine, num_running: int, seed: int) -> list[Session]:
+    return list(take_calls(make_sessions(_DATASET, vocab_size=engine.vocab_size, seed=seed), 4 * num_running))
+
+
+def _to_request(name: RequestId, session: Session) -> Request:
+    (call,) = session.calls
+    assert isinstance(call.prompt, tuple), "prompts are token ids here"
+    sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=call.num_out)
+    return Request(request_id=name, prompt_token_ids=call.prompt, sampling=sampling)
+
+
+def _shares(engine: Engine, stats: RankStats) -> tuple[float, float]:
+    """The idle share, and what it is in milliseconds of a step."""
+    idle_s = stats.model_idle_s
+    return idle_s / (idle_s + stats.model_busy_s), 1e3 * idle_s / engine.stats.num_steps
+
+
+if __name__ == "__main__":
+    main()
