@@ -35,6 +35,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Below it the division would overflow, and only the largest logit has a chance anyway."""
 
 _RANDOM, _EDITED, _LOGPROBS = 1, 2, 4
+_NO_FLAGS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class Sampled:
     def result(self) -> list[SampledToken]:
         """Wait for the device and return the tokens in the order of the rows."""
         chosen, *logprobs = (tensor.tolist() for tensor in self.wait())
+        if not self.reported and min(chosen, default=0) >= 0:
+            return list(map(SampledToken, self.slots, chosen))
         reports = self._reports(chosen, *logprobs) if self.reported else {}
         return [
             SampledToken(slot, token_id, reports.get(row)) if token_id >= 0 else _not_finite(slot)
@@ -80,6 +83,8 @@ class Sampler:
         self._choose = choose
         self._rows: dict[int, _Row] = {}
         self._penalized: set[int] = set()
+        self._flagged: set[int] = set()
+        """Slots that want more than the largest logit."""
         self._flags = np.zeros(num_slots, np.int64)
         self._columns = np.zeros((4, num_slots), np.float64)
         """temperature, top_k, top_p, min_p of each slot."""
@@ -114,6 +119,8 @@ class Sampler:
             + _EDITED * (row.penalties is not None or row.forbids_stop)
             + _LOGPROBS * (params.logprobs is not None)
         )
+        if self._flags[new.slot]:
+            self._flagged.add(new.slot)
         self._columns[:, new.slot] = params.temperature, params.top_k, params.top_p, params.min_p
         self._seeds[new.slot] = params.seed
 
@@ -121,6 +128,7 @@ class Sampler:
         """Give the slot back."""
         self._rows.pop(slot, None)
         self._penalized.discard(slot)
+        self._flagged.discard(slot)
 
     def sample(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array) -> Sampled:
         """Choose one token for each row, without waiting for the device.
@@ -130,8 +138,8 @@ class Sampler:
             slots: [S], the slot of each row.
             positions: [S], the absolute position of the token to be chosen.
         """
-        flags = self._flags[slots]
-        any_flag = int(np.bitwise_or.reduce(flags))
+        flags = self._flags[slots] if self._flagged else _NO_FLAGS
+        any_flag = int(np.bitwise_or.reduce(flags)) if self._flagged else 0
         if any_flag:  # the largest needs no float32
             logits_SV = logits_SV.float()
         logits = self._edit(logits_SV, slots, positions, flags) if any_flag & _EDITED else logits_SV
