@@ -2,13 +2,14 @@
 
 Host state is numpy, so that a step costs a few vectorized operations however many sequences it has. They are as few
 different ones as will do: since the last step the model's weights have pushed everything else out of the caches, and a
-function of numpy or torch that a step calls for the first time takes 20 to 100 us, not 1.
+function of numpy or torch that a step calls for the first time takes 20 to 100 us, not 1. On a CPU, where the model
+waits for its inputs, a step that decodes what the step before did is made from that one's.
 
 Array letters as in parallel/kernels/base.py: T packed tokens, S sequences of the step, M entries of the longest table;
 G groups of layers, each of which has its own block in an entry.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import numpy as np
@@ -17,10 +18,15 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta
-from workers.plan import NewSequence, StepPlan
+from workers.plan import NewSequence, ScheduledSequence, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
+
+_MOST_LEARNT = 64
+"""Steps after which one is made anew, so that little waits to be noted."""
+_FEW = 4
+"""Rows up to which it is faster to write one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,21 @@ class StepInputs:
     """The absolute position of each token to be sampled."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decodes:
+    """A step in which every sequence computed one token and sampled, for one of the same sequences after it."""
+
+    slots: list[int]
+    slots_S: Int64Array  # noqa: N815
+    ends_S: Int64Array  # noqa: N815
+    slot_mappings: list[Int64Array]
+    """The memory of those of `inputs`."""
+    tables: list[Int32Array]
+    learnt: list[list[int]]
+    """Tokens of each sequence, step by step, that are not among those of its slot yet."""
+    inputs: StepInputs
+
+
 class InputBuilder:
     """The tokens and block tables of every slot, kept by applying plans in order. One per rank."""
 
@@ -61,17 +82,23 @@ class InputBuilder:
         self._tables = np.zeros((num_slots, max_entries, num_groups), np.int32)
         self._num_tokens = np.zeros(num_slots, np.int64)
         self._num_blocks = np.zeros(num_slots, np.int64)
+        self._decodes: _Decodes | None = None  # the last step, if it was such a one and on a CPU
 
     def build(self, plan: StepPlan) -> StepInputs:
         """Apply the plan to the slots and return its tensors."""
+        last, shares = self._decodes, plan.scheduled
+        token_ids = None if last is None or plan.new else _next_tokens(last, shares)
+        if token_ids is None:
+            self._note_learnt()
         for new in plan.new:
             self._take_slot(new)
-        shares = plan.scheduled
         tables = self._tables.reshape(len(self._tables), -1)
+        _append(tables, self._num_blocks, {share.slot: share.new_blocks for share in shares if share.new_blocks})
+        if last is not None and token_ids is not None:
+            return self._go_on(last, token_ids)
         _append(
             self._tokens, self._num_tokens, {share.slot: share.new_token_ids for share in shares if share.new_token_ids}
         )
-        _append(tables, self._num_blocks, {share.slot: share.new_blocks for share in shares if share.new_blocks})
         return self._to_tensors(
             slots=[share.slot for share in shares],
             nums=[share.num_tokens for share in shares],
@@ -129,7 +156,7 @@ class InputBuilder:
             )
             for block_table, slot_mapping in zip(block_tables, slot_mappings, strict=True)
         ]
-        return StepInputs(
+        inputs = StepInputs(
             token_ids=token_ids,
             positions=positions,
             metas=metas,
@@ -140,6 +167,81 @@ class InputBuilder:
             sample_slots_device=sample_slots_device,
             sample_positions=ends_S[sampled_S],
         )
+        goes_on = inputs.sample_rows is None and self._device.type == "cpu"
+        if goes_on:
+            self._decodes = _Decodes(
+                slots=slots,
+                slots_S=slots_S,
+                ends_S=ends_S,
+                slot_mappings=[meta.slot_mapping.numpy() for meta in metas],
+                tables=[meta.block_tables.numpy() for meta in metas],
+                learnt=[],
+                inputs=inputs,
+            )
+        return inputs
+
+    def _go_on(self, last: _Decodes, token_ids: list[int]) -> StepInputs:
+        """Return the inputs of the step after `last`; `token_ids` are what the leader has learnt of each sequence.
+
+        Whose last token was not known in that step, its last one is not known in this.
+        """
+        ends_S = last.ends_S + 1
+        before, max_context_len = last.inputs.metas, last.inputs.metas[0].max_context_len + 1
+        positions = before[0].context_lens_host
+        slot_mappings = [slot_mapping + 1 for slot_mapping in last.slot_mappings]
+        tables, block_tables = last.tables, [meta.block_tables for meta in before]
+        if max_context_len > tables[0].shape[1] * self._block_size:
+            block_tables = self._to_device(list(self._block_tables(last.slots_S, max_context_len)), np.int32)
+            tables = [block_table.numpy() for block_table in block_tables]
+        for row, position in enumerate(positions):
+            if not position % self._block_size:
+                self._enter_block(last.slots[row], row, position, slot_mappings, tables)
+        context_lens, ends = torch.from_numpy(ends_S.astype(np.int32)), [position + 1 for position in positions]
+        metas = [
+            AttentionMeta(
+                query_starts=meta.query_starts,
+                context_lens=context_lens,
+                block_tables=block_table,
+                slot_mapping=torch.from_numpy(slot_mapping),
+                num_decodes=meta.num_decodes,
+                max_query_len=1,
+                max_context_len=max_context_len,
+                query_starts_host=meta.query_starts_host,
+                context_lens_host=ends,
+            )
+            for meta, block_table, slot_mapping in zip(before, block_tables, slot_mappings, strict=True)
+        ]
+        inputs = StepInputs(
+            token_ids=torch.from_numpy(np.array(token_ids, np.int64)),
+            positions=torch.from_numpy(last.ends_S),
+            metas=metas,
+            sample_rows=None,
+            fed_rows=last.inputs.fed_rows,
+            fed_slots=last.inputs.fed_slots,
+            sample_slots=last.slots_S,
+            sample_slots_device=last.inputs.sample_slots_device,
+            sample_positions=ends_S,
+        )
+        last.learnt.append(token_ids)
+        self._decodes = replace(last, ends_S=ends_S, slot_mappings=slot_mappings, tables=tables, inputs=inputs)
+        return inputs
+
+    def _enter_block(
+        self, slot: int, row: int, position: int, slot_mappings: list[Int64Array], tables: list[Int32Array]
+    ) -> None:
+        """Let a sequence's token be the first of a block. Tables keep their memory: it lies past earlier contexts."""
+        entry = position // self._block_size
+        for group, block in enumerate(self._tables[slot, entry].tolist()):
+            slot_mappings[group][row] = block * self._block_size
+            tables[group][row, entry] = block
+
+    def _note_learnt(self) -> None:
+        """Append to the slots what steps that went on from each other were told; the next one is made anew."""
+        last, self._decodes = self._decodes, None
+        if last is not None and last.learnt:
+            columns = self._num_tokens[last.slots_S] + np.arange(len(last.learnt))[:, None]
+            self._tokens[last.slots_S, columns] = last.learnt
+            self._num_tokens[last.slots_S] += len(last.learnt)
 
     def _slot_mappings(self, slots_T: Int64Array, positions_T: Int64Array) -> Int64Array:
         """[G, T]"""
@@ -160,9 +262,25 @@ class InputBuilder:
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
+def _next_tokens(last: _Decodes, shares: list[ScheduledSequence]) -> list[int] | None:
+    """The token that each share comes with, if the step goes on from `last` with the same sequences."""
+    if len(last.learnt) == _MOST_LEARNT or [share.slot for share in shares] != last.slots:
+        return None
+    token_ids = []
+    for share in shares:
+        if share.num_tokens != 1 or len(share.new_token_ids) != 1 or not share.samples:
+            return None
+        token_ids.append(share.new_token_ids[0])
+    return token_ids
+
+
 def _append(rows: Int32Array, lengths: Int64Array, additions: dict[int, list[int]]) -> None:
     """Continue rows by their additions, all with one indexed write; `lengths` is how full each row is."""
-    if not additions:
+    if len(additions) <= _FEW:
+        for slot, addition in additions.items():
+            start = int(lengths[slot])
+            rows[slot, start : start + len(addition)] = addition
+            lengths[slot] = start + len(addition)
         return
     values = list(chain.from_iterable(additions.values()))
     slots = np.array(list(additions), np.int64)

@@ -1,7 +1,13 @@
 """A plan becomes the tensors that its words say, whatever the mix of chunks and decodes."""
 
 import random
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import count
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from workers.inputs import InputBuilder
@@ -178,3 +184,70 @@ def test_each_group_of_layers_has_tables_and_slots_of_its_own() -> None:
     assert first.context_lens is second.context_lens
     step = inputs.build(StepPlan(2, [1], [new(1, [4])], [ScheduledSequence(1, 0, 1, [], [3, 4], True)]))
     assert inputs._tables[1, :3].tolist() == [[3, 4], [0, 0], [0, 0]]
+
+
+def decoding(num_groups: int) -> Iterator[StepPlan]:
+    """Five sequences that decode for long, at times with a token that only ranks know; some end, and one is new."""
+    rng = random.Random(num_groups)
+    blocks = count(1)
+    known = {slot: [rng.randrange(1000) for _ in range(rng.randrange(1, 12))] for slot in (4, 1, 6, 3, 0)}
+    entries, ends = dict.fromkeys(known, 0), {slot: len(tokens) for slot, tokens in known.items()}
+    news = [new(slot, list(tokens)) for slot, tokens in known.items()]
+    added: dict[int, list[int]] = {slot: [] for slot in known}
+    for number in range(90):
+        shares = []
+        for slot in known:
+            start = 0 if any(slot == item.slot for item in news) else ends[slot] - 1
+            num_new = -(-ends[slot] // BLOCK) - entries[slot]
+            entries[slot] += num_new
+            table = [next(blocks) for _ in range(num_new * num_groups)]
+            shares.append(ScheduledSequence(slot, start, ends[slot] - start, added[slot], table, True))
+        shares.sort(key=lambda share: share.num_tokens > 1)
+        yield StepPlan(number, [], news, shares)
+        news = []
+        num_learnt = {30: 0, 60: 2}.get(number, 1)  # in between only ranks know the last token
+        added = {slot: [rng.randrange(1000) for _ in range(num_learnt)] for slot in known}
+        if number in (20, 45, 70):
+            gone = rng.choice(list(known))
+            del known[gone], added[gone], ends[gone]
+            if number == 70:
+                known[gone], ends[gone], entries[gone] = [5, 6], 1, 0
+                news, added[gone] = [new(gone, [5, 6])], []
+        ends = {slot: end + 1 for slot, end in ends.items()}
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_steps_made_from_the_one_before_equal_those_made_anew(num_groups: int) -> None:
+    goes_on, anew = (
+        InputBuilder(num_slots=8, max_context=128, block_size=BLOCK, device=torch.device("cpu"), num_groups=num_groups)
+        for _ in range(2)
+    )
+    num_kept = 0
+    for plan in decoding(num_groups):
+        tables = goes_on._decodes and goes_on._decodes.inputs.metas[0].block_tables
+        anew._note_learnt()
+        seen, expected = goes_on.build(plan), anew.build(plan)
+        num_kept += seen.metas[0].block_tables is tables
+        for inputs in (seen, expected):
+            inputs.token_ids[inputs.fed_rows] = 0  # anything
+        assert_equal(seen, expected)
+    assert num_kept > 50
+    goes_on._note_learnt()
+    assert (goes_on._tokens == anew._tokens).all()
+    assert (goes_on._num_tokens == anew._num_tokens).all()
+    assert (goes_on._tables == anew._tables).all()
+
+
+def assert_equal(seen: Any, expected: Any) -> None:
+    """Dataclasses of tensors, arrays, numbers and lists of these."""
+    assert type(seen) is type(expected)
+    if is_dataclass(seen):
+        for field in fields(seen):
+            assert_equal(getattr(seen, field.name), getattr(expected, field.name))
+    elif isinstance(seen, list) and seen and is_dataclass(seen[0]):
+        for pair in zip(seen, expected, strict=True):
+            assert_equal(*pair)
+    elif isinstance(seen, torch.Tensor):
+        assert (seen.dtype, seen.tolist()) == (expected.dtype, expected.tolist())
+    else:
+        assert np.array_equal(seen, expected)
