@@ -201,8 +201,10 @@ class Controller:
         await self._service.stop()
         await self._metrics.close()
         if self._spec.spare_s:  # for a next controller and router
-            kind = SpareKind(lifetime_s=self._spec.spare_s)
-            await asyncio.to_thread(leave_spares, self._own_log.node_id, kind, count=2)
+            lifetime_s = self._spec.spare_s
+            await asyncio.to_thread(
+                leave_spares, self._own_log.node_id, SpareKind.SERVICE, count=2, lifetime_s=lifetime_s
+            )
 
     def _save(self, state: SavedState) -> None:
         assert self._metrics is not None

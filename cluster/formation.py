@@ -6,7 +6,6 @@ Performs; when to form, and what to do after an end, is decided in lifecycle.py 
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -96,10 +95,10 @@ class _Stage:
     node_id: str
     num_threads: int
     """Of each rank."""
-    spare: SpareKind
-    """Which spares they can be."""
+    num_node_ranks: int
+    """Ranks that the node has, or should have, of all groups."""
     options: dict[str, Any]
-    """Of their actors, by which they are; empty: nobody waits there."""
+    """Of the ranks' actors, by which they become spares; empty: too few wait there."""
 
 
 class Formation:
@@ -119,10 +118,10 @@ class Formation:
         self._stages: Sequence[_Stage] = ()
         """Empty before the ranks are created."""
         self._leaving: asyncio.Task[None] | None = None
-        self._left_s = 0.0
 
     async def run(self) -> Outcome:
         """Form the group, serve, and return how it ended; nothing of it is left then."""
+        is_stopped = False
         try:
             placement = self._placement()
             self.bundles = placement.bundles
@@ -130,11 +129,14 @@ class Formation:
             return refusal or await self._serve()
         except RayError as error:
             return Outcome(message=_tell(error))
+        except asyncio.CancelledError:
+            is_stopped = True
+            raise
         finally:
             self._tear_down()
             if self._leaving is not None:
                 await self._leaving
-                if time.monotonic() - self._left_s > self._spec.spare_s / 2:
+                if is_stopped:  # those that wait do so for longer, and those that have gone are replaced
                     await asyncio.to_thread(self._leave_spares)
 
     async def drain(self, grace_s: float) -> None:
@@ -265,10 +267,10 @@ class Formation:
         for stage in range(engine.parallel.pipeline_parallel):
             node_id = node_ids[stage]
             own = sum(node_ids[other] == node_id for other in node_ids) * engine.parallel.tensor_parallel
-            num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, max(own, evenly))
-            spare = SpareKind(num_threads=num_threads, lifetime_s=self._spec.spare_s)
-            options = spare_options(node_id, spare, count=own) if self._spec.spare_s else {}
-            stages.append(_Stage(node_id=node_id, num_threads=num_threads, spare=spare, options=options))
+            most = max(own, evenly)
+            num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, most)
+            options = spare_options(node_id, SpareKind.RANK, count=own) if self._spec.spare_s else {}
+            stages.append(_Stage(node_id=node_id, num_threads=num_threads, num_node_ranks=most, options=options))
         return stages
 
     async def _serve(self) -> Outcome:
@@ -298,7 +300,6 @@ class Formation:
                     await asyncio.wait([ready], timeout=_POLL_S)
                 self._listener.on_ready(await ready)
                 if self._spec.spare_s:  # only now, when nothing else waits for the cores
-                    self._left_s = time.monotonic()
                     self._leaving = asyncio.create_task(asyncio.to_thread(self._leave_spares))
         except TimeoutError:
             return Outcome(message=f"not ready within {self._spec.model.start_timeout_s:g} s")
@@ -307,8 +308,10 @@ class Formation:
         return None
 
     def _leave_spares(self) -> None:
+        count = self._spec.model.engine.parallel.tensor_parallel
         for stage in self._stages:
-            leave_spares(stage.node_id, stage.spare, count=self._spec.model.engine.parallel.tensor_parallel)
+            most, lifetime_s = stage.num_node_ranks, self._spec.spare_s
+            leave_spares(stage.node_id, SpareKind.RANK, count=count, most=most, lifetime_s=lifetime_s)
 
     def _tear_down(self) -> None:
         """End what is left of the processes and give the place back. Ray kills by itself, and nothing is awaited."""

@@ -15,6 +15,7 @@ from cluster.errors import SpareError
 
 _NAMESPACE = b"weft"
 _RPC_TIMEOUT_S = 5.0
+_KEEP_S = 10**9  # they end by themselves
 
 
 def hook_variable() -> str:
@@ -25,16 +26,20 @@ def hook_variable() -> str:
         return str(ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR)
 
 
-def start_ahead(node_id: str, count: int, *, keep_s: float, variables: Mapping[str, str], has_parent: bool) -> None:
-    """Let a node start processes, which wait for `keep_s` at least for actors with these environment variables.
+def num_started_at_once(node_id: str) -> int:
+    """Return how many processes a node starts at a time; it forgets the others that it was asked for."""
+    with _translated():
+        return max(1, int(_node(node_id)["Resources"].get("CPU", 0)))
 
-    Ray's own processes ask so before they send work. Returns when the node has heard of it. A node starts no more of
-    them at a time than it has CPUs, and forgets the others.
+
+def start_ahead(node_id: str, count: int, *, variables: Mapping[str, str], has_parent: bool) -> None:
+    """Let a node start processes, which wait for actors with these environment variables.
+
+    Ray's own processes ask so before they send work. Returns when the node has heard of it.
 
     Args:
         node_id: Ray's name of the node.
         count: how many.
-        keep_s: seconds.
         variables: of their environment.
         has_parent: the actors are created by one that has such variables too. Ray compares them as texts, and writes
             those that it has merged with its parent's without spaces.
@@ -45,14 +50,14 @@ def start_ahead(node_id: str, count: int, *, keep_s: float, variables: Mapping[s
         from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
         from ray.runtime_env import RuntimeEnv
 
-        (node,) = (node for node in ray.nodes() if node["NodeID"] == node_id)
+        node = _node(node_id)
         environment = RuntimeEnv(env_vars=dict(variables))
         messages: Any = node_manager_pb2  # it makes its classes when it is imported
         languages: Any = common_pb2
         request = messages.PrestartWorkersRequest(
             language=languages.PYTHON,
             num_workers=count,
-            keep_alive_duration_secs=max(1, int(keep_s)),
+            keep_alive_duration_secs=_KEEP_S,
             runtime_env_info=get_runtime_env_info(environment),
         )
         if has_parent:
@@ -68,22 +73,29 @@ def list_notes(prefix: str) -> list[str]:
         return [key.decode() for key in store._internal_kv_list(prefix.encode(), namespace=_NAMESPACE)]
 
 
-def has_note(note: str) -> bool:
-    """Whether nobody has dropped it."""
+def read_note(note: str) -> str | None:
+    """Return what it says; None: there is none."""
     with _store() as store:
-        return bool(store._internal_kv_exists(note.encode(), namespace=_NAMESPACE))
+        value = store._internal_kv_get(note.encode(), namespace=_NAMESPACE)
+    return None if value is None else value.decode()
 
 
-def leave_note(note: str) -> None:
-    """Leave one for every process of the Ray cluster to see."""
+def leave_note(note: str, text: str = "") -> None:
+    """Leave one for every process of the Ray cluster to see, in place of what it said before."""
     with _store() as store:
-        store._internal_kv_put(note.encode(), b"", namespace=_NAMESPACE)
+        store._internal_kv_put(note.encode(), text.encode(), namespace=_NAMESPACE)
 
 
 def drop_notes(prefix: str) -> None:
     """Drop those that begin so."""
     with _store() as store:
         store._internal_kv_del(prefix.encode(), del_by_prefix=True, namespace=_NAMESPACE)
+
+
+def _node(node_id: str) -> dict[str, Any]:
+    node: dict[str, Any]
+    (node,) = (each for each in ray.nodes() if each["NodeID"] == node_id and each["Alive"])
+    return node
 
 
 @contextmanager

@@ -173,6 +173,6 @@ def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> 
         max_task_retries=-1,
         lifetime=None if is_local else "detached",
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-        **(spare_options(node, SpareKind(lifetime_s=spec.spare_s)) if spec.spare_s else {}),
+        **(spare_options(node, SpareKind.SERVICE) if spec.spare_s else {}),
     )
     return actor.remote(spec, log_level)

@@ -1,11 +1,15 @@
 """Worker processes that Ray starts ahead, so that who comes next finds Python and everything imported there: spares.
 
 A group that is READY leaves one for each of its ranks on their nodes, a service that stops one for a controller and one
-for a router. `prepare`, which such a process runs before it takes work, imports what is needed, and notes in Ray's
-store that a spare waits. Whoever creates actors looks for these notes and asks for processes of that kind; Ray then
-hands out those that wait. The kind is told by environment variables, and one of them by the code: a spare never becomes
-a rank of other code than it has imported; those of other code end when new ones are left. What goes wrong (a spare has
-died, say) makes a start slower, and nothing else.
+for a router, `weft warm` both. `prepare`, which such a process runs before it takes work, imports what is needed, and
+notes in Ray's store that a spare waits. Whoever creates actors looks for these notes and asks for processes of that
+kind; Ray then hands out those that wait. The kind is told by environment variables, and one of them by the code: a
+spare never becomes a rank of other code than it has imported; those of other code end when new ones are left. What goes
+wrong (a spare has died, say) makes a start slower, and nothing else.
+
+    spare/NODE/KIND/until        when those of this kind on this node end, in seconds since 1970; gone: at once
+    spare/NODE/KIND/PID/begun    one that Ray has started
+    spare/NODE/KIND/PID/waits    and that has imported everything
 """
 
 import logging
@@ -13,62 +17,72 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
-from hashlib import sha256
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import ray
 
+from cluster.code_id import code_id, code_roots
 from cluster.errors import SpareError
 from cluster.imports import import_for_good
-from cluster.ray_prestart import drop_notes, has_note, hook_variable, leave_note, list_notes, start_ahead
+from cluster.ray_prestart import (
+    drop_notes,
+    hook_variable,
+    leave_note,
+    list_notes,
+    num_started_at_once,
+    read_note,
+    start_ahead,
+)
 
 logger = logging.getLogger(__name__)
 
-_OWN_PACKAGES = ("cluster", "parallel", "router", "weft", "workers")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _KIND = "WEFT_SPARE"
-_SERVICE = "service"
 _NOTES = "spare/"
-_MARGIN_S = 10.0
-"""A spare that is about to end is not counted: whoever counts it asks for it a moment later."""
+_BEGIN_S = 2.0
+"""Until Ray has started a process, mostly."""
 _LOOK_S = 5.0
+_MARGIN_S = 10.0
+"""A spare that is counted no more waits so long for who has counted it before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpareKind:
+class SpareKind(StrEnum):
     """What a spare can become."""
 
-    num_threads: int | None = None
-    """A rank with so many threads; None: a controller or a router."""
-    lifetime_s: float
-    """After which it ends if nobody has taken it."""
+    RANK = "rank"
+    SERVICE = "service"
+    """A controller or a router."""
 
     @property
-    def name(self) -> str:
-        """Another one for other code, threads or lifetime."""
-        return f"{code_id()}-{self.num_threads or _SERVICE}-{self.lifetime_s:g}"
+    def full_name(self) -> str:
+        """Another one for other code."""
+        return f"{code_id()}-{self}"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What it imports."""
+        return ("cluster.leader",) if self is SpareKind.RANK else ("cluster.controller", "router.app")
 
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables of its process, beside those of Ray's node. Raises SpareError."""
-        variables = engine_variables(self.num_threads) if self.num_threads else {}
-        variables |= {_KIND: self.name, hook_variable(): f"{__name__}.{prepare.__name__}"}
-        if roots := _roots():
+        # One thread, until the rank that it becomes tells torch how many there are.
+        variables = engine_variables(1) if self is SpareKind.RANK else {}
+        variables |= {_KIND: self.full_name, hook_variable(): f"{__name__}.{prepare.__name__}"}
+        if roots := code_roots():
             variables["PYTHONPATH"] = os.pathsep.join(roots)
         return variables
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Wait:
     """What a spare knows of itself."""
 
-    note: str
-    since_s: float
-    is_over: threading.Event
+    def __init__(self, place: str) -> None:
+        self.notes = f"{place}{os.getpid()}/"
+        self.until = f"{place}until"
+        self.is_over = threading.Event()
 
 
 _wait: _Wait | None = None
@@ -87,50 +101,80 @@ def spare_options(node_id: str, kind: SpareKind, *, count: int = 1) -> dict[str,
     A controller finds ranks only if it was a spare itself; its router has its environment, and needs no options. Blocks
     for a round trip to Ray's head.
     """
-    is_child = kind.num_threads is not None
+    is_child = kind is SpareKind.RANK
     if is_child and not os.environ.get(_KIND):
         return {}
     try:
-        notes = list_notes(f"{_NOTES}{node_id}/")  # where there are none, the name of the kind is not needed
-        own = [note for note in notes if note.startswith(_place(node_id, kind.name))]
-        now_s = time.time()
-        if sum(float(note.rpartition("/")[2]) > now_s for note in own) >= count:
+        # Where there are no notes at all, the name of the kind, which costs a look at the code, is not needed.
+        if list_notes(f"{_NOTES}{node_id}/") and num_waiting(node_id, kind) >= count:
             return {"runtime_env": {"env_vars": kind.variables}}
-        if is_child:  # else it would have the environment of this process
-            return {"runtime_env": {"env_vars": {_KIND: "", hook_variable(): ""}}}
     except SpareError as error:
         _tell(str(error))
-    return {}
+    # A child would have the environment of this process.
+    return {"runtime_env": {"env_vars": {_KIND: "", hook_variable(): ""}}} if is_child else {}
 
 
-def leave_spares(node_id: str, kind: SpareKind, *, count: int) -> None:
-    """Let Ray start so many on a node, and those of other code end; what goes wrong is only logged.
+def num_waiting(node_id: str, kind: SpareKind) -> int:
+    """Return how many wait on a node with everything imported. Raises SpareError."""
+    return sum(note.endswith("/waits") for note in list_notes(_place(node_id, kind)))
 
-    Blocks for a moment.
+
+def leave_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, most: int | None = None) -> None:
+    """Let Ray start some on a node, and those of other code end; what goes wrong is only logged.
+
+    Blocks for a moment; for longer where a node starts fewer at a time.
+
+    Args:
+        node_id: Ray's name of the node.
+        kind: what they can become.
+        count: how many to start.
+        lifetime_s: how long they, and those that are there, wait for work at least.
+        most: how many there are then at most; None: `count`.
     """
     try:
-        _end_others()
-        has_parent = kind.num_threads is not None
-        start_ahead(node_id, count, keep_s=kind.lifetime_s, variables=kind.variables, has_parent=has_parent)
+        add_spares(node_id, kind, count=count, lifetime_s=lifetime_s, most=most)
     except SpareError as error:
         _tell(str(error))
+
+
+def add_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, most: int | None = None) -> None:
+    """As `leave_spares`, but raises SpareError."""
+    _end_others()
+    place = _place(node_id, kind)
+    before = float(read_note(f"{place}until") or 0)
+    leave_note(f"{place}until", f"{max(before, time.time() + lifetime_s):.0f}")
+    begun = _num_begun(place)
+    wanted = min(begun + count, count if most is None else most)
+    while begun < wanted:
+        batch = min(wanted - begun, num_started_at_once(node_id))
+        start_ahead(node_id, batch, variables=kind.variables, has_parent=kind is SpareKind.RANK)
+        begun += batch
+        if begun < wanted:
+            _wait_for(begun, place)
 
 
 def prepare() -> None:
-    """Make the process that Ray has just started a spare. Raises nothing, for Ray would end the process."""
+    """Make the process that Ray has just started a spare. Raises where it cannot be one, and Ray ends the process.
+
+    Does nothing but import where Ray has started it for an actor that is there.
+    """
+    code, _, role = os.environ[_KIND].partition("-")
+    runtime = ray.get_runtime_context()
+    place = f"{_NOTES}{runtime.get_node_id()}/{os.environ[_KIND]}/"
+    has_work = runtime.get_job_id() != ray.JobID.nil().hex()
     try:
-        code, role, lifetime = os.environ[_KIND].split("-")
-        import_for_good(*(("cluster.controller", "router.app") if role == _SERVICE else ("cluster.leader",)))
-        if code != code_id():
-            logger.warning("this process is no spare: its code is not the one that was asked for")
-            return
-        place = _place(ray.get_runtime_context().get_node_id(), os.environ[_KIND])
-        if ray.get_runtime_context().get_job_id() == ray.JobID.nil().hex():
-            _begin_to_wait(place, float(lifetime))
-        else:  # Ray has started it for an actor that is there: those that were said to wait are gone
+        if has_work:  # those that were said to wait are gone
             drop_notes(place)
+        else:
+            leave_note(f"{place}{os.getpid()}/begun")
+        import_for_good(*SpareKind(role).modules)
+        if not has_work:
+            _begin_to_wait(place, code)
     except Exception:
-        logger.exception("this process is no spare")
+        if not has_work:
+            drop_notes(f"{place}{os.getpid()}/")
+            raise
+        logger.exception("this process was to be a spare")
 
 
 def take_spare() -> None:
@@ -141,68 +185,52 @@ def take_spare() -> None:
         return
     wait.is_over.set()
     try:
-        drop_notes(wait.note)
+        drop_notes(wait.notes)
     except SpareError as error:
         _tell(str(error))
 
 
-@cache
-def code_id() -> str:
-    """Return what tells the code that is here from any other: what our files say, and which packages are installed.
-
-    And where they are, which a spare is told (`_roots`): a checkout and its copy are two.
-    """
-    digest = sha256(os.pathsep.join(_roots()).encode())
-    for package in _OWN_PACKAGES:
-        for folder in _folders(package):
-            for file in sorted(folder.rglob("*.py")):
-                digest.update(f"{package}/{file.relative_to(folder)}\n".encode() + file.read_bytes())
-    for place in sorted({folder.parent for package in ("ray", "torch") for folder in _folders(package)}):
-        digest.update("\n".join(sorted(info.name for info in place.glob("*.dist-info"))).encode())
-    return digest.hexdigest()[:16]
-
-
-def _begin_to_wait(place: str, lifetime_s: float) -> None:
+def _begin_to_wait(place: str, code: str) -> None:
     global _wait
-    note = f"{place}{os.getpid()}/{time.time() + lifetime_s - _MARGIN_S:.0f}"
-    _wait = _Wait(note=note, since_s=time.monotonic(), is_over=threading.Event())
-    leave_note(note)
-    threading.Thread(target=_end_unless_taken, args=(_wait, lifetime_s), daemon=True, name="spare").start()
+    if code != code_id():
+        raise SpareError("its code is not the one that was asked for")
+    _wait = _Wait(place)
+    leave_note(f"{_wait.notes}waits")
+    threading.Thread(target=_end_unless_taken, args=(_wait,), daemon=True, name="spare").start()
 
 
 def _end_others() -> None:
     for note in list_notes(_NOTES):
-        _, _, kind, *_ = note.split("/")
+        _, node_id, kind, *_ = note.split("/")
         if not kind.startswith(code_id()):
-            drop_notes(note)
+            drop_notes(f"{_NOTES}{node_id}/{kind}/")
 
 
-def _end_unless_taken(wait: _Wait, lifetime_s: float) -> None:
-    """End this process when its time is over, or somebody has dropped its note."""
+def _end_unless_taken(wait: _Wait) -> None:
+    """End this process when its time is over, or somebody has dropped what says so."""
     try:
-        while (left_s := wait.since_s + lifetime_s - time.monotonic()) > 0 and has_note(wait.note):
-            if wait.is_over.wait(min(left_s, _LOOK_S)):
+        while time.time() < float(read_note(wait.until) or 0):
+            if wait.is_over.wait(_LOOK_S):
                 return
-        drop_notes(wait.note)
+        drop_notes(wait.notes)
     except SpareError as error:
         _tell(str(error))
-    if not wait.is_over.is_set():
+    if not wait.is_over.wait(_MARGIN_S):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _place(node_id: str, kind: str) -> str:
-    return f"{_NOTES}{node_id}/{kind}/"
+def _num_begun(place: str) -> int:
+    return sum(note.endswith("/begun") for note in list_notes(place))
 
 
-def _folders(package: str) -> list[Path]:
-    spec = find_spec(package)
-    return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+def _wait_for(begun: int, place: str) -> None:
+    give_up_s = time.monotonic() + _BEGIN_S
+    while _num_begun(place) < begun and time.monotonic() < give_up_s:
+        time.sleep(_BEGIN_S / 20)
 
 
-def _roots() -> list[str]:
-    """Where our packages lie, if that is no place where Python looks by itself, as with a checkout."""
-    roots = [folder.parent for package in _OWN_PACKAGES for folder in _folders(package)]
-    return [str(root) for root in dict.fromkeys(roots) if root.name not in ("site-packages", "dist-packages")]
+def _place(node_id: str, kind: SpareKind) -> str:
+    return f"{_NOTES}{node_id}/{kind.full_name}/"
 
 
 @cache  # each reason once

@@ -115,7 +115,7 @@ def run(keeper: Keeper, ray_address: str, told: dict[str, Any]) -> None:
 
 
 def _num_spares(ray_address: str) -> int:
-    return len(GcsClient(address=ray_address).internal_kv_keys(b"spare/", b"weft"))
+    return sum(key.endswith(b"/waits") for key in GcsClient(address=ray_address).internal_kv_keys(b"spare/", b"weft"))
 
 
 def _runs(pid: int) -> bool:

@@ -2,18 +2,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from cluster import code_id as code
 from cluster import ray_prestart, spares
+from cluster.code_id import code_id
 from cluster.errors import SpareError
-from cluster.spares import SpareKind, code_id, leave_spares, prepare, spare_options, take_spare
+from cluster.spares import SpareKind, leave_spares, num_waiting, prepare, spare_options, take_spare
 
-KIND = SpareKind(num_threads=2, lifetime_s=600.0)
-SERVICE = SpareKind(lifetime_s=600.0)
+RANK = SpareKind.RANK
+SERVICE = SpareKind.SERVICE
 HOOK = ray_prestart.hook_variable()
 NO_JOB = spares.ray.JobID.nil().hex()
 
@@ -22,25 +25,40 @@ class Notes:
     """Ray's store of notes, in memory, and what it was asked to start."""
 
     def __init__(self) -> None:
-        self.notes: set[str] = set()
+        self.notes: dict[str, str] = {}
         self.started: list[tuple[str, int]] = []
+        self.at_once = 8
+        self.on_start: Callable[[int], None] = lambda count: None
 
     def list_notes(self, prefix: str) -> list[str]:
         return sorted(note for note in self.notes if note.startswith(prefix))
 
-    def has_note(self, note: str) -> bool:
-        return note in self.notes
+    def read_note(self, note: str) -> str | None:
+        return self.notes.get(note)
 
-    def leave_note(self, note: str) -> None:
-        self.notes.add(note)
+    def leave_note(self, note: str, text: str = "") -> None:
+        self.notes[note] = text
 
     def drop_notes(self, prefix: str) -> None:
-        self.notes -= set(self.list_notes(prefix))
+        for note in self.list_notes(prefix):
+            del self.notes[note]
 
-    def start_ahead(
-        self, node_id: str, count: int, *, keep_s: float, variables: dict[str, str], has_parent: bool
-    ) -> None:
+    def num_started_at_once(self, node_id: str) -> int:
+        return self.at_once
+
+    def start_ahead(self, node_id: str, count: int, *, variables: dict[str, str], has_parent: bool) -> None:
         self.started.append((node_id, count))
+        self.on_start(count)
+
+    def add(self, kind: str = RANK.full_name, *, node: str = "n", pid: int = 1, waits: bool = True) -> None:
+        """Let a spare be there."""
+        self.notes |= {f"spare/{node}/{kind}/{pid}/begun": "", until(kind, node=node): f"{time.time() + 600:.0f}"}
+        if waits:
+            self.notes[f"spare/{node}/{kind}/{pid}/waits"] = ""
+
+
+def until(kind: str = RANK.full_name, *, node: str = "n") -> str:
+    return f"spare/{node}/{kind}/until"
 
 
 @pytest.fixture
@@ -54,13 +72,24 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def store(monkeypatch: pytest.MonkeyPatch, imported: list[str]) -> Iterator[Notes]:
     """The store of a node n, in whose process nothing is imported."""
     store = Notes()
-    for name in ("list_notes", "has_note", "leave_note", "drop_notes", "start_ahead"):
+    for name in ("list_notes", "read_note", "leave_note", "drop_notes", "num_started_at_once", "start_ahead"):
         monkeypatch.setattr(spares, name, getattr(store, name))
+    monkeypatch.setattr(spares, "_BEGIN_S", 0.02)
     yield store
     take_spare()
 
 
-def become(monkeypatch: pytest.MonkeyPatch, kind: str = KIND.name, *, job: str = NO_JOB) -> None:
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when this process would have ended."""
+    event = threading.Event()
+    monkeypatch.setattr(spares.os, "kill", lambda pid, number: event.set())
+    monkeypatch.setattr(spares, "_LOOK_S", 0.001)
+    monkeypatch.setattr(spares, "_MARGIN_S", 0.001)
+    return event
+
+
+def become(monkeypatch: pytest.MonkeyPatch, kind: str = RANK.full_name, *, job: str = NO_JOB) -> None:
     """Be a process that Ray has started on node n, for the work of a job or before there is any."""
     context = SimpleNamespace(get_node_id=lambda: "n", get_job_id=lambda: job)
     monkeypatch.setattr(spares.ray, "get_runtime_context", lambda: context)
@@ -68,98 +97,137 @@ def become(monkeypatch: pytest.MonkeyPatch, kind: str = KIND.name, *, job: str =
     prepare()
 
 
-def note(*, node: str = "n", kind: str = KIND.name, pid: int = 1, ends_in_s: float = 600.0) -> str:
-    return f"spare/{node}/{kind}/{pid}/{time.time() + ends_in_s:.0f}"
-
-
 def test_ranks_of_a_controller_that_was_a_spare_become_spares_where_enough_wait(
     store: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.notes.add(note())
-    assert spare_options("n", KIND) == {}, "they would have another environment than those that wait"
-    monkeypatch.setenv("WEFT_SPARE", SERVICE.name)
-    assert spare_options("n", KIND) == {"runtime_env": {"env_vars": KIND.variables}}
-    for options in (
-        spare_options("n", KIND, count=2),
-        spare_options("m", KIND),
-        spare_options("n", SpareKind(num_threads=1, lifetime_s=600.0)),
-    ):
+    store.add()
+    assert spare_options("n", RANK) == {}, "they would have another environment than those that wait"
+    monkeypatch.setenv("WEFT_SPARE", SERVICE.full_name)
+    assert spare_options("n", RANK) == {"runtime_env": {"env_vars": RANK.variables}}
+    for options in (spare_options("n", RANK, count=2), spare_options("m", RANK)):
         assert options == {"runtime_env": {"env_vars": {"WEFT_SPARE": "", HOOK: ""}}}, "not the controller's"
 
 
 def test_controller_becomes_a_spare_where_one_waits(store: Notes) -> None:
     assert spare_options("n", SERVICE) == {}
-    store.notes.add(note(kind=SERVICE.name))
+    store.add(SERVICE.full_name, waits=False)
+    assert spare_options("n", SERVICE) == {}, "it imports"
+    store.add(SERVICE.full_name)
     assert spare_options("n", SERVICE) == {"runtime_env": {"env_vars": SERVICE.variables}}
 
 
 @pytest.mark.parametrize(
-    ("kind", "modules"), [(KIND, ["cluster.leader"]), (SERVICE, ["cluster.controller", "router.app"])]
+    ("kind", "modules"), [(RANK, ["cluster.leader"]), (SERVICE, ["cluster.controller", "router.app"])]
 )
 def test_spare_notes_that_it_waits_when_everything_is_imported(
     store: Notes, imported: list[str], monkeypatch: pytest.MonkeyPatch, kind: SpareKind, modules: list[str]
 ) -> None:
-    become(monkeypatch, kind.name)
+    leave_spares("n", kind, count=1, lifetime_s=600)
+    become(monkeypatch, kind.full_name)
     assert spare_options("n", kind)
     assert imported == modules
 
 
 def test_taken_spare_is_not_counted_any_more(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = note()
-    store.notes.add(other)
+    store.add(pid=1)
     become(monkeypatch)
-    assert spare_options("n", KIND, count=2)
+    assert num_waiting("n", RANK) == 2
     take_spare()
-    assert store.notes == {other}
+    assert num_waiting("n", RANK) == 1
 
 
 def test_actor_that_had_to_be_started_makes_the_notes_of_dead_spares_go(
     store: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = note(node="m")
-    store.notes |= {note(), other}
+    store.add()
+    store.add(node="m")
     become(monkeypatch, job="01000000")
-    assert store.notes == {other}
+    assert (num_waiting("n", RANK), num_waiting("m", RANK)) == (0, 1)
 
 
-def test_spare_that_is_about_to_end_is_not_counted(store: Notes) -> None:
-    store.notes.add(note(kind=SERVICE.name, ends_in_s=-1))
-    assert spare_options("n", SERVICE) == {}
-
-
-def test_spare_ends_when_its_note_is_dropped(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
-    monkeypatch.setattr(spares.os, "kill", lambda pid, number: ended.set())
-    monkeypatch.setattr(spares, "_LOOK_S", 0.001)
+@pytest.mark.parametrize("text", [None, "1", f"{2**40}"])
+def test_spare_ends_when_its_time_is_over_or_nobody_knows_it(
+    store: Notes, monkeypatch: pytest.MonkeyPatch, ended: threading.Event, text: str | None
+) -> None:
+    store.add()
     become(monkeypatch)
-    store.notes.clear()
-    assert ended.wait(5)
+    store.drop_notes(until())
+    if text is not None:
+        store.leave_note(until(), text)
+    assert ended.wait(0.1 if text == f"{2**40}" else 5) == (text != f"{2**40}")
+
+
+def test_spare_that_was_counted_before_its_time_was_over_can_be_taken_a_moment_later(
+    store: Notes, monkeypatch: pytest.MonkeyPatch, ended: threading.Event
+) -> None:
+    monkeypatch.setattr(spares, "_MARGIN_S", 60.0)
+    become(monkeypatch)  # its time is over at once
+    (thread,) = (each for each in threading.enumerate() if each.name == "spare")
+    while num_waiting("n", RANK):
+        assert thread.is_alive()
+    take_spare()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert not ended.is_set()
 
 
 def test_spares_of_other_code_end_when_new_ones_are_left(store: Notes) -> None:
-    mine, stale = note(), note(kind=f"{'0' * 16}-2-600")
-    store.notes |= {mine, stale}
-    leave_spares("n", KIND, count=2)
-    assert (store.notes, store.started) == ({mine}, [("n", 2)])
+    store.add(pid=1)
+    store.add(f"{'0' * 16}-rank", pid=2)
+    leave_spares("n", RANK, count=2, lifetime_s=600)
+    assert {note.split("/")[2] for note in store.notes} == {RANK.full_name}
 
 
-def test_process_with_other_code_is_no_spare(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    become(monkeypatch, f"{'0' * 16}-2-600")
+def test_as_many_are_started_as_are_missing(store: Notes) -> None:
+    store.add(pid=1)
+    store.add(pid=2, waits=False)
+    leave_spares("n", RANK, count=4, most=5, lifetime_s=600)
+    leave_spares("n", RANK, count=1, most=5, lifetime_s=600)
+    leave_spares("n", RANK, count=2, lifetime_s=600)
+    assert store.started == [("n", 3), ("n", 1)]
+
+
+def test_node_that_starts_few_at_a_time_is_asked_again(store: Notes) -> None:
+    store.at_once = 2
+    store.on_start = lambda count: [store.add(pid=len(store.notes) + each, waits=False) for each in range(count)]
+    leave_spares("n", RANK, count=5, lifetime_s=600)
+    assert store.started == [("n", 2), ("n", 2), ("n", 1)]
+
+
+def test_those_that_wait_do_so_as_long_as_anybody_has_asked_for(store: Notes) -> None:
+    leave_spares("n", RANK, count=1, lifetime_s=6000)
+    before = store.notes[until()]
+    leave_spares("n", RANK, count=1, lifetime_s=60)
+    assert store.notes[until()] == before
+    leave_spares("n", RANK, count=1, lifetime_s=9000)
+    assert float(store.notes[until()]) > float(before)
+
+
+@pytest.mark.parametrize("job", [NO_JOB, "01000000"])
+def test_process_with_other_code_ends_unless_it_has_work(
+    store: Notes, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    with pytest.raises(SpareError, match="code") if job == NO_JOB else nullcontext():
+        become(monkeypatch, f"{'0' * 16}-rank", job=job)
     assert not store.notes
 
 
-def test_import_that_fails_does_not_end_the_process(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("job", [NO_JOB, "01000000"])
+def test_process_that_cannot_import_ends_unless_it_has_work(
+    store: Notes, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
     def fail(*modules: str) -> None:
         raise ImportError("no torch")
 
     monkeypatch.setattr(spares, "import_for_good", fail)
-    become(monkeypatch)
+    with pytest.raises(ImportError) if job == NO_JOB else nullcontext():
+        become(monkeypatch, job=job)
     assert not store.notes
 
 
 def test_code_has_another_id_when_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "scheduler.py"
-    monkeypatch.setattr(spares, "_folders", lambda package: [tmp_path])
+    monkeypatch.setattr(code, "_folders", lambda package: [tmp_path])
 
     def id_of(text: str) -> str:
         file.write_text(text)
@@ -173,9 +241,27 @@ def test_code_has_another_id_when_a_file_changes(tmp_path: Path, monkeypatch: py
         code_id.cache_clear()
 
 
+def test_code_has_another_id_when_torch_changes_and_the_same_when_a_tool_of_the_head_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code, "_folders", lambda package: [tmp_path / package])
+
+    def id_with(name: str) -> str:
+        (tmp_path / f"{name}.dist-info").mkdir()
+        code_id.cache_clear()
+        return code_id()
+
+    try:
+        before = id_with("torch-2.13.0")
+        assert id_with("boto3-1.0") == before != id_with("numpy-2.0")
+    finally:
+        monkeypatch.undo()
+        code_id.cache_clear()
+
+
 def test_process_of_a_spare_is_told_its_threads_and_finds_this_code() -> None:
-    variables = KIND.variables
-    assert (variables["OMP_NUM_THREADS"], variables["WEFT_SPARE"]) == ("2", KIND.name)
+    variables = RANK.variables
+    assert (variables["OMP_NUM_THREADS"], variables["WEFT_SPARE"]) == ("1", RANK.full_name)
     assert str(Path(spares.__file__).parents[1]) in variables["PYTHONPATH"].split(os.pathsep)
     assert "OMP_NUM_THREADS" not in SERVICE.variables
 
@@ -190,9 +276,11 @@ def test_ray_that_keeps_nothing_ready_is_told_once_and_no_error(
         monkeypatch.setattr(spares, name, fail)
     spares._tell.cache_clear()
     with caplog.at_level(logging.WARNING, logger=spares.logger.name):
-        leave_spares("n", KIND, count=1)
+        leave_spares("n", RANK, count=1, lifetime_s=600)
         assert spare_options("n", SERVICE) == {}
-        leave_spares("n", KIND, count=1)
+        monkeypatch.setenv("WEFT_SPARE", SERVICE.full_name)
+        assert spare_options("n", RANK) == {"runtime_env": {"env_vars": {"WEFT_SPARE": "", HOOK: ""}}}
+        leave_spares("n", RANK, count=1, lifetime_s=600)
     assert [record.message for record in caplog.records if "PrestartWorkers" in record.message] == [
         "Ray keeps no processes ready: AttributeError: PrestartWorkers; starts take longer"
     ]
@@ -204,4 +292,4 @@ def test_whatever_fails_in_ray_is_a_spare_error(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ray_prestart.ray, "nodes", nodes)
     with pytest.raises(SpareError, match="RuntimeError: not connected"):
-        ray_prestart.start_ahead("n", 1, keep_s=1.0, variables={}, has_parent=False)
+        ray_prestart.start_ahead("n", 1, variables={}, has_parent=False)
