@@ -2,8 +2,10 @@
 
 python -m bench.start_time [MODEL] [--rounds 3]                    Ray is started too
 python -m bench.start_time [MODEL] --ray-address auto              on a Ray that runs already, say of `ray start --head`
+python -m bench.start_time [MODEL] --new-ray [--warm]              on a Ray of `ray start --head` for each round
 
-The service takes free ports and is stopped after each round. READY is when the command says how to stop it. Times of
+With --warm each of them is made ready by `weft warm` first, whose time is told too and not part of the others. The
+service takes free ports and is stopped after each round. READY is when the command says how to stop it. Times of
 processes are those at which a process of that name was first seen. Linux only.
 """
 
@@ -11,10 +13,14 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -34,7 +40,9 @@ _PROCESSES = {
 }
 _STATES = {"group has its place": "starting processes", "rank begins": "loading the model"}
 _INTERVAL_S = 0.01
-_PAUSE_S = 3.0  # a controller keeps its name on Ray for a moment after it has ended
+_RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
+_RAY_SETTLES_S = 12.0  # after `ray start` its processes still import
+_PAUSE_S = 3.0  # Ray clears up for a moment after a command has ended; a controller keeps its name until then
 
 
 def main() -> None:
@@ -44,20 +52,60 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=default, help="as `weft serve` takes it")
     parser.add_argument("--ray-address", help="of a Ray that runs already")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new-ray", action="store_true", help="start one for each round, and end it")
+    parser.add_argument("--warm", action="store_true", help="with --new-ray: `weft warm` first")
     args = parser.parse_args()
-    command = [sys.executable, "-m", "cluster.cli", "serve", args.model, *_ANY_PORTS]
-    if args.ray_address is not None:
-        command += ["--ray-address", args.ray_address]
-    rounds = []
-    for _ in range(args.rounds):
-        rounds.append(_start(command))
-        time.sleep(_PAUSE_S)
+    rounds = [_round(args) for _ in range(args.rounds)]
     table = Table("seconds until", "median", "all", title=f"weft serve {Path(args.model).name}")
     for name in sorted(rounds[0], key=lambda each: median(seen[each] for seen in rounds if each in seen)):
         values = [seen[name] for seen in rounds if name in seen]
         table.add_row(name, f"{median(values):.2f}", " ".join(f"{value:.2f}" for value in values))
     Console().print(table)
     print(json.dumps({"machine": describe_machine(), "load": os.getloadavg(), "rounds": rounds}))
+
+
+def _round(args: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, "-m", "cluster.cli", "serve", args.model, *_ANY_PORTS]
+    if not args.new_ray:
+        command += [] if args.ray_address is None else ["--ray-address", args.ray_address]
+        seen = _start(command)
+        time.sleep(_PAUSE_S)
+        return seen
+    with _new_ray() as address:
+        seen = {}
+        if args.warm:
+            start_s = time.perf_counter()
+            subprocess.run([*command[:3], "warm", "--ray-address", address], check=True)
+            seen["weft warm, before"] = time.perf_counter() - start_s
+            time.sleep(_PAUSE_S)
+        return seen | _start([*command, "--ray-address", address])
+
+
+@contextmanager
+def _new_ray() -> Iterator[str]:
+    """A Ray head on loopback, ended with everything that it has started."""
+    os.environ.update(_RAY_ENVIRONMENT)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        port, client_port = _free_port(), _free_port()
+        command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--include-dashboard=false"]
+        command += [f"--port={port}", f"--ray-client-server-port={client_port}", "--node-ip-address=127.0.0.2"]
+        with subprocess.Popen([*command, f"--temp-dir={folder}"], stdout=subprocess.DEVNULL) as process:
+            try:
+                time.sleep(_RAY_SETTLES_S)
+                yield f"127.0.0.2:{port}"
+            finally:
+                process.terminate()
+                process.wait()
+        for pid, line in _commands().items():
+            if folder in line:
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _start(command: list[str]) -> dict[str, float]:

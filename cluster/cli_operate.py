@@ -1,4 +1,4 @@
-"""The operator's half of the `weft` command: what changes a running service, and what looks into it."""
+"""The operator's half of the `weft` command: what changes a running service, looks into it, or prepares for it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,6 +8,7 @@ from rich.console import Console
 
 from cluster.cli_connection import with_control
 from cluster.errors import ClusterConfigError
+from cluster.imports import import_for_good
 
 if TYPE_CHECKING:
     from cluster.control_client import ControlClient
@@ -19,7 +20,7 @@ _WAIT_S = 1800.0
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    for command in (apply, scale, rollout, drain, top, logs):
+    for command in (apply, scale, rollout, drain, top, logs, warm):
         app.command()(command)
 
 
@@ -124,3 +125,21 @@ def logs(
     from cluster.show_logs import show_logs
 
     show_logs(client, target, follows=follow, tail_bytes=tail_kb << 10)
+
+
+def warm(
+    ray_address: Annotated[str, typer.Option(help='Ray cluster; "auto": of this machine.')] = "auto",
+    all_nodes: Annotated[
+        bool, typer.Option("--all-nodes", help="Of the cluster; default: the node on this machine.")
+    ] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that a node gets; default: one for each GPU, or one.")
+    ] = None,
+    keep: Annotated[float, typer.Option(min=60, help="Seconds that the processes wait for a service.")] = 86400.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until they wait.")] = 120.0,
+) -> None:
+    """After `ray start`: let processes wait with everything imported, so that the first `weft serve` is fast too."""
+    import_for_good("cluster.warm")  # Ray
+    from cluster.warm import warm as warm_nodes
+
+    warm_nodes(Console(), ray_address=ray_address, all_nodes=all_nodes, ranks=ranks, keep_s=keep, timeout_s=timeout)

@@ -89,9 +89,12 @@ class Keeper:
 
 
 def run(keeper: Keeper, ray_address: str, told: dict[str, Any]) -> None:
-    """Kill the front, tell its successor to end in the middle of a request, and start anew."""
+    """Make Ray ready, start; kill the front, tell its successor to end in the middle of a request, and start anew."""
+    subprocess.run([sys.executable, "-m", "cluster.cli", "warm", "--ray-address", ray_address], check=True)
+    begin_s = time.time()
     with keeper.running() as process:
         told["before"] = keeper.pids()
+        told["waited_s"] = [begin_s - psutil.Process(pid).create_time() for pid in told["before"].values()]
         (front,) = psutil.Process(process.pid).children()
         front.kill()
         wait_until(lambda: "goes on as it is" in keeper.log(), "taken over")
@@ -110,7 +113,7 @@ def run(keeper: Keeper, ray_address: str, told: dict[str, Any]) -> None:
     begin_s = time.time()
     with keeper.running():
         told["anew"] = keeper.pids()
-        told["waited_s"] = {name: begin_s - psutil.Process(pid).create_time() for name, pid in told["anew"].items()}
+        told["waited_s"] += [begin_s - psutil.Process(pid).create_time() for pid in told["anew"].values()]
     wait_until(lambda: not any(_runs(pid) for pid in told["anew"].values()), "everything ended again")
 
 
