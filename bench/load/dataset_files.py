@@ -9,13 +9,14 @@ said before. A line of a trace has
 
     {"timestamp": milliseconds, "input_length": tokens, "output_length": tokens, "hash_ids": [0, 1, 2]}
 
-where "timestamp" and "hash_ids" may be missing. A hash id stands for a block of 512 prompt tokens (the last one may
-be shorter): equal ids become equal tokens, so that a prefix cache finds what it would have found. Mooncake's traces
-have this form (arXiv:2407.00079).
+where "timestamp" and "hash_ids" may be missing; requests are taken in the order of their times. A hash id stands for a
+block of 512 prompt tokens (the last one may be shorter): equal ids become equal tokens, so that a prefix cache finds
+what it would have found. Mooncake's traces have this form (arXiv:2407.00079). Empty lines are passed over.
 """
 
 import gzip
 import json
+import math
 import random
 import zlib
 from collections.abc import Iterator, Mapping
@@ -64,7 +65,7 @@ class TraceLimits:
 class _TraceLine:
     num_in: int
     num_out: int
-    hash_ids: tuple[int, ...]
+    hash_ids: tuple[int | str, ...]
     at_s: float | None
 
 
@@ -75,7 +76,7 @@ def read_prompts(path: Path, *, outputs: Lengths, think_s: float, rng: random.Ra
     """
     records: list[tuple[list[Prompt], int | None]] = []
     for where, record in _read_records(path):
-        num_out = _number(record, "output_length", where) if "output_length" in record else None
+        num_out = _number(record, "output_length", where, least=1) if "output_length" in record else None
         prompts = _prompts_of(record, where)
         if prompts:
             records.append((prompts, num_out))
@@ -85,17 +86,18 @@ def read_prompts(path: Path, *, outputs: Lengths, think_s: float, rng: random.Ra
 
 
 def read_trace(path: Path, *, limits: TraceLimits, vocab_size: int, seed: int) -> Iterator[Session]:
-    """The trace's requests in their order; prompts are made one by one, since all of them may not fit into memory.
+    """The trace's requests by their times; prompts are made one by one, since all of them may not fit into memory.
 
     Raises BenchConfigError when the file cannot be used; it is read before this returns.
     """
     lines = [_trace_line(record, where, limits) for where, record in _read_records(path)]
     if len({line.at_s is None for line in lines}) != 1:
         raise BenchConfigError(f"{path} has no requests, or times for some only; allowed: times for all or for none")
+    lines.sort(key=lambda line: line.at_s or 0.0)
     block_tokens = max(1, round(HASH_BLOCK_TOKENS * limits.scale))
 
     @lru_cache(_CACHED_BLOCKS)
-    def block_of(hash_id: int) -> tuple[int, ...]:
+    def block_of(hash_id: int | str) -> tuple[int, ...]:
         return draw_ids(random.Random(f"block {seed} {hash_id}"), block_tokens, vocab_size)
 
     def prompt_of(index: int, line: _TraceLine) -> tuple[int, ...]:
@@ -118,42 +120,64 @@ def _endless(
     while True:
         rng.shuffle(records)
         for prompts, num_out in records:
-            calls = tuple(Call(prompt=prompt, num_out=num_out or outputs.draw(rng)) for prompt in prompts)
+            calls = tuple(Call(prompt=each, num_out=num_out or outputs.draw(rng)) for each in prompts)
             yield Session(calls=calls, think_s=think_s)
 
 
 def _prompts_of(record: Mapping[str, Any], where: str) -> list[Prompt]:
     """One prompt; of a conversation one for each recorded reply, and one for what has no reply yet."""
     match record:
-        case {"prompt": str(text)}:
+        case {"prompt": str(text)} if text:
             return [text]
-        case {"token_ids": [int(), *_] as token_ids}:
+        case {"token_ids": [*token_ids]} if token_ids and all(map(_is_token_id, token_ids)):
             return [tuple(token_ids)]
-        case {"messages": [{"role": _, "content": _}, *_] as messages}:
+        case {"messages": [*messages]} if messages and all(map(_is_message, messages)):
             said = tuple({"role": message["role"], "content": message["content"]} for message in messages)
             ends = [index for index, message in enumerate(said) if index and message["role"] == "assistant"]
             if said[-1]["role"] != "assistant":
                 ends.append(len(said))
             return [Chat(messages=said[:end]) for end in ends]
         case _:
-            allowed = '"prompt" with a text, "token_ids", or "messages" with role and content'
+            allowed = '"prompt" with a text, "token_ids" from 0 on, or "messages" with role and content, both texts'
             raise BenchConfigError(f"{where}: has {sorted(record)}; allowed: {allowed}")
 
 
+def _is_token_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_message(value: object) -> bool:
+    match value:
+        case {"role": str(), "content": str()}:
+            return True
+        case _:
+            return False
+
+
 def _trace_line(record: Mapping[str, Any], where: str, limits: TraceLimits) -> _TraceLine:
+    hash_ids = record.get("hash_ids", [])
+    if not isinstance(hash_ids, list) or not all(isinstance(each, int | str) for each in hash_ids):
+        raise BenchConfigError(f"{where}: hash_ids is {hash_ids!r}; allowed: a list of numbers or texts")
     return _TraceLine(
         num_in=limits.num_in(_number(record, "input_length", where)),
         num_out=limits.num_out(_number(record, "output_length", where)),
-        hash_ids=tuple(record.get("hash_ids", ())),
-        at_s=_number(record, "timestamp", where) / 1000 if "timestamp" in record else None,
+        hash_ids=tuple(hash_ids),
+        at_s=_milliseconds(record, where) / 1000 if "timestamp" in record else None,
     )
 
 
-def _number(record: Mapping[str, Any], name: str, where: str) -> int:
+def _number(record: Mapping[str, Any], name: str, where: str, *, least: int = 0) -> int:
     value = record.get(name)
-    if not isinstance(value, int) or value < 0:
-        raise BenchConfigError(f"{where}: {name} is {value!r}; allowed: a whole number, at least 0")
+    if type(value) is not int or value < least:
+        raise BenchConfigError(f"{where}: {name} is {value!r}; allowed: a whole number, at least {least}")
     return value
+
+
+def _milliseconds(record: Mapping[str, Any], where: str) -> float:
+    value = record["timestamp"]
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise BenchConfigError(f"{where}: timestamp is {value!r}; allowed: milliseconds, at least 0")
+    return float(value)
 
 
 def _read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -161,7 +185,8 @@ def _read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                yield f"{path}:{number}", _read_object(line, f"{path}:{number}")
+                if not line.isspace():
+                    yield f"{path}:{number}", _read_object(line, f"{path}:{number}")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise BenchConfigError(f"{path} cannot be read: {error}") from error
 

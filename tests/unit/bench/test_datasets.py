@@ -176,7 +176,14 @@ def test_mooncake_trace_shares_as_much_as_its_hash_ids(shared: Path) -> None:
         ("{", r":1: not JSON"),
         ("[1]", r":1: is a list; allowed: a JSON object"),
         ('{"prompt": "a"}\n{"text": "b"}', r":2: has \['text'\]; allowed: \"prompt\" with a text"),
-        ('{"prompt": "a", "output_length": -1}', r":1: output_length is -1; allowed: a whole number"),
+        ('{"prompt": "a", "output_length": -1}', r":1: output_length is -1; allowed: a whole number, at least 1"),
+        ('{"prompt": "a", "output_length": 0}', r":1: output_length is 0"),
+        ('{"prompt": "a", "output_length": true}', r":1: output_length is True"),
+        ('{"prompt": ""}', r":1: has \['prompt'\]"),
+        ('{"token_ids": [1, "two"]}', r":1: has \['token_ids'\]; allowed: .* from 0 on"),
+        ('{"token_ids": [1, -2]}', r":1: has \['token_ids'\]"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', r":1: has \['messages'\]"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', r"role and content, both texts"),
     ],
 )
 def test_wrong_lines_of_prompts_are_told(tmp_path: Path, text: str, message: str) -> None:
@@ -193,12 +200,28 @@ def test_wrong_traces_are_told(tmp_path: Path) -> None:
         ("empty", [], "has no requests"),
         ("half timed", [line, {**line, "timestamp": 3}], "times for some only"),
         ("no length", [{"input_length": 1}], r":1: output_length is None"),
+        ("one id", [{**line, "hash_ids": 5}], r":1: hash_ids is 5; allowed: a list"),
+        ("nested ids", [{**line, "hash_ids": [[5]]}], r":1: hash_ids is \[\[5\]\]"),
+        ("time as text", [{**line, "timestamp": "3"}], r":1: timestamp is '3'; allowed: milliseconds"),
+        ("never", [{**line, "timestamp": float("inf")}], r":1: timestamp is inf"),
     ):
         file = write_lines(tmp_path / name, *records)
         with pytest.raises(BenchConfigError, match=message):
             read_trace(file, limits=limits, vocab_size=VOCAB_SIZE, seed=0)
     with pytest.raises(BenchConfigError, match="cannot be read"):
         read_trace(tmp_path / "nothing", limits=limits, vocab_size=VOCAB_SIZE, seed=0)
+
+
+def test_requests_of_a_trace_come_in_the_order_of_their_times(tmp_path: Path) -> None:
+    records = [{"timestamp": at, "input_length": int(at), "output_length": 1} for at in (7, 2.5, 4)]
+    found = sessions(9, kind=DatasetKind.TRACE, file=write_lines(tmp_path / "trace", *records))
+    assert [(session.at_s, len(ids(session))) for session in found] == [(0.0025, 2), (0.004, 4), (0.007, 7)]
+
+
+def test_empty_lines_are_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n\n  \n')
+    assert [session.calls[0].prompt for session in sessions(2, kind=DatasetKind.PROMPTS, file=file)] == ["a", "a"]
 
 
 def test_files_belong_to_the_kinds_that_read_them(tmp_path: Path) -> None:
