@@ -15,13 +15,15 @@ class OpenLoop:
     rate: float
     """Sessions a second, on average; infinity: all at once."""
     burstiness: float = 1.0
-    """Standard deviation of the gaps over their mean. 1: Poisson; more: bursts; 0: evenly spaced."""
+    """Shape of the gaps' gamma distribution, as in other tools. 1: Poisson; less: bursts; infinity: evenly spaced."""
 
     def __post_init__(self) -> None:
         if not self.rate > 0:
             raise BenchConfigError(f"--rate is {self.rate:g}; allowed: more than 0 (inf: all at once)")
-        if not 0 <= self.burstiness < math.inf:
-            raise BenchConfigError(f"--burstiness is {self.burstiness:g}; allowed: 0 or more")
+        if not self.burstiness > 0:
+            raise BenchConfigError(
+                f"--burstiness is {self.burstiness:g}; allowed: more than 0 (1: Poisson; less: bursts; inf: even)"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +55,12 @@ Load = OpenLoop | Replay | ClosedLoop
 def draw_offsets(load: OpenLoop, rng: random.Random) -> Iterator[float]:
     """Seconds from the start to each arrival, the first at 0, without end.
 
-    Gaps are gamma distributed: the shape is 1 / burstiness**2, the mean 1 / rate.
+    Gaps are gamma distributed: the shape is the burstiness, the mean 1 / rate. Their standard deviation over their mean
+    is 1 / sqrt(burstiness).
     """
-    spread = load.burstiness**2
+    shape, mean_s = load.burstiness, 1 / load.rate
     offset_s = 0.0
     while True:
         yield offset_s
-        if math.isinf(load.rate):
-            continue
-        mean_s = 1 / load.rate
-        offset_s += rng.gammavariate(1 / spread, mean_s * spread) if spread else mean_s
+        if mean_s:
+            offset_s += mean_s if math.isinf(shape) else rng.gammavariate(shape, mean_s / shape)

@@ -74,7 +74,7 @@ def serve(
     burstiness: Annotated[
         float,
         typer.Option(
-            help="With --rate: spread of the gaps over their mean. 1: Poisson; more: bursts; 0: even.",
+            help="With --rate: gamma shape of the gaps. 1: Poisson; less: bursts; inf: even.",
             rich_help_panel=_LOAD,
         ),
     ] = 1.0,

@@ -37,7 +37,7 @@ def load_name(load: Load) -> str:
     """What a load is, in a few words."""
     match load:
         case OpenLoop():
-            shape = {0.0: "evenly", 1.0: "Poisson"}.get(load.burstiness, f"gamma, burstiness {load.burstiness:g}")
+            shape = {math.inf: "evenly", 1.0: "Poisson"}.get(load.burstiness, f"gamma, burstiness {load.burstiness:g}")
             return "all at once" if math.isinf(load.rate) else f"{load.rate:g} requests/s, {shape}"
         case Replay():
             return "times of the trace" + ("" if load.speed == 1 else f", {load.speed:g} times as fast")
