@@ -127,7 +127,7 @@ def serve(
     from bench.load.flags import choose, parse_dataset, parse_loads, parse_targets
     from bench.load.plots import check_plots, plot_sweep
     from bench.load.progress import ServeProgress
-    from bench.load.report import append_line, print_points, serve_line
+    from bench.load.report import append_line, print_sweep, serve_line
     from bench.load.sender import Protocol, Target
     from bench.load.serve import ServeOptions, measure
 
@@ -171,12 +171,14 @@ def serve(
         check_plots(plot)
     console = Console()
     with ServeProgress(console) as watcher:
-        served, points = asyncio.run(measure(options, watcher))
-    print_points(console, points)
+        outcome = asyncio.run(measure(options, watcher))
+    assert outcome.model is not None, "found before anything is measured"
+    print_sweep(console, outcome.points)
     if json_file is not None:
-        append_line(serve_line(options, served, points), json_file)
+        append_line(serve_line(options, outcome), json_file)
     if plot is not None:
-        console.print(f"Plot: {plot_sweep(points, plot, title=f'{served.name} over {chosen}, {data.kind} prompts')}")
+        title = f"{outcome.model.name} over {chosen}, {data.kind} prompts"
+        console.print(f"Plot: {plot_sweep(outcome.points, plot, title=title)}")
 
 
 @app.command()

@@ -14,10 +14,14 @@ from itertools import chain
 from bench.errors import BenchConfigError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay, draw_offsets
 from bench.load.calls import Call, Session
-from bench.load.records import CallError, CallRecord, Clock
+from bench.load.records import CallError, CallRecord, Clock, ErrorKind
 from bench.load.sender import Sender
 
 Pause = Callable[[float], Awaitable[None]]
+
+_TURNED_AWAY = (ErrorKind.UNAVAILABLE, ErrorKind.OVERLOADED)
+_TURNED_AWAY_PAUSE_S = 1.0
+"""A service that is gone or full answers at once: a closed loop would ask it again thousands of times a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,23 +52,29 @@ class Driver:
         self._clock = clock
         self._pause = pause
         self._records: list[CallRecord] = []
+        self._start_s, self._start_cpu_s = clock(), time.process_time()
 
     async def run(self, load: Load, sessions: Iterator[Session], *, seed: int, duration_s: float | None = None) -> Run:
         """Send the sessions, those that begin within `duration_s`, and wait for all answers.
 
+        When it is cancelled, what is not answered counts as failed, and `so_far` tells what there is.
         Raises BenchConfigError when a trace without times is to be replayed.
         """
-        self._records = []
         arrivals = _arrivals(load, sessions, seed)
-        start_s, start_cpu_s = self._clock(), time.process_time()
+        start_s = self._start_s = self._clock()
+        self._start_cpu_s = time.process_time()
         end_s = None if duration_s is None else start_s + duration_s
         async with asyncio.TaskGroup() as tasks:
             if isinstance(load, ClosedLoop):
                 for _ in range(load.concurrency):
                     tasks.create_task(self._work(sessions, end_s))
             await self._send_all(arrivals, start_s, end_s, tasks)
-        wall_s = max(self._clock() - start_s, 1e-9)
-        return Run(records=self._records, cpu_share=(time.process_time() - start_cpu_s) / wall_s)
+        return self.so_far()
+
+    def so_far(self) -> Run:
+        """What the load has given until now."""
+        wall_s = max(self._clock() - self._start_s, 1e-9)
+        return Run(records=self._records, cpu_share=(time.process_time() - self._start_cpu_s) / wall_s)
 
     async def _send_all(
         self, arrivals: Iterable[tuple[float, Session]], start_s: float, end_s: float | None, tasks: asyncio.TaskGroup
@@ -83,15 +93,18 @@ class Driver:
         for session in sessions:  # of all workers: each takes the next
             if end_s is not None and self._clock() >= end_s:
                 return
-            await self._run_session(session, None)
+            error = await self._run_session(session, None)
+            if error is not None and error.kind in _TURNED_AWAY:
+                await self._pause(_TURNED_AWAY_PAUSE_S)
 
-    async def _run_session(self, session: Session, due_s: float | None) -> None:
+    async def _run_session(self, session: Session, due_s: float | None) -> CallError | None:
         for index, call in enumerate(session.calls):
             if index:
                 await self._pause(session.think_s)
             record = await self._call(call, due_s if index == 0 else None)
             if record.error is not None:
-                return
+                return record.error
+        return None
 
     async def _call(self, call: Call, due_s: float | None) -> CallRecord:
         record = CallRecord(num_asked=call.num_out, due_s=due_s, sent_s=self._clock())
@@ -101,7 +114,10 @@ class Driver:
                 call, self._cache_salt, lambda num_tokens: record.note(num_tokens, self._clock())
             )
         except CallError as error:
-            record.error = error
+            record.fail(error, self._clock())
+        except asyncio.CancelledError:
+            record.fail(CallError(ErrorKind.CANCELLED, "interrupted"), self._clock())
+            raise
         self._on_answer(record)
         return record
 

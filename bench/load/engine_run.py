@@ -94,7 +94,7 @@ class _Feed:
         if output.token_ids:
             entry.record.note(len(output.token_ids), now_s)
         if output.error is not None:
-            entry.record.error = CallError(ErrorKind.SERVER, str(output.error))
+            entry.record.fail(CallError(ErrorKind.SERVER, str(output.error)), now_s)
             del self._open[output.request_id]
         elif output.finish is not None:
             usage = output.finish.usage

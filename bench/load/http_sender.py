@@ -8,10 +8,12 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Struct
 
 from bench.errors import BenchError
@@ -34,7 +36,7 @@ async def connect_http(target: Target) -> AsyncIterator["HttpSender"]:
     """Connections for the length of the block. Raises BenchError when the authorities cannot be read."""
     tls: ssl.SSLContext | bool = True
     if target.tls_ca is not None:
-        tls = ssl.create_default_context(cadata=read_authorities(target.tls_ca).decode())
+        tls = _trust(target.tls_ca)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=tls),  # 0: as many connections as there are requests
         timeout=aiohttp.ClientTimeout(total=target.timeout_s),
@@ -72,12 +74,14 @@ class HttpSender:
                 f"{self._base}{path}", data=msgspec.json.encode(body), headers={"content-type": "application/json"}
             ) as response:
                 if response.status != HTTPStatus.OK:
-                    raise CallError(_kind_of(response.status), (await response.text())[:500])
+                    raise CallError(_kind_of(response.status), _message_of(await response.read()))
                 return await _read_answer(response.content, received)
+        except (msgspec.DecodeError, HttpProcessingError) as error:  # the latter also for a line without end
+            raise CallError(ErrorKind.OTHER, f"the answer is not understood: {error}") from error
         except TimeoutError as error:
             raise CallError(ErrorKind.TIMEOUT, f"no answer within {self._target.timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise CallError(ErrorKind.UNAVAILABLE, repr(error)) from error
+            raise CallError(ErrorKind.UNAVAILABLE, str(error) or repr(error)) from error
 
     def _request(self, call: Call, cache_salt: str) -> tuple[str, dict[str, Any]]:
         body = {
@@ -118,6 +122,22 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
     return Usage(
         prompt_tokens=usage.prompt_tokens, cached_tokens=cached or 0, completion_tokens=usage.completion_tokens
     )
+
+
+def _trust(file: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cadata=read_authorities(file).decode())
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise BenchError(f"{file} is not PEM: {error}") from error
+
+
+def _message_of(body: bytes) -> str:
+    """What a refusal says, in OpenAI's form or as it is."""
+    try:
+        chunk = _Chunks.decode(body)
+    except msgspec.DecodeError:
+        chunk = _Chunk()
+    return chunk.error.message if chunk.error else body.decode(errors="replace")[:500]
 
 
 def _kind_of(status: int) -> ErrorKind:

@@ -40,11 +40,11 @@ def plot_sweep(points: Sequence[Point], folder: Path, *, title: str) -> Path:
     rate_axes.plot(places, [point.summary.output_rate for point in ordered], marker="o", label="all")
     if all(point.summary.goodput is not None for point in ordered):
         good = [point.summary.goodput.output_rate for point in ordered if point.summary.goodput is not None]
-        rate_axes.plot(places, good, marker="o", label="within the targets")
+        rate_axes.plot(places, good, marker="o", linestyle="--", label="within the targets")
     rate_axes.set(ylabel="output tokens/s", ylim=(0, None))
     is_closed = all(isinstance(point.load, ClosedLoop) for point in points)
     for axes in (ttft_axes, tpot_axes, rate_axes):
-        axes.set(xlabel="requests at a time" if is_closed else "requests/s sent")
+        axes.set(xlabel="requests at a time" if is_closed else "request rate (arrivals/s)")
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)

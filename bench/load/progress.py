@@ -8,12 +8,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bench.load.arrivals import Load
 from bench.load.records import CallRecord
-from bench.load.report import load_name
+from bench.load.report import load_name, print_point
+from bench.load.serve import Point
 from bench.load.watcher import OfflineWatcher, ServeWatcher
 
 
 class _Bars:
     def __init__(self, console: Console) -> None:
+        self._console = console
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -42,7 +44,7 @@ class _Bars:
 
 
 class ServeProgress(_Bars, ServeWatcher):
-    """A bar for each load, with what was seen last."""
+    """A bar for each load while it runs, and then its numbers."""
 
     def begin(self, load: Load | None, num_requests: int | None) -> None:
         """See ServeWatcher."""
@@ -54,6 +56,10 @@ class ServeProgress(_Bars, ServeWatcher):
         assert self._task is not None, "requests end after their load began"
         self._num_failed += record.error is not None
         self._progress.update(self._task, advance=1, note=f"{self._num_failed} failed" if self._num_failed else "")
+
+    def end(self, point: Point) -> None:
+        """See ServeWatcher."""
+        print_point(self._console, point)
 
 
 class OfflineProgress(_Bars, OfflineWatcher):

@@ -58,6 +58,8 @@ class CallRecord:
     """Tokens seen; over HTTP pieces of text, which may be fewer."""
     usage: Usage | None = None
     error: CallError | None = None
+    failed_s: float | None = None
+    """When it failed."""
 
     def note(self, num_tokens: int, now_s: float) -> None:
         """Tokens came now. With 0 only the time counts: of a token that has no text, over HTTP."""
@@ -68,6 +70,15 @@ class CallRecord:
         self.last_s = now_s
         if self.first_s is None:
             self.first_s = now_s
+
+    def fail(self, error: CallError, now_s: float) -> None:
+        """It failed now."""
+        self.error, self.failed_s = error, now_s
+
+    @property
+    def end_s(self) -> float:
+        """When the last was seen of it."""
+        return max(time_s for time_s in (self.sent_s, self.last_s, self.failed_s) if time_s is not None)
 
     @property
     def is_answered(self) -> bool:

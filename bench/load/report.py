@@ -13,9 +13,8 @@ from rich.table import Table
 
 from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
-from bench.load.sender import ServedModel
-from bench.load.serve import Point, ServeOptions
-from bench.load.statistics import Distribution, Summary
+from bench.load.serve import Outcome, Point, ServeOptions
+from bench.load.statistics import Distribution, Summary, describe_errors
 from bench.machine import describe_machine, describe_torch
 
 if TYPE_CHECKING:
@@ -24,7 +23,9 @@ if TYPE_CHECKING:
 MAX_LAG_S = 0.010
 """Requests later than this, at the 99th percentile, are a load that differs from what was asked for."""
 MAX_CPU_SHARE = 0.8
-"""Of a core: a load generator beyond this may be what is measured."""
+"""Of a core: a load generator beyond this may be what is measured. Of no account in less than a second."""
+
+MIN_FOR_P99 = 100
 
 MIN_SEEN = 0.5
 """Of the tokens: with fewer pieces of text, times of text say little about tokens."""
@@ -38,20 +39,24 @@ def load_name(load: Load) -> str:
     match load:
         case OpenLoop():
             shape = {math.inf: "evenly", 1.0: "Poisson"}.get(load.burstiness, f"gamma, burstiness {load.burstiness:g}")
-            return "all at once" if math.isinf(load.rate) else f"{load.rate:g} requests/s, {shape}"
+            return "all at once" if math.isinf(load.rate) else f"{load.rate:g} arrivals/s, {shape}"
         case Replay():
             return "times of the trace" + ("" if load.speed == 1 else f", {load.speed:g} times as fast")
         case ClosedLoop():
             return f"{load.concurrency} at a time"
 
 
-def print_points(console: Console, points: Sequence[Point]) -> None:
-    """Each load in detail; then all of them, where there are several."""
-    for point in points:
+def print_point(console: Console, point: Point) -> None:
+    """One load in detail."""
+    if point.summary.num_answered:
         console.print(_latency_table(point))
-        console.print(_throughput_line(point.summary), highlight=False)
-        for warning in warnings(point):
-            console.print(f"Warning: {warning}", style="yellow", highlight=False)
+    console.print(_throughput_line(point.summary), highlight=False)
+    for warning in warnings(point):
+        console.print(f"Warning: {warning}", style="yellow", highlight=False, markup=False)
+
+
+def print_sweep(console: Console, points: Sequence[Point]) -> None:
+    """All loads together, where there are several."""
     if len(points) > 1:
         console.print(_sweep_table(points))
 
@@ -66,14 +71,14 @@ def warnings(point: Point) -> list[str]:
         found.append(
             f"the load generator fell behind: requests were sent up to {_ms(lag.max)} ms late (p99 {_ms(lag.p99)} ms)"
         )
-    if point.cpu_share > MAX_CPU_SHARE:
+    if point.cpu_share > MAX_CPU_SHARE and summary.duration_s > 1:
         found.append(
             f"the load generator took {point.cpu_share:.0%} of a core: latencies may be its own; "
             "run several with a part of the load each"
         )
     if summary.errors:
-        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(summary.errors.items()))
-        found.append(f"{sum(summary.errors.values())} of {summary.num_requests} requests failed: {kinds}")
+        num_failed = summary.num_requests - summary.num_answered
+        found.append(f"{num_failed} of {summary.num_requests} requests failed: {describe_errors(summary)}")
     if summary.num_seen < MIN_SEEN * summary.output_tokens:
         found.append(
             f"{summary.output_tokens} tokens came as {summary.num_seen} pieces of text: TTFT and ITL over HTTP are "
@@ -119,10 +124,11 @@ def print_offline(console: Console, result: "OfflineResult") -> None:
         console.print("* other processes kept more than a tenth of a core busy", highlight=False)
 
 
-def serve_line(options: ServeOptions, model: ServedModel, points: Sequence[Point]) -> str:
+def serve_line(options: ServeOptions, outcome: Outcome) -> str:
     """Everything about a serving benchmark, as one line of JSON."""
-    measured = [{"name": load_name(point.load), **_plain(point), "warnings": warnings(point)} for point in points]
-    return _line({"benchmark": "serve", "model": model.name, "arguments": _plain(options), "points": measured})
+    points = [{"name": load_name(point.load), **_plain(point), "warnings": warnings(point)} for point in outcome.points]
+    model = None if outcome.model is None else outcome.model.name
+    return _line({"benchmark": "serve", "model": model, "arguments": _plain(options), "points": points})
 
 
 def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:
@@ -132,9 +138,13 @@ def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:
 
 def append_line(line: str, file: Path) -> None:
     """Add a line to a file. Raises BenchError when it cannot be written."""
+    _append(line + "\n", file)
+
+
+def _append(text: str, file: Path) -> None:
     try:
         with file.open("a", encoding="utf-8") as out:
-            out.write(line + "\n")
+            out.write(text)
     except OSError as error:
         raise BenchError(f"{file} cannot be written: {error.strerror}") from error
 
@@ -164,11 +174,14 @@ def _plain(value: Any) -> Any:
 
 
 def _latency_table(point: Point) -> Table:
-    table = Table("ms", "mean", "p50", "p90", "p95", "p99", "max", title=load_name(point.load))
+    table = Table("ms", "mean", "p50", "p90", "p95", "p99", "max", "of", title=load_name(point.load))
     for name, field in {**_LATENCIES, "send lag": "lag_s"}.items():
         times: Distribution | None = getattr(point.summary, field)
         if times is not None:
-            table.add_row(name, *(_ms(each) for each in dataclasses.astuple(times)))
+            count, *seconds = dataclasses.astuple(times)
+            table.add_row(name, *map(_ms, seconds), str(count))
+    if point.summary.num_answered < MIN_FOR_P99:
+        table.caption = f"p99 of fewer than {MIN_FOR_P99} requests is about their slowest"
     for column in table.columns[1:]:
         column.justify = "right"
     return table
@@ -187,7 +200,7 @@ def _throughput_line(summary: Summary) -> str:
         good = summary.goodput
         parts.append(
             f"goodput {good.request_rate:.2f} requests/s, {good.output_rate:.1f} output tokens/s "
-            f"({good.num_requests} requests within the targets)"
+            f"({good.num_requests / summary.num_requests:.0%} of the requests within the targets)"
         )
     return ", ".join(parts)
 

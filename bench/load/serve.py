@@ -1,16 +1,19 @@
 """`weft bench serve`: one load after the other on a running service, and what each gave."""
 
 import uuid
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load
+from bench.load.calls import Session
 from bench.load.datasets import DatasetOptions, make_sessions, take_calls
-from bench.load.driver import Driver, Run
+from bench.load.driver import Driver
 from bench.load.grpc_sender import connect_grpc
 from bench.load.http_sender import connect_http
 from bench.load.sender import Protocol, Sender, ServedModel, Target
-from bench.load.statistics import Summary, Targets, summarize
+from bench.load.statistics import Summary, Targets, describe_errors, summarize
 from bench.load.watcher import ServeWatcher
 
 SMALL_VOCAB_SIZE = 500
@@ -49,33 +52,73 @@ class Point:
     """Of one core, that the load generator took."""
 
 
-async def measure(options: ServeOptions, watcher: ServeWatcher | None = None) -> tuple[ServedModel, list[Point]]:
-    """Run all loads.
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What was measured. Filled load by load, so that who is interrupted keeps what there is."""
 
-    Raises BenchError when the service cannot be reached or serves no such model, BenchConfigError when the dataset
-    cannot be used. Requests that fail are counted.
+    model: ServedModel | None = None
+    """None: the service was not reached yet."""
+    points: list[Point] = field(default_factory=list)
+
+
+async def measure(
+    options: ServeOptions, watcher: ServeWatcher | None = None, outcome: Outcome | None = None
+) -> Outcome:
+    """Run all loads and return the outcome; `outcome` is one to fill.
+
+    Raises BenchError when the service cannot be reached, serves no such model, or answers no request of the warm-up;
+    BenchConfigError when the dataset cannot be used. Requests that fail later are counted.
     """
-    watcher = watcher or ServeWatcher()
-    points = []
+    outcome = outcome or Outcome()
     async with _connect(options.target) as sender:
-        model = await sender.find_model()
-        vocab_size = options.vocab_size or model.vocab_size or SMALL_VOCAB_SIZE
+        outcome.model = await sender.find_model()
+        await _Measuring(options, sender, outcome.model, watcher or ServeWatcher(), outcome.points).run()
+    return outcome
 
-        async def run(load: Load | None, num_requests: int | None, duration_s: float | None) -> Run:
-            watcher.begin(load, num_requests)
-            driver = Driver(sender, cache_salt=f"weft-bench-{uuid.uuid4().hex}", on_answer=watcher.note)
-            sessions = take_calls(
-                make_sessions(options.dataset, vocab_size=vocab_size, seed=options.seed), num_requests
-            )
-            load = load or ClosedLoop(concurrency=_WARMUP_CONCURRENCY)
-            return await driver.run(load, sessions, seed=options.seed, duration_s=duration_s)
 
-        if options.num_warmup:
-            await run(None, options.num_warmup, None)
-        for load in options.loads:
-            gave = await run(load, options.num_requests, options.duration_s)
-            points.append(Point(load=load, summary=summarize(gave.records, options.targets), cpu_share=gave.cpu_share))
-    return model, points
+class _Measuring:
+    def __init__(
+        self, options: ServeOptions, sender: Sender, model: ServedModel, watcher: ServeWatcher, points: list[Point]
+    ) -> None:
+        self._options = options
+        self._sender = sender
+        self._vocab_size = options.vocab_size or model.vocab_size or SMALL_VOCAB_SIZE
+        self._watcher = watcher
+        self._points = points
+
+    async def run(self) -> None:
+        if self._options.num_warmup:
+            await self._warm_up(self._options.num_warmup)
+        for load in self._options.loads:
+            await self._measure(load)
+
+    async def _warm_up(self, num_requests: int) -> None:
+        """With other prompts than the loads have: not every service keeps caches apart."""
+        self._watcher.begin(None, num_requests)
+        load = ClosedLoop(concurrency=_WARMUP_CONCURRENCY)
+        run = await self._driver().run(load, self._sessions(self._options.seed + 1, num_requests), seed=0)
+        summary = summarize(run.records)
+        if not summary.num_answered:
+            raise BenchError(f"no request of the warm-up was answered: {describe_errors(summary)}")
+
+    async def _measure(self, load: Load) -> None:
+        options, driver = self._options, self._driver()
+        self._watcher.begin(load, options.num_requests)
+        sessions = self._sessions(options.seed, options.num_requests)
+        try:
+            await driver.run(load, sessions, seed=options.seed, duration_s=options.duration_s)
+        finally:  # also when it is interrupted
+            run = driver.so_far()
+            if run.records:
+                point = Point(load=load, summary=summarize(run.records, options.targets), cpu_share=run.cpu_share)
+                self._points.append(point)
+                self._watcher.end(point)
+
+    def _driver(self) -> Driver:
+        return Driver(self._sender, cache_salt=f"weft-bench-{uuid.uuid4().hex}", on_answer=self._watcher.note)
+
+    def _sessions(self, seed: int, num_requests: int | None) -> Iterator[Session]:
+        return take_calls(make_sessions(self._options.dataset, vocab_size=self._vocab_size, seed=seed), num_requests)
 
 
 def _connect(target: Target) -> AbstractAsyncContextManager[Sender]:

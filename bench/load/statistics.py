@@ -13,6 +13,7 @@ from bench.load.records import CallRecord
 class Distribution:
     """Some times, in seconds."""
 
+    count: int
     mean: float
     p50: float
     p90: float
@@ -27,7 +28,8 @@ class Distribution:
         if not found:
             return None
         p50, p90, p95, p99 = (percentile(found, share) for share in (0.5, 0.9, 0.95, 0.99))
-        return cls(mean=math.fsum(found) / len(found), p50=p50, p90=p90, p95=p95, p99=p99, max=found[-1])
+        mean = math.fsum(found) / len(found)
+        return cls(count=len(found), mean=mean, p50=p50, p90=p90, p95=p95, p99=p99, max=found[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +39,18 @@ class Targets:
     ttft_s: float | None = None
     """None: any."""
     tpot_s: float | None = None
+    e2e_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft", "tpot"):
+        for name in ("ttft", "tpot", "e2e"):
             target_s = getattr(self, f"{name}_s")
             if target_s is not None and not target_s > 0:
                 raise BenchConfigError(f"--{name}-target is {target_s * 1000:g} ms; allowed: more than 0")
 
     def are_met(self, record: CallRecord) -> bool:
-        """Whether an answered request kept both; one without a second token has no TPOT to keep."""
-        return _is_within(record.ttft_s, self.ttft_s) and _is_within(record.tpot_s, self.tpot_s)
+        """Whether an answered request kept all; one without a second token has no TPOT to keep."""
+        seen = ((record.ttft_s, self.ttft_s), (record.tpot_s, self.tpot_s), (record.e2e_s, self.e2e_s))
+        return all(_is_within(seen_s, target_s) for seen_s, target_s in seen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,10 @@ class Summary:
     """Answered with fewer tokens than asked for."""
     errors: dict[str, int]
     """By kind."""
+    first_messages: dict[str, str]
+    """Of the first error of each kind."""
     duration_s: float
-    """From the first request sent to the last answer."""
+    """From the first request sent to the end of the last, answered or failed."""
     input_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -100,8 +106,8 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def summarize(records: Sequence[CallRecord], targets: Targets | None = None) -> Summary:
     """The numbers of a run with at least one request."""
     answered = [record for record in records if record.is_answered]
-    start_s = min(record.sent_s for record in records)
-    end_s = max(record.sent_s if record.last_s is None else record.last_s for record in records)
+    errors = [record.error for record in records if record.error is not None]
+    start_s, end_s = min(record.sent_s for record in records), max(record.end_s for record in records)
     duration_s = max(end_s - start_s, 1e-9)
     input_tokens = sum(record.num_in for record in answered)
     output_tokens = sum(record.num_out for record in answered)
@@ -109,7 +115,8 @@ def summarize(records: Sequence[CallRecord], targets: Targets | None = None) -> 
         num_requests=len(records),
         num_answered=len(answered),
         num_short=sum(record.num_out < record.num_asked for record in answered),
-        errors=dict(Counter(str(record.error.kind) for record in records if record.error is not None)),
+        errors=dict(Counter(str(error.kind) for error in errors)),
+        first_messages={str(error.kind): str(error) for error in reversed(errors)},
         duration_s=duration_s,
         input_tokens=input_tokens,
         cached_tokens=sum(record.usage.cached_tokens for record in answered if record.usage is not None),
@@ -124,6 +131,13 @@ def summarize(records: Sequence[CallRecord], targets: Targets | None = None) -> 
         e2e_s=Distribution.of(record.e2e_s for record in answered),
         lag_s=Distribution.of(record.lag_s for record in records),
         goodput=None if targets is None else _goodput(answered, targets, duration_s),
+    )
+
+
+def describe_errors(summary: Summary) -> str:
+    """Of each kind how many, and the first message."""
+    return "; ".join(
+        f"{number} {kind} ({summary.first_messages[kind]})" for kind, number in sorted(summary.errors.items())
     )
 
 

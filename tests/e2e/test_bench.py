@@ -39,7 +39,7 @@ def engine_tokens(cluster: Cluster) -> float:
 @pytest.mark.parametrize("protocol", list(Protocol))
 async def test_numbers_of_a_bench_fit_together(cluster: Cluster, protocol: Protocol) -> None:
     before = engine_tokens(cluster)
-    _, points = await measure(
+    outcome = await measure(
         ServeOptions(
             target=Target(protocol=protocol, address=address_of(cluster, protocol), timeout_s=120.0),
             loads=(OpenLoop(rate=20.0), ClosedLoop(concurrency=4)),
@@ -52,6 +52,7 @@ async def test_numbers_of_a_bench_fit_together(cluster: Cluster, protocol: Proto
             seed=0,
         )
     )
+    points = outcome.points
     for point in points:
         summary = point.summary
         assert (summary.num_requests, summary.num_answered, summary.num_short, summary.errors) == (12, 12, 0, {})

@@ -163,6 +163,27 @@ async def test_failed_call_ends_its_session_and_nothing_else(time: VirtualTime) 
     assert len(service.sent) == 2
 
 
+async def test_closed_loop_does_not_hammer_a_service_that_turns_it_away(time: VirtualTime) -> None:
+    service = FakeService(time, answer_s=0.0)
+    service.fail = lambda call: True
+    run = await drive(time, service, ClosedLoop(concurrency=2), single(1000), duration_s=4.5)
+    assert [record.sent_s for record in run.records] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+async def test_what_an_interrupted_load_gave_is_kept(time: VirtualTime) -> None:
+    service = FakeService(time, answer_s=1.0)
+    driver = Driver(service, cache_salt="salt", clock=time.clock, pause=time.pause)
+    load = asyncio.create_task(driver.run(ClosedLoop(concurrency=1), single(5), seed=0))
+    while len(service.sent) < 3:
+        await time.run(asyncio.create_task(time.pause(1.0)))
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    records = driver.so_far().records
+    assert [record.error and record.error.kind for record in records] == [None, None, ErrorKind.CANCELLED]
+    assert all(record.is_answered for record in records[:2])
+
+
 @pytest.mark.parametrize(
     ("load", "number"), [(OpenLoop(rate=2, burstiness=math.inf), 10), (ClosedLoop(concurrency=2), 10), (Replay(), 5)]
 )

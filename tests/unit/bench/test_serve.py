@@ -14,6 +14,8 @@ import grpc
 import pytest
 import pytest_asyncio
 import trustme
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import RunningRouter, router_config, running_router
 from typer.testing import CliRunner
@@ -25,8 +27,9 @@ from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.plots import plot_sweep
 from bench.load.report import serve_line, warnings
 from bench.load.sender import Protocol, Target
-from bench.load.serve import Point, ServeOptions, measure
+from bench.load.serve import Outcome, Point, ServeOptions, measure
 from bench.load.statistics import Targets
+from bench.load.watcher import ServeWatcher
 from cluster.cli import app
 from router.keys import hash_key
 from router.tls import TlsFiles
@@ -79,9 +82,11 @@ def options(where: Target, **changes: Any) -> ServeOptions:
 
 @PROTOCOLS
 async def test_both_fronts_count_the_same(router: RunningRouter, replica: FakeReplica, protocol: Protocol) -> None:
-    model, (point,) = await measure(options(target(router, protocol), targets=Targets(ttft_s=60.0, tpot_s=60.0)))
+    outcome = await measure(options(target(router, protocol), targets=Targets(ttft_s=60.0, tpot_s=60.0)))
+    (point,) = outcome.points
     summary = point.summary
-    assert model.name == "tiny"
+    assert outcome.model is not None
+    assert outcome.model.name == "tiny"
     assert (summary.num_requests, summary.num_answered, summary.num_short, summary.errors) == (12, 12, 0, {})
     assert summary.input_tokens == sum(len(submit.prompt_token_ids) for submit in replica.submits)
     assert summary.output_tokens == sum(submit.sampling.max_tokens for submit in replica.submits)
@@ -100,7 +105,7 @@ async def test_loads_send_the_same_prompts_and_share_no_cache(
     router: RunningRouter, replica: FakeReplica, protocol: Protocol
 ) -> None:
     loads = (OpenLoop(rate=1000.0), OpenLoop(rate=float("inf")))
-    _, points = await measure(options(target(router, protocol), loads=loads, num_warmup=5))
+    points = (await measure(options(target(router, protocol), loads=loads, num_warmup=5))).points
     assert [point.summary.num_answered for point in points] == [12, 12]
     assert all(point.summary.lag_s is not None for point in points)
     rounds = [replica.submits[:5], replica.submits[5:17], replica.submits[17:]]
@@ -120,7 +125,7 @@ async def test_texts_and_conversations_are_sent_turn_by_turn(
     said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     file.write_text(json.dumps({"messages": said}) + "\n" + json.dumps({"prompt": "héllo"}) + "\n")
     dataset = DatasetOptions(kind=DatasetKind.PROMPTS, file=file, outputs=Lengths(low=4, high=4))
-    _, (point,) = await measure(options(target(router, protocol), dataset=dataset, num_requests=3))
+    (point,) = (await measure(options(target(router, protocol), dataset=dataset, num_requests=3))).points
     assert (point.summary.num_answered, point.summary.output_tokens) == (3, 12)
     texts = sorted(bytes(i for i in submit.prompt_token_ids if i < 256).decode() for submit in replica.submits)
     assert texts == ["<user>user", "<user>user<assistant>assistant<user>user", "héllo"]
@@ -138,10 +143,39 @@ async def test_errors_are_counted_by_kind(
     router: RunningRouter, replica: FakeReplica, protocol: Protocol, refusal: grpc.StatusCode, kind: str
 ) -> None:
     replica.refusal = refusal
-    _, (point,) = await measure(options(target(router, protocol), num_requests=3))
+    (point,) = (await measure(options(target(router, protocol), num_requests=3))).points
     assert point.summary.errors == {kind: 3}
     assert point.summary.num_answered == 0
-    assert f"3 of 3 requests failed: 3 {kind}" in warnings(point)
+    assert warnings(point) == [f"3 of 3 requests failed: 3 {kind} (scripted refusal)"]
+
+
+@PROTOCOLS
+async def test_warm_up_without_an_answer_ends_it(
+    router: RunningRouter, replica: FakeReplica, protocol: Protocol
+) -> None:
+    replica.refusal = grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(BenchError, match=r"no request of the warm-up was answered: 3 bad request \(scripted refusal\)"):
+        await measure(options(target(router, protocol), num_warmup=3))
+
+
+async def test_interrupted_sweep_keeps_what_was_measured(router: RunningRouter, replica: FakeReplica) -> None:
+    """The first load whole, of the second what there is."""
+    outcome, second_begun = Outcome(), asyncio.Event()
+
+    class Watcher(ServeWatcher):
+        def end(self, point: Point) -> None:
+            replica._steps_allowed = 0
+            second_begun.set()
+
+    loads = (ClosedLoop(concurrency=2), ClosedLoop(concurrency=3))
+    running = asyncio.create_task(measure(options(target(router, Protocol.GRPC), loads=loads), Watcher(), outcome))
+    await second_begun.wait()
+    await replica.wait_until(lambda: len(replica.submits) == 12 + 3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    first, second = (point.summary for point in outcome.points)
+    assert (first.num_answered, second.num_answered, second.errors) == (12, 0, {"cancelled": 3})
 
 
 @PROTOCOLS
@@ -149,7 +183,7 @@ async def test_request_without_an_answer_times_out(
     router: RunningRouter, replica: FakeReplica, protocol: Protocol
 ) -> None:
     replica._steps_allowed = 0
-    _, (point,) = await measure(options(target(router, protocol, timeout_s=0.3), num_requests=1))
+    (point,) = (await measure(options(target(router, protocol, timeout_s=0.3), num_requests=1))).points
     assert point.summary.errors == {"timeout": 1}
 
 
@@ -181,7 +215,7 @@ async def test_services_with_tls_and_keys_are_measured_too(protocol: Protocol, t
             tls_ca=authority,
             timeout_s=20.0,
         )
-        _, (point,) = await measure(options(replace(where, api_key="wk-1"), num_requests=2))
+        (point,) = (await measure(options(replace(where, api_key="wk-1"), num_requests=2))).points
         assert point.summary.num_answered == 2
         with pytest.raises(BenchError, match=r"unauthenticated|401"):
             await measure(options(replace(where, api_key="wk-2")))
@@ -191,21 +225,21 @@ async def test_services_with_tls_and_keys_are_measured_too(protocol: Protocol, t
 
 async def test_line_of_json_has_everything_but_the_key(router: RunningRouter, tmp_path: Path) -> None:
     wanted = options(target(router, Protocol.GRPC, api_key="secret"), loads=(OpenLoop(rate=float("inf")),))
-    model, points = await measure(wanted)
-    line = json.loads(serve_line(wanted, model, points))
+    outcome = await measure(wanted)
+    line = json.loads(serve_line(wanted, outcome))
     assert (line["benchmark"], line["model"], line["points"][0]["summary"]["num_answered"]) == ("serve", "tiny", 12)
     assert line["arguments"]["loads"] == [{"rate": "inf", "burstiness": 1.0}]
     assert {"cpu", "cores", "python", "weft", "commit"} <= line.keys()
     assert "secret" not in json.dumps(line)
-    assert plot_sweep(points, tmp_path, title="t").read_bytes().startswith(b"\x89PNG")
+    assert plot_sweep(outcome.points, tmp_path, title="t").read_bytes().startswith(b"\x89PNG")
 
 
 async def test_late_and_busy_generators_are_told(router: RunningRouter) -> None:
-    _, (point,) = await measure(options(target(router, Protocol.GRPC), loads=(OpenLoop(rate=float("inf")),)))
+    (point,) = (await measure(options(target(router, Protocol.GRPC), loads=(OpenLoop(rate=float("inf")),)))).points
     lag = point.summary.lag_s
     assert lag is not None
     late = replace(lag, max=0.5, p99=0.5)
-    summary = replace(point.summary, lag_s=late, num_short=2, num_seen=3)
+    summary = replace(point.summary, duration_s=2.0, lag_s=late, num_short=2, num_seen=3)
     found = warnings(Point(load=OpenLoop(rate=1.0), summary=summary, cpu_share=0.97))
     assert "fell behind: requests were sent up to 500.0 ms late" in found[0]
     assert "took 97% of a core" in found[1]
@@ -221,13 +255,13 @@ async def test_command_prints_tables_and_writes_json_and_plot(router: RunningRou
     ]
     result = await asyncio.to_thread(CliRunner().invoke, app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
-    assert "200 requests/s, Poisson" in result.output
+    assert "200 arrivals/s, Poisson" in result.output
     assert "4 of 4 requests in" in result.output
     assert "all loads" in result.output
     (line,) = (tmp_path / "lines").read_text().splitlines()
     assert [point["name"] for point in json.loads(line)["points"]] == [
-        "200 requests/s, Poisson",
-        "400 requests/s, Poisson",
+        "200 arrivals/s, Poisson",
+        "400 arrivals/s, Poisson",
     ]
     assert (tmp_path / "plots" / "rate_sweep.png").stat().st_size > 10_000
 
@@ -247,6 +281,39 @@ async def test_command_runs_where_replicas_do_not(router: RunningRouter, tmp_pat
     assert done.returncode == 0, done.stderr
     assert "3 of 3 requests in" in done.stdout
     assert json.loads(lines.read_text())["points"][0]["summary"]["num_answered"] == 3
+
+
+ODD_ANSWERS = {
+    "no events": b"<html>",
+    "no JSON": b"data: {\n\n",
+    "other JSON": b'data: {"choices": 5}\n\n',
+    "line without end": b"data: " + b"x" * 1_000_000,
+    "no usage": b"data: [DONE]\n\n",
+}
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS.keys())
+async def test_answers_that_nobody_understands_are_failed_requests(answer: bytes) -> None:
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "odd"}]})
+
+    async def complete(request: web.Request) -> web.Response:
+        return web.Response(body=answer, content_type="text/event-stream")
+
+    service = web.Application()
+    service.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+    async with TestServer(service) as server:
+        where = Target(protocol=Protocol.HTTP, address=f"http://{server.host}:{server.port}", timeout_s=20.0)
+        (point,) = (await measure(options(where, num_requests=2))).points
+    assert sum(point.summary.errors.values()) == 2
+
+
+async def test_authorities_that_are_no_certificates_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    file.write_bytes(b"\xff\xfe no certificate")
+    where = Target(protocol=Protocol.HTTP, address="https://127.0.0.1:1", tls_ca=file)
+    with pytest.raises(BenchError, match=r"ca\.pem is not PEM"):
+        await measure(options(where))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from bench.errors import BenchConfigError
 from bench.load.records import CallError, CallRecord, ErrorKind, Usage
-from bench.load.statistics import Distribution, Targets, percentile, summarize
+from bench.load.statistics import Distribution, Targets, describe_errors, percentile, summarize
 
 
 def answered(
@@ -21,8 +21,12 @@ def answered(
     return record
 
 
-def failed(sent_s: float, kind: ErrorKind, *, due_s: float | None = None) -> CallRecord:
-    return CallRecord(num_asked=5, due_s=due_s, sent_s=sent_s, error=CallError(kind, "no"))
+def failed(
+    sent_s: float, kind: ErrorKind, *, due_s: float | None = None, at_s: float | None = None, message: str = "no"
+) -> CallRecord:
+    record = CallRecord(num_asked=5, due_s=due_s, sent_s=sent_s)
+    record.fail(CallError(kind, message), sent_s if at_s is None else at_s)
+    return record
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 997])
@@ -33,6 +37,7 @@ def test_percentiles_are_those_of_numpy(number: int) -> None:
         assert percentile(sorted(values), share) == pytest.approx(np.percentile(values, share * 100))
     distribution = Distribution.of(values)
     assert distribution is not None
+    assert distribution.count == number
     assert distribution.mean == pytest.approx(np.mean(values))
     assert (distribution.p95, distribution.max) == (pytest.approx(np.percentile(values, 95)), max(values))
 
@@ -83,6 +88,24 @@ def test_lag_counts_every_request_that_was_due() -> None:
     assert (lag.mean, lag.max) == (0.625, 1.0)
 
 
+def test_time_that_failed_requests_took_counts_too() -> None:
+    """A service that lets one request hang for five minutes is not as fast as without it."""
+    records = [answered(0.0, [1.0, 2.0]), failed(0.0, ErrorKind.TIMEOUT, at_s=300.0)]
+    summary = summarize(records)
+    assert (summary.duration_s, summary.request_rate) == (300.0, 1 / 300)
+
+
+def test_errors_are_told_with_the_first_message_of_each_kind() -> None:
+    summary = summarize(
+        [
+            failed(0.0, ErrorKind.TIMEOUT, message="late"),
+            failed(1.0, ErrorKind.BAD_REQUEST, message="too long by 1"),
+            failed(2.0, ErrorKind.BAD_REQUEST, message="too long by 2"),
+        ]
+    )
+    assert describe_errors(summary) == "2 bad request (too long by 1); 1 timeout (late)"
+
+
 def test_goodput_counts_requests_that_keep_both_targets() -> None:
     fast, slow_start, slow_tokens, single = (
         answered(0.0, [0.5, 0.75]),
@@ -97,6 +120,9 @@ def test_goodput_counts_requests_that_keep_both_targets() -> None:
     only_ttft = summarize(records, Targets(ttft_s=1.0)).goodput
     assert only_ttft is not None
     assert only_ttft.num_requests == 3
+    only_e2e = summarize(records, Targets(e2e_s=1.75)).goodput
+    assert only_e2e is not None
+    assert only_e2e.num_requests == 3, "all that were answered but the slowest"
 
 
 def test_short_answers_are_counted() -> None:
@@ -112,3 +138,5 @@ def test_run_in_which_all_fail_has_numbers_too() -> None:
 def test_targets_must_be_positive() -> None:
     with pytest.raises(BenchConfigError, match=r"--ttft-target is 0 ms; allowed: more than 0"):
         Targets(ttft_s=0.0)
+    with pytest.raises(BenchConfigError, match=r"--e2e-target is nan ms"):
+        Targets(e2e_s=float("nan"))
