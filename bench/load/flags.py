@@ -1,8 +1,7 @@
 """From the texts of flags to the values that they mean. Raises BenchConfigError, which names the flag."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from pathlib import Path
 from typing import TypeVar
 
 from bench.errors import BenchConfigError
@@ -10,9 +9,36 @@ from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
 from bench.load.calls import Lengths
 from bench.load.dataset_files import TraceLimits
 from bench.load.datasets import DatasetKind, DatasetOptions
+from bench.load.flag_groups import (
+    DEFAULT_ROUTER,
+    DEFAULT_URL,
+    GoalFlags,
+    LoadFlags,
+    PromptFlags,
+    ServiceFlags,
+    SessionFlags,
+)
+from bench.load.sender import Protocol, Target
 from bench.load.statistics import Targets
+from cluster.cli_flags import given
 
 DEFAULT_CONCURRENCY = 8
+
+_MADE = (DatasetKind.RANDOM, DatasetKind.SHARED_PREFIX, DatasetKind.SESSIONS)
+_LOOKED_AT = {
+    "input_tokens": _MADE,
+    "output_tokens": (*_MADE, DatasetKind.PROMPTS),
+    "prefix_tokens": (DatasetKind.SHARED_PREFIX, DatasetKind.SESSIONS),
+    "num_prefixes": (DatasetKind.SHARED_PREFIX, DatasetKind.SESSIONS),
+    "turns": (DatasetKind.SESSIONS,),
+    "think_time": (DatasetKind.SESSIONS, DatasetKind.PROMPTS),
+    "length_scale": (DatasetKind.TRACE,),
+    "max_input_tokens": (DatasetKind.TRACE,),
+    "max_output_tokens": (DatasetKind.TRACE,),
+}
+"""By which kinds of datasets."""
+_NEEDED = {"burstiness": "rate", "speed": "replay"}
+"""With which other flag a flag says something."""
 
 _Kind = TypeVar("_Kind", bound=StrEnum)
 _Number = TypeVar("_Number", int, float)
@@ -38,58 +64,78 @@ def parse_lengths(flag: str, text: str) -> Lengths:
     return lengths
 
 
-def parse_dataset(
-    name: str,
-    file: Path | None,
-    *,
-    inputs: str,
-    outputs: str,
-    prefix_tokens: int,
-    num_prefixes: int,
-    turns: str,
-    think_s: float,
-    scale: float,
-    max_input_tokens: int | None,
-    max_output_tokens: int | None,
-) -> DatasetOptions:
-    """The flags of prompts together."""
+def parse_dataset(flag: str, name: str, prompts: PromptFlags, *, think_s: float = 0.0) -> DatasetOptions:
+    """What is sent; `flag` is the one that names the dataset."""
     return DatasetOptions(
-        kind=choose("--dataset", name, DatasetKind),
-        file=file,
-        inputs=parse_lengths("--input-tokens", inputs),
-        outputs=parse_lengths("--output-tokens", outputs),
-        prefix_tokens=prefix_tokens,
-        num_prefixes=num_prefixes,
-        turns=parse_lengths("--turns", turns),
+        kind=choose(flag, name, DatasetKind),
+        file=prompts.file,
+        inputs=parse_lengths("--input-tokens", prompts.input_tokens),
+        outputs=parse_lengths("--output-tokens", prompts.output_tokens),
+        prefix_tokens=prompts.prefix_tokens,
+        num_prefixes=prompts.num_prefixes,
+        turns=parse_lengths("--turns", prompts.turns),
         think_s=think_s,
-        limits=TraceLimits(scale=scale, max_input_tokens=max_input_tokens, max_output_tokens=max_output_tokens),
+        limits=TraceLimits(
+            scale=prompts.length_scale,
+            max_input_tokens=prompts.max_input_tokens,
+            max_output_tokens=prompts.max_output_tokens,
+        ),
     )
 
 
-def parse_loads(
-    *, rate: str | None, burstiness: float, concurrency: str | None, replay: bool, speed: float
-) -> tuple[Load, ...]:
+def parse_target(service: ServiceFlags, prompts: PromptFlags) -> Target:
+    """Which service; that it speaks HTTP may be said by its URL alone."""
+    default = Protocol.GRPC if service.url is None else Protocol.HTTP
+    protocol = default if service.protocol is None else choose("--protocol", service.protocol, Protocol)
+    other = ("--url", service.url) if protocol is Protocol.GRPC else ("--router", service.router)
+    if other[1] is not None:
+        raise BenchConfigError(f"{other[0]} is {other[1]!r}, and --protocol {protocol}; allowed: the address of that")
+    grpc, http = service.router or DEFAULT_ROUTER, service.url or DEFAULT_URL
+    return Target(
+        protocol=protocol,
+        address=grpc if protocol is Protocol.GRPC else http,
+        model=service.model,
+        api_key=service.api_key,
+        tls_ca=service.tls_ca,
+        timeout_s=service.timeout,
+        temperature=prompts.temperature,
+        ignore_eos=prompts.ignore_eos,
+    )
+
+
+def parse_loads(load: LoadFlags) -> tuple[Load, ...]:
     """Open loops, closed loops, or a replay: one kind only."""
-    given = [
-        flag for flag, is_set in (("--rate", rate), ("--concurrency", concurrency), ("--replay", replay)) if is_set
-    ]
-    if len(given) > 1:
-        raise BenchConfigError(f"{' and '.join(given)} are given; allowed: one of them")
-    if replay:
-        return (Replay(speed=speed),)
-    if rate is not None:
-        return tuple(OpenLoop(rate=each, burstiness=burstiness) for each in _numbers("--rate", rate, float))
-    numbers = _numbers("--concurrency", concurrency or str(DEFAULT_CONCURRENCY), int)
-    return tuple(ClosedLoop(concurrency=each) for each in numbers)
+    kinds = {"--rate": load.rate is not None, "--concurrency": load.concurrency is not None, "--replay": load.replay}
+    named = [flag for flag, is_given in kinds.items() if is_given]
+    if len(named) > 1:
+        raise BenchConfigError(f"{' and '.join(named)} are given; allowed: one of them")
+    if load.replay:
+        return (Replay(speed=load.speed),)
+    if load.rate is not None:
+        rates = _numbers("--rate", load.rate, float)
+        return tuple(OpenLoop(rate=rate, burstiness=load.burstiness) for rate in rates)
+    text = str(DEFAULT_CONCURRENCY) if load.concurrency is None else load.concurrency
+    return tuple(ClosedLoop(concurrency=number) for number in _numbers("--concurrency", text, int))
 
 
-def parse_targets(ttft_ms: float | None, tpot_ms: float | None) -> Targets | None:
+def parse_targets(goals: GoalFlags) -> Targets | None:
     """What requests must keep for goodput; None: nobody asks."""
-    if ttft_ms is None and tpot_ms is None:
-        return None
-    return Targets(
-        ttft_s=None if ttft_ms is None else ttft_ms / 1000, tpot_s=None if tpot_ms is None else tpot_ms / 1000
+    targets = Targets(
+        ttft_s=_seconds(goals.ttft_target), tpot_s=_seconds(goals.tpot_target), e2e_s=_seconds(goals.e2e_target)
     )
+    return None if targets == Targets() else targets
+
+
+def find_idle(kinds: Iterable[DatasetKind], *groups: PromptFlags | SessionFlags | LoadFlags) -> list[str]:
+    """The flags that are given and that nothing looks at: no dataset of these kinds, and not the load."""
+    flags = [name for group in groups for name in given(group)]
+    idle = [name for name in flags if name in _LOOKED_AT and not {*kinds} & {*_LOOKED_AT[name]}]
+    idle += [name for name, needed in _NEEDED.items() if name in flags and needed not in flags]
+    return [f"--{name.replace('_', '-')}" for name in idle]
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], _Number]) -> list[_Number]:

@@ -46,6 +46,12 @@ def load_name(load: Load) -> str:
             return f"{load.concurrency} at a time"
 
 
+def warn_idle(console: Console, flags: Sequence[str]) -> None:
+    """Tell of flags that say nothing about what is measured."""
+    if flags:
+        console.print(f"Warning: nothing looks at {', '.join(flags)} here", style="yellow", highlight=False)
+
+
 def print_point(console: Console, point: Point) -> None:
     """One load in detail."""
     if point.summary.num_answered:
@@ -134,6 +140,11 @@ def serve_line(options: ServeOptions, outcome: Outcome) -> str:
 def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:
     """Everything about an offline benchmark, as one line of JSON."""
     return _line({"benchmark": "offline", "arguments": _plain(options), "result": _plain(result)} | describe_torch())
+
+
+def check_line_file(file: Path) -> None:
+    """Raises BenchError, before hours of measuring, when nothing can be added to a file."""
+    _append("", file)
 
 
 def append_line(line: str, file: Path) -> None:

@@ -24,6 +24,8 @@ from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, OpenLoop
 from bench.load.calls import Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
+from bench.load.flag_groups import LoadFlags, PromptFlags, ServiceFlags
+from bench.load.flags import find_idle, parse_target
 from bench.load.plots import plot_sweep
 from bench.load.report import serve_line, warnings
 from bench.load.sender import Protocol, Target
@@ -316,6 +318,38 @@ async def test_authorities_that_are_no_certificates_are_told(tmp_path: Path) -> 
         await measure(options(where))
 
 
+async def test_command_ends_with_an_error_when_nothing_was_answered(
+    router: RunningRouter, replica: FakeReplica
+) -> None:
+    replica.refusal = grpc.StatusCode.INTERNAL
+    arguments = ["bench", "serve", "--router", router.addresses.grpc, "-n", "2", "--warmup", "0"]
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert str(result.exception) == "no request was answered"
+    assert "2 of 2 requests failed: 2 server error (scripted refusal)" in " ".join(result.output.split())
+
+
+def test_files_that_cannot_be_written_are_told_before_anything_is_sent(tmp_path: Path) -> None:
+    lines = tmp_path / "none" / "lines"
+    result = CliRunner().invoke(app, ["bench", "serve", "--router", "127.0.0.1:1", "--json", str(lines)])
+    assert "cannot be written: No such file" in str(result.exception)
+
+
+def test_address_says_the_protocol() -> None:
+    prompts = PromptFlags()
+    assert parse_target(ServiceFlags(), prompts).address == "127.0.0.1:50051"
+    over_http = parse_target(ServiceFlags(url="http://a"), prompts)
+    assert (over_http.protocol, over_http.address) == (Protocol.HTTP, "http://a")
+    assert parse_target(ServiceFlags(protocol="http"), prompts).address == "http://127.0.0.1:8000"
+
+
+def test_flags_that_nothing_looks_at_are_found() -> None:
+    prompts = PromptFlags(turns="3", input_tokens="64", length_scale=0.5)
+    assert find_idle([DatasetKind.SESSIONS], prompts) == ["--length-scale"]
+    assert find_idle([DatasetKind.W1, DatasetKind.W2], prompts) == ["--input-tokens", "--turns", "--length-scale"]
+    assert find_idle([DatasetKind.RANDOM], LoadFlags(burstiness=2.0, speed=2.0)) == ["--burstiness", "--speed"]
+    assert find_idle([DatasetKind.RANDOM], LoadFlags(rate="1", burstiness=2.0)) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -323,6 +357,12 @@ async def test_authorities_that_are_no_certificates_are_told(tmp_path: Path) -> 
         (["--rate", "fast"], "--rate is 'fast'; allowed: a number, or several as in 1,4,16"),
         (["--concurrency", "1.5"], "--concurrency is '1.5'"),
         (["--protocol", "smtp"], "--protocol is 'smtp'; allowed: grpc, http"),
+        (["--concurrency", ""], "--concurrency is ''"),
+        (["--rate", "nan"], "--rate is nan; allowed: more than 0"),
+        (["--rate", "4", "--burstiness", "0"], "--burstiness is 0; allowed: more than 0"),
+        (["--e2e-target", "-1"], "--e2e-target is -1 ms"),
+        (["--protocol", "grpc", "--url", "http://a"], "--url is 'http://a', and --protocol grpc"),
+        (["--router", "a:1", "--url", "http://a"], "--router is 'a:1', and --protocol http"),
         (["--dataset", "all"], "--dataset is 'all'; allowed: random, shared-prefix"),
         (["--input-tokens", "9-3"], "--input-tokens is '9-3'; allowed: a number, or a range"),
         (["--dataset", "trace"], "--file is missing"),

@@ -1,0 +1,97 @@
+"""The flags of `weft bench`, by what they are about. flags.py says what they mean; no import here costs anything."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_ROUTER = "127.0.0.1:50051"
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+of_load = partial(typer.Option, rich_help_panel="Load")
+of_prompts = partial(typer.Option, rich_help_panel="Prompts")
+of_service = partial(typer.Option, rich_help_panel="Service")
+of_output = partial(typer.Option, rich_help_panel="Output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceFlags:
+    """Which service is measured."""
+
+    protocol: Annotated[str | None, of_service(help="grpc or http. Default: grpc; with --url: http.")] = None
+    router: Annotated[
+        str | None, of_service(help=f"host:port of the router's gRPC service. Default: {DEFAULT_ROUTER}.")
+    ] = None
+    url: Annotated[
+        str | None, of_service(help=f"Over HTTP: any OpenAI-compatible service. Default: {DEFAULT_URL}.")
+    ] = None
+    model: Annotated[str, of_service(help="Default: the only model served.")] = ""
+    api_key: Annotated[
+        str | None, of_service(envvar="WEFT_API_KEY", show_envvar=True, help="Where the service wants one.")
+    ] = None
+    tls_ca: Annotated[Path | None, of_service(help="Authorities of the service's certificate (PEM): speak TLS.")] = None
+    timeout: Annotated[float, of_service(min=0.1, help="Seconds of each request.")] = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFlags:
+    """When requests are sent."""
+
+    rate: Annotated[str | None, of_load(help="Open loop: requests a second. 1,2,4 is a sweep; inf: at once.")] = None
+    burstiness: Annotated[
+        float, of_load(help="With --rate: gamma shape of the gaps. 1: Poisson; less: bursts; inf: even.")
+    ] = 1.0
+    replay: Annotated[bool, of_load("--replay", help="Open loop: as in the trace.")] = False
+    speed: Annotated[float, of_load(help="With --replay: so many times as fast.")] = 1.0
+    concurrency: Annotated[
+        str | None, of_load(help="Closed loop: requests at a time. 1,4,16 is a sweep. Default load: 8.")
+    ] = None
+    num_requests: Annotated[int | None, of_load("--num-requests", "-n", min=1, help="Of each load. Default: 100.")] = (
+        None
+    )
+    duration: Annotated[float | None, of_load(min=0.1, help="Seconds in which each load is sent.")] = None
+    warmup: Annotated[int, of_load(min=0, help="Requests before, not counted.")] = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFlags:
+    """What is sent, of a service and of an engine in this process."""
+
+    file: Annotated[Path | None, of_prompts(help="JSON lines, plain or .gz, of prompts or a trace.")] = None
+    input_tokens: Annotated[str, of_prompts(help="Of each prompt: a number, or 32-256.")] = "128"
+    output_tokens: Annotated[str, of_prompts(help="To generate: a number, or 16-128.")] = "64"
+    prefix_tokens: Annotated[int, of_prompts(min=1, help="Shared by prompts (shared-prefix, sessions).")] = 512
+    num_prefixes: Annotated[int, of_prompts(min=1, help="How many different ones.")] = 1
+    turns: Annotated[str, of_prompts(help="Calls of a session: a number, or 2-5.")] = "2-5"
+    length_scale: Annotated[float, of_prompts(help="Multiplies all lengths of a trace.")] = 1.0
+    max_input_tokens: Annotated[int | None, of_prompts(min=1, help="Longer prompts of a trace are cut.")] = None
+    max_output_tokens: Annotated[int | None, of_prompts(min=1, help="Longer outputs of a trace are cut.")] = None
+    temperature: Annotated[float, of_prompts(min=0, help="0: greedy.")] = 0.0
+    ignore_eos: Annotated[
+        bool, of_prompts("--ignore-eos/--no-ignore-eos", help="Always generate to the full length.")
+    ] = True
+    seed: Annotated[int, of_prompts(help="Of prompts and arrivals.")] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFlags:
+    """What only a service is sent."""
+
+    think_time: Annotated[float, of_prompts(min=0, help="Seconds between the calls of a session.")] = 0.0
+    vocab_size: Annotated[
+        int | None, of_prompts(min=1, help="Random ids are below it. Default: the model's; HTTP: 500.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoalFlags:
+    """What requests must keep for goodput."""
+
+    ttft_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
+    tpot_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
+    e2e_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
+
+
+Json = Annotated[Path | None, of_output("--json", help="Append one line of JSON to this file.")]

@@ -1,0 +1,46 @@
+"""Flags that belong together: a frozen dataclass whose fields are options, which a command takes as one parameter."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, get_type_hints
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has the fields of each parameter that is a dataclass as options of its own."""
+    own = inspect.signature(command).parameters
+    groups: dict[str, Any] = {
+        name: each.annotation for name, each in own.items() if dataclasses.is_dataclass(each.annotation)
+    }
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        for name, group in groups.items():
+            options[name] = group(**{field.name: options.pop(field.name) for field in dataclasses.fields(group)})
+        command(**options)
+
+    parameters = [each for name, one in own.items() for each in _expand(groups.get(name), one)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def given(flags: Any) -> dict[str, Any]:
+    """The fields of a group that are not what they are by default."""
+    return {
+        field.name: getattr(flags, field.name)
+        for field in dataclasses.fields(flags)
+        if getattr(flags, field.name) != field.default
+    }
+
+
+def _expand(group: Any, parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
+    if group is None:
+        yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        return
+    hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )

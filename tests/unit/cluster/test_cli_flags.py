@@ -1,0 +1,41 @@
+"""Groups of flags as parameters of a command."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from typer.testing import CliRunner
+
+from cluster.cli_flags import given, with_flags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    width: Annotated[int, typer.Option("--width", "-w", min=1, help="How wide.")] = 3
+    height: Annotated[float | None, typer.Option()] = None
+
+
+def test_fields_of_a_group_are_options_in_their_place() -> None:
+    app, seen = typer.Typer(), []
+
+    @app.command()
+    @with_flags
+    def draw(*, name: str = "x", size: Size, is_round: bool = False) -> None:
+        """Draw it."""
+        seen.append((name, size, is_round))
+
+    runner = CliRunner()
+    assert runner.invoke(app, ["-w", "7", "--height", "2.5", "--is-round"]).exit_code == 0
+    assert runner.invoke(app, []).exit_code == 0
+    assert seen == [("x", Size(width=7, height=2.5), True), ("x", Size(), False)]
+    assert runner.invoke(app, ["-w", "0"]).exit_code == 2
+    shown = runner.invoke(app, ["--help"]).output
+    assert [shown.index(flag) for flag in ("--name", "--width", "--height", "--is-round")] == sorted(
+        shown.index(flag) for flag in ("--name", "--width", "--height", "--is-round")
+    )
+    assert "Draw it." in shown
+
+
+def test_given_flags_are_those_that_differ_from_their_defaults() -> None:
+    assert given(Size()) == {}
+    assert given(Size(width=3, height=0.0)) == {"height": 0.0}
