@@ -15,12 +15,14 @@ from rich.console import Console
 
 from bench.load.cli import app as bench_app
 from cluster.cli_connection import with_control
+from cluster.cli_flags import with_flags
 from cluster.cli_operate import register
 from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
 from cluster.imports import import_for_good
 from cluster.logs import LEVELS
 from cluster.models import DEFAULT_MODEL
+from cluster.serve_flags import CacheFlags, ModelFlags, NetworkFlags, settings_of
 from parallel.errors import ModelError
 from router.errors import RouterError
 from workers.errors import EngineError
@@ -37,9 +39,7 @@ app = typer.Typer(
 
 DEFAULT_ROUTER = f"{DEFAULT_HOST}:50051"
 
-_Model = "Model"
-_Cache = "Cache and batches"
-_Network = "Network"
+LogLevel = Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")]
 
 
 def main() -> None:
@@ -83,129 +83,18 @@ def options(
 
 
 @app.command()
+@with_flags
 def serve(
+    *,
     target: Annotated[
         str | None, typer.Argument(metavar="[MODEL|FILE.yaml]", help="A model as in --model, or a YAML file.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Folder in Hugging Face layout, hub id, or a packaged name. Default: {DEFAULT_MODEL}.",
-            rich_help_panel=_Model,
-        ),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model.", rich_help_panel=_Model)] = None,
-    tensor_parallel: Annotated[
-        int | None,
-        typer.Option("--tensor-parallel", "--tp", help="Ranks that share each layer.", rich_help_panel=_Model),
-    ] = None,
-    pipeline_parallel: Annotated[
-        int | None,
-        typer.Option("--pipeline-parallel", "--pp", help="Stages that share the layers.", rich_help_panel=_Model),
-    ] = None,
-    expert_parallel: Annotated[
-        bool | None,
-        typer.Option(
-            "--expert-parallel/--no-expert-parallel",
-            "--ep/--no-ep",
-            help="Divide experts over the tensor-parallel ranks, each whole.",
-            rich_help_panel=_Model,
-        ),
-    ] = None,
-    replicas: Annotated[int | None, typer.Option(help="Replica groups.", rich_help_panel=_Model)] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, float32, float16 or bfloat16.", rich_help_panel=_Model)
-    ] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="none, or int8: linear layers in 8 bits.", rich_help_panel=_Model)
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_Model)] = None,
-    kernels: Annotated[
-        str | None, typer.Option(help="auto, reference, cpu, cpu-native or cuda.", rich_help_panel=_Model)
-    ] = None,
-    attention_backend: Annotated[
-        str | None,
-        typer.Option(help="On CUDA: auto, flash-attention, flashinfer or triton.", rich_help_panel=_Model),
-    ] = None,
-    compile_layers: Annotated[
-        bool | None,
-        typer.Option("--compile/--no-compile", help="Compile the layers by torch's compiler.", rich_help_panel=_Model),
-    ] = None,
-    max_context: Annotated[int | None, typer.Option(help="Longest prompt plus output.", rich_help_panel=_Model)] = None,
-    num_threads: Annotated[int | None, typer.Option(help="CPU threads of each rank.", rich_help_panel=_Model)] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences running at once.", rich_help_panel=_Cache)] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Token budget of a step.", rich_help_panel=_Cache)
-    ] = None,
-    prefill_chunk_tokens: Annotated[
-        int | None, typer.Option(help="Most prompt tokens of one sequence in a step.", rich_help_panel=_Cache)
-    ] = None,
-    async_scheduling: Annotated[
-        bool | None,
-        typer.Option(
-            "--async-scheduling/--no-async-scheduling",
-            help="Plan a step while the one before it runs; default: on a GPU.",
-            rich_help_panel=_Cache,
-        ),
-    ] = None,
-    scheduling_policy: Annotated[
-        str | None,
-        typer.Option(
-            help="Who is served first: fcfs, priority, deadline, shortest_remaining or mlfq.", rich_help_panel=_Cache
-        ),
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=_Cache)] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="auto, or int8: keys and values in 8 bits, on a CPU.", rich_help_panel=_Cache)
-    ] = None,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="KV blocks; default: what fits.", rich_help_panel=_Cache)
-    ] = None,
-    memory_fraction: Annotated[
-        float | None, typer.Option(help="Of a GPU's memory, for everything.", rich_help_panel=_Cache)
-    ] = None,
-    cpu_cache_gb: Annotated[
-        float | None, typer.Option(help="KV cache of each rank on a CPU, in GiB.", rich_help_panel=_Cache)
-    ] = None,
-    prefix_caching: Annotated[
-        bool | None,
-        typer.Option("--prefix-caching/--no-prefix-caching", help="Share equal prefixes.", rich_help_panel=_Cache),
-    ] = None,
-    host_cache_gb: Annotated[
-        float | None,
-        typer.Option(help="Host memory of each rank for evicted KV blocks, in GiB.", rich_help_panel=_Cache),
-    ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            help="How a replica is chosen: round_robin, least_loaded, power_of_two or prefix_affinity.",
-            rich_help_panel=_Network,
-        ),
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; default: loopback.", rich_help_panel=_Network)
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="gRPC; 0: any.", rich_help_panel=_Network)] = None,
-    http_port: Annotated[int | None, typer.Option(help="OpenAI HTTP; 0: any.", rich_help_panel=_Network)] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Prometheus of the router; 0: any.", rich_help_panel=_Network)
-    ] = None,
-    control_port: Annotated[int | None, typer.Option(help="Controller; 0: any.", rich_help_panel=_Network)] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            help='Ray cluster to join ("auto": of this machine); default: a local one.', rich_help_panel=_Network
-        ),
-    ] = None,
-    take_over: Annotated[
-        bool,
-        typer.Option(
-            "--take-over", help="Go on with the service that the Ray cluster has already.", rich_help_panel=_Network
-        ),
-    ] = False,
+    model: ModelFlags,
+    cache: CacheFlags,
+    network: NetworkFlags,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when READY, leave it running.")] = False,
     log_file: Annotated[Path | None, typer.Option(help="With --detach: where output goes.")] = None,
-    log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "warning",
+    log_level: LogLevel = "warning",
 ) -> None:
     """Serve a model, or what a YAML file says, until Ctrl-C or `weft stop`."""
     import_for_good("cluster.serve", "cluster.serve_settings")
@@ -216,49 +105,14 @@ def serve(
 
     if log_level not in LEVELS:
         raise ClusterConfigError(f"--log-level is {log_level!r}; allowed: {', '.join(LEVELS)}")
-    flags = {
-        "models[0].path": model,
-        "models[0].name": name,
-        "models[0].tensor_parallel": tensor_parallel,
-        "models[0].pipeline_parallel": pipeline_parallel,
-        "models[0].expert_parallel": expert_parallel,
-        "models[0].replicas": replicas,
-        "models[0].dtype": dtype,
-        "models[0].quantization": quantization,
-        "models[0].device": device,
-        "models[0].kernels": kernels,
-        "models[0].attention_backend": attention_backend,
-        "models[0].compile": compile_layers,
-        "models[0].max_context": max_context,
-        "models[0].num_threads": num_threads,
-        "models[0].scheduler.max_num_seqs": max_num_seqs,
-        "models[0].scheduler.max_num_batched_tokens": max_num_batched_tokens,
-        "models[0].scheduler.prefill_chunk_tokens": prefill_chunk_tokens,
-        "models[0].scheduler.async_scheduling": async_scheduling,
-        "models[0].scheduler.policy": scheduling_policy,
-        "models[0].cache.block_size": block_size,
-        "models[0].cache.dtype": kv_cache_dtype,
-        "models[0].cache.num_blocks": num_blocks,
-        "models[0].cache.memory_fraction": memory_fraction,
-        "models[0].cache.cpu_cache_bytes": None if cpu_cache_gb is None else int(cpu_cache_gb * 2**30),
-        "models[0].cache.enable_prefix_caching": prefix_caching,
-        "models[0].cache.host_cache_bytes": None if host_cache_gb is None else int(host_cache_gb * 2**30),
-        "router.policy": policy,
-        "host": host,
-        "router.port": port,
-        "router.http_port": http_port,
-        "router.metrics_port": metrics_port,
-        "controller.port": control_port,
-        "ray.address": ray_address,
-    }
-    settings = merge_settings(target, {path: value for path, value in flags.items() if value is not None})
+    settings = merge_settings(target, settings_of(model, cache, network))
     spec = build_spec(settings)
-    if take_over and spec.ray_address is None:
+    if network.take_over and spec.ray_address is None:
         raise ClusterConfigError("--take-over: there is nothing on a Ray of its own; allowed: with --ray-address")
     if detach and spec.ray_address is None:
         serve_in_background(settings, Console(), log_level=log_level, log_file=log_file)
     else:
-        run_service(spec, Console(), log_level=log_level, stays=not detach, takes_over=take_over)
+        run_service(spec, Console(), log_level=log_level, stays=not detach, takes_over=network.take_over)
 
 
 @app.command()
@@ -403,7 +257,7 @@ def make_model(
 def demo(
     replicas: Annotated[int, typer.Option(min=1)] = 2,
     tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", "--tp", min=1)] = 2,
-    log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "warning",
+    log_level: LogLevel = "warning",
 ) -> None:
     """Bring up a cluster on this machine, send it some prompts, show what happens, and stop it."""
     from cluster.demo import run_demo

@@ -1,0 +1,75 @@
+"""The flags of `weft serve` become the settings of a cluster file."""
+
+from dataclasses import fields
+from typing import get_type_hints
+
+from cluster.config import build_spec
+from cluster.serve_flags import CacheFlags, ModelFlags, NetworkFlags, Setting, settings_of
+from cluster.serve_settings import merge_settings
+
+GROUPS = (ModelFlags, CacheFlags, NetworkFlags)
+
+
+def test_every_flag_changes_a_setting_of_its_own() -> None:
+    paths = {}
+    for group in GROUPS:
+        hints = get_type_hints(group, include_extras=True)
+        for field in fields(group):
+            paths[field.name] = [each.path for each in hints[field.name].__metadata__ if isinstance(each, Setting)]
+    assert paths.pop("take_over") == [], "what is done with what runs already is no setting"
+    assert all(len(each) == 1 for each in paths.values())
+    assert len({each[0] for each in paths.values()}) == len(paths)
+
+
+def test_only_flags_that_are_given_count() -> None:
+    assert settings_of(*(group() for group in GROUPS)) == {}
+    given = settings_of(
+        ModelFlags(replicas=3), CacheFlags(prefix_caching=False, cpu_cache_gb=0.5), NetworkFlags(port=0)
+    )
+    assert given == {
+        "models[0].replicas": 3,
+        "models[0].cache.enable_prefix_caching": False,
+        "models[0].cache.cpu_cache_bytes": 2**29,
+        "router.port": 0,
+    }
+
+
+def test_settings_of_flags_are_those_of_a_cluster_file() -> None:
+    model = ModelFlags(
+        name="m",
+        tensor_parallel=2,
+        pipeline_parallel=1,
+        expert_parallel=False,
+        replicas=3,
+        dtype="float32",
+        quantization="int8",
+        device="cpu",
+        kernels="cpu",
+        attention_backend="auto",
+        compile_layers=True,
+        max_context=256,
+        num_threads=1,
+    )
+    cache = CacheFlags(
+        max_num_seqs=7,
+        max_num_batched_tokens=128,
+        prefill_chunk_tokens=64,
+        async_scheduling=True,
+        scheduling_policy="mlfq",
+        block_size=8,
+        kv_cache_dtype="auto",
+        num_blocks=99,
+        memory_fraction=0.5,
+        cpu_cache_gb=0.25,
+        prefix_caching=True,
+        host_cache_gb=0.5,
+    )
+    network = NetworkFlags(
+        policy="round_robin", host="127.0.0.1", port=1, http_port=2, metrics_port=3, control_port=4, ray_address="auto"
+    )
+    spec = build_spec(merge_settings("weft-tiny", settings_of(model, cache, network)))
+    (served,) = spec.models
+    assert (served.name, served.replicas, spec.ray_address) == ("m", 3, "auto")
+    assert served.engine.parallel.tensor_parallel == 2
+    assert served.engine.scheduler.max_num_seqs == 7
+    assert served.engine.cache.host_cache_bytes == 2**29
