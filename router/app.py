@@ -85,32 +85,12 @@ async def run_router(
             config, directory=directory, admission=admission, pool=pool, metrics=metrics, rng=rng, tracer=tracer
         )
         keys = None if config.api_keys is None else KeyRing(Path(config.api_keys), time.monotonic)
-        metrics_address = None
-        if config.metrics_port is not None:
-            listener = MetricsListener(metrics, config.host, config.metrics_port)
-            stack.callback(listener.close)
-            metrics_address = listener.address
-        http = None
-        if config.http_port is not None:
-            app = create_app(
-                dispatcher,
-                max_body_bytes=config.max_message_bytes,
-                ready=is_ready,
-                keys=keys,
-                reads_trace_context=tracer.is_on,
-            )
-            http = _HttpListener(app, host=config.host, port=config.http_port, grace_s=config.grace_s, tls=config.tls)
-            stack.callback(http.close)
-        grpc = GrpcListener(
-            dispatcher,
-            host=config.host,
-            port=config.grpc_port,
-            max_message_bytes=config.max_message_bytes,
-            tls=config.tls,
-            keys=keys,
-            reads_trace_context=tracer.is_on,
+        page = _listen_metrics(config, metrics, stack)
+        http = _listen_http(config, dispatcher, stack, is_ready, keys=keys, reads_trace_context=tracer.is_on)
+        grpc = _listen_grpc(config, dispatcher, keys=keys, reads_trace_context=tracer.is_on)
+        addresses = BoundAddresses(
+            grpc=grpc.address, http=http.address if http else None, metrics=page.address if page else None
         )
-        addresses = BoundAddresses(grpc=grpc.address, http=http.address if http else None, metrics=metrics_address)
         async with _serving(grpc, http, directory, changed, is_ready, keys=keys, grace_s=config.grace_s):
             logger.info("router %s serves %s", config.router_id, addresses)
             on_ready(addresses)
@@ -118,6 +98,53 @@ async def run_router(
             logger.info("router %s stops", config.router_id)
             changed.set()  # readiness goes first; HTTP looks at `stop` itself
             await asyncio.sleep(config.unready_s)
+
+
+def _listen_metrics(config: RouterConfig, metrics: RouterMetrics, stack: ExitStack) -> MetricsListener | None:
+    """What listens is closed with the stack."""
+    if config.metrics_port is None:
+        return None
+    listener = MetricsListener(metrics, config.host, config.metrics_port)
+    stack.callback(listener.close)
+    return listener
+
+
+def _listen_http(
+    config: RouterConfig,
+    dispatcher: Dispatcher,
+    stack: ExitStack,
+    is_ready: Callable[[], bool],
+    *,
+    keys: KeyRing | None,
+    reads_trace_context: bool,
+) -> "_HttpListener | None":
+    """What listens is closed with the stack."""
+    if config.http_port is None:
+        return None
+    app = create_app(
+        dispatcher,
+        max_body_bytes=config.max_message_bytes,
+        ready=is_ready,
+        keys=keys,
+        reads_trace_context=reads_trace_context,
+    )
+    listener = _HttpListener(app, host=config.host, port=config.http_port, grace_s=config.grace_s, tls=config.tls)
+    stack.callback(listener.close)
+    return listener
+
+
+def _listen_grpc(
+    config: RouterConfig, dispatcher: Dispatcher, *, keys: KeyRing | None, reads_trace_context: bool
+) -> GrpcListener:
+    return GrpcListener(
+        dispatcher,
+        host=config.host,
+        port=config.grpc_port,
+        max_message_bytes=config.max_message_bytes,
+        tls=config.tls,
+        keys=keys,
+        reads_trace_context=reads_trace_context,
+    )
 
 
 @asynccontextmanager
