@@ -22,10 +22,11 @@ grpc_gevent.init_gevent()  # before anything of grpc is made
 from bench.load.calls import Call  # noqa: E402
 from bench.load.datasets import DatasetOptions, make_sessions  # noqa: E402
 from bench.load.flags import parse_lengths  # noqa: E402
-from router.client import Client, ClientError  # noqa: E402
+from router.client import Client, ClientError, OverloadedError, UnavailableError  # noqa: E402
 from router.client_values import Collector  # noqa: E402
 
 _VOCAB_SIZE = 500  # about every model knows these ids
+_TURNED_AWAY_PAUSE_S = 1.0  # a service that is gone or full would be asked thousands of times a second
 _seeds = itertools.count()
 
 
@@ -66,6 +67,8 @@ class GrpcUser(User):
         total_s = time.perf_counter() - start_s
         if failure is not None:
             _report(self.environment, "gRPC", "generate", total_s, 0, failure)
+            if isinstance(failure, OverloadedError | UnavailableError):
+                time.sleep(_TURNED_AWAY_PAUSE_S)
             return
         answer = collector.completion()
         _report(self.environment, "gRPC", "generate", total_s, len(answer.token_ids))
@@ -101,8 +104,10 @@ class CompletionsUser(HttpUser):
         with self.client.post(
             "/v1/completions", json=body, stream=True, catch_response=True, name="first token", timeout=300
         ) as response:
-            if not response.ok:
-                return  # which Locust counts as a failure
+            if not response.ok:  # which Locust counts as a failure
+                if response.status_code in (0, 429, 503):  # 0: no connection
+                    time.sleep(_TURNED_AWAY_PAUSE_S)
+                return
             num_tokens, failure = 0, None
             for line in response.iter_lines():
                 if line.startswith(b"data: {"):

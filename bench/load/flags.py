@@ -91,6 +91,10 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags) -> Target:
     if other[1] is not None:
         raise BenchConfigError(f"{other[0]} is {other[1]!r}, and --protocol {protocol}; allowed: the address of that")
     grpc, http = service.router or DEFAULT_ROUTER, service.url or DEFAULT_URL
+    if "://" in grpc:
+        raise BenchConfigError(f"--router is {grpc!r}; allowed: host:port, without a scheme")
+    if not http.startswith(("http://", "https://")):
+        raise BenchConfigError(f"--url is {http!r}; allowed: http://... or https://...")
     return Target(
         protocol=protocol,
         address=grpc if protocol is Protocol.GRPC else http,

@@ -62,7 +62,7 @@ class HttpSender:
                 response.raise_for_status()
                 models = _Models.decode(await response.read())
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
-            raise BenchError(f"{url}: {error}") from error
+            raise BenchError(f"{url} gives no list of models: {error}") from error
         self._model = choose_model(self._target, [model.id for model in models.data])
         return ServedModel(name=self._model, vocab_size=None)
 

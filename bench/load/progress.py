@@ -24,6 +24,7 @@ class _Bars:
             TextColumn("{task.fields[note]}"),
             console=console,
             transient=True,
+            disable=not console.is_terminal,  # where it would leave an empty line
         )
         self._task: TaskID | None = None
 

@@ -1,5 +1,6 @@
 """`weft bench serve`: one load after the other on a running service, and what each gave."""
 
+import asyncio
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
@@ -18,6 +19,9 @@ from bench.load.watcher import ServeWatcher
 
 SMALL_VOCAB_SIZE = 500
 """Token ids below this are known to about every model."""
+
+FIND_TIMEOUT_S = 10.0
+"""For the service to say which models it serves; a host that is not there may say nothing."""
 
 _WARMUP_CONCURRENCY = 8
 
@@ -71,7 +75,12 @@ async def measure(
     """
     outcome = outcome or Outcome()
     async with _connect(options.target) as sender:
-        outcome.model = await sender.find_model()
+        try:
+            async with asyncio.timeout(FIND_TIMEOUT_S):
+                outcome.model = await sender.find_model()
+        except TimeoutError:
+            message = f"{options.target.address} does not say within {FIND_TIMEOUT_S:g} s which models it serves"
+            raise BenchError(message) from None
         await _Measuring(options, sender, outcome.model, watcher or ServeWatcher(), outcome.points).run()
     return outcome
 

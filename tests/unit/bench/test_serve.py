@@ -198,6 +198,17 @@ async def test_service_that_is_not_there_or_serves_something_else(router: Runnin
 
 
 @PROTOCOLS
+async def test_service_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, protocol: Protocol) -> None:
+    monkeypatch.setattr("bench.load.serve.FIND_TIMEOUT_S", 0.1)
+    mute = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    address = f"127.0.0.1:{mute.sockets[0].getsockname()[1]}"
+    where = Target(protocol=protocol, address=address if protocol is Protocol.GRPC else f"http://{address}")
+    async with mute:
+        with pytest.raises(BenchError, match=r"does not say within 0\.1 s which models it serves"):
+            await measure(options(where))
+
+
+@PROTOCOLS
 async def test_services_with_tls_and_keys_are_measured_too(protocol: Protocol, tmp_path: Path) -> None:
     authority, cert, keys = tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "keys.yaml"
     ca = trustme.CA()
@@ -362,6 +373,8 @@ def test_flags_that_nothing_looks_at_are_found() -> None:
         (["--rate", "4", "--burstiness", "0"], "--burstiness is 0; allowed: more than 0"),
         (["--e2e-target", "-1"], "--e2e-target is -1 ms"),
         (["--protocol", "grpc", "--url", "http://a"], "--url is 'http://a', and --protocol grpc"),
+        (["--router", "http://a:1"], "--router is 'http://a:1'; allowed: host:port"),
+        (["--url", "a:1"], "--url is 'a:1'; allowed: http://"),
         (["--router", "a:1", "--url", "http://a"], "--router is 'a:1', and --protocol http"),
         (["--dataset", "all"], "--dataset is 'all'; allowed: random, shared-prefix"),
         (["--input-tokens", "9-3"], "--input-tokens is '9-3'; allowed: a number, or a range"),
