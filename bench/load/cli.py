@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.errors import BenchConfigError
 from bench.load.flag_groups import (
     GoalFlags,
     Json,
@@ -42,7 +41,7 @@ def serve(
     from bench.load.serve import ServeOptions
     from bench.load.serve_command import run_serve
 
-    data = parse_dataset("--dataset", dataset, prompts, think_s=sessions.think_time)
+    data = parse_dataset(dataset, prompts, think_s=sessions.think_time)
     is_endless = load.num_requests is None and load.duration is None and data.num_calls is None
     options = ServeOptions(
         target=parse_target(service, prompts),
@@ -87,20 +86,17 @@ def offline(
     json_file: Json = None,
 ) -> None:
     """Run the engine in this process, all requests at once, and report speed beside what this machine can."""
-    from bench.load.flags import find_idle, parse_dataset, parse_targets
+    from bench.load.flags import find_idle, parse_datasets, parse_targets
     from bench.load.offline import OfflineOptions, measure_offline
     from bench.load.progress import OfflineProgress
     from bench.load.report import append_line, check_line_file, offline_line, print_offline, warn_idle
     from cluster.operate import parse_settings
 
-    if dataset is not None and workload:
-        raise BenchConfigError("--workload and --dataset are both given; allowed: one of them")
-    flag, names = ("--workload", workload or ["W1", "W2", "W3"]) if dataset is None else ("--dataset", [dataset])
     flags = {"dtype": dtype, "quantization": quantization, "device": device, "num_threads": threads}
     options = OfflineOptions(
         model=model,
         settings={**flags, **parse_settings([f"cache.dtype={kv_cache_dtype}", *(settings or [])])},
-        datasets=tuple(parse_dataset(flag, name, prompts) for name in names),
+        datasets=parse_datasets(workload or [], dataset, prompts),
         num_requests=num_requests,
         repeats=repeats,
         temperature=prompts.temperature,
@@ -114,6 +110,6 @@ def offline(
         check_line_file(json_file)
     with OfflineProgress(console) as watcher:
         result = measure_offline(options, watcher)
-    print_offline(console, result)
+    print_offline(console, model, result)
     if json_file is not None:
         append_line(offline_line(options, result), json_file)

@@ -1,6 +1,6 @@
 """From the texts of flags to the values that they mean. Raises BenchConfigError, which names the flag."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from bench.load.flag_groups import (
 )
 from bench.load.sender import Protocol, Target
 from bench.load.statistics import Targets
+from bench.load.workloads import WORKLOADS
 from cluster.cli_flags import given
 
 DEFAULT_CONCURRENCY = 8
@@ -64,10 +65,22 @@ def parse_lengths(flag: str, text: str) -> Lengths:
     return lengths
 
 
-def parse_dataset(flag: str, name: str, prompts: PromptFlags, *, think_s: float = 0.0) -> DatasetOptions:
-    """What is sent; `flag` is the one that names the dataset."""
+def parse_datasets(workloads: Sequence[str], dataset: str | None, prompts: PromptFlags) -> tuple[DatasetOptions, ...]:
+    """What an engine in this process is given: workloads, all of them by default, or a dataset."""
+    if dataset is not None:
+        if workloads:
+            raise BenchConfigError("--workload and --dataset are both given; allowed: one of them")
+        return (parse_dataset(dataset, prompts),)
+    unknown = [name for name in workloads if name not in WORKLOADS]
+    if unknown:
+        raise BenchConfigError(f"--workload is {unknown[0]!r}; allowed: {', '.join(WORKLOADS)}")
+    return tuple(parse_dataset(name, prompts) for name in dict.fromkeys(workloads or WORKLOADS))
+
+
+def parse_dataset(name: str, prompts: PromptFlags, *, think_s: float = 0.0) -> DatasetOptions:
+    """What is sent."""
     return DatasetOptions(
-        kind=choose(flag, name, DatasetKind),
+        kind=choose("--dataset", name, DatasetKind),
         file=prompts.file,
         inputs=parse_lengths("--input-tokens", prompts.input_tokens),
         outputs=parse_lengths("--output-tokens", prompts.output_tokens),

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -95,36 +96,22 @@ def warnings(point: Point) -> list[str]:
     return found
 
 
-def print_offline(console: Console, result: "OfflineResult") -> None:
+def print_offline(console: Console, model: str, result: "OfflineResult") -> None:
     """Every workload: medians over its repeats, and the speeds of each."""
     ceiling = result.ceiling
     console.print(
-        f"{result.model.name}: {result.num_parameters / 1e6:.1f} M parameters in {result.dtype} on {result.device}, "
+        f"{model}: {result.num_parameters / 1e6:.1f} M parameters in {result.dtype} on {result.device}, "
         f"loaded in {result.load_s:.1f} s. This machine reads {ceiling.read_bytes_per_s / 1e9:.1f} GB/s and multiplies "
         f"{ceiling.flops_per_s / 1e9:.0f} GFLOP/s.",
         highlight=False,
     )
-    table = Table(
-        *("", "tokens/s", "each repeat", "TTFT ms", "TPOT ms", "MBU", "FLOPs", "idle", "GB", "J/token"),
-        title="output tokens, medians of the repeats",
-    )
-    for name, repeats in result.repeats.items():
-        ttft_s = result.median(name, lambda repeat: _p50(repeat.summary.ttft_s))
-        tpot_s = result.median(name, lambda repeat: _p50(repeat.summary.tpot_s))
-        table.add_row(
-            name,
-            _number(result.median(name, lambda repeat: repeat.summary.output_rate)),
-            ", ".join(_each(repeat) for repeat in repeats),
-            _ms(ttft_s),
-            _ms(tpot_s),
-            _share(result.median(name, lambda repeat: repeat.mbu)),
-            _share(result.median(name, lambda repeat: repeat.flop_utilization)),
-            f"{result.median(name, lambda repeat: repeat.model_idle_share):.1%}",
-            f"{max(repeat.peak_memory_bytes for repeat in repeats) / 1e9:.2f}",
-            _number(result.median(name, _joules_per_token)),
-        )
+    cells = {name: _offline_cells(result, name) for name in result.repeats}
+    shown = [title for title in _OFFLINE_COLUMNS if any(row[title] != "-" for row in cells.values())]
+    table = Table("", *shown, title="output tokens, medians of the repeats", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, row in cells.items():
+        table.add_row(name, *(row[title] for title in shown))
     for column in table.columns:
-        column.no_wrap = column.header != "each repeat"
+        column.no_wrap = " " not in str(column.header)
     console.print(table)
     if any(_is_contended(repeat) for repeats in result.repeats.values() for repeat in repeats):
         console.print("* other processes kept more than a tenth of a core busy", highlight=False)
@@ -218,8 +205,10 @@ def _throughput_line(summary: Summary) -> str:
 
 def _sweep_table(points: Sequence[Point]) -> Table:
     table = Table(
-        *("load", "req/s", "tokens/s", "good/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed"),
+        *("load", "req/s", "tokens/s", "good req/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed"),
         title="all loads: answered requests, output tokens, latencies in ms",
+        box=SIMPLE_HEAD,  # narrow: a terminal of 80 columns shows every number
+        padding=(0, 1, 0, 0),
     )
     for point in points:
         summary = point.summary
@@ -232,7 +221,7 @@ def _sweep_table(points: Sequence[Point]) -> Table:
             str(summary.num_requests - summary.num_answered),
         )
     for column in table.columns:
-        column.no_wrap = True
+        column.no_wrap = " " not in str(column.header)
     for column in table.columns[1:]:
         column.justify = "right"
     return table
@@ -248,12 +237,40 @@ def _short_name(load: Load) -> str:
             return f"{load.concurrency} at a time"
 
 
+_OFFLINE_COLUMNS = (
+    *("tokens/s", "good tokens/s", "each repeat", "TTFT ms", "TPOT ms"),
+    *("MBU", "FLOPs", "idle", "GB", "J/token"),
+)
+
+
+def _offline_cells(result: "OfflineResult", name: str) -> dict[str, str]:
+    """One workload's row: "-" where nothing tells or nobody asks."""
+    repeats = result.repeats[name]
+    cells = (
+        _number(result.median(name, lambda repeat: repeat.summary.output_rate)),
+        _number(result.median(name, _goodput)),
+        ", ".join(_each(repeat) for repeat in repeats),
+        _ms(result.median(name, lambda repeat: _p50(repeat.summary.ttft_s))),
+        _ms(result.median(name, lambda repeat: _p50(repeat.summary.tpot_s))),
+        _share(result.median(name, lambda repeat: repeat.mbu)),
+        _share(result.median(name, lambda repeat: repeat.flop_utilization)),
+        f"{result.median(name, lambda repeat: repeat.model_idle_share):.1%}",
+        f"{max(repeat.peak_memory_bytes for repeat in repeats) / 1e9:.2f}",
+        _number(result.median(name, _joules_per_token)),
+    )
+    return dict(zip(_OFFLINE_COLUMNS, cells, strict=True))
+
+
 def _each(repeat: "Repeat") -> str:
     return f"{repeat.summary.output_rate:.1f}" + ("*" if _is_contended(repeat) else "")
 
 
 def _is_contended(repeat: "Repeat") -> bool:
     return (repeat.span.others_cores or 0.0) > 0.1
+
+
+def _goodput(repeat: "Repeat") -> float | None:
+    return None if repeat.summary.goodput is None else repeat.summary.goodput.output_rate
 
 
 def _joules_per_token(repeat: "Repeat") -> float | None:
@@ -269,7 +286,9 @@ def _p50(times: Distribution | None) -> float | None:
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1000:.1f}"
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.1f}" if seconds < 1 else f"{seconds * 1000:.0f}"
 
 
 def _number(value: float | None) -> str:

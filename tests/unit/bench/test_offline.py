@@ -173,8 +173,11 @@ def test_command_reports_every_workload(tmp_path: Path) -> None:
     model, lines = tmp_path / "model", tmp_path / "lines"
     make_model(model, preset="tiny", sizes={}, dtype="float32", seed=0, tokenizer=None)
     arguments = ["bench", "offline", "--model", str(model), "--repeats", "2", "--json", str(lines), "--threads", "1"]
+    arguments += ["--ttft-target", "60000"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
+    assert f"{model}:" in result.output.replace("\n", "")
+    assert "good" in result.output
     line = json.loads(lines.read_text())
     assert all(rate > 1e8 for rate in line["result"]["ceiling"].values())
     repeats = line["result"]["repeats"]
@@ -212,6 +215,7 @@ def test_offline_takes_texts_too(tmp_path: Path) -> None:
     ("arguments", "error", "message"),
     [
         (["--workload", "W1", "--dataset", "random"], BenchConfigError, "--workload and --dataset are both given"),
+        (["--workload", "random"], BenchConfigError, "--workload is 'random'; allowed: W1, W2, W3"),
         (["--model", "weft-tiny", "--kv-cache-dtype", "fp8"], ClusterConfigError, "dtype is 'fp8'; allowed: 'auto'"),
         (["--model", "weft-tiny", "--set", "tensor_parallel=2"], EngineConfigError, "2 ranks are asked for"),
     ],
