@@ -145,7 +145,7 @@ class VocabParallelHead:
         if tied is not None:
             self._weight_VE = tied.weight_VE
         else:
-            self._weight_VE = context.empty(num_rows, description.hidden_size)
+            self._weight_VE = context.empty_linear(num_rows, description.hidden_size)
             _zero_padding(self._weight_VE, description.vocab_size, context)
         self._bias_V: Tensor | None = None
         if description.head_bias:

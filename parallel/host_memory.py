@@ -8,7 +8,7 @@ from torch import Tensor
 
 _HUGE_PAGE, _PIECE, _CACHE_LINE = 2 << 20, 64 << 20, 64
 """Bytes; a piece is what `HugePages` asks the system for at once."""
-_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 4, 14, 22  # of Linux
+_MADV_WILLNEED, _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 3, 4, 14, 22  # of Linux
 
 
 def release_free_memory() -> None:
@@ -63,10 +63,24 @@ def read_now(x: Tensor) -> None:
 
     Left to page faults they come in pieces of 128 KB, each asked for when the one before is there.
     """
+    _advise_touched(x, _MADV_POPULATE_READ)
+
+
+def read_soon(x: Tensor) -> None:
+    """Have them read into the system's cache of files meanwhile."""
+    _advise_touched(x, _MADV_WILLNEED)
+
+
+def leave(x: Tensor) -> None:
+    """Count them no longer as memory of this process; who reads them again gets them from that cache."""
+    _advise_touched(x, _MADV_DONTNEED)
+
+
+def _advise_touched(x: Tensor, advice: int) -> None:
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     if x.numel() > 0:
         first = x.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        _advise_pages(first, x.data_ptr() + (last + 1) * x.element_size() - first, _MADV_POPULATE_READ)
+        _advise_pages(first, x.data_ptr() + (last + 1) * x.element_size() - first, advice)
 
 
 def _advise(x: Tensor, advice: int) -> None:

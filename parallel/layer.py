@@ -40,6 +40,12 @@ class LayerContext:
             use_huge_pages(weight)
         return weight
 
+    def empty_linear(self, num_out: int, num_in: int) -> Tensor:
+        """The same for a weight that `pack_linear` gets."""
+        if self.int8_linears or self.device.type != "cpu":
+            return self.empty(num_out, num_in)
+        return self.kernels.empty_linear(num_out, num_in, self.dtype)
+
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """Lay out what the user may want in 8 bits; see `Kernels.pack_linear`."""
         lay_out = self.kernels.quantize_linear if self.int8_linears else self.kernels.pack_linear

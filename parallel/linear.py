@@ -40,7 +40,7 @@ class ColumnParallelLinear:
         self._parts = tuple(parts)
         self._in_features = in_features
         num_rows = sum(len(part.rows) for part in parts)
-        self._weight_OI: Tensor | None = context.empty(num_rows, in_features)
+        self._weight_OI: Tensor | None = context.empty_linear(num_rows, in_features)
         self._bias_O: Tensor | None = context.empty(num_rows) if has_bias else None
         self._context = context
         self._linear: PackedLinear
@@ -137,7 +137,7 @@ class RowParallelLinear:
         self._axis = context.axis
         self._in_features = in_features
         self._columns = even_range(in_features, self._axis.rank, self._axis.size, what=what)
-        self._weight_OI: Tensor | None = context.empty(out_features, len(self._columns))
+        self._weight_OI: Tensor | None = context.empty_linear(out_features, len(self._columns))
         self._bias_O = context.empty(out_features) if has_bias else None
         self._context = context
         self._linear: PackedLinear

@@ -6,7 +6,6 @@ Names and layouts are the family's (families/), slices the layers' (shard.py). M
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,15 +15,17 @@ from parallel.description import DecoderDescription
 from parallel.errors import CheckpointError
 from parallel.families.layout import Location
 from parallel.families.registry import family_of
-from parallel.host_memory import read_now
+from parallel.host_memory import leave, read_now, read_soon
 from parallel.quantization.fp8 import Fp8TilePacking
 from parallel.quantization.mxfp4 import Mxfp4Packing
 from parallel.quantization.packing import Packing, Stored
 from parallel.shard import Piece, ShardedParameter
-from parallel.weight_files import STORED_DTYPES, StoredTensors, open_tensors
+from parallel.weight_files import STORED_DTYPES, StoredTensors
 
 PACKINGS: Sequence[Packing] = (Mxfp4Packing(), Fp8TilePacking())
 """Ways to store a matrix in fewer bits, known by the tensors that they have beside or in place of its own."""
+
+OpenFiles = Mapping[Path, StoredTensors]
 
 _UNPACKED_ELEMENTS = 1 << 22
 """At once: while it is unpacked a weight takes several times the memory that it is kept in."""
@@ -86,13 +87,17 @@ class WeightRead:
         """What is read, and where; `file` holds the tensor of this name."""
         yield file, Stored(self.name, self.shape, tuple(STORED_DTYPES))
 
-    def copy(self, tensors: StoredTensors) -> int:
-        """Fill the target from an open file; return the bytes that were read."""
-        stored = _StoredSlice(tensors, self.name, self.expert)
-        columns = () if self.dim == 0 else (slice(self.start, self.stop),)
-        weights = stored[slice(self._rows.start, self._rows.stop), *columns]
-        self.target.copy_(weights.t() if self.is_transposed else weights)
+    def copy(self, file: Path, opened: OpenFiles) -> int:
+        """Fill the target; return the bytes that were read."""
+        with _StoredSlice(opened[file], self.name, self.expert) as stored:
+            columns = () if self.dim == 0 else (slice(self.start, self.stop),)
+            weights = stored[slice(self._rows.start, self._rows.stop), *columns]
+            self.target.copy_(weights.t() if self.is_transposed else weights)
         return stored.num_bytes
+
+    def read_ahead(self, file: Path, opened: OpenFiles) -> None:
+        """Have the system read what `copy` will want."""
+        _StoredSlice(opened[file], self.name, self.expert).read_ahead(self._rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +115,12 @@ class _PackedRead(WeightRead):
         yield file, self.values
         yield self.scales_file or file, self.scales
 
-    def copy(self, tensors: StoredTensors) -> int:
+    def copy(self, file: Path, opened: OpenFiles) -> int:
         """Fill the target, unpacked; return the bytes that were read."""
-        with nullcontext(tensors) if self.scales_file is None else open_tensors(self.scales_file) as others:
-            values = _StoredSlice(tensors, self.values.name, self.expert)
-            scales = _StoredSlice(others, self.scales.name, self.expert)
+        with (
+            _StoredSlice(opened[file], self.values.name, self.expert) as values,
+            _StoredSlice(opened[self.scales_file or file], self.scales.name, self.expert) as scales,
+        ):
             columns = range(self.shape[1]) if self.dim == 0 else range(self.start, self.stop)
             for part in self.cut(_UNPACKED_ELEMENTS):
                 part.target.copy_(self.packing.read(values, scales, part._rows, columns))
@@ -122,20 +128,35 @@ class _PackedRead(WeightRead):
 
 
 class _StoredSlice:
-    """A stored tensor, or the part of one expert of it, of which what is asked for is read."""
+    """A stored tensor, or the part of one expert of it, of which what is asked for is read, and left in the end."""
 
     def __init__(self, tensors: StoredTensors, name: str, expert: int | None) -> None:
         self._slice = tensors.get_slice(name)
         self._experts = () if expert is None else (slice(expert, expert + 1),)
-        self.num_bytes = 0
-        """Read so far."""
+        self._parts: list[Tensor] = []
+
+    def __enter__(self) -> "_StoredSlice":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for part in self._parts:
+            leave(part)
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """A view into the mapped file, whose pages are read now."""
-        part: Tensor = self._slice[*self._experts, *index]
+        part = self._slice[*self._experts, *index]
         read_now(part)
-        self.num_bytes += part.nbytes
+        self._parts.append(part)
         return part.squeeze(0) if self._experts else part
+
+    def read_ahead(self, rows: range) -> None:
+        """Have the system read these rows meanwhile."""
+        read_soon(self._slice[*self._experts, slice(rows.start, rows.stop)])
+
+    @property
+    def num_bytes(self) -> int:
+        """Read so far."""
+        return sum(part.nbytes for part in self._parts)
 
 
 def plan_reads(

@@ -135,6 +135,9 @@ class ExpertWeights:
 class Kernels(Protocol):
     """The operations that the decoder calls; `kernels/select.py` chooses one implementation per process."""
 
+    def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
+        """A weight [out, in] on the CPU for `pack_linear`, not initialised: where it can stay when it is laid out."""
+
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
         """Lay out a weight [out, in], once, after loading.
 

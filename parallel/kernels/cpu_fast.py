@@ -36,6 +36,10 @@ class CpuKernels:
         self._attention = CpuPagedAttention()
         self._eps: dict[float, Tensor] = {}
 
+    def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
+        """Anywhere."""
+        return torch.empty(num_out, num_in, dtype=dtype)
+
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
         return pack_linear(weight_OI, bias_O)

@@ -36,7 +36,7 @@ from parallel.kernels.native.library import (
     load_operations,
     load_programs,
 )
-from parallel.kernels.native.packed_linear import NativeLinear, can_pack
+from parallel.kernels.native.packed_linear import NativeLinear, can_pack, can_pack_in_place
 from parallel.kernels.native.program import CompiledLayers
 from parallel.kernels.native.tape import Recorder, Tape
 from parallel.kernels.reference import rotate_then_write
@@ -77,6 +77,12 @@ class NativeCpuKernels:
         """Compile where needed, and load. Raises DeviceError when this machine cannot."""
         library = build_library()
         return cls(load_operations(library), load_programs(library), torch.get_num_threads(), load_int8(library))
+
+    def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
+        """See `Kernels.empty_linear`."""
+        if self._programs is not None and can_pack_in_place(num_out, num_in, dtype):
+            return self._memory.empty(num_out * num_in, dtype).view(num_out, num_in)
+        return self._torch.empty_linear(num_out, num_in, dtype)
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""

@@ -73,6 +73,10 @@ class InductorKernels(ReferenceKernels):
         self._tape: Tape | None = None
         self._layers: InductorLayers | None = None
 
+    def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
+        """See `Kernels.empty_linear`."""
+        return self._inner.empty_linear(num_out, num_in, dtype)
+
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
         num_out = len(weight_OI)

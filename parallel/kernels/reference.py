@@ -88,6 +88,10 @@ def rotate_then_write(
 class ReferenceKernels:
     """Implements `Kernels`; see there for what each operation means."""
 
+    def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
+        """Anywhere."""
+        return torch.empty(num_out, num_in, dtype=dtype)
+
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """Keep the weight as it is."""
         return ReferenceLinear(weight_OI, bias_O)

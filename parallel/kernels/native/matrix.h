@@ -29,17 +29,19 @@ struct PackedMatrix {
     int num_in;              // a multiple of STEP
 };
 
+// In place where `packed` is the weight, of whole panels: each lies where its outputs lay.
 inline void pack_matrix(BFloat16* packed, const BFloat16* weight, int64_t num_out, int num_in, Team& team) {
     team.for_each(num_panels(num_out), [=](int64_t panel) {
-        uint32_t* to = reinterpret_cast<uint32_t*>(packed + panel * num_in * PANEL);
+        static thread_local Buffer<BFloat16> buffer;
+        const int64_t first = panel * PANEL * num_in, end = std::min(first + PANEL * num_in, num_out * num_in);
+        BFloat16* const rows = buffer.room(size_t(PANEL) * num_in);
+        std::fill(std::copy(weight + first, weight + end, rows), rows + PANEL * num_in, BFloat16{});
+        uint32_t* to = reinterpret_cast<uint32_t*>(packed + first);
         for (int k = 0; k < num_in; k += STEP)
             for (int tile = 0; tile < 2; tile++)
                 for (int pair = 0; pair < STEP / 2; pair++)
-                    for (int output = 0; output < LANES; output++, to++) {
-                        const int64_t row = panel * PANEL + tile * LANES + output;
-                        *to = 0;
-                        if (row < num_out) std::memcpy(to, weight + row * num_in + k + 2 * pair, sizeof(*to));
-                    }
+                    for (int output = 0; output < LANES; output++, to++)
+                        std::memcpy(to, rows + (tile * LANES + output) * num_in + k + 2 * pair, sizeof(*to));
     });
 }
 

@@ -17,12 +17,21 @@ _SMALL_WEIGHT = 1 << 14
 def can_pack(weight_OI: Tensor) -> bool:
     """Whether the compiled products take this weight."""
     num_out, num_in = weight_OI.shape
-    is_fit = num_in % _STEP == 0 and num_out % LANES == 0 and weight_OI.is_contiguous()
-    return weight_OI.dtype is torch.bfloat16 and is_fit and weight_OI.numel() >= _SMALL_WEIGHT
+    return weight_OI.is_contiguous() and _is_fit(num_out, num_in, weight_OI.dtype)
+
+
+def can_pack_in_place(num_out: int, num_in: int, dtype: torch.dtype) -> bool:
+    """Whether they do so without a copy."""
+    return num_out % PANEL == 0 and _is_fit(num_out, num_in, dtype)
+
+
+def _is_fit(num_out: int, num_in: int, dtype: torch.dtype) -> bool:
+    is_whole = num_out % LANES == 0 and num_in % _STEP == 0
+    return dtype is torch.bfloat16 and is_whole and num_out * num_in >= _SMALL_WEIGHT
 
 
 class NativeLinear:
-    """Implements `PackedLinear`; the weight is a copy, in panels of 32 outputs, and the original is given up."""
+    """Implements `PackedLinear`; the weight is laid out in panels of 32 outputs, in place where they are whole."""
 
     def __init__(
         self,
@@ -35,7 +44,9 @@ class NativeLinear:
         memory: HugePages,
     ) -> None:
         self._num_out, self._num_in = weight_OI.shape
-        self._packed = memory.empty(-(-self._num_out // PANEL) * PANEL * self._num_in, weight_OI.dtype)
+        self._packed = weight_OI.view(-1)
+        if self._num_out % PANEL:  # the last panel is filled up
+            self._packed = memory.empty(-(-self._num_out // PANEL) * PANEL * self._num_in, weight_OI.dtype)
         self._bias_O = None if bias_O is None else bias_O.contiguous()
         self._multiply = programs.multiply
         self._recorder = recorder

@@ -152,6 +152,21 @@ def test_a_large_product_has_the_bits_of_its_rows(
     assert torch.equal(linear(x), torch.cat([linear(rows) for rows in x.split(17)]))
 
 
+@pytest.mark.parametrize(("num_out", "is_in_place"), [(96, True), (80, False)])
+def test_a_weight_is_packed_in_its_own_place_where_panels_are_whole(
+    operations: dict[torch.dtype, Operations], num_out: int, is_in_place: bool
+) -> None:
+    kernels = NativeCpuKernels.build()
+    weight = kernels.empty_linear(num_out, 256, torch.bfloat16)
+    original = torch.randn(num_out, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = kernels.pack_linear(weight.copy_(original), None)
+    if not isinstance(linear, NativeLinear):
+        pytest.skip("this CPU has no products of bfloat16 pairs")
+    assert (linear._packed.data_ptr() == weight.data_ptr()) == is_in_place
+    outputs = torch.cat((original, torch.zeros(-num_out % 32, 256).bfloat16())).view(-1, 2, 16, 8, 16, 2)
+    assert torch.equal(linear._packed, outputs.permute(0, 3, 1, 4, 2, 5).flatten())
+
+
 def test_library_is_compiled_once_and_again_when_the_compiler_changes(
     tmp_path: Path, operations: dict[torch.dtype, Operations], monkeypatch: pytest.MonkeyPatch
 ) -> None:
