@@ -1,18 +1,17 @@
 """Loads the weights of one rank from a Hugging Face folder, reading only the slices it holds, several at once.
 
 What those are is planned by weight_reads.py; their files are opened by weight_files.py. A file is mapped, never read
-whole, and mapped anew for every few slices: the pages that were touched would else count as memory of this process
-until the last of them. A part of the decoder is laid out for the kernels, which may copy it, before the next is read.
+whole. Pages that were touched count as memory of this process: those of a slice are left when it is copied, and a file
+is mapped anew for each part of the decoder, since more pages come than are asked for. A part is laid out for the
+kernels, which may copy it, before the next is read.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -24,12 +23,11 @@ from parallel.host_memory import release_free_memory
 from parallel.kernels.base import Kernels
 from parallel.mesh import Mesh
 from parallel.quantization.packing import Stored
-from parallel.weight_files import StoredTensors, locate_tensors, open_tensors
+from parallel.weight_files import locate_tensors, open_tensors
 from parallel.weight_reads import OpenFiles, WeightRead, plan_reads
 
-_NUM_READERS = 2
-_NUM_AHEAD = 8
-"""Batches that the system reads while others are copied or laid out."""
+_NUM_READERS = 3
+"""With more, more of them get the same large page anew, and all but one throw it away (docs/performance.md)."""
 _MAPPED_FRACTION = 0.03
 """Pages of files that are mapped at once, as a part of the rank's own weights."""
 _MIN_BATCH_BYTES = 1 << 18
@@ -105,22 +103,17 @@ def load_weights(decoder: Decoder, folder: Path, *, progress: Progress | None = 
 def _load(decoder: Decoder, folder: Path, progress: Progress | None, lay_out: Callable[[_Finish], None]) -> int:
     """Fill part by part, and lay out each before the next: a copy that the kernels make is only ever one of a part."""
     plans, finishes = _plan(decoder, folder)
+    _check(plans)
     total = sum(read.num_elements for plan in plans for reads in plan.values() for read in reads)
     own_bytes = total * decoder.dtype.itemsize
     max_touched = max(int(own_bytes * _MAPPED_FRACTION), _NUM_READERS * _MIN_BATCH_BYTES) // _STORED_BYTES
     done = num_bytes = 0
-    with ExitStack() as stack, ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="weights") as readers:
-        opened = _open(plans, stack)
-        # Nothing here may keep the weights of a part that is laid out: the kernels have their own.
-        parts = [_apart([*_batches(plans.pop(0), max_touched)]) for _ in finishes]
-        ahead = deque(batch for part in parts for batch in part)
-        for _ in range(_NUM_AHEAD):
-            _read_next_ahead(ahead, opened)
-        while parts:
-            for batch in _copy(parts.pop(0), max_touched, opened, readers):
-                _read_next_ahead(ahead, opened)
-                done += batch.num_elements
-                num_bytes += batch.num_bytes
+    with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="weights") as readers:
+        while plans:
+            # Nothing here may keep the weights of a part that is laid out: the kernels may have their own.
+            for batch_elements, batch_bytes in _read(plans.pop(0), max_touched, readers):
+                done += batch_elements
+                num_bytes += batch_bytes
                 if progress is not None:
                     progress(done / total)
             lay_out(finishes.pop(0))
@@ -132,35 +125,19 @@ def _lay_out(finish: _Finish) -> None:
     release_free_memory()
 
 
-def _read_next_ahead(batches: deque["_Batch"], opened: OpenFiles) -> None:
-    if batches:
-        batches.popleft().read_ahead(opened)
-
-
-class _Copied(NamedTuple):
-    num_elements: int
-    num_bytes: int
-    """That were read."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """Reads of one file that one reader does."""
+    """Reads of one file that a reader does at once."""
 
     file: Path
     reads: Sequence[WeightRead]
     num_touched: int
     """Elements in the pages that are read."""
 
-    def copy(self, opened: OpenFiles) -> "_Copied":
-        """Fill the targets."""
+    def copy(self, opened: OpenFiles) -> tuple[int, int]:
+        """Fill the targets; return how many elements they have, and the bytes that were read."""
         num_bytes = sum(read.copy(self.file, opened) for read in self.reads)
-        return _Copied(sum(read.num_elements for read in self.reads), num_bytes)
-
-    def read_ahead(self, opened: OpenFiles) -> None:
-        """Have the system read meanwhile what `copy` will want."""
-        for read in self.reads:
-            read.read_ahead(self.file, opened)
+        return sum(read.num_elements for read in self.reads), num_bytes
 
 
 def _limit_context(description: DecoderDescription, max_context: int) -> DecoderDescription:
@@ -200,25 +177,24 @@ def _batches(plan: _Plan, max_touched: int) -> Iterator[_Batch]:
         yield _Batch(file=file, reads=batch, num_touched=num_touched)
 
 
-def _apart(batches: Sequence[_Batch]) -> list[_Batch]:
-    """The same, in an order in which those that are copied at once fill different large pages.
-
-    Else each reader would get such a page anew and all but one would throw it away.
-    """
-    distance = -(-len(batches) // _NUM_READERS) or 1
-    return [batch for first in range(distance) for batch in batches[first::distance]]
+def _read(plan: _Plan, max_touched: int, readers: ThreadPoolExecutor) -> Iterator[tuple[int, int]]:
+    """Fill the parameters of a part; yield what each batch gives."""
+    files = {place for file, reads in plan.items() for read in reads for place, _ in read.stored(file)}
+    with ExitStack() as stack:
+        opened = {file: stack.enter_context(open_tensors(file)) for file in files}
+        yield from _copy(_batches(plan, max_touched), max_touched, opened, readers)
 
 
 def _copy(
     batches: Iterable[_Batch], max_touched: int, opened: OpenFiles, readers: ThreadPoolExecutor
-) -> Iterator[_Copied]:
+) -> Iterator[tuple[int, int]]:
     """Copy several at a time, as long as they touch no more than that together; yield what each gives.
 
     A batch that alone touches more than that, since a single row does, is copied alone.
     """
-    running: dict[Future[_Copied], int] = {}
+    running: dict[Future[tuple[int, int]], int] = {}
 
-    def finished() -> Iterator[_Copied]:
+    def finished() -> Iterator[tuple[int, int]]:
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             del running[future]
             yield future.result()
@@ -231,28 +207,29 @@ def _copy(
         yield from finished()
 
 
-def _open(plans: Iterable[_Plan], stack: ExitStack) -> OpenFiles:
-    """All files that are read, whose headers are compared with what is expected of them."""
+def _check(plans: Iterable[_Plan]) -> None:
+    """Compare the headers of all files with what is expected of them."""
     expected: dict[Path, list[Stored]] = {}
     for plan in plans:
         for file, reads in plan.items():
             for place, stored in (stored for read in reads for stored in read.stored(file)):
                 expected.setdefault(place, []).append(stored)
-    opened = {file: stack.enter_context(open_tensors(file)) for file in expected}
-    for file, tensors in opened.items():
-        _check(file, tensors, expected[file])
-    return opened
+    for file, tensors in expected.items():
+        _check_file(file, tensors)
 
 
-def _check(file: Path, tensors: StoredTensors, expected: Sequence[Stored]) -> None:
-    present = set(tensors.keys())
-    for name, shape, dtypes in expected:
-        if name not in present:
-            raise CheckpointError(f"{file} has no tensor {name}; expected there with shape {list(shape)}")
-        stored = tensors.get_slice(name)
-        if stored.get_shape() != list(shape):
-            raise CheckpointError(
-                f"{file}: tensor {name} has shape {stored.get_shape()}; expected {list(shape)}, from config.json"
-            )
-        if stored.get_dtype() not in dtypes:
-            raise CheckpointError(f"{file}: tensor {name} has dtype {stored.get_dtype()}; allowed: {', '.join(dtypes)}")
+def _check_file(file: Path, expected: Sequence[Stored]) -> None:
+    with open_tensors(file) as tensors:
+        present = set(tensors.keys())
+        for name, shape, dtypes in expected:
+            if name not in present:
+                raise CheckpointError(f"{file} has no tensor {name}; expected there with shape {list(shape)}")
+            stored = tensors.get_slice(name)
+            if stored.get_shape() != list(shape):
+                raise CheckpointError(
+                    f"{file}: tensor {name} has shape {stored.get_shape()}; expected {list(shape)}, from config.json"
+                )
+            if stored.get_dtype() not in dtypes:
+                raise CheckpointError(
+                    f"{file}: tensor {name} has dtype {stored.get_dtype()}; allowed: {', '.join(dtypes)}"
+                )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 _HUGE_PAGE, _PIECE, _CACHE_LINE = 2 << 20, 64 << 20, 64
 """Bytes; a piece is what `HugePages` asks the system for at once."""
-_MADV_WILLNEED, _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 3, 4, 14, 22  # of Linux
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 4, 14, 22  # of Linux
 
 
 def release_free_memory() -> None:
@@ -66,13 +66,8 @@ def read_now(x: Tensor) -> None:
     _advise_touched(x, _MADV_POPULATE_READ)
 
 
-def read_soon(x: Tensor) -> None:
-    """Have them read into the system's cache of files meanwhile."""
-    _advise_touched(x, _MADV_WILLNEED)
-
-
 def leave(x: Tensor) -> None:
-    """Count them no longer as memory of this process; who reads them again gets them from that cache."""
+    """Count them no longer as memory of this process; they stay in the system's cache of files."""
     _advise_touched(x, _MADV_DONTNEED)
 
 

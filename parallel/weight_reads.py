@@ -15,7 +15,7 @@ from parallel.description import DecoderDescription
 from parallel.errors import CheckpointError
 from parallel.families.layout import Location
 from parallel.families.registry import family_of
-from parallel.host_memory import leave, read_now, read_soon
+from parallel.host_memory import leave, read_now
 from parallel.quantization.fp8 import Fp8TilePacking
 from parallel.quantization.mxfp4 import Mxfp4Packing
 from parallel.quantization.packing import Packing, Stored
@@ -95,10 +95,6 @@ class WeightRead:
             self.target.copy_(weights.t() if self.is_transposed else weights)
         return stored.num_bytes
 
-    def read_ahead(self, file: Path, opened: OpenFiles) -> None:
-        """Have the system read what `copy` will want."""
-        _StoredSlice(opened[file], self.name, self.expert).read_ahead(self._rows)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PackedRead(WeightRead):
@@ -148,10 +144,6 @@ class _StoredSlice:
         read_now(part)
         self._parts.append(part)
         return part.squeeze(0) if self._experts else part
-
-    def read_ahead(self, rows: range) -> None:
-        """Have the system read these rows meanwhile."""
-        read_soon(self._slice[*self._experts, slice(rows.start, rows.stop)])
 
     @property
     def num_bytes(self) -> int:
