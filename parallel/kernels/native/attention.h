@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention_blocks.h"
 #include "attention_plan.h"
 #include "attention_products_int8.h"
 #include "attention_tiles.h"
@@ -18,8 +19,6 @@
 #include "threads.h"
 
 namespace weft {
-
-constexpr int LEAST_TILE_ROWS = 6; // from which on a cache in 8 bits is packed for matrix tiles; up to 4 vectors are faster
 
 // Whether the CPU multiplies these by matrix tiles; C: what the cache holds.
 template <class T, class C = T>
@@ -47,8 +46,8 @@ struct Tensors {
 // Buffers of one thread; they only grow.
 class Scratch {
   public:
-    Buffer<float> scores, part, totals, products;
-    Buffer<BFloat16> packed, weights;
+    Buffer<float> scores, part, totals;
+    Buffer<BFloat16> packed;
     std::vector<Running> running;
     const Tile* next = nullptr;   // that this thread is likely to compute after this one
     const void* asked = nullptr;  // the first of the keys that were asked for last, for a tile after the one that did it
@@ -69,11 +68,14 @@ class PagedAttention {
           block_stride_(IS_INT8 ? blocks_.stride() : blocks_.num_integers()) {}
 
     void run(Team& team) {
-        const int64_t count = int64_t(plan_.tiles.size());
+        const int64_t num_bundles = int64_t(plan_.bundles.size()), count = num_bundles + int64_t(plan_.tiles.size());
         team.for_each(count, [&](int64_t item) {
+#ifdef WEFT_HAS_AMX
+            if (item < num_bundles) return compute(plan_.bundles[item]);
+#endif
             const int64_t next = team.likely_after(item);
-            Scratch::of_this_thread().next = next < count ? &plan_.tiles[next] : nullptr;
-            compute(plan_.tiles[item]);
+            Scratch::of_this_thread().next = next < count ? &plan_.tiles[next - num_bundles] : nullptr;
+            compute(plan_.tiles[item - num_bundles]);
         });
     }
 
@@ -111,6 +113,16 @@ class PagedAttention {
         write(tile, running.data(), totals);
     }
 
+    // attention_chunks.h
+    void compute(const Bundle& bundle);
+    void attend_by_tiles(const Bundle& bundle, const T* q, Running* running, float* totals);
+    void attend_integers(const Bundle& bundle, int num_rows, const T* q, Running* running, float* totals);
+    template <class Visit>
+    void for_each_piece(const Bundle& bundle, const Visit& visit) const;
+    template <class Open, class Add, class Close>
+    void for_each_block(const Bundle& bundle, const Open& open, const Add& add, const Close& close) const;
+    bool is_same(const Tile& tile, const Tile& other, Span tokens) const;
+
     void compute_shared(const Tile& tile, const T* q, Scratch& scratch) {
         const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
         std::vector<Running>& running = scratch.running;
@@ -146,12 +158,17 @@ class PagedAttention {
         const T* first = tensors_.q + tile.first_query * tensors_.q_token_stride + int64_t(tile.first_kv_head) * group_ * head_dim;
         if (tile.num_queries == 1 && group_ <= ROOM / 2) return first;  // more rows may be read than there are
         T* const gathered = buffer.room((size_t(heads) * tile.num_queries + ROOM) * head_dim);
-        T* to = gathered;
+        copy_queries(tile, gathered);
+        return gathered;
+    }
+
+    void copy_queries(const Tile& tile, T* to) const {
+        const int heads = tile.num_kv_heads * group_, head_dim = layout_.head_dim;
+        const T* first = tensors_.q + tile.first_query * tensors_.q_token_stride + int64_t(tile.first_kv_head) * group_ * head_dim;
         const size_t group_size = size_t(group_) * head_dim;
         for (int head = 0; head < heads; head += group_)
             for (int query = 0; query < tile.num_queries; query++, to += group_size)
                 std::memcpy(to, first + query * tensors_.q_token_stride + head * head_dim, group_size * sizeof(T));
-        return gathered;
     }
 
     void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
@@ -194,7 +211,7 @@ class PagedAttention {
                     scale_tokens(of_head, scores_stride, rows_a_head, scales(tensors_.keys, tile, begin + token, head), num_tokens);
             }
         });
-        for (int row = 0; row < num_rows; row++) running[row] = soften_row(tile, row, begin, end, scores + row * scores_stride);
+        soften(tile, 0, num_rows, {begin, end}, scores, scores_stride, 1, running);
         std::fill(totals, totals + size_t(num_rows) * head_dim, 0.0f);
         for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int num_tokens) {
             for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
@@ -216,34 +233,42 @@ class PagedAttention {
     // As attend_partition, by matrix tiles: weights are rounded to bf16 before they meet the values.
     void attend_by_tiles(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
         const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
-        const int begin = first_token(tile, partition), end = end_token(tile, partition);
-        if (rows == 1) return attend_single_rows(tile, begin, end, q, scratch, running, totals);
-        const int num_tokens = (end - begin + PANEL - 1) / PANEL * PANEL;
-        float* scores = scratch.scores.room(size_t(rows + ROOM) * PARTITION);
-        BFloat16* weights = scratch.weights.room(size_t(rows + ROOM) * PARTITION);
-        float* products = scratch.products.room(size_t(rows + ROOM) * head_dim);
-        const size_t head_size = size_t(num_tokens) * head_dim;
-        BFloat16* packed_keys = scratch.packed.room(2 * tile.num_kv_heads * head_size);
-        BFloat16* packed_values = packed_keys + tile.num_kv_heads * head_size;
-        int64_t offsets[PARTITION];
-        find_tokens(tile, begin, end, num_tokens, offsets);
-        pack_keys(packed_keys, tensors_.keys, tensors_.values, offsets, num_tokens, tile.num_kv_heads, head_dim);
-        pack_values(packed_values, tensors_.values, offsets, num_tokens, tile.num_kv_heads, head_dim);
+        const Span tokens{first_token(tile, partition), end_token(tile, partition)};
+        if (rows == 1) return attend_single_rows(tile, tokens.begin, tokens.end, q, scratch, running, totals);
+        std::fill_n(running, tile.num_kv_heads * rows, Running{});
+        const PackedTokens packed = pack(tile, tokens.begin, tokens, scratch);
         const TileScope scope(std::min(rows, TILE), TILE);
+        Blocks& blocks = Blocks::of_this_thread();
         for (int head = 0; head < tile.num_kv_heads; head++) {
-            const PackedMatrix keys{packed_keys + head * head_size, nullptr, num_tokens, head_dim};
-            const PackedMatrix values{packed_values + head * head_size, nullptr, head_dim, num_tokens};
-            const size_t first_row = size_t(head) * rows;
-            multiply_dense(scores, PARTITION, q + first_row * head_dim, head_dim, rows, keys);
-            for (int row = 0; row < rows; row++) {
-                float* of_row = scores + size_t(row) * PARTITION;
-                running[first_row + row] = soften_row(tile, int(first_row) + row, begin, end, of_row, params_.scale);
-                std::fill(of_row + (end - begin + LANES - 1) / LANES * LANES, of_row + num_tokens, 0.0f);
-                to_bfloat16(weights + size_t(row) * PARTITION, of_row, num_tokens);
+            const int64_t part = int64_t(head) * packed.num_tokens * head_dim;
+            blocks.open({packed.keys + part, packed.values + part, packed.num_tokens, head_dim});
+            for (int row = head * rows; row < (head + 1) * rows; row += ROWS) {
+                const int64_t place = int64_t(row) * head_dim;
+                add_block(tile, row, std::min(ROWS, (head + 1) * rows - row), tokens.begin, {0, packed.num_tokens}, q + place, running + row, totals + place);
             }
-            multiply_dense(products, head_dim, weights, PARTITION, rows, values);
-            std::copy_n(products, size_t(rows) * head_dim, totals + first_row * head_dim);
+            blocks.close();
         }
+    }
+
+    // Rows [row, row + num_rows) of the tile; `seen` is counted from `begin` on.
+    void add_block(const Tile& tile, int row, int num_rows, int begin, Span seen, const T* q, Running* running, float* totals) {
+        Blocks::of_this_thread().add({q, num_rows, seen, running, totals}, softmax_scale(params_.scale),
+                                     [&](int i, Softmax<T>& softmax, float* scores) {
+                                         search(softmax, i, tile, row + i, {begin, begin + seen.end}, scores, params_.scale);
+                                     });
+    }
+
+    // Tokens from `begin` on, of which the tile sees `seen`.
+    PackedTokens pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const {
+        const int num_tokens = (seen.end - begin + PANEL - 1) / PANEL * PANEL, num_unseen = seen.begin - begin;
+        const int64_t size = int64_t(tile.num_kv_heads) * num_tokens * layout_.head_dim;
+        BFloat16* const packed = scratch.packed.room(2 * size);
+        int64_t offsets[PARTITION];
+        find_tokens(tile, seen.begin, seen.end, num_tokens - num_unseen, offsets + num_unseen);
+        std::fill_n(offsets, num_unseen, offsets[num_unseen]);
+        pack_keys(packed, tensors_.keys, tensors_.values, offsets, num_tokens, tile.num_kv_heads, layout_.head_dim);
+        pack_values(packed + size, tensors_.values, offsets, num_tokens, tile.num_kv_heads, layout_.head_dim);
+        return {packed, packed + size, num_tokens, layout_.head_dim};
     }
 
     // As attend_by_tiles, one row a head: attention_single.h.
@@ -277,13 +302,33 @@ class PagedAttention {
     // As attend_partition, by integers: attention_int8.h.
     void attend_integers(const Tile& tile, int partition, const T* q, float* scores, Running* running, float* totals);
 
-    Running soften_row(const Tile& tile, int row, int begin, int end, float* scores, float scale = 1) const {
+    // The softmax of rows [first, first + count) of the tile over some tokens: their scores become weights, in whole runs.
+    void soften(const Tile& tile, int first, int count, Span tokens, float* scores, int64_t stride, float scale, Running* running) const {
+        constexpr int RUN = Softmax<T>::RUN, MOST = Softmax<T>::MOST_ROWS;
+        const int num_tokens = (tokens.end - tokens.begin + RUN - 1) / RUN * RUN;
+        for (; count > 0; first += MOST, count -= MOST, scores += MOST * stride, running += MOST) {
+            const int num_rows = std::min(count, MOST);
+            Softmax<T> softmax(softmax_scale(scale));
+            for (int i = 0; i < num_rows; i++) search(softmax, i, tile, first + i, tokens, scores + i * stride, scale);
+            softmax.settle(num_rows);
+            for (int i = 0; i < num_rows; i++) softmax.weigh(i, scores + i * stride, scores + i * stride, {0, num_tokens});
+            softmax.sum(running, num_rows);
+        }
+    }
+
+    // What is left to multiply after cap_and_bias.
+    float softmax_scale(float scale) const { return params_.soft_cap != 0 || params_.key_bias ? 1 : scale; }
+
+    void search(Softmax<T>& softmax, int place, const Tile& tile, int row, Span tokens, float* scores, float scale) const {
         const int query = tile.first_query + row / group_ % tile.num_queries;
-        const int head = (tile.first_kv_head + row / (group_ * tile.num_queries)) * group_ + row % group_;
-        const int seen_begin = std::max(begin, queries_.first_seen(tile.sequence, query));
-        const int seen_end = std::min(end, queries_.position(tile.sequence, query) + 1);
-        const float* bias = params_.key_bias ? params_.key_bias + head * params_.key_bias_stride + begin : nullptr;
-        return soften<T>(scores, end - begin, seen_begin - begin, seen_end - begin, scale, params_.soft_cap, bias);
+        const Span seen{std::max(tokens.begin, queries_.first_seen(tile.sequence, query)) - tokens.begin,
+                        std::min(tokens.end, queries_.position(tile.sequence, query) + 1) - tokens.begin};
+        if (params_.soft_cap != 0 || params_.key_bias) {
+            const int head = (tile.first_kv_head + row / (group_ * tile.num_queries)) * group_ + row % group_;
+            const float* bias = params_.key_bias ? params_.key_bias + head * params_.key_bias_stride + tokens.begin : nullptr;
+            cap_and_bias(scores, seen, scale, params_.soft_cap, bias);
+        }
+        softmax.search(place, scores, seen);
     }
 
     // Calls visit(offset of the first token's first head, the same of the next run or -1, token - begin, tokens) for runs
@@ -369,5 +414,6 @@ void attend(T* out, const T* q, int64_t q_token_stride, const void* keys, const 
 
 }  // namespace weft
 
+#include "attention_chunks.h"
 #include "attention_int8.h"
 #include "attention_single.h"

@@ -36,10 +36,10 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
         }
     };
     const auto soften_rows = [&](int head) {
+        soften(tile, head * rows, rows, {begin, end}, scores + size_t(head) * rows * scales_stride, scales_stride, 1, running + head * rows);
         for (int row = head * rows; row < (head + 1) * rows; row++) {
             float* const of_row = scores + size_t(row) * scales_stride;
             uint8_t *const to_high = high + size_t(row) * weights_stride, *const to_low = low + size_t(row) * weights_stride;
-            running[row] = soften_row(tile, row, begin, end, of_row);
             weight_scales[row] = int8::quantize_weights(to_high, to_low, of_row, value_scales + head * scales_stride, end - begin);
             const int written = (end - begin + LANES - 1) / LANES * LANES;
             std::fill(to_high + written, to_high + num_tokens, 0);
@@ -98,6 +98,67 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
     for (int row = 0; row < num_rows; row++)
         int8::write_totals(totals + size_t(row) * head_dim, sums + size_t(row) * head_dim, weight_scales[row], head_dim);
 }
+
+#ifdef WEFT_HAS_INT8_TILES
+
+// Of a bundle, as attention_chunks.h has them.
+template <class T, class C>
+void PagedAttention<T, C>::attend_integers(const Bundle& bundle, int num_rows, const T* q, Running* running, float* totals) {
+    const int head_dim = layout_.head_dim;
+    int8::AttentionScratch& scratch = int8::AttentionScratch::of_this_thread();
+    const size_t rows_size = size_t(num_rows + ROOM) * head_dim;
+    int8_t* const parts = scratch.queries.room(2 * rows_size);
+    const int8::Queries queries{parts, parts + rows_size, scratch.query_scales.room(num_rows), scratch.offsets.room(num_rows)};
+    for (int row = 0; row < num_rows; row++) int8::quantize_query(queries, row, q + size_t(row) * head_dim, head_dim);
+    constexpr int ROOM_TOKENS = PARTITION + int8::TOKENS;
+    float* const scores = Scratch::of_this_thread().scores.room(ROWS * ROOM_TOKENS);
+    uint8_t* const high = scratch.weights.room(2 * ROWS * ROOM_TOKENS);
+    uint8_t* const low = high + ROWS * ROOM_TOKENS;
+    float* const key_scales = scratch.key_scales.room(ROOM_TOKENS);
+    float* const value_scales = scratch.value_scales.room(ROOM_TOKENS);
+    int32_t* const sums = scratch.totals.room(ROWS * head_dim);
+    float* const products = Scratch::of_this_thread().part.room(head_dim);
+    int8_t *keys = nullptr, *values = nullptr;
+    const auto open = [&](const Tile& piece, int begin, Span seen) {
+        const int num_tokens = (seen.end - begin + int8::TOKENS - 1) / int8::TOKENS * int8::TOKENS, num_unseen = seen.begin - begin;
+        keys = scratch.packed.room(2 * size_t(num_tokens) * head_dim), values = keys + size_t(num_tokens) * head_dim;
+        int64_t offsets[PARTITION];
+        find_tokens(piece, seen.begin, seen.end, num_tokens - num_unseen, offsets + num_unseen);
+        std::fill_n(offsets, num_unseen, offsets[num_unseen]);
+        std::fill_n(key_scales, num_unseen, 0.0f);
+        std::fill_n(value_scales, num_tokens, 0.0f);
+        for_each_run(piece, seen.begin, seen.end, [&](int64_t, int64_t, int token, int count) {
+            std::copy_n(scales(tensors_.keys, piece, seen.begin + token), count, key_scales + num_unseen + token);
+            std::copy_n(scales(tensors_.values, piece, seen.begin + token), count, value_scales + num_unseen + token);
+        });
+        int8::pack_keys(keys, tensors_.keys, offsets, num_tokens, 1, head_dim);
+        int8::pack_values(values, tensors_.values, offsets, num_tokens, 1, head_dim);
+    };
+    const auto add = [&](const Tile& piece, int first_row, int row_of_piece, int count, int begin, Span seen) {
+        int8::score_packed_keys(keys + seen.begin * head_dim, seen.end - seen.begin, key_scales + seen.begin, queries, first_row, count,
+                                head_dim, params_.scale, scores + seen.begin, ROOM_TOKENS);
+        Running part[ROWS];
+        soften(piece, row_of_piece, count, {begin, begin + seen.end}, scores, ROOM_TOKENS, 1, part);
+        const Span steps{seen.begin / int8::TOKENS * int8::TOKENS, (seen.end + int8::TOKENS - 1) / int8::TOKENS * int8::TOKENS};
+        float weight_scales[ROWS];
+        for (int row = 0; row < count; row++) {
+            float* const of_row = scores + row * ROOM_TOKENS;
+            std::fill(of_row + seen.end, of_row + steps.end, 0.0f);
+            const int64_t place = row * ROOM_TOKENS + steps.begin;
+            weight_scales[row] = int8::quantize_weights(high + place, low + place, of_row + steps.begin, value_scales + steps.begin, steps.end - steps.begin);
+        }
+        int8::sum_packed_values(values + steps.begin * head_dim, steps.end - steps.begin, high + steps.begin, low + steps.begin, ROOM_TOKENS,
+                                sums, count, head_dim);
+        for (int row = 0; row < count; row++) {
+            int8::write_totals(products, sums + row * head_dim, weight_scales[row], head_dim);
+            merge(running[first_row + row], totals + size_t(first_row + row) * head_dim, part[row], products, head_dim);
+        }
+    };
+    const TileScope scope;
+    for_each_block(bundle, open, add, [] {});
+}
+
+#endif
 
 }  // namespace weft
 

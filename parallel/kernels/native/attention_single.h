@@ -30,11 +30,8 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int e
             score_row(scores + head * PARTITION + token, keys, is_together ? token_stride_ : head_dim, q + head * head_dim, head_dim);
         }
     }
-    for (int head = 0; head < heads; head++) {
-        float* of_head = scores + head * PARTITION;
-        running[head] = soften_row(tile, head, begin, end, of_head, params_.scale);
-        round_to_bfloat16(of_head, num_tokens);
-    }
+    soften(tile, 0, heads, {begin, end}, scores, PARTITION, params_.scale, running);
+    for (int head = 0; head < heads; head++) round_to_bfloat16(scores + head * PARTITION, num_tokens);
     std::fill(totals, totals + size_t(heads) * head_dim, 0.0f);
     for (int token = 0; token < count; token += STEP)
         for (int head = 0; head < heads; head++) {

@@ -59,23 +59,6 @@ inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t*
     }
 }
 
-// out[row] = left[row] . matrix for num_rows rows, of which left and out have room for a multiple of 32.
-inline void multiply_dense(float* out, int64_t out_stride, const BFloat16* left, int64_t left_stride, int num_rows,
-                           const PackedMatrix& matrix) {
-    const Products products{matrix};
-    for (int row = 0; row < num_rows; row += ROWS) {
-        const LeftTiles tiles{reinterpret_cast<const char*>(left + row * left_stride), left_stride * int64_t(sizeof(BFloat16)), 64, 0};
-        for (int64_t panel = 0; panel < num_panels(matrix.num_out); panel++) {
-            float* to = out + row * out_stride + panel * PANEL;
-            const char* values = products.panel(panel);
-            if (num_rows - row > TILE)
-                multiply_tiles<2, false, Products>(to, out_stride, tiles, values, values, products.num_steps(), [] {});
-            else
-                multiply_tiles<1, false, Products>(to, out_stride, tiles, values, values, products.num_steps(), [] {});
-        }
-    }
-}
-
 // Memory that is read soon, in that order: asked for in the second-level cache, some lines at a time.
 class Upcoming {
   public:
@@ -157,11 +140,6 @@ inline void round_to_bfloat16(float* x, int count) {
         const __m512i rounded = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
         _mm512_storeu_ps(x + i, (__m512)_mm512_slli_epi32(rounded, 16));
     }
-}
-
-inline void to_bfloat16(BFloat16* to, const float* from, int count) {
-    for (int i = 0; i < count; i += 2 * LANES)
-        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + LANES), _mm512_loadu_ps(from + i)));
 }
 
 }  // namespace weft

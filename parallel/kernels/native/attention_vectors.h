@@ -20,15 +20,20 @@ inline Floats soft_capped(Floats x, float cap) {
     return cap - (2.0f * cap) / (exponential(x * (2.0f / cap)) + 1.0f);  // cap * tanh(x / cap)
 }
 
-// Lane i of the result is the sum of rows[i]; rows are overwritten.
-inline Floats sum_each(Floats* rows) {
+// Lane i of the result is all lanes of rows[i], joined; rows are overwritten.
+template <class Join>
+inline Floats join_each(Floats* rows, const Join& join) {
     for (int width = LANES / 2; width >= 1; width /= 2)
         for (int i = 0; i < width; i++) {
             const Floats a = rows[2 * i], b = rows[2 * i + 1];
-            rows[i] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-                      __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            rows[i] = join(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
         }
     return rows[0];
+}
+
+inline Floats sum_each(Floats* rows) {
+    return join_each(rows, [](Floats a, Floats b) { return a + b; });
 }
 
 // The product of one row of q with one key, before its lanes are summed.
@@ -136,45 +141,104 @@ struct Running {
 // Adds a partition's softmax (its sums in `part_totals`) to the running one.
 inline void merge(Running& running, float* totals, const Running& part, const float* part_totals, int head_dim) {
     if (part.sum == 0) return;
-    const float most = std::max(running.most, part.most);
-    const float old = running.sum == 0 ? 0 : exponential(running.most - most);
-    const float fresh = exponential(part.most - most);
-    running = {most, running.sum * old + part.sum * fresh};
+    if (running.sum == 0) {
+        running = part;
+        std::copy_n(part_totals, head_dim, totals);
+        return;
+    }
+    const float distance = part.most - running.most, factor = exponential(-std::fabs(distance));
+    const float old = distance > 0 ? factor : 1, fresh = distance > 0 ? 1 : factor;
+    running = {std::max(running.most, part.most), running.sum * old + part.sum * fresh};
     for (int dim = 0; dim < head_dim; dim += LANES)
         store(totals + dim, load(totals + dim) * old + load(part_totals + dim) * fresh);
 }
 
-// Turns scores[0, count), times `scale`, into weights as finely as T asks for; those outside [begin, end) become 0. count is
-// rounded up to LANES.
-template <class T>
-Running soften(float* scores, int count, int begin, int end, float scale, float soft_cap, const float* bias) {
-    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    Floats most = broadcast(-INFINITY);
-    for (int i = 0; i < count; i += LANES) {
+// Tokens, counted from where scores begin.
+struct Span {
+    int begin, end;
+};
+
+// Makes the scores of what a row sees final, where a cap or a bias is wanted.
+inline void cap_and_bias(float* scores, Span seen, float scale, float soft_cap, const float* bias) {
+    for (int i = seen.begin / LANES * LANES; i < seen.end; i += LANES) {
         Floats x = load(scores + i) * scale;
         if (soft_cap != 0) x = soft_capped(x, soft_cap);
         if (bias) {
             Floats added{};
-            std::memcpy(&added, bias + i, sizeof(float) * std::min(LANES, count - i));
+            std::memcpy(&added, bias + i, sizeof(float) * std::min(LANES, seen.end - i));
             x += added;
         }
-        if (i < begin || i + LANES > end) {
-            const Ints index = lanes + i;
-            x = choose((index >= begin) & (index < end), x, broadcast(-INFINITY));
-        }
-        most = larger(x, most);
         store(scores + i, x);
     }
-    Running result{largest(most), 0};
-    if (result.most == -INFINITY) result.most = 0;  // nothing is seen: all weights become 0
-    Floats total{};
-    for (int i = 0; i < count; i += LANES) {
-        const Floats x = exponential_below_zero<T>(load(scores + i) - result.most);
-        total += x;
-        store(scores + i, x);
-    }
-    result.sum = sum(total);
-    return result;
 }
+
+// The softmax of some rows over the tokens of a partition: all rows are searched for their largest score, then weighed. The
+// bits of a row do not depend on those beside it. T: how finely, as in exponential_from.
+template <class T>
+class Softmax {
+  public:
+    static constexpr int MOST_ROWS = 2 * LANES;
+    static constexpr int RUN = 2 * LANES;  // tokens
+
+    // scale: what scores are multiplied by; positive.
+    explicit Softmax(float scale = 1) : scale_(scale) {}
+
+    // What is not seen becomes -inf in the first and the last run of tokens.
+    void search(int row, float* scores, Span seen) {
+        const Span runs = seen.begin < seen.end ? Span{seen.begin / RUN * RUN, (seen.end + RUN - 1) / RUN * RUN} : Span{0, 0};
+        Floats first = broadcast(-INFINITY), second = first;
+        if (runs.begin < runs.end) {
+            std::fill(scores + runs.begin, scores + seen.begin, -INFINITY);
+            std::fill(scores + seen.end, scores + runs.end, -INFINITY);
+        }
+        for (int i = runs.begin; i < runs.end; i += RUN) {
+            first = larger(load(scores + i), first);
+            second = larger(load(scores + i + LANES), second);
+        }
+        lanes_[row] = larger(first, second);
+        runs_[row] = runs;
+    }
+
+    // After the search of all rows.
+    void settle(int num_rows) {
+        for (int row = 0; row < num_rows; row += LANES) {
+            const Floats most = join_each(lanes_ + row, larger) * scale_;
+            store(most_ + row, choose(most == -INFINITY, Floats{}, most));  // nothing is seen: all weights become 0
+        }
+    }
+
+    // The weights of a row, of tokens that begin and end runs; they may take the place of its scores.
+    template <class W>
+    void weigh(int row, W* weights, const float* scores, Span tokens) {
+        const Span runs = runs_[row];
+        const float scale = scale_, most = most_[row];
+        Floats first{}, second{};
+        for (int i = tokens.begin; i < runs.begin; i += RUN) store_two(weights + i, Floats{}, Floats{}, false);
+        for (int i = runs.begin; i < runs.end; i += RUN) {
+            const Floats x = exponential_from<T>(load(scores + i), scale, most);
+            const Floats y = exponential_from<T>(load(scores + i + LANES), scale, most);
+            first += x;
+            second += y;
+            store_two(weights + i, x, y, false);
+        }
+        for (int i = runs.end; i < tokens.end; i += RUN) store_two(weights + i, Floats{}, Floats{}, false);
+        lanes_[row] = first + second;
+    }
+
+    // After all rows were weighed.
+    void sum(Running* running, int num_rows) {
+        for (int row = 0; row < num_rows; row += LANES) {
+            float sums[LANES];
+            store(sums, sum_each(lanes_ + row));
+            for (int i = 0; i < std::min(LANES, num_rows - row); i++) running[row + i] = {most_[row + i], sums[i]};
+        }
+    }
+
+  private:
+    float scale_;
+    Span runs_[MOST_ROWS];
+    Floats lanes_[MOST_ROWS];
+    alignas(64) float most_[MOST_ROWS];
+};
 
 }  // namespace weft

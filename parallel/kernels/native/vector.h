@@ -154,7 +154,13 @@ inline Floats choose(Ints is_first, Floats first, Floats second) {
     return bit_cast<Floats>((bit_cast<Ints>(first) & is_first) | (bit_cast<Ints>(second) & ~is_first));
 }
 
-inline Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
+// a where it is larger, else b: also where either is a NaN.
+inline Floats larger(Floats a, Floats b) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#endif
+    return choose(a > b, a, b);
+}
 
 inline float sum(Floats x) {
 #ifdef __AVX512F__
@@ -230,16 +236,18 @@ inline float exponential(float x) {
     return is_tiny ? 0.0f : y;
 }
 
-// e^x for x <= 0, as finely as T asks for; 0 from -87 on downwards.
+// e^(x * scale - most), at most 1, as finely as T asks for; 0 where it would be too small for a normal number.
 template <class T>
-inline Floats exponential_below_zero(Floats x) {
+inline Floats exponential_from(Floats x, float scale, float most) {
 #ifdef __AVX512F__
     if (sizeof(T) == 2) {
-        const __mmask16 is_seen = _mm512_cmp_ps_mask((__m512)x, (__m512)broadcast(-87.0f), _CMP_NLE_UQ);  // a NaN stays one
-        return (Floats)_mm512_maskz_mov_ps(is_seen, (__m512)power_of_two(x * 1.44269504f));
+        constexpr float LOG2_E = 1.44269504f;
+        const Floats y = x * (scale * LOG2_E) - most * LOG2_E;
+        const __mmask16 is_seen = _mm512_cmp_ps_mask((__m512)y, (__m512)broadcast(-126.0f), _CMP_NLT_UQ);  // a NaN stays one
+        return (Floats)_mm512_maskz_mov_ps(is_seen, (__m512)power_of_two(y));
     }
 #endif
-    return exponential(x);
+    return exponential(x * scale - most);
 }
 
 }  // namespace weft
