@@ -71,17 +71,18 @@ def make_layout(
 
 
 def meta_of_one(meta: AttentionMeta, row: int) -> AttentionMeta:
-    """A step of this decoding sequence alone."""
+    """A step of this sequence alone."""
     context = meta.context_lens_host[row]
+    start, stop = meta.query_starts_host[row : row + 2]
     return AttentionMeta(
-        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        query_starts=torch.tensor([0, stop - start], dtype=torch.int32),
         context_lens=meta.context_lens[row : row + 1],
         block_tables=meta.block_tables[row : row + 1],
-        slot_mapping=meta.slot_mapping[row : row + 1],
-        num_decodes=1,
-        max_query_len=1,
+        slot_mapping=meta.slot_mapping[start:stop],
+        num_decodes=int(stop - start == 1),
+        max_query_len=stop - start,
         max_context_len=context,
-        query_starts_host=[0, 1],
+        query_starts_host=[0, stop - start],
         context_lens_host=[context],
     )
 

@@ -40,6 +40,12 @@ class TileScope {
         for (int tile : {0, 1, 2, 3, 6, 7}) config.column_bytes[tile] = uint16_t(num_columns * sizeof(float));
         return TileScope(config);
     }
+    // One left side, 4, of `num_rows` and so many sums, 0 to 3; right sides from 5 on.
+    static TileScope of_rows(int num_rows) {
+        Config config;
+        for (int tile : {0, 1, 2, 3, 4}) config.rows[tile] = uint8_t(num_rows);
+        return TileScope(config);
+    }
     ~TileScope() { __asm__ volatile("ldtilecfg %0" ::"m"(before_)); }
     TileScope(const TileScope&) = delete;
 

@@ -237,14 +237,14 @@ class PagedAttention {
         if (rows == 1) return attend_single_rows(tile, tokens.begin, tokens.end, q, scratch, running, totals);
         std::fill_n(running, tile.num_kv_heads * rows, Running{});
         const PackedTokens packed = pack(tile, tokens.begin, tokens, scratch);
-        const TileScope scope(std::min(rows, TILE), TILE);
+        const TileScope scope = TileScope::of_rows(std::min(rows, TILE));
         Blocks& blocks = Blocks::of_this_thread();
         for (int head = 0; head < tile.num_kv_heads; head++) {
             const int64_t part = int64_t(head) * packed.num_tokens * head_dim;
             blocks.open({packed.keys + part, packed.values + part, packed.num_tokens, head_dim});
-            for (int row = head * rows; row < (head + 1) * rows; row += ROWS) {
+            for (int row = head * rows; row < (head + 1) * rows; row += BLOCK_ROWS) {
                 const int64_t place = int64_t(row) * head_dim;
-                add_block(tile, row, std::min(ROWS, (head + 1) * rows - row), tokens.begin, {0, packed.num_tokens}, q + place, running + row, totals + place);
+                add_block(tile, row, std::min(BLOCK_ROWS, (head + 1) * rows - row), tokens.begin, {0, packed.num_tokens}, q + place, running + row, totals + place);
             }
             blocks.close();
         }
@@ -252,9 +252,13 @@ class PagedAttention {
 
     // Rows [row, row + num_rows) of the tile; `seen` is counted from `begin` on.
     void add_block(const Tile& tile, int row, int num_rows, int begin, Span seen, const T* q, Running* running, float* totals) {
+        const Span tokens{begin, std::min(begin + seen.end, (begin / PARTITION + 1) * PARTITION)};  // panels may end later
+        const Span first = seen_by(tile, row, tokens), last = seen_by(tile, row + num_rows - 1, tokens);
+        const bool see_the_same = first.begin == last.begin && first.end == last.end;
         Blocks::of_this_thread().add({q, num_rows, seen, running, totals}, softmax_scale(params_.scale),
                                      [&](int i, Softmax<T>& softmax, float* scores) {
-                                         search(softmax, i, tile, row + i, {begin, begin + seen.end}, scores, params_.scale);
+                                         const Span seen_by_row = see_the_same ? first : seen_by(tile, row + i, tokens);
+                                         search(softmax, i, tile, row + i, tokens.begin, seen_by_row, scores, params_.scale);
                                      });
     }
 
@@ -308,8 +312,9 @@ class PagedAttention {
         const int num_tokens = (tokens.end - tokens.begin + RUN - 1) / RUN * RUN;
         for (; count > 0; first += MOST, count -= MOST, scores += MOST * stride, running += MOST) {
             const int num_rows = std::min(count, MOST);
-            Softmax<T> softmax(softmax_scale(scale));
-            for (int i = 0; i < num_rows; i++) search(softmax, i, tile, first + i, tokens, scores + i * stride, scale);
+            Softmax<T> softmax;
+            softmax.begin(softmax_scale(scale));
+            for (int i = 0; i < num_rows; i++) search(softmax, i, tile, first + i, tokens.begin, seen_by(tile, first + i, tokens), scores + i * stride, scale);
             softmax.settle(num_rows);
             for (int i = 0; i < num_rows; i++) softmax.weigh(i, scores + i * stride, scores + i * stride, {0, num_tokens});
             softmax.sum(running, num_rows);
@@ -319,13 +324,17 @@ class PagedAttention {
     // What is left to multiply after cap_and_bias.
     float softmax_scale(float scale) const { return params_.soft_cap != 0 || params_.key_bias ? 1 : scale; }
 
-    void search(Softmax<T>& softmax, int place, const Tile& tile, int row, Span tokens, float* scores, float scale) const {
+    // What a row of the tile sees of some tokens, counted from the first of them.
+    Span seen_by(const Tile& tile, int row, Span tokens) const {
         const int query = tile.first_query + row / group_ % tile.num_queries;
-        const Span seen{std::max(tokens.begin, queries_.first_seen(tile.sequence, query)) - tokens.begin,
-                        std::min(tokens.end, queries_.position(tile.sequence, query) + 1) - tokens.begin};
+        return {std::max(tokens.begin, queries_.first_seen(tile.sequence, query)) - tokens.begin,
+                std::min(tokens.end, queries_.position(tile.sequence, query) + 1) - tokens.begin};
+    }
+
+    void search(Softmax<T>& softmax, int place, const Tile& tile, int row, int begin, Span seen, float* scores, float scale) const {
         if (params_.soft_cap != 0 || params_.key_bias) {
             const int head = (tile.first_kv_head + row / (group_ * tile.num_queries)) * group_ + row % group_;
-            const float* bias = params_.key_bias ? params_.key_bias + head * params_.key_bias_stride + tokens.begin : nullptr;
+            const float* bias = params_.key_bias ? params_.key_bias + head * params_.key_bias_stride + begin : nullptr;
             cap_and_bias(scores, seen, scale, params_.soft_cap, bias);
         }
         softmax.search(place, scores, seen);

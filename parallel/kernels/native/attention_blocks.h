@@ -1,5 +1,5 @@
-// Blocks of rows against packed keys and values, by matrix tiles, in a pipeline: while tiles multiply the queries of a block
-// with the keys, vectors weigh the block before it; while they multiply its weights with the values, the new block is searched.
+// Blocks of rows against packed keys and values, by matrix tiles: while these multiply the queries of a block with the keys,
+// vectors weigh the block before it.
 
 #pragma once
 
@@ -15,14 +15,59 @@ struct PackedTokens {
     int num_tokens, head_dim;
 };
 
-// Up to ROWS rows, and the tokens that one of them sees, in whole panels.
+constexpr int BLOCK_ROWS = TILE;  // more would not stay in the first-level cache with their scores
+
+// Some rows, and the tokens that one of them sees, in whole panels.
 struct Block {
-    const BFloat16* q;  // [num_rows, head_dim], room for ROWS
+    const BFloat16* q;  // [num_rows, head_dim], room for BLOCK_ROWS
     int num_rows;
     Span tokens;
     Running* running;  // of each row; the block's softmax is merged into it
     float* totals;     // [num_rows, head_dim]
 };
+
+// A tile of rows times one or two panels that lie `panel_stride` values apart: the sums [TILE][PANELS * PANEL]. Panels come from
+// the second-level cache and do not enter the first-level one. Calls `meanwhile` with each step.
+template <int PANELS, class Meanwhile>
+void multiply_row_tile(float* sums, int64_t sums_stride, const BFloat16* left, int64_t left_stride, const BFloat16* panels,
+                       int64_t panel_stride, int num_steps, const Meanwhile& meanwhile) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (PANELS > 1) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int step = 0; step < num_steps; step++, left += STEP, panels += STEP_SIZE) {
+        _tile_loadd(4, left, left_stride * int64_t(sizeof(*left)));
+        _tile_stream_loadd(5, panels, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_stream_loadd(6, panels + STEP_SIZE / 2, 64);
+        _tile_dpbf16ps(1, 4, 6);
+        if (PANELS > 1) {
+            _tile_stream_loadd(7, panels + panel_stride, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_stream_loadd(5, panels + panel_stride + STEP_SIZE / 2, 64);
+            _tile_dpbf16ps(3, 4, 5);
+        }
+        meanwhile();
+    }
+    const int64_t width = sums_stride * int64_t(sizeof(*sums));
+    _tile_stored(0, sums, width);
+    _tile_stored(1, sums + TILE, width);
+    if (PANELS > 1) {
+        _tile_stored(2, sums + 2 * TILE, width);
+        _tile_stored(3, sums + 3 * TILE, width);
+    }
+}
+
+// The same for any number of panels.
+template <class Meanwhile>
+void multiply_row_tile(float* sums, int64_t sums_stride, const BFloat16* left, int64_t left_stride, const BFloat16* panels,
+                       int64_t panel_stride, int num_panels, int num_steps, const Meanwhile& meanwhile) {
+    for (; num_panels > 1; num_panels -= 2, panels += 2 * panel_stride, sums += 2 * PANEL)
+        multiply_row_tile<2>(sums, sums_stride, left, left_stride, panels, panel_stride, num_steps, meanwhile);
+    if (num_panels) multiply_row_tile<1>(sums, sums_stride, left, left_stride, panels, panel_stride, num_steps, meanwhile);
+}
 
 class Blocks {
   public:
@@ -34,7 +79,7 @@ class Blocks {
     // All blocks until the next one see these tokens; none is under way.
     void open(const PackedTokens& packed) {
         packed_ = packed;
-        products_.room(size_t(ROWS) * packed.head_dim);
+        products_ = buffer_.room(size_t(BLOCK_ROWS) * packed.head_dim);
     }
 
     // search(row, softmax, scores) calls softmax.search.
@@ -43,20 +88,14 @@ class Blocks {
         Work& work = works_[next_];
         next_ = 1 - next_;
         work.block = block;
-        work.softmax = Softmax<BFloat16>(scale);
-        float* const scores = work.scores;
-        int searched = 0;
-        const auto search_some = [&](int most) {
-            for (const int end = std::min(block.num_rows, searched + most); searched < end; searched++)
-                search(searched, work.softmax, scores + searched * STRIDE);
-        };
+        work.softmax.begin(scale);
         weighed_ = 0;
-        const LeftTiles left{reinterpret_cast<const char*>(block.q), packed_.head_dim * int64_t(sizeof(BFloat16)), 64, block.num_rows};
-        for (int token = block.tokens.begin; token < block.tokens.end; token += PANEL)
-            multiply(scores + token, STRIDE, left, packed_.keys + int64_t(token) * packed_.head_dim, packed_.head_dim / STEP,
-                     [&] { weigh_some(PACE); });
-        finish([&] { search_some(PACE); });
-        search_some(ROWS);
+        const Span tokens = block.tokens;
+        const int head_dim = packed_.head_dim;
+        multiply_row_tile(work.scores + tokens.begin, STRIDE, block.q, head_dim, packed_.keys + int64_t(tokens.begin) * head_dim,
+                          int64_t(PANEL) * head_dim, (tokens.end - tokens.begin) / PANEL, head_dim / STEP, [&] { weigh_some(PACE); });
+        finish();
+        for (int row = 0; row < block.num_rows; row++) search(row, work.softmax, work.scores + row * STRIDE);
         work.softmax.settle(block.num_rows);
         pending_ = &work;
     }
@@ -64,60 +103,47 @@ class Blocks {
     // The last block.
     void close() {
         weighed_ = 0;
-        finish([] {});
+        finish();
     }
 
   private:
-    static constexpr int STRIDE = PARTITION + LANES;          // of scores
-    static constexpr int WEIGHTS_STRIDE = PARTITION + STEP;
-    static constexpr int PACE = 2;                            // rows with each step of tiles
+    static constexpr int STRIDE = PARTITION + LANES;  // of scores
+    static constexpr int PACE = 1;                    // rows with each step of tiles
 
     struct Work {
         Block block;
         Softmax<BFloat16> softmax;
-        alignas(64) float scores[ROWS * STRIDE];
+        alignas(64) float scores[BLOCK_ROWS * STRIDE];  // weights take their place
+
+        BFloat16* weights() { return reinterpret_cast<BFloat16*>(scores); }
     };
 
     void weigh_some(int most) {
         if (!pending_) return;
         const Block& block = pending_->block;
         for (const int end = std::min(block.num_rows, weighed_ + most); weighed_ < end; weighed_++)
-            pending_->softmax.weigh(weighed_, weights_ + weighed_ * WEIGHTS_STRIDE, pending_->scores + weighed_ * STRIDE, block.tokens);
+            pending_->softmax.weigh(weighed_, pending_->weights() + weighed_ * 2 * STRIDE, pending_->scores + weighed_ * STRIDE, block.tokens);
     }
 
-    template <class Meanwhile>
-    void finish(const Meanwhile& meanwhile) {
+    void finish() {
         if (!pending_) return;
-        weigh_some(ROWS);
+        weigh_some(BLOCK_ROWS);
         const Block& block = pending_->block;
-        const int head_dim = packed_.head_dim, num_steps = (block.tokens.end - block.tokens.begin) / STEP;
-        float* const products = products_.room(0);
-        const LeftTiles left{reinterpret_cast<const char*>(weights_ + block.tokens.begin), WEIGHTS_STRIDE * int64_t(sizeof(BFloat16)), 64, block.num_rows};
-        const BFloat16* values = packed_.values + int64_t(block.tokens.begin) * PANEL;
-        for (int dim = 0; dim < head_dim; dim += PANEL, values += int64_t(packed_.num_tokens) * PANEL)
-            multiply(products + dim, head_dim, left, values, num_steps, meanwhile);
-        Running parts[ROWS];
+        const int head_dim = packed_.head_dim, begin = block.tokens.begin;
+        multiply_row_tile(products_, head_dim, pending_->weights() + begin, 2 * STRIDE, packed_.values + int64_t(begin) * PANEL,
+                          int64_t(PANEL) * packed_.num_tokens, head_dim / PANEL, (block.tokens.end - begin) / STEP, [] {});
+        Running parts[BLOCK_ROWS];
         pending_->softmax.sum(parts, block.num_rows);
-        for (int row = 0; row < block.num_rows; row++)
-            merge(block.running[row], block.totals + size_t(row) * head_dim, parts[row], products + size_t(row) * head_dim, head_dim);
+        merge_rows(block.running, block.totals, parts, products_, block.num_rows, head_dim);
         pending_ = nullptr;
-    }
-
-    template <class Meanwhile>
-    static void multiply(float* sums, int64_t stride, const LeftTiles& left, const BFloat16* packed, int num_steps, const Meanwhile& meanwhile) {
-        const char* const values = reinterpret_cast<const char*>(packed);
-        if (left.num_rows > TILE)
-            multiply_tiles<2, false, Products>(sums, stride, left, values, values, num_steps, meanwhile);
-        else
-            multiply_tiles<1, false, Products>(sums, stride, left, values, values, num_steps, meanwhile);
     }
 
     PackedTokens packed_{};
     Work works_[2];
     Work* pending_ = nullptr;  // its scores are searched, not yet weighed
     int next_ = 0, weighed_ = 0;
-    alignas(64) BFloat16 weights_[ROWS * WEIGHTS_STRIDE];
-    Buffer<float> products_;
+    Buffer<float> buffer_;
+    float* products_ = nullptr;
 };
 
 }  // namespace weft

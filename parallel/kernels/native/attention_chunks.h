@@ -32,8 +32,8 @@ void PagedAttention<T, C>::for_each_block(const Bundle& bundle, const Open& open
                 open(piece, begin, seen);
                 opened = piece, open_tokens = seen;
             }
-            for (int row = 0; row < num_rows; row += ROWS) {
-                const int rows = std::min(ROWS, num_rows - row);
+            for (int row = 0; row < num_rows; row += BLOCK_ROWS) {
+                const int rows = std::min(BLOCK_ROWS, num_rows - row);
                 const int first_query = piece.first_query + row / group_, last_query = piece.first_query + (row + rows - 1) / group_;
                 const int first = std::max(seen.begin, queries_.first_seen(piece.sequence, first_query)) - begin;
                 const int end = std::min(seen.end, queries_.position(piece.sequence, last_query) + 1) - begin;
@@ -75,10 +75,10 @@ void PagedAttention<T, C>::compute(const Bundle& bundle) {
     scratch.running.assign(num_rows, Running{});
     Running* const running = scratch.running.data();
     for_each_piece(bundle, [&](const Tile& piece, int row) { copy_queries(piece, q + size_t(row) * head_dim); });
-    if constexpr (IS_INT8)
-        attend_integers(bundle, int(num_rows), q, running, totals);
-    else if constexpr (sizeof(T) == 2)
-        attend_by_tiles(bundle, q, running, totals);
+#ifdef WEFT_HAS_INT8_TILES
+    if constexpr (IS_INT8) attend_integers(bundle, int(num_rows), q, running, totals);
+#endif
+    if constexpr (sizeof(T) == 2 && !IS_INT8) attend_by_tiles(bundle, q, running, totals);
     for_each_piece(bundle, [&](const Tile& piece, int row) { write(piece, running + row, totals + size_t(row) * head_dim); });
 }
 

@@ -138,19 +138,32 @@ struct Running {
     float sum = 0;
 };
 
-// Adds a partition's softmax (its sums in `part_totals`) to the running one.
-inline void merge(Running& running, float* totals, const Running& part, const float* part_totals, int head_dim) {
+// Adds a partition's softmax (its sums in `part_totals`) to the running one. factor: e^-|difference of their largest scores|.
+inline void merge(Running& running, float* totals, const Running& part, const float* part_totals, int head_dim, float factor) {
     if (part.sum == 0) return;
     if (running.sum == 0) {
         running = part;
         std::copy_n(part_totals, head_dim, totals);
         return;
     }
-    const float distance = part.most - running.most, factor = exponential(-std::fabs(distance));
-    const float old = distance > 0 ? factor : 1, fresh = distance > 0 ? 1 : factor;
+    const bool is_more = part.most > running.most;
+    const float old = is_more ? factor : 1, fresh = is_more ? 1 : factor;
     running = {std::max(running.most, part.most), running.sum * old + part.sum * fresh};
     for (int dim = 0; dim < head_dim; dim += LANES)
         store(totals + dim, load(totals + dim) * old + load(part_totals + dim) * fresh);
+}
+
+inline void merge(Running& running, float* totals, const Running& part, const float* part_totals, int head_dim) {
+    merge(running, totals, part, part_totals, head_dim, exponential(-std::fabs(part.most - running.most)));
+}
+
+// The same for up to LANES rows that follow each other, whose factors are made together.
+inline void merge_rows(Running* running, float* totals, const Running* parts, const float* part_totals, int num_rows, int head_dim) {
+    alignas(64) float distances[LANES] = {}, factors[LANES];
+    for (int row = 0; row < num_rows; row++) distances[row] = -std::fabs(parts[row].most - running[row].most);
+    store(factors, exponential(load(distances)));
+    for (int row = 0; row < num_rows; row++, totals += head_dim, part_totals += head_dim)
+        merge(running[row], totals, parts[row], part_totals, head_dim, factors[row]);
 }
 
 // Tokens, counted from where scores begin.
@@ -181,7 +194,7 @@ class Softmax {
     static constexpr int RUN = 2 * LANES;  // tokens
 
     // scale: what scores are multiplied by; positive.
-    explicit Softmax(float scale = 1) : scale_(scale) {}
+    void begin(float scale) { scale_ = scale; }
 
     // What is not seen becomes -inf in the first and the last run of tokens.
     void search(int row, float* scores, Span seen) {

@@ -1,5 +1,6 @@
 """The compiled kernels: built once, with a clear error where they cannot be, and with results that no split changes."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,30 @@ def test_what_sequences_have_in_common_is_read_once_and_changes_no_bit(
             q[row : row + 1], layout.cache, meta_of_one(meta, row), params
         )
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("num_heads", [2, 14])
+def test_chunks_together_have_the_bits_they_have_alone(
+    operations: dict[torch.dtype, Operations], num_heads: int, window: int | None
+) -> None:
+    """Chunks over a prefix of 592 tokens, of which some have all and one a part, and a long one that is cut."""
+    spans = [(20, 620), (33, 630), (5, 600), (7, 607), (700, 700)]
+    layout = make_layout(spans, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
+    meta, tables = layout.meta, layout.meta.block_tables
+    for row, shared in enumerate((37, 37, 20)):
+        tables[row, :shared] = tables[0, :shared]
+    q = torch.randn(meta.query_starts_host[-1], num_heads, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    params = AttentionParams(scale=0.125, sliding_window=window)
+    together = NativeCpuKernels(operations, None, 1).attention(q, layout.cache, meta, params)
+    assert torch.equal(NativeCpuKernels(operations, None, 5).attention(q, layout.cache, meta, params), together)
+    expected = ReferenceKernels().attention(q, layout.cache, meta, params)
+    torch.testing.assert_close(together, expected, rtol=2e-2, atol=2e-2)
+    for row, (start, stop) in enumerate(pairwise(meta.query_starts_host)):
+        alone = NativeCpuKernels(operations, None, 2).attention(
+            q[start:stop], layout.cache, meta_of_one(meta, row), params
+        )
+        assert torch.equal(alone, together[start:stop])
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160])
