@@ -11,6 +11,7 @@ from bench.load.plots import check_plots, plot_sweep
 from bench.load.progress import ServeProgress
 from bench.load.report import append_line, check_line_file, print_sweep, serve_line, warn_idle
 from bench.load.serve import Outcome, ServeOptions, measure
+from workers.cores import give_way
 
 
 def run_serve(options: ServeOptions, *, idle: Sequence[str], json_file: Path | None, plot: Path | None) -> None:
@@ -24,6 +25,7 @@ def run_serve(options: ServeOptions, *, idle: Sequence[str], json_file: Path | N
         check_plots(plot)
     console, outcome = Console(), Outcome()
     warn_idle(console, idle)
+    give_way()  # to a service on the same cores, which is what is measured
     try:
         with ServeProgress(console) as watcher:
             asyncio.run(measure(options, watcher, outcome))
