@@ -49,6 +49,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._commands: list[Request | RequestId] = []
         self._is_stopping = False
+        self._has_collected = False  # a step, of which nobody was told yet
         self._wake = threading.Condition()
         self._queues: dict[RequestId, asyncio.Queue[RequestOutput | BaseException]] = {}
         self._failure: BaseException | None = None
@@ -182,8 +183,9 @@ class AsyncEngine:
             self._engine.launch()
             result = self._engine.take_result()  # of the step before, while this one runs
             result.outputs.extend(refusals)
-            self._publish(result)
-            self._engine.collect()
+            if self._has_collected or result.outputs:
+                self._publish(result)
+            self._has_collected = self._engine.collect()
         else:
             self._engine.check()
 

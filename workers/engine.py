@@ -127,7 +127,9 @@ class Engine:
         self._launch_s = 0.0
         self._sampled_s = 0.0
         self._sampled: list[TokenOutput] = []  # of the step collected last, to be delivered
-        self._outputs: list[RequestOutput] = []  # for the next result
+        self._outputs: list[RequestOutput] = []  # these three for the next result
+        self._stored: list[bytes] = []
+        self._evicted: list[bytes] = []
 
     @property
     def has_work(self) -> bool:
@@ -198,11 +200,14 @@ class Engine:
             self._flights.append(_Flight(plan, self._clock()))
             self._executor.submit(plan)
 
-    def collect(self) -> None:
-        """Wait for the oldest step in flight, if there is one, so that the next can be planned. Raises as `launch`."""
+    def collect(self) -> bool:
+        """Wait for the oldest step in flight, so that the next can be planned; whether there was one.
+
+        Raises as `launch`.
+        """
         self._deliver_all()
         if not self._flights:
-            return
+            return False
         flight = self._flights.popleft()
         output = self._executor.collect()
         now_s = self._sampled_s = self._clock()
@@ -211,13 +216,18 @@ class Engine:
                 self._outputs.append(self._deliver(token, now_s))
             else:
                 self._sampled.append(token)
+        self._take_events()
         self._note_step(flight, now_s)
+        return True
 
     def take_result(self) -> StepResult:
         """Return what the steps collected since the last call gave. Nothing that runs waits for it."""
         self._deliver_all()
+        if not self._flights:
+            self._take_events()  # else what the steps in flight store is told when they are done
         outputs, self._outputs = self._outputs, []
-        stored, evicted = self._pool.take_events()
+        stored, self._stored = self._stored, []
+        evicted, self._evicted = self._evicted, []
         return StepResult(outputs=outputs, stored_block_hashes=stored, evicted_block_hashes=evicted, load=self.load)
 
     def check(self) -> None:
@@ -303,6 +313,11 @@ class Engine:
         stats.num_loaded_blocks = self._host.num_loaded_blocks
         stats.step_s.add(now_s - flight.submitted_s)
         stats.busy_s += now_s - self._launch_s
+
+    def _take_events(self) -> None:
+        stored, evicted = self._pool.take_events()
+        self._stored += stored
+        self._evicted += evicted
 
     def _deliver_all(self) -> None:
         tokens, self._sampled = self._sampled, []

@@ -42,6 +42,7 @@ class FakeExecutor:
         self.is_closed = False
         self.failure: GroupFailedError | None = None
         self.on_submit: Callable[[StepPlan], None] | None = None
+        self.on_collect: Callable[[], None] | None = None
         self._outputs: deque[ModelOutput] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -51,6 +52,8 @@ class FakeExecutor:
         self._outputs.append(self.model.run(plan))
 
     def collect(self) -> ModelOutput:
+        if self.on_collect is not None:
+            self.on_collect()
         return self._outputs.popleft()
 
     def check(self) -> None:

@@ -17,7 +17,6 @@ from router.spans import Tracer
 from router.tls import InnerTls
 from router.tracing import OtelTracer
 from workers.async_engine import AsyncEngine
-from workers.plan import StepPlan
 
 _MANY = 1_000_000
 
@@ -88,11 +87,11 @@ async def gated_replica(replica_id: str, tracer: Tracer, *, tls: InnerTls | None
     address = f"127.0.0.1:{await server.start('127.0.0.1', tls)}"
     replica = GatedReplica(server=server, address=address, gate=threading.Semaphore(0))
 
-    def on_submit(plan: StepPlan) -> None:
+    def on_collect() -> None:
         replica.num_steps += 1
         replica.gate.acquire()
 
-    executor.on_submit = on_submit
+    executor.on_collect = on_collect
     running.start()
     try:
         yield replica

@@ -25,21 +25,18 @@ async def started(
     on_step: Callable[[StepResult], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> AsyncIterator[AsyncEngine]:
-    """An engine that takes a step when the loop has seen all but the one before: it cannot run ahead of the test."""
+    """An engine that does a step when the loop has seen the one before: it cannot run ahead of the test."""
     seen = threading.Semaphore(1)
-    act = executor.on_submit
 
-    def wait_for_loop(plan: StepPlan) -> None:
+    def wait_for_loop() -> None:
         assert seen.acquire(timeout=10)
-        if act is not None:
-            act(plan)
 
     def see(result: StepResult) -> None:
         seen.release()
         if on_step is not None:
             on_step(result)
 
-    executor.on_submit = wait_for_loop
+    executor.on_collect = wait_for_loop
     engine = AsyncEngine(fake_engine(executor), on_step=see, on_failure=on_failure)
     engine.start()
     try:
