@@ -35,12 +35,12 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
             _mm512_storeu_ps(value_scales + head * scales_stride + token, _mm512_maskz_loadu_ps(is_there, of_values));
         }
     };
-    const auto soften_rows = [&](int head) {
-        soften(tile, head * rows, rows, {begin, end}, scores + size_t(head) * rows * scales_stride, scales_stride, 1, running + head * rows);
-        for (int row = head * rows; row < (head + 1) * rows; row++) {
+    const auto soften_heads = [&](int first, int count) {
+        soften(tile, first * rows, count * rows, {begin, end}, scores + size_t(first) * rows * scales_stride, scales_stride, 1, running + first * rows);
+        for (int row = first * rows; row < (first + count) * rows; row++) {
             float* const of_row = scores + size_t(row) * scales_stride;
             uint8_t *const to_high = high + size_t(row) * weights_stride, *const to_low = low + size_t(row) * weights_stride;
-            weight_scales[row] = int8::quantize_weights(to_high, to_low, of_row, value_scales + head * scales_stride, end - begin);
+            weight_scales[row] = int8::quantize_weights(to_high, to_low, of_row, value_scales + row / rows * scales_stride, end - begin);
             const int written = (end - begin + LANES - 1) / LANES * LANES;
             std::fill(to_high + written, to_high + num_tokens, 0);
             std::fill(to_low + written, to_low + num_tokens, 0);
@@ -61,7 +61,7 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
             const size_t row = size_t(head) * rows;
             int8::score_packed_keys(packed_keys + head * head_size, num_tokens, key_scales + head * scales_stride, queries, int(row),
                                     rows, head_dim, params_.scale, scores + row * scales_stride, scales_stride);
-            soften_rows(head);
+            soften_heads(head, 1);
             int8::sum_packed_values(packed_values + head * head_size, num_tokens, high + row * weights_stride,
                                     low + row * weights_stride, weights_stride, sums + row * head_dim, rows, head_dim);
         }
@@ -91,7 +91,7 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
             });
         };
         head_dim == 64 ? score(std::integral_constant<int, 64>()) : score(std::integral_constant<int, 0>());
-        for (int head = 0; head < tile.num_kv_heads; head++) soften_rows(head);
+        soften_heads(0, tile.num_kv_heads);
         std::fill_n(sums, size_t(num_rows) * head_dim, 0);
         head_dim == 64 ? add(std::integral_constant<int, 64>()) : add(std::integral_constant<int, 0>());
     }
