@@ -30,6 +30,8 @@ _BLOCK_BYTES = 1 << 20
 _LOAD = """
 import sys, time
 from pathlib import Path
+from cluster.imports import import_for_good
+import_for_good("parallel.checkpoint", "parallel.kernels.select")
 import torch
 from parallel.checkpoint import load_decoder
 from parallel.kernels.select import select_kernels
