@@ -197,9 +197,9 @@ class NativeCpuKernels:
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         self._recorder.note(Tape.attention, out_TNH, q_TNH, cache, self._layer_params(params))
         num_sequences = len(meta.context_lens_host)
-        has_tiles = operations.has_matrix_tiles(q_TNH.shape[2], cache.k_scale_BPK is not None)
-        if meta.num_decodes < num_sequences and params.is_plain and not has_tiles and self._recorder.tape is None:
-            # torch's blocked kernel is faster than vectors for long chunks
+        is_fast = operations.has_dot_products(q_TNH.shape[2], cache.k_scale_BPK is not None)
+        if meta.num_decodes < num_sequences and params.is_plain and not is_fast and self._recorder.tape is None:
+            # torch's blocked kernel is faster for long chunks
             self._chunks.attend_chunks(q_TNH, out_TNH, cache, meta, params)
             num_sequences = meta.num_decodes
         if num_sequences:
@@ -284,8 +284,8 @@ class NativeCpuKernels:
 class RowLinear:
     """A weight as it was loaded, read at the speed of memory.
 
-    By matrix tiles the result is float32, some rows at a time. Where there are none, more than a few rows are torch's
-    business, and results are rounded as there.
+    By dot products of bfloat16 the result is float32, some rows at a time. Where there are none, more than a few rows
+    are torch's business, and results are rounded as there.
     """
 
     def __init__(self, weight_OI: Tensor, operations: Operations, num_threads: int) -> None:
@@ -296,8 +296,8 @@ class RowLinear:
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
         num_out, num_in = self._weight_OI.shape
-        has_tiles, most_rows = self._operations.has_matrix_tiles(num_in, False), self._operations.most_rows
-        if not has_tiles and len(x_TI) > most_rows:
+        is_fast, most_rows = self._operations.has_dot_products(num_in, False), self._operations.most_rows
+        if not is_fast and len(x_TI) > most_rows:
             return F.linear(x_TI, self._weight_OI)
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
         out_TO = x_TI.new_empty(len(x_TI), num_out, dtype=torch.float32)
@@ -306,7 +306,7 @@ class RowLinear:
                 *(out.data_ptr(), rows.data_ptr(), rows.stride(0), len(rows)),
                 *(self._weight_OI.data_ptr(), num_out, num_in, self._num_threads),
             )
-        return out_TO if has_tiles else out_TO.to(x_TI.dtype)
+        return out_TO if is_fast else out_TO.to(x_TI.dtype)
 
 
 def _has_dense_heads(x_TNH: Tensor) -> bool:

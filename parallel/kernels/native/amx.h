@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include "threads.h"
+#include "vector.h"
+
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
 #define WEFT_HAS_AMX
 
@@ -9,14 +12,14 @@
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include "threads.h"
-#include "vector.h"
+#endif
 
 namespace weft {
 
 constexpr int TILE = 16;      // rows of a tile, and pairs of bf16 in one of its rows
 constexpr int TILE_K = 32;    // bf16 values in a row
+
+#ifdef WEFT_HAS_AMX
 
 // Whether the kernel lets this process use tiles; asked once.
 inline bool may_use_tiles() {
@@ -24,7 +27,7 @@ inline bool may_use_tiles() {
     return may;
 }
 
-// Eight tiles for as long as this lives: 0 to 3 for the sums of two tiles of x, 4 and 5, with two of the matrix, 6 and 7.
+// Eight tiles for as long as this lives, where they may be used: 0 to 3 for the sums of two tiles of x, 4 and 5, with two of the matrix, 6 and 7.
 // What was configured before comes back: oneDNN remembers what it has set.
 class TileScope {
   public:
@@ -46,7 +49,9 @@ class TileScope {
         for (int tile : {0, 1, 2, 3, 4}) config.rows[tile] = uint8_t(num_rows);
         return TileScope(config);
     }
-    ~TileScope() { __asm__ volatile("ldtilecfg %0" ::"m"(before_)); }
+    ~TileScope() {
+        if (may_use_tiles()) __asm__ volatile("ldtilecfg %0" ::"m"(before_));
+    }
     TileScope(const TileScope&) = delete;
 
   private:
@@ -58,6 +63,7 @@ class TileScope {
     explicit TileScope(const Config& config) { begin(config); }
 
     void begin(const Config& config) {
+        if (!may_use_tiles()) return;
         __asm__ volatile("sttilecfg %0" : "=m"(before_));  // the intrinsics do not tell the compiler of all 64 bytes
         __asm__ volatile("ldtilecfg %0" ::"m"(config));
     }
@@ -72,29 +78,6 @@ inline void ask_quarter(const void* step, int quarter) {
     if (!IS_FAR) return;
     const char* from = static_cast<const char*>(step) + quarter * 512;
     for (int line = 0; line < 512; line += 64) _mm_prefetch(from + line, _MM_HINT_T1);
-}
-
-// Rows [0, 16) of 16 pairs of bf16, or of float32, become columns.
-inline void transpose_pairs(__m512i* rows) {
-    __m512i other[16];
-    for (int i = 0; i < 16; i += 2) {
-        other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            rows[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
-            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; j++) {
-            other[i + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0x88);
-            other[i + j + 4] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0xdd);
-        }
-    for (int j = 0; j < 8; j++) {
-        rows[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
-        rows[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
-    }
 }
 
 // x in the layout of a right-hand tile: [TILE_K block][TILE rows of x][pair][row][2], rows past the last are 0.
@@ -189,6 +172,17 @@ inline void multiply_rows_by_tiles(float* out, const BFloat16* x, int64_t x_row_
     }); });
 }
 
-}  // namespace weft
+#else
+
+inline bool may_use_tiles() { return false; }
+
+class TileScope {
+  public:
+    explicit TileScope(int = TILE, int = TILE) {}
+    static TileScope of_columns(int) { return TileScope(); }
+    static TileScope of_rows(int) { return TileScope(); }
+};
 
 #endif
+
+}  // namespace weft

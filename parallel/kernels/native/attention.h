@@ -20,15 +20,15 @@
 
 namespace weft {
 
-// Whether the CPU multiplies these by matrix tiles; C: what the cache holds.
+// Whether the CPU has dot products for rows of this size, in tiles or vectors: then all that attends them does so here, with the
+// same bits. C: what the cache holds.
 template <class T, class C = T>
-bool has_matrix_tiles(int head_dim) {
-#ifdef WEFT_HAS_INT8_TILES
-    if (sizeof(C) == 1) return head_dim % int8::STEP == 0 && may_use_tiles();
+bool has_dot_products(int head_dim) {
+#ifdef WEFT_HAS_INT8
+    if (sizeof(C) == 1) return head_dim % int8::STEP == 0;
 #endif
-    if (sizeof(C) == 1) return false;
-#ifdef WEFT_HAS_AMX
-    return sizeof(T) == 2 && head_dim % PANEL == 0 && may_use_tiles();
+#ifdef WEFT_HAS_PACKED_MATRIX
+    return sizeof(T) == 2 && sizeof(C) == 2 && head_dim % PANEL == 0;
 #else
     return false;
 #endif
@@ -70,7 +70,7 @@ class PagedAttention {
     void run(Team& team) {
         const int64_t num_bundles = int64_t(plan_.bundles.size()), count = num_bundles + int64_t(plan_.tiles.size());
         team.for_each(count, [&](int64_t item) {
-#ifdef WEFT_HAS_AMX
+#ifdef WEFT_HAS_PACKED_MATRIX
             if (item < num_bundles) return compute(plan_.bundles[item]);
 #endif
             const int64_t next = team.likely_after(item);
@@ -115,7 +115,7 @@ class PagedAttention {
 
     // attention_chunks.h
     void compute(const Bundle& bundle);
-    void attend_by_tiles(const Bundle& bundle, const T* q, Running* running, float* totals);
+    void attend_packed(const Bundle& bundle, const T* q, Running* running, float* totals);
     void attend_integers(const Bundle& bundle, int num_rows, const T* q, Running* running, float* totals);
     template <class Visit>
     void for_each_piece(const Bundle& bundle, const Visit& visit) const;
@@ -180,10 +180,10 @@ class PagedAttention {
                 return attend_integers(tile, partition, q, scores, running, totals);
             }
 #endif
-#ifdef WEFT_HAS_AMX
+#ifdef WEFT_HAS_PACKED_MATRIX
         if constexpr (sizeof(T) == 2 && !IS_INT8)
-            if (has_matrix_tiles<T>(layout_.head_dim))
-                return attend_by_tiles(tile, partition, q, scratch, running, totals);
+            if (has_dot_products<T>(layout_.head_dim))
+                return attend_packed(tile, partition, q, scratch, running, totals);
 #endif
         switch (layout_.head_dim) {
             case 64: return attend_partition<64>(tile, partition, q, scratch, running, totals);
@@ -229,9 +229,9 @@ class PagedAttention {
         });
     }
 
-#ifdef WEFT_HAS_AMX
-    // As attend_partition, by matrix tiles: weights are rounded to bf16 before they meet the values.
-    void attend_by_tiles(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
+#ifdef WEFT_HAS_PACKED_MATRIX
+    // As attend_partition, by dot products of bf16: weights are rounded to bf16 before they meet the values.
+    void attend_packed(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
         const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
         const Span tokens{first_token(tile, partition), end_token(tile, partition)};
         if (rows == 1) return attend_single_rows(tile, tokens.begin, tokens.end, q, scratch, running, totals);
@@ -275,7 +275,7 @@ class PagedAttention {
         return {packed, packed + size, num_tokens, layout_.head_dim};
     }
 
-    // As attend_by_tiles, one row a head: attention_single.h.
+    // As attend_packed, one row a head: attention_single.h.
     void attend_single_rows(const Tile& tile, int begin, int end, const T* q, Scratch& scratch, Running* running, float* totals);
     void ask_ahead(Upcoming& upcoming, const Tile& tile, int begin, int end, bool is_asked, Scratch& scratch) const;
     void add_tokens(Upcoming& upcoming, const T* half, const Tile& tile, int begin, int end) const;
@@ -403,10 +403,15 @@ class PagedAttention {
     const int64_t block_stride_;
 };
 
-// Whether a step's chunks are multiplied by matrix tiles.
+// Whether a step's chunks are bundled, and their keys and values packed.
 template <class T>
-bool chunks_by_tiles(const StepLayout& layout) {
-    return layout.is_int8 ? has_matrix_tiles<T, int8_t>(layout.head_dim) : has_matrix_tiles<T>(layout.head_dim);
+bool packs_chunks(const StepLayout& layout) {
+    if (!layout.is_int8) return has_dot_products<T>(layout.head_dim);
+#ifdef WEFT_HAS_INT8_TILES
+    return has_dot_products<T, int8_t>(layout.head_dim) && may_use_tiles();
+#else
+    return false;
+#endif
 }
 
 // One layer, whatever its cache holds.

@@ -1,11 +1,11 @@
-// Blocks of rows against packed keys and values, by matrix tiles: while these multiply the queries of a block with the keys,
+// Blocks of rows against packed keys and values. By matrix tiles: while these multiply the queries of a block with the keys,
 // vectors weigh the block before it.
 
 #pragma once
 
 #include "attention_tiles.h"
 
-#ifdef WEFT_HAS_AMX
+#ifdef WEFT_HAS_PACKED_MATRIX
 
 namespace weft {
 
@@ -25,6 +25,8 @@ struct Block {
     Running* running;  // of each row; the block's softmax is merged into it
     float* totals;     // [num_rows, head_dim]
 };
+
+#ifdef WEFT_HAS_AMX
 
 // A tile of rows times one or two panels that lie `panel_stride` values apart: the sums [TILE][PANELS * PANEL]. Panels come from
 // the second-level cache and do not enter the first-level one. Calls `meanwhile` with each step.
@@ -60,13 +62,27 @@ void multiply_row_tile(float* sums, int64_t sums_stride, const BFloat16* left, i
     }
 }
 
-// The same for any number of panels.
+#endif
+
+// The same for any number of panels; by vectors, nothing is done meanwhile.
 template <class Meanwhile>
-void multiply_row_tile(float* sums, int64_t sums_stride, const BFloat16* left, int64_t left_stride, const BFloat16* panels,
-                       int64_t panel_stride, int num_panels, int num_steps, const Meanwhile& meanwhile) {
-    for (; num_panels > 1; num_panels -= 2, panels += 2 * panel_stride, sums += 2 * PANEL)
-        multiply_row_tile<2>(sums, sums_stride, left, left_stride, panels, panel_stride, num_steps, meanwhile);
-    if (num_panels) multiply_row_tile<1>(sums, sums_stride, left, left_stride, panels, panel_stride, num_steps, meanwhile);
+void multiply_rows(float* sums, int64_t sums_stride, const BFloat16* left, int64_t left_stride, int num_rows,
+                   const BFloat16* panels, int64_t panel_stride, int num_panels, int num_steps, const Meanwhile& meanwhile) {
+#ifdef WEFT_HAS_AMX
+    if (may_use_tiles()) {
+        for (; num_panels > 1; num_panels -= 2, panels += 2 * panel_stride, sums += 2 * PANEL)
+            multiply_row_tile<2>(sums, sums_stride, left, left_stride, panels, panel_stride, num_steps, meanwhile);
+        if (num_panels) multiply_row_tile<1>(sums, sums_stride, left, left_stride, panels, panel_stride, num_steps, meanwhile);
+        return;
+    }
+#endif
+    const int64_t row_bytes = left_stride * int64_t(sizeof(*left));
+    for (; num_panels > 0; num_panels--, panels += panel_stride, sums += PANEL)
+        for_each_part(num_rows, [&](int row, int count) {
+            const LeftVectors part{reinterpret_cast<const char*>(left + row * left_stride), row_bytes, 64, count};
+            const char* panel = reinterpret_cast<const char*>(panels);
+            multiply_vectors<Pairs, false>(sums + row * sums_stride, sums_stride, part, panel, panel, num_steps);
+        });
 }
 
 class Blocks {
@@ -92,7 +108,7 @@ class Blocks {
         weighed_ = 0;
         const Span tokens = block.tokens;
         const int head_dim = packed_.head_dim;
-        multiply_row_tile(work.scores + tokens.begin, STRIDE, block.q, head_dim, packed_.keys + int64_t(tokens.begin) * head_dim,
+        multiply_rows(work.scores + tokens.begin, STRIDE, block.q, head_dim, block.num_rows, packed_.keys + int64_t(tokens.begin) * head_dim,
                           int64_t(PANEL) * head_dim, (tokens.end - tokens.begin) / PANEL, head_dim / STEP, [&] { weigh_some(PACE); });
         finish();
         for (int row = 0; row < block.num_rows; row++) search(row, work.softmax, work.scores + row * STRIDE);
@@ -130,7 +146,7 @@ class Blocks {
         weigh_some(BLOCK_ROWS);
         const Block& block = pending_->block;
         const int head_dim = packed_.head_dim, begin = block.tokens.begin;
-        multiply_row_tile(products_, head_dim, pending_->weights() + begin, 2 * STRIDE, packed_.values + int64_t(begin) * PANEL,
+        multiply_rows(products_, head_dim, pending_->weights() + begin, 2 * STRIDE, block.num_rows, packed_.values + int64_t(begin) * PANEL,
                           int64_t(PANEL) * packed_.num_tokens, head_dim / PANEL, (block.tokens.end - begin) / STEP, [] {});
         Running parts[BLOCK_ROWS];
         pending_->softmax.sum(parts, block.num_rows);

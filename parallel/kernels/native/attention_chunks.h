@@ -1,9 +1,9 @@
-// Attention of chunks by matrix tiles: bundles of rows go through a key-value head partition by partition, each packed once for
+// Attention of chunks: bundles of rows go through a key-value head partition by partition, each packed once for
 // all rows that see the same of it. Included by attention.h.
 
 #pragma once
 
-#ifdef WEFT_HAS_AMX
+#ifdef WEFT_HAS_PACKED_MATRIX
 
 namespace weft {
 
@@ -78,12 +78,12 @@ void PagedAttention<T, C>::compute(const Bundle& bundle) {
 #ifdef WEFT_HAS_INT8_TILES
     if constexpr (IS_INT8) attend_integers(bundle, int(num_rows), q, running, totals);
 #endif
-    if constexpr (sizeof(T) == 2 && !IS_INT8) attend_by_tiles(bundle, q, running, totals);
+    if constexpr (sizeof(T) == 2 && !IS_INT8) attend_packed(bundle, q, running, totals);
     for_each_piece(bundle, [&](const Tile& piece, int row) { write(piece, running + row, totals + size_t(row) * head_dim); });
 }
 
 template <class T, class C>
-void PagedAttention<T, C>::attend_by_tiles(const Bundle& bundle, const T* q, Running* running, float* totals) {
+void PagedAttention<T, C>::attend_packed(const Bundle& bundle, const T* q, Running* running, float* totals) {
     Blocks& blocks = Blocks::of_this_thread();
     const TileScope scope;
     for_each_block(

@@ -47,7 +47,7 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
         }
     };
 #ifdef WEFT_HAS_INT8_TILES
-    if (rows >= LEAST_TILE_ROWS && has_matrix_tiles<T, C>(head_dim)) {
+    if (rows >= LEAST_TILE_ROWS && may_use_tiles()) {
         const size_t head_size = size_t(num_tokens) * head_dim;
         int8_t* const packed_keys = scratch.packed.room(2 * tile.num_kv_heads * head_size);
         int8_t* const packed_values = packed_keys + tile.num_kv_heads * head_size;

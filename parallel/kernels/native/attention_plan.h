@@ -38,7 +38,7 @@ struct StepLayout {
 constexpr int PARTITION = 256;     // tokens
 constexpr int TILE_QUERIES = 8;    // tokens of a chunk whose rows share what is read
 constexpr int SHARED_QUERIES = 32; // sequences that share what is read
-constexpr int LEAST_TILE_ROWS = 6; // from which on rows are bundled for matrix tiles; vectors read 8 bits faster up to 4
+constexpr int LEAST_TILE_ROWS = 6; // from which on rows are bundled; vectors read 8 bits faster up to 4
 constexpr int LEAST_BUNDLE = 64, MOST_BUNDLE = 512;  // rows
 
 // Rows of one sequence that go through its context together.
@@ -53,7 +53,7 @@ struct Tile {
     bool is_shared = false;
 };
 
-// Pieces of chunks that go through a key-value head together, by matrix tiles: what a partition has in common for pieces that
+// Pieces of chunks that go through a key-value head together: what a partition has in common for pieces that
 // follow each other is packed once.
 struct Bundle {
     int first_piece, num_pieces;
@@ -91,9 +91,9 @@ struct Queries {
 // What is computed together, and by how many; the same for all layers of a step that have the same window.
 class AttentionPlan {
   public:
-    // has_tiles: chunks are multiplied by matrix tiles.
-    AttentionPlan(const StepLayout& layout, int window, bool has_tiles)
-        : layout_(layout), queries_{layout, window}, group_(layout.num_heads / layout.num_kv_heads), has_tiles_(has_tiles) {
+    // packs_chunks: they become bundles.
+    AttentionPlan(const StepLayout& layout, int window, bool packs_chunks)
+        : layout_(layout), queries_{layout, window}, group_(layout.num_heads / layout.num_kv_heads), packs_chunks_(packs_chunks) {
         plan();
     }
     AttentionPlan(const AttentionPlan&) = delete;
@@ -170,7 +170,7 @@ class AttentionPlan {
         }
     }
 
-    bool is_bundled(int s) const { return has_tiles_ && queries_.count(s) > 1 && queries_.count(s) * group_ >= LEAST_TILE_ROWS; }
+    bool is_bundled(int s) const { return packs_chunks_ && queries_.count(s) > 1 && queries_.count(s) * group_ >= LEAST_TILE_ROWS; }
 
     // Bundles hold as many rows as are near a core, and fewer where threads would have nothing to do. Only what does not fit
     // into one is cut.
@@ -247,7 +247,7 @@ class AttentionPlan {
     const StepLayout& layout_;
     const Queries queries_;
     const int group_;
-    const bool has_tiles_;
+    const bool packs_chunks_;
 };
 
 }  // namespace weft

@@ -1,9 +1,9 @@
-// A partition of attention with one row a head, by matrix tiles and vectors: neither keys nor values are packed, and they are
+// A partition of attention with one row a head, by matrix tiles and vectors or by vectors alone: neither keys nor values are packed, and they are
 // read as fast as memory gives them. Included by attention.h.
 
 #pragma once
 
-#ifdef WEFT_HAS_AMX
+#ifdef WEFT_HAS_PACKED_MATRIX
 
 namespace weft {
 
@@ -31,18 +31,21 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int e
         }
     }
     soften(tile, 0, heads, {begin, end}, scores, PARTITION, params_.scale, running);
-    for (int head = 0; head < heads; head++) round_to_bfloat16(scores + head * PARTITION, num_tokens);
+    for (int head = 0; head < heads; head++) round_weights(scores + head * PARTITION, (count + STEP - 1) / STEP * STEP);
     std::fill(totals, totals + size_t(heads) * head_dim, 0.0f);
     for (int token = 0; token < count; token += STEP)
         for (int head = 0; head < heads; head++) {
             const float* weights = scores + head * PARTITION + token;
             const T* values = tensors_.values + head * head_dim;
             float* to = totals + head * head_dim;
-            const auto add = [&](auto add_step, int dim) {
-                add_step(to + dim, values + dim, offsets + token, weights, std::min(STEP, count - token), upcoming);
+            const BFloat16* rounded = reinterpret_cast<const BFloat16*>(scores + head * PARTITION) + token;
+            const auto add = [&](auto add_step, auto add_pairs, int dim) {
+                const int num_tokens = std::min(STEP, count - token);
+                if (may_use_tiles()) return add_step(to + dim, values + dim, offsets + token, weights, num_tokens, upcoming);
+                add_pairs(to + dim, values + dim, offsets + token, rounded, num_tokens, upcoming);
             };
-            for (int dim = 0; dim + 2 * STEP <= head_dim; dim += 2 * STEP) add(add_step_of_values<2>, dim);
-            if (head_dim % (2 * STEP)) add(add_step_of_values<1>, head_dim - STEP);
+            for (int dim = 0; dim + 2 * STEP <= head_dim; dim += 2 * STEP) add(add_step_of_values<2>, add_pairs_of_values<2>, dim);
+            if (head_dim % (2 * STEP)) add(add_step_of_values<1>, add_pairs_of_values<1>, head_dim - STEP);
         }
     for (int head = 0; head < heads; head++) interleave(totals + head * head_dim, head_dim);
 }

@@ -1,12 +1,12 @@
-// Attention by matrix tiles: the two products of a partition, with keys and values as packed matrices (matrix.h) for many rows,
-// as they lie for one.
+// The two products of a partition of attention, with keys and values as packed matrices (matrix.h) for many rows, as they lie
+// for one. By matrix tiles or, where there are none, by vectors: for one row with the bits that it has among many.
 
 #pragma once
 
 #include "attention_plan.h"
 #include "matrix.h"
 
-#ifdef WEFT_HAS_AMX
+#ifdef WEFT_HAS_PACKED_MATRIX
 
 namespace weft {
 
@@ -85,20 +85,74 @@ class Upcoming {
     const BFloat16 *next_ = nullptr, *end_ = nullptr;
 };
 
-// Scores of one row of q with 16 tokens. The keys are the left side of the product as they lie, q is the only column of the
-// right one: the same bits as with q on the left and the keys packed.
-inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride, const BFloat16* q, int head_dim) {
-    _tile_zero(0);
-    for (int dim = 0; dim < head_dim; dim += STEP) {
-        _tile_loadd(4, keys + dim, token_stride * int64_t(sizeof(BFloat16)));
-        _tile_loadd(6, q + dim, 2 * sizeof(BFloat16));
-        _tile_dpbf16ps(0, 4, 6);
-    }
-    _tile_stored(0, scores, sizeof(float));
+inline __m512i two_of(const BFloat16* x) {
+    int32_t two;
+    std::memcpy(&two, x, sizeof(two));
+    return _mm512_set1_epi32(two);
 }
 
-// Adds weight * value of at most 32 tokens to LINES * 32 dims of a row, with the same bits as a step of matrix tiles: even and
-// odd tokens apart. Of each 32 dims `totals` has the even ones first.
+// Scores of one row of q with 16 tokens. By tiles the keys are the left side of the product as they lie, q is the only column of
+// the right one; by vectors keys are transposed on their way.
+inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride, const BFloat16* q, int head_dim) {
+#ifdef WEFT_HAS_AMX
+    if (may_use_tiles()) {
+        _tile_zero(0);
+        for (int dim = 0; dim < head_dim; dim += STEP) {
+            _tile_loadd(4, keys + dim, token_stride * int64_t(sizeof(BFloat16)));
+            _tile_loadd(6, q + dim, 2 * sizeof(BFloat16));
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, scores, sizeof(float));
+        return;
+    }
+#endif
+    __m512 sums{};
+    for (int dim = 0; dim < head_dim; dim += STEP) {
+        __m512i rows[TILE];
+        for (int i = 0; i < TILE; i++) rows[i] = _mm512_loadu_si512(keys + i * token_stride + dim);
+        transpose_pairs(rows);
+        for (int pair = 0; pair < TILE; pair++) sums = Pairs::add(sums, two_of(q + dim + 2 * pair), rows[pair]);
+    }
+    _mm512_storeu_ps(scores, sums);
+}
+
+inline void round_to_bfloat16(float* x, int count) {
+    for (int i = 0; i < count; i += LANES) {
+        const __m512i rounded = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
+        _mm512_storeu_ps(x + i, (__m512)_mm512_slli_epi32(rounded, 16));
+    }
+}
+
+// Weights of a row, in whole runs of 32, as they meet the values: for tiles still float32, for vectors bf16 in the same place.
+inline void round_weights(float* weights, int count) {
+    if (may_use_tiles()) return round_to_bfloat16(weights, count);
+    BFloat16* const rounded = reinterpret_cast<BFloat16*>(weights);
+    for (int i = 0; i < count; i += 2 * LANES) store_two(rounded + i, load(weights + i), load(weights + i + LANES), false);
+}
+
+// Adds weight * value of at most 32 tokens to LINES * 32 dims of a row by vectors. Of each 32 dims `totals` has the first four of
+// each eight first.
+template <int LINES>
+void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const BFloat16* weights, int num_tokens,
+                         Upcoming& upcoming) {
+    __m512 sums[2 * LINES];
+    for (int i = 0; i < 2 * LINES; i++) sums[i] = _mm512_loadu_ps(totals + i * LANES);
+    for (int token = 0; token < num_tokens; token += 2) {
+        upcoming.ask(2 * LINES);
+        const BFloat16* even = values + offsets[token];
+        const BFloat16* odd = values + offsets[std::min(token + 1, num_tokens - 1)];  // the weight of none is 0
+        const __m512i two = two_of(weights + token);
+        for (int line = 0; line < LINES; line++) {
+            const __m512i a = _mm512_loadu_si512(even + line * STEP), b = _mm512_loadu_si512(odd + line * STEP);
+            sums[2 * line] = Pairs::add(sums[2 * line], two, _mm512_unpacklo_epi16(a, b));
+            sums[2 * line + 1] = Pairs::add(sums[2 * line + 1], two, _mm512_unpackhi_epi16(a, b));
+        }
+    }
+    for (int i = 0; i < 2 * LINES; i++) _mm512_storeu_ps(totals + i * LANES, sums[i]);
+}
+
+// The same beside matrix tiles, with the bits of one of their steps: even and odd tokens apart. Of each 32 dims `totals` has the
+// even ones first.
 template <int LINES>
 void add_step_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const float* weights, int num_tokens,
                         Upcoming& upcoming) {
@@ -126,19 +180,13 @@ void add_step_of_values(float* totals, const BFloat16* values, const int64_t* of
 
 // The dims of a row in order again.
 inline void interleave(float* totals, int head_dim) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512i of_tiles = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i of_pairs = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i low = may_use_tiles() ? of_tiles : of_pairs, high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     for (int dim = 0; dim < head_dim; dim += STEP) {
         const __m512 even = _mm512_loadu_ps(totals + dim), odd = _mm512_loadu_ps(totals + dim + LANES);
         _mm512_storeu_ps(totals + dim, _mm512_permutex2var_ps(even, low, odd));
         _mm512_storeu_ps(totals + dim + LANES, _mm512_permutex2var_ps(even, high, odd));
-    }
-}
-
-inline void round_to_bfloat16(float* x, int count) {
-    for (int i = 0; i < count; i += LANES) {
-        const __m512i rounded = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
-        _mm512_storeu_ps(x + i, (__m512)_mm512_slli_epi32(rounded, 16));
     }
 }
 

@@ -23,14 +23,14 @@ using namespace weft;
 #define DEFINE(NAME, T)                                                                                                 \
     EXPORT void weft_attention_##NAME(void* out, const void* q, int64_t q_token_stride, const void* keys,               \
                                       const void* values, const StepLayout* layout, const LayerParams* params) {        \
-        AttentionPlan plan(*layout, params->window, chunks_by_tiles<T>(*layout));                                       \
+        AttentionPlan plan(*layout, params->window, packs_chunks<T>(*layout));                                       \
         on_team(layout->num_threads, 1, [&](Team& team) {                                                               \
             attend(static_cast<T*>(out), static_cast<const T*>(q), q_token_stride, keys, values, *layout, *params, plan,\
                    team);                                                                                               \
         });                                                                                                             \
     }                                                                                                                   \
-    EXPORT int weft_has_matrix_tiles_##NAME(int head_dim, int is_int8) {                                                \
-        return is_int8 ? has_matrix_tiles<T, int8_t>(head_dim) : has_matrix_tiles<T>(head_dim);                         \
+    EXPORT int weft_has_dot_products_##NAME(int head_dim, int is_int8) {                                                \
+        return is_int8 ? has_dot_products<T, int8_t>(head_dim) : has_dot_products<T>(head_dim);                         \
     }                                                                                                                   \
     EXPORT void weft_multiply_rows_##NAME(float* out, const void* x, int64_t x_row_stride, int num_rows,                 \
                                           const void* weight, int64_t num_out, int num_in, int num_threads) {           \

@@ -133,8 +133,9 @@ class Operations:
     multiply_rows: Callable[..., None]
     most_rows: int
     """Rows up to which `multiply_rows` is worth its call."""
-    has_matrix_tiles: Callable[[int, bool], bool]
-    """Whether chunks of heads of this size are attended by matrix tiles, over a cache in 8 bits or not."""
+    has_dot_products: Callable[[int, bool], bool]
+    """Whether the CPU has them for rows of this size, of 8 bits or not: then all kernels here are the fastest there
+    are, and the bits of a row depend on nothing else in the step."""
     rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
     rotary: Callable[..., None]
@@ -149,7 +150,7 @@ class Programs:
     pack_matrix: Callable[..., None]
     multiply: Callable[..., None]
     run: Callable[..., None]
-    has_matrix_tiles: Callable[[int, bool], bool]
+    has_dot_products: Callable[[int, bool], bool]
     """As in `Operations`."""
 
 
@@ -178,7 +179,7 @@ def load_programs(library: Path) -> Programs | None:
             loaded, "weft_multiply", (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int, c_int)
         ),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
-        has_matrix_tiles=_has_matrix_tiles(loaded, "bfloat16"),
+        has_dot_products=_has_dot_products(loaded, "bfloat16"),
     )
 
 
@@ -214,12 +215,12 @@ def _operations(library: ctypes.CDLL, dtype: str) -> Operations:
     functions: dict[str, Any] = {
         name: _function(library, f"weft_{name}_{dtype}", arguments) for name, arguments in _SIGNATURES.items()
     }
-    functions["has_matrix_tiles"] = _has_matrix_tiles(library, dtype)
+    functions["has_dot_products"] = _has_dot_products(library, dtype)
     return Operations(**functions, most_rows=library.weft_most_rows())
 
 
-def _has_matrix_tiles(library: ctypes.CDLL, dtype: str) -> Callable[[int, bool], bool]:
-    function = library[f"weft_has_matrix_tiles_{dtype}"]
+def _has_dot_products(library: ctypes.CDLL, dtype: str) -> Callable[[int, bool], bool]:
+    function = library[f"weft_has_dot_products_{dtype}"]
     function.argtypes = (c_int, c_int)
     function.restype = bool
     return function

@@ -19,8 +19,10 @@ void multiply_tile(const T* x, int64_t x_row_stride, const T* weight, int num_in
 #ifdef __AVX512BF16__
     if constexpr (sizeof(T) == 2)
         for (; i + 2 * LANES <= num_in; i += 2 * LANES)
+#pragma GCC unroll 16  // else GCC keeps the sums in memory
             for (int o = 0; o < OUTS; o++) {
                 const __m512bh w = (__m512bh)_mm512_loadu_si512(weight + int64_t(o) * num_in + i);
+#pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++) {
                     const __m512bh other = (__m512bh)_mm512_loadu_si512(x + row * x_row_stride + i);
                     Floats& total = totals[row * OUTS + o];
@@ -29,11 +31,16 @@ void multiply_tile(const T* x, int64_t x_row_stride, const T* weight, int num_in
             }
 #endif
     for (; i < num_in; i += LANES)
+#pragma GCC unroll 16
         for (int o = 0; o < OUTS; o++) {
             const Floats w = load(weight + int64_t(o) * num_in + i);
+#pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++) totals[row * OUTS + o] += w * load(x + row * x_row_stride + i);
         }
-    store(sums, sum_each(totals));
+    Floats lanes[LANES];
+#pragma GCC unroll 16
+    for (int k = 0; k < LANES; k++) lanes[k] = totals[k];
+    store(sums, sum_each(lanes));
 }
 
 // The same for one run of outputs and all rows of x. ROWS rows at a time while there are so many, then half of them.
@@ -59,10 +66,11 @@ void multiply_run(float* out, const T* x, int64_t x_row_stride, int num_rows, co
 
 // Rows up to which this is faster than torch's product with a matrix that is not laid out for it.
 inline int most_rows() {
-#ifdef WEFT_HAS_AMX
-    if (may_use_tiles()) return 64;
-#endif
+#ifdef WEFT_HAS_PACKED_MATRIX
+    return 64;
+#else
     return 4;
+#endif
 }
 
 // out[row, o] = x[row] . weight[o], in float32. num_in and num_out are multiples of LANES.

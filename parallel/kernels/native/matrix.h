@@ -6,14 +6,14 @@
 
 #pragma once
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && defined(__AVX512BW__)
 #define WEFT_HAS_PACKED_MATRIX
 
 #include <algorithm>
 #include <immintrin.h>
 
 #include "amx.h"
-#include "panels.h"
+#include "panels_vectors.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -59,57 +59,8 @@ inline void add_bias(const PackedMatrix& matrix, int64_t output, Floats& first, 
     if (output + LANES < matrix.num_out) second += load(matrix.bias + output + LANES);
 }
 
-// Writes them where the panel begins.
-inline void write_sums(BFloat16* out, const PackedMatrix& matrix, int64_t output, Floats first, Floats second) {
-    add_bias(matrix, output, first, second);
-    store_panel(out, first, second, matrix.num_out - output, false);
-}
-
-// ROWS rows of x times a panel. The inputs are shared out to CHAINS sums, so that few rows do not wait for the latency.
-template <int ROWS, int CHAINS>
-void multiply_panel(BFloat16* out, const BFloat16* x, int64_t x_stride, const PackedMatrix& matrix, int64_t panel) {
-    const BFloat16* values = matrix.values + panel * matrix.num_in * PANEL;
-    __m512 sums[CHAINS][ROWS][2] = {};
-    for (int k = 0; k < matrix.num_in; k += STEP, values += STEP_SIZE) {
-        for (int pair = 0; pair < STEP / 2; pair += CHAINS)
-            for (int chain = 0; chain < CHAINS; chain++) {
-                const BFloat16* from = values + (pair + chain) * 2 * LANES;
-                __builtin_prefetch(from + PREFETCH * STEP_SIZE);  // the hardware looks less far ahead than memory is slow
-                __builtin_prefetch(from + PREFETCH * STEP_SIZE + STEP_SIZE / 2);
-                const __m512bh left = (__m512bh)_mm512_loadu_si512(from);
-                const __m512bh right = (__m512bh)_mm512_loadu_si512(from + STEP_SIZE / 2);
-                for (int row = 0; row < ROWS; row++) {
-                    int32_t two;
-                    std::memcpy(&two, x + row * x_stride + k + 2 * (pair + chain), sizeof(two));
-                    const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
-                    sums[chain][row][0] = _mm512_dpbf16_ps(sums[chain][row][0], both, left);
-                    sums[chain][row][1] = _mm512_dpbf16_ps(sums[chain][row][1], both, right);
-                }
-            }
-    }
-    for (int row = 0; row < ROWS; row++) {
-        __m512 first = sums[0][row][0], second = sums[0][row][1];
-        for (int chain = 1; chain < CHAINS; chain++) first += sums[chain][row][0], second += sums[chain][row][1];
-        write_sums(out + row * matrix.num_out + panel * PANEL, matrix, panel * PANEL, (Floats)first, (Floats)second);
-    }
-}
-
-inline void multiply_panel_by_vectors(BFloat16* out, LeftRows left, const PackedMatrix& matrix, int64_t panel) {
-    const BFloat16* x = left.x;
-    int row = 0;
-    const auto next = [&](auto multiply, int rows) {
-        multiply(out + row * matrix.num_out, x + row * left.stride, left.stride, matrix, panel);
-        row += rows;
-    };
-    while (left.count - row >= 8) next(multiply_panel<8, 1>, 8);
-    if (left.count - row >= 4) next(multiply_panel<4, 2>, 4);
-    while (left.count - row >= 1) next(multiply_panel<1, 4>, 1);
-}
-
-#ifdef WEFT_HAS_AMX
-
-// What is read by more than a few panels is worth being copied into tiles that each lie in one piece.
-inline bool needs_packing(int64_t num_rows) { return num_rows > 2 * ROWS; }
+// What is read by more than a few panels is worth being copied into steps of rows that each lie in one piece.
+inline bool needs_packing(int64_t num_rows) { return num_rows > (may_use_tiles() ? 2 * ROWS : 4); }
 
 // [blocks of 32 rows][steps][2 tiles][16 rows][32 inputs]; rows past the last are not written.
 inline void pack_left(BFloat16* packed, LeftRows left, int num_in, Team& team) {
@@ -121,12 +72,22 @@ inline void pack_left(BFloat16* packed, LeftRows left, int num_in, Team& team) {
     });
 }
 
+// `Numbers` of panels_vectors.h.
+struct Pairs {
+    using Sum = float;
+    using Vector = __m512;
+
+    static Vector add(Vector sums, __m512i two, __m512i right) { return _mm512_dpbf16_ps(sums, (__m512bh)two, (__m512bh)right); }
+};
+
 // `Product` of bf16; see panels.h.
 struct Products {
+    using Numbers = Pairs;
     using Sum = float;
     using Value = BFloat16;
     PackedMatrix matrix;
 
+#ifdef WEFT_HAS_AMX
     static void add_upper() {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -135,6 +96,7 @@ struct Products {
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
+#endif
     int64_t num_out() const { return matrix.num_out; }
     int num_steps() const { return matrix.num_in / STEP; }
     const char* panel(int64_t panel) const { return reinterpret_cast<const char*>(matrix.values + panel * matrix.num_in * PANEL); }
@@ -144,32 +106,25 @@ struct Products {
     }
 };
 
-#endif
-
 // Values of room that `multiply` wants for so many rows.
 inline int64_t scratch_size(int64_t num_rows, int num_in) {
-#ifdef WEFT_HAS_AMX
-    if (may_use_tiles() && needs_packing(num_rows)) return (num_rows + ROWS - 1) / ROWS * ROWS * num_in;
-#endif
-    return 0;
+    return needs_packing(num_rows) ? (num_rows + ROWS - 1) / ROWS * ROWS * num_in : 0;
 }
 
 constexpr int MULTIPLY_SECTIONS = 2;  // of a team, at most
 
 #ifdef WEFT_HAS_AMX
 
-// Left: packed, or it becomes so in `scratch` where there are many rows.
+// Left: packed where there are many rows.
 template <bool IS_GATED>
-void multiply_by_tiles(Target<BFloat16> out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
-    const bool is_packed = needs_packing(left.count), is_streamed = out.is_streamed(left.count);
-    if (is_packed && !left.is_packed) pack_left(scratch, left, matrix.num_in, team);
-    const BFloat16* packed = left.is_packed ? left.x : scratch;
+void multiply_by_tiles(Target<BFloat16> out, LeftRows left, const PackedMatrix& matrix, Team& team) {
+    const bool is_streamed = out.is_streamed(left.count);
     const Products products{matrix};
-    const Parts parts = is_packed ? Parts::of(products.num_steps()) : Parts::whole(products.num_steps());
+    const Parts parts = left.is_packed ? Parts::of(products.num_steps()) : Parts::whole(products.num_steps());
     int last_row = -1;  // that this thread has read
     const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
-        if (is_packed) {
-            const char* values = reinterpret_cast<const char*>(packed + int64_t(row) * matrix.num_in);
+        if (left.is_packed) {
+            const char* values = reinterpret_cast<const char*>(left.x + int64_t(row) * matrix.num_in);
             const LeftBlocks blocks{values, row, rows, row == last_row && !parts.are_many()};
             multiply_many_rows<IS_GATED>(out, blocks, products, parts, begin, end, following, is_streamed);
             last_row = row;
@@ -186,25 +141,33 @@ void multiply_by_tiles(Target<BFloat16> out, LeftRows left, const PackedMatrix& 
 
 #endif
 
-// out[row, o] = x[row] . weight[o] + bias[o], sums in float32.
-inline void multiply(Target<BFloat16> out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
-#ifdef WEFT_HAS_AMX
-    if (may_use_tiles()) return multiply_by_tiles<false>(out, left, matrix, scratch, team);
-#endif
-    const auto work = [=](int row, int rows, int64_t begin, int64_t end, int64_t) {
-        const LeftRows part{left.x + row * left.stride, left.stride, rows};
-        for (int64_t panel = begin; panel < end; panel++)
-            multiply_panel_by_vectors(out.values + row * matrix.num_out, part, matrix, panel);
+template <bool IS_GATED>
+void multiply_by_vectors(Target<BFloat16> out, LeftRows left, const PackedMatrix& matrix, Team& team) {
+    const bool is_streamed = out.is_streamed(left.count);
+    const Products products{matrix};
+    const auto rows_from = [=](int row) -> LeftVectors {
+        if (left.is_packed) return {reinterpret_cast<const char*>(left.x + int64_t(row) * matrix.num_in), 64, STEP_BYTES, ROWS};
+        return {reinterpret_cast<const char*>(left.x + row * left.stride), left.stride * int64_t(sizeof(BFloat16)), 64, ROWS};
     };
-    for_each_share(left.count, Parts::whole(matrix.num_in / STEP), matrix.num_out, team, work);
+    const auto work = [=](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+        multiply_rows_by_vectors<IS_GATED>(out, row, rows, rows_from, products, begin, end, following, is_streamed);
+    };
+    for_each_share(left.count, Parts::whole(products.num_steps()), out.num_out, team, work);
 }
 
-// silu(gate) * up of such a product whose outputs are the gates, and as many that they gate; half of them a multiple of
-// PANEL. The same bits as one after the other. Only where there are matrix tiles.
-inline void multiply_gated(Target<BFloat16> out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
+// out[row, o] = x[row] . weight[o] + bias[o], sums in float32. Gated: silu(gate) * up of such a product whose outputs are the
+// gates, and as many that they gate; half of them a multiple of PANEL. The same bits as one after the other. Left: packed, or it
+// becomes so in `scratch` where there are many rows.
+template <bool IS_GATED = false>
+void multiply(Target<BFloat16> out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
+    if (needs_packing(left.count) && !left.is_packed) {
+        pack_left(scratch, left, matrix.num_in, team);
+        left = {scratch, matrix.num_in, left.count, true};
+    }
 #ifdef WEFT_HAS_AMX
-    multiply_by_tiles<true>(out, left, matrix, scratch, team);
+    if (may_use_tiles()) return multiply_by_tiles<IS_GATED>(out, left, matrix, team);
 #endif
+    multiply_by_vectors<IS_GATED>(out, left, matrix, team);
 }
 
 }  // namespace weft

@@ -12,7 +12,7 @@
 #ifdef WEFT_HAS_INT8
 
 #include "amx.h"
-#include "panels.h"
+#include "panels_vectors.h"
 
 #if defined(WEFT_HAS_AMX) && defined(__AMX_INT8__)
 #define WEFT_HAS_AMX_INT8
@@ -95,23 +95,25 @@ inline Floats scaled(__m512i sums, float scale, const Matrix<T>& matrix, int64_t
     return (Floats)_mm512_add_round_ps(result, (__m512)load(bias), NEAREST);
 }
 
-// The same of the 32 outputs of a panel.
-template <class T>
-inline void scaled_two(const int32_t* sums, float scale, const Matrix<T>& matrix, int64_t panel, Floats& first, Floats& second) {
-    first = scaled(_mm512_load_si512(sums), scale, matrix, panel * PANEL);
-    second = scaled(_mm512_load_si512(sums + LANES), scale, matrix, panel * PANEL + LANES);
-}
+// `Numbers` of panels_vectors.h; rows are unsigned.
+struct Fours {
+    using Sum = int32_t;
+    using Vector = __m512i;
 
-#ifdef WEFT_HAS_AMX_INT8
+    static Vector add(Vector sums, __m512i four, __m512i right) { return _mm512_dpbusd_epi32(sums, four, right); }
+};
 
 // `Product` of 8 bits; see panels.h.
 template <class T>
 struct Products {
+    using Numbers = Fours;
     using Sum = int32_t;
     using Value = T;
     Matrix<T> matrix;
     const float* scales;  // of the rows
+    bool is_unsigned = false;  // they, for vectors
 
+#ifdef WEFT_HAS_AMX_INT8
     static void add_upper() {
         _tile_dpbssd(0, 4, 6);
         _tile_dpbssd(1, 4, 7);
@@ -120,72 +122,18 @@ struct Products {
         _tile_dpbssd(2, 5, 6);
         _tile_dpbssd(3, 5, 7);
     }
+#endif
     int64_t num_out() const { return matrix.num_out; }
     int num_steps() const { return int8::num_steps(matrix.num_in); }
     const char* panel(int64_t panel) const { return reinterpret_cast<const char*>(matrix.panel(panel)); }
     void outputs(const int32_t* sums, int row, int64_t panel, Floats& first, Floats& second) const {
-        scaled_two(sums, scales[row], matrix, panel, first, second);
+        const auto half = [&](int64_t output) {
+            const __m512i x = _mm512_load_si512(sums + output % PANEL);
+            return scaled(is_unsigned ? _mm512_sub_epi32(x, _mm512_load_si512(matrix.sums + output)) : x, scales[row], matrix, output);
+        };
+        first = half(panel * PANEL), second = half(panel * PANEL + LANES);
     }
 };
-
-#endif
-
-// ROWS unsigned rows times a panel. The inputs are shared out to CHAINS sums, so that few rows do not wait for the latency.
-template <int ROWS, int CHAINS>
-void multiply_vectors(int32_t* sums, const int8_t* x, int64_t x_stride, const int8_t* values, int steps, const int32_t* excess) {
-    __m512i totals[CHAINS][ROWS][2] = {};
-    for (int step = 0; step < steps; step++, values += STEP_SIZE, x += x_stride)
-        for (int run = 0; run < STEP / 4; run += CHAINS)
-            for (int chain = 0; chain < CHAINS; chain++) {
-                const int8_t* from = values + (run + chain) * 64;
-                __builtin_prefetch(from + PREFETCH * STEP_SIZE);  // the hardware looks less far ahead than memory is slow
-                __builtin_prefetch(from + PREFETCH * STEP_SIZE + STEP_SIZE / 2);
-                const __m512i first = _mm512_loadu_si512(from), second = _mm512_loadu_si512(from + STEP_SIZE / 2);
-                for (int row = 0; row < ROWS; row++) {
-                    int32_t four;
-                    std::memcpy(&four, x + row * STEP + (run + chain) * 4, sizeof(four));
-                    const __m512i all = _mm512_set1_epi32(four);
-                    totals[chain][row][0] = _mm512_dpbusd_epi32(totals[chain][row][0], all, first);
-                    totals[chain][row][1] = _mm512_dpbusd_epi32(totals[chain][row][1], all, second);
-                }
-            }
-    for (int row = 0; row < ROWS; row++)
-        for (int half = 0; half < 2; half++) {
-            __m512i total = totals[0][row][half];
-            for (int chain = 1; chain < CHAINS; chain++) total = _mm512_add_epi32(total, totals[chain][row][half]);
-            total = _mm512_sub_epi32(total, _mm512_loadu_si512(excess + half * LANES));
-            _mm512_store_si512(sums + row * PANEL + half * LANES, total);
-        }
-}
-
-template <bool IS_GATED, class T>
-void multiply_panels_by_vectors(T* out, const Left& left, const Matrix<T>& matrix, int64_t begin, int64_t end) {
-    constexpr int MOST = 8, HALVES = IS_GATED ? 2 : 1;
-    alignas(64) int32_t sums[HALVES][MOST * PANEL];
-    const int64_t num_out = matrix.num_out / HALVES;
-    for (int64_t panel = begin; panel < end; panel++)
-        for (int row = 0, rows; row < left.num_rows; row += rows) {
-            rows = std::min(left.num_rows, row / Left::ROWS * Left::ROWS + Left::ROWS) - row;  // of this block
-            rows = rows >= MOST ? MOST : rows >= 4 ? 4 : 1;
-            const auto multiply = rows == MOST ? multiply_vectors<MOST, 1> : rows == 4 ? multiply_vectors<4, 2> : multiply_vectors<1, 4>;
-            for (int i = 0; i < HALVES; i++) {
-                const int64_t from = panel + i * (num_out / PANEL);
-                multiply(sums[i], left.row(row), left.step_stride(), matrix.panel(from), left.num_steps, matrix.sums + from * PANEL);
-            }
-            for (int r = 0; r < rows; r++) {
-                T* to = out + (row + r) * num_out + panel * PANEL;
-                Floats first, second, up[2];
-                scaled_two(sums[0] + r * PANEL, left.scales[row + r], matrix, panel, first, second);
-                if (IS_GATED) {
-                    scaled_two(sums[HALVES - 1] + r * PANEL, left.scales[row + r], matrix, panel + num_out / PANEL, up[0], up[1]);
-                    round_two<T>(first, second);
-                    round_two<T>(up[0], up[1]);
-                    first = silu<T>(first) * up[0], second = silu<T>(second) * up[1];
-                }
-                store_panel(to, first, second, num_out - panel * PANEL, false);
-            }
-        }
-}
 
 // Quantizes rows of x; all threads of the team call it.
 template <class T>
@@ -225,14 +173,19 @@ void multiply_by_tiles(const Target<T>& out, const Left& left, const Matrix<T>& 
 // are gates of the second.
 template <bool IS_GATED, class T>
 void multiply(T* out, const Left& left, const Matrix<T>& matrix, Team& team) {
-    const int64_t num_out = matrix.num_out / (IS_GATED ? 2 : 1);
+    const Target<T> target{out, matrix.num_out / (IS_GATED ? 2 : 1)};
 #ifdef WEFT_HAS_AMX_INT8
-    if (use_tiles()) return multiply_by_tiles<IS_GATED>(Target<T>{out, num_out}, left, matrix, team);
+    if (use_tiles()) return multiply_by_tiles<IS_GATED>(target, left, matrix, team);
 #endif
-    const auto work = [=](int row, int rows, int64_t begin, int64_t end, int64_t) {
-        multiply_panels_by_vectors<IS_GATED>(out + row * num_out, left.part(row, rows), matrix, begin, end);
+    const bool is_streamed = target.is_streamed(left.num_rows);
+    const Products<T> products{matrix, left.scales, true};
+    const auto rows_from = [&](int row) -> LeftVectors {
+        return {reinterpret_cast<const char*>(left.row(row)), STEP, left.step_stride(), Left::ROWS};
     };
-    for_each_share(left.num_rows, Parts::whole(left.num_steps), num_out, team, work);
+    const auto work = [&](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+        multiply_rows_by_vectors<IS_GATED>(target, row, rows, rows_from, products, begin, end, following, is_streamed);
+    };
+    for_each_share(left.num_rows, Parts::whole(left.num_steps), target.num_out, team, work);
 }
 
 // Rows that are quantized for a product.

@@ -96,8 +96,6 @@ void store_panel(T* to, Floats first, Floats second, int64_t count, bool is_stre
     std::memcpy(to, both, size_t(count) * sizeof(T));
 }
 
-#ifdef WEFT_HAS_AMX
-
 enum class Becomes { RESULT, GATES, GATED };
 
 // The sums of a block and a panel on their way, some rows with each step of the next block: to the result; as silu(gate),
@@ -151,6 +149,8 @@ class Writer {
     const typename Product::Sum* sums_ = nullptr;
     T* to_ = nullptr;
 };
+
+#ifdef WEFT_HAS_AMX
 
 // Up to 32 rows, in two tiles. Strides in bytes.
 struct LeftTiles {

@@ -83,7 +83,7 @@ class Program {
                 const StepLayout* layout = step.layers[operations[i].index].layout;
                 const std::pair<const StepLayout*, int> key(layout, operations[i].params->window);
                 auto [entry, is_new] = plan_of_.try_emplace(key, nullptr);
-                if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, chunks_by_tiles<T>(*layout));
+                if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, packs_chunks<T>(*layout));
                 plans_in_order_.push_back(entry->second);
             }
     }
@@ -160,8 +160,8 @@ class Program {
                 T* const other = packed_[1 - index % 2];
                 const LeftRows left{is_left_packed ? other : at(o.in), stride(o.in), int(step_.num_tokens), is_left_packed};
                 const Target<T> out{is_out_packed ? packed_out : at(o.out), stride(o.out), is_out_packed};
-                if (o.kind == Kind::MULTIPLY) return weft::multiply(out, left, matrix, other, team);
-                return multiply_gated(out, left, matrix, other, team);
+                if (o.kind == Kind::MULTIPLY) return weft::multiply<false>(out, left, matrix, other, team);
+                return weft::multiply<true>(out, left, matrix, other, team);
             }
 #ifdef WEFT_HAS_INT8
             case Kind::MULTIPLY_INT8:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Angles = tuple[Tensor, ...]
 
 _MOST_CONTEXT = 2048
-"""Tokens up to which a chunk is attended here where there are no matrix tiles; torch's kernel is faster beyond."""
+"""Tokens up to which a chunk is attended here where there are no dot products for it; torch is faster beyond."""
 
 
 class CompiledLayers:
@@ -85,8 +85,8 @@ class Program:
         self._output = x.buffer
         self._tape = tape  # keeps what the operations point to
         self._run = programs.run
-        self._has_tiles = programs.has_matrix_tiles(caches[0].k_BPKH.shape[3], caches[0].k_scale_BPK is not None)
-        operations = _fuse_gates(tape) if self._has_tiles else tape.operations
+        self._is_always_fast = programs.has_dot_products(caches[0].k_BPKH.shape[3], caches[0].k_scale_BPK is not None)
+        operations = _fuse_gates(tape)
         self._operations = (Operation * len(operations))(*operations)
         self._caches: Sequence[LayerCache] = ()
         self._slots, self._slot_of_buffer = _share_memory(operations, tape.widths, self._output)
@@ -106,7 +106,7 @@ class Program:
     def is_fast(self, meta: AttentionMeta) -> bool:
         """Whether there is nothing better for a step."""
         is_decode = meta.num_decodes == len(meta.context_lens_host)
-        return self._has_tiles or is_decode or meta.max_context_len <= _MOST_CONTEXT
+        return self._is_always_fast or is_decode or meta.max_context_len <= _MOST_CONTEXT
 
     def __call__(
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]

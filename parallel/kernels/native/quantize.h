@@ -89,11 +89,6 @@ struct Left {
     }
     int64_t step_stride() const { return int64_t(height) * STEP; }
     int8_t* row(int i) const { return values + i / ROWS * num_steps * step_stride() + i % ROWS * STEP; }
-    Left part(int first, int count) const {  // `first` a multiple of ROWS
-        Left left = *this;
-        left.values = row(first), left.scales += first, left.num_rows = count;
-        return left;
-    }
 };
 
 }  // namespace weft::int8

@@ -250,4 +250,29 @@ inline Floats exponential_from(Floats x, float scale, float most) {
     return exponential(x * scale - most);
 }
 
+#ifdef __AVX512F__
+// Rows [0, 16) of 16 pairs of bf16, or of float32, become columns.
+inline void transpose_pairs(__m512i* rows) {
+    __m512i other[16];
+    for (int i = 0; i < 16; i += 2) {
+        other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            rows[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
+            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            other[i + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0x88);
+            other[i + j + 4] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        rows[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
+        rows[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
+    }
+}
+#endif
+
 }  // namespace weft

@@ -185,15 +185,15 @@ def test_float32_is_left_alone(tmp_path: Path) -> None:
     assert compiled(decoder)._program is None
 
 
-def has_matrix_tiles(kernels: NativeCpuKernels) -> bool:
-    return bool(kernels._operations[torch.bfloat16].has_matrix_tiles(32, False))
+def has_dot_products(kernels: NativeCpuKernels) -> bool:
+    return bool(kernels._operations[torch.bfloat16].has_dot_products(32, False))
 
 
 @pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265]])
-def test_with_matrix_tiles_no_bit_depends_on_how_a_prompt_is_cut(chunks: list[int], tmp_path: Path) -> None:
+def test_no_bit_depends_on_how_a_prompt_is_cut(chunks: list[int], tmp_path: Path) -> None:
     kernels = build()
-    if not has_matrix_tiles(kernels):
-        pytest.skip("this CPU has no matrix tiles")
+    if not has_dot_products(kernels):
+        pytest.skip("this CPU has no dot products of bfloat16")
     decoder = load(tmp_path / "model", CONFIG, kernels)
     expected = _prefill(decoder, [599, 1])
     assert torch.equal(_prefill(decoder, chunks)[-1], expected[-1])
@@ -207,10 +207,10 @@ def _prefill(decoder: Decoder, chunks: Sequence[int]) -> Tensor:
     return hidden
 
 
-def test_with_matrix_tiles_no_bit_depends_on_other_sequences(tmp_path: Path) -> None:
+def test_no_bit_depends_on_other_sequences(tmp_path: Path) -> None:
     kernels = build()
-    if not has_matrix_tiles(kernels):
-        pytest.skip("this CPU has no matrix tiles")
+    if not has_dot_products(kernels):
+        pytest.skip("this CPU has no dot products of bfloat16")
     decoder = load(tmp_path / "model", CONFIG, kernels)
     meta = make_meta([(1, 40 + 9 * row) for row in range(70)], block_size=BLOCK_SIZE, num_blocks=2000)
     together = run(decoder, filled_caches(decoder, 2000), meta)

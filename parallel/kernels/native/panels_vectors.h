@@ -1,0 +1,118 @@
+// Products with packed matrices by vectors, where there are no matrix tiles. Terms are those of panels.h.
+//
+// Some rows have their sums with all 32 outputs of a panel in registers, while the panel goes by from front to back. Each
+// sum takes its inputs in their order, however many rows there are, so that the bits of a row do not depend on the others.
+//
+// What is multiplied is told by `Numbers`:
+//     Sum, Vector             a sum, and 16 of them in a register
+//     add(sums, four, right)  adds four bytes of a row, in all lanes, times those of 16 outputs
+
+#pragma once
+
+#include "panels.h"
+
+#ifdef __AVX512F__
+
+namespace weft {
+
+constexpr int MOST_VECTOR_ROWS = 12;  // whose sums fill 24 of the 32 registers
+
+// Up to 32 rows, 64 bytes of each a step. Strides in bytes.
+struct LeftVectors {
+    const char* first;
+    int64_t row_stride, step_stride;
+    int num_rows;
+
+    const char* row(int i) const { return first + i * row_stride; }
+};
+
+// ROWS rows times a panel: the sums [rows][PANEL]. IS_FAR: the panel comes from memory, not from a cache, and `following`
+// after it.
+template <class Numbers, int NUM_ROWS, bool IS_FAR>
+void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const char* values,
+                      const char* following, int num_steps) {
+    typename Numbers::Vector totals[NUM_ROWS][2] = {};
+    const char* row = left.first;
+    const int64_t row_stride = left.row_stride;
+    for (int step = 0; step < num_steps; step++, values += STEP_BYTES, row += left.step_stride) {
+        const int later = step + PREFETCH - num_steps;
+        const char* ahead = later < 0 ? values + PREFETCH * STEP_BYTES : following + later * STEP_BYTES;
+        for (int run = 0; run < 16; run++) {
+            if (IS_FAR) {  // the hardware looks less far ahead than memory is slow
+                _mm_prefetch(ahead + run * 64, _MM_HINT_T0);
+                _mm_prefetch(ahead + run * 64 + STEP_BYTES / 2, _MM_HINT_T0);
+            }
+            const __m512i first = _mm512_loadu_si512(values + run * 64);
+            const __m512i second = _mm512_loadu_si512(values + run * 64 + STEP_BYTES / 2);
+#pragma GCC unroll 16  // else GCC keeps the sums in memory
+            for (int i = 0; i < NUM_ROWS; i++) {
+                int32_t four;
+                std::memcpy(&four, row + i * row_stride + run * 4, sizeof(four));
+                const __m512i all = _mm512_set1_epi32(four);
+                totals[i][0] = Numbers::add(totals[i][0], all, first);
+                totals[i][1] = Numbers::add(totals[i][1], all, second);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < NUM_ROWS; i++, sums += sums_stride) {
+        std::memcpy(sums, &totals[i][0], sizeof(totals[i][0]));
+        std::memcpy(sums + LANES, &totals[i][1], sizeof(totals[i][1]));
+    }
+}
+
+// The same for 1 to MOST rows, a number that is known when it runs.
+template <class Numbers, bool IS_FAR, int MOST = MOST_VECTOR_ROWS>
+void multiply_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const char* values,
+                      const char* following, int num_steps) {
+    if (left.num_rows == MOST) return multiply_so_many_vectors<Numbers, MOST, IS_FAR>(sums, sums_stride, left, values, following, num_steps);
+    if constexpr (MOST > 1) multiply_vectors<Numbers, IS_FAR, MOST - 1>(sums, sums_stride, left, values, following, num_steps);
+}
+
+// Calls work(first row, rows) for parts of some rows, about equally many in each.
+template <class Work>
+void for_each_part(int num_rows, const Work& work) {
+    const int num_parts = int(divide_up(num_rows, MOST_VECTOR_ROWS));
+    for (int part = 0; part < num_parts; part++) {
+        const int first = num_rows * part / num_parts;
+        work(first, num_rows * (part + 1) / num_parts - first);
+    }
+}
+
+// Rows times panels [begin, end) of the result. rows(i): LeftVectors of the 32 rows from i on.
+template <bool IS_GATED, class Product, class Rows>
+void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int first_row, int num_rows, const Rows& rows,
+                              const Product& product, int64_t begin, int64_t end, int64_t following, bool is_streamed) {
+    using Numbers = typename Product::Numbers;
+    alignas(64) typename Product::Sum sums[MOST_VECTOR_ROWS * PANEL];
+    alignas(64) float gates[MOST_VECTOR_ROWS * PANEL];
+    const auto multiply = [&](LeftVectors left, int64_t panel, int64_t next, bool is_far) {
+        const auto run = is_far ? multiply_vectors<Numbers, true> : multiply_vectors<Numbers, false>;
+        run(sums, PANEL, left, product.panel(panel), product.panel(next), product.num_steps());
+    };
+    for (int64_t panel = begin; panel < end; panel++) {
+        const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
+        for (int block = 0; block < num_rows; block += ROWS)
+            for_each_part(std::min(ROWS, num_rows - block), [&](int first, int count) {
+                LeftVectors left = rows(first_row + block);
+                left.first = left.row(first), left.num_rows = count;
+                const int row = first_row + block + first;
+                const bool is_far = row == first_row;
+                if (IS_GATED) {
+                    multiply(left, panel, ups, is_far);
+                    Writer<Becomes::GATES, Product> writer(product, out, row, gates, false);
+                    writer.begin(row, count, panel, panel, sums);
+                    writer.write(count);
+                }
+                multiply(left, IS_GATED ? ups : panel, next, is_far);
+                Writer<IS_GATED ? Becomes::GATED : Becomes::RESULT, Product> writer(product, out, row, gates, is_streamed);
+                writer.begin(row, count, IS_GATED ? ups : panel, panel, sums);
+                writer.write(count);
+            });
+    }
+    if (is_streamed) _mm_sfence();  // before others are told that it is done
+}
+
+}  // namespace weft
+
+#endif
