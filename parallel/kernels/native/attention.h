@@ -406,9 +406,8 @@ class PagedAttention {
 // Whether a step's chunks are bundled, and their keys and values packed.
 template <class T>
 bool packs_chunks(const StepLayout& layout) {
-    if (!layout.is_int8) return has_dot_products<T>(layout.head_dim);
-#ifdef WEFT_HAS_INT8_TILES
-    return has_dot_products<T, int8_t>(layout.head_dim) && may_use_tiles();
+#ifdef WEFT_HAS_PACKED_MATRIX
+    return layout.is_int8 ? has_dot_products<T, int8_t>(layout.head_dim) : has_dot_products<T>(layout.head_dim);
 #else
     return false;
 #endif

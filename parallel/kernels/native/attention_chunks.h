@@ -75,7 +75,7 @@ void PagedAttention<T, C>::compute(const Bundle& bundle) {
     scratch.running.assign(num_rows, Running{});
     Running* const running = scratch.running.data();
     for_each_piece(bundle, [&](const Tile& piece, int row) { copy_queries(piece, q + size_t(row) * head_dim); });
-#ifdef WEFT_HAS_INT8_TILES
+#ifdef WEFT_HAS_INT8
     if constexpr (IS_INT8) attend_integers(bundle, int(num_rows), q, running, totals);
 #endif
     if constexpr (sizeof(T) == 2 && !IS_INT8) attend_packed(bundle, q, running, totals);

@@ -46,8 +46,7 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
             std::fill(to_low + written, to_low + num_tokens, 0);
         }
     };
-#ifdef WEFT_HAS_INT8_TILES
-    if (rows >= LEAST_TILE_ROWS && may_use_tiles()) {
+    if (rows >= LEAST_TILE_ROWS) {
         const size_t head_size = size_t(num_tokens) * head_dim;
         int8_t* const packed_keys = scratch.packed.room(2 * tile.num_kv_heads * head_size);
         int8_t* const packed_values = packed_keys + tile.num_kv_heads * head_size;
@@ -65,9 +64,7 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
             int8::sum_packed_values(packed_values + head * head_size, num_tokens, high + row * weights_stride,
                                     low + row * weights_stride, weights_stride, sums + row * head_dim, rows, head_dim);
         }
-    } else
-#endif
-    {
+    } else {
         const auto score = [&](auto known_head_dim) {
             for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int count) {
                 take_scales(token, count);
@@ -99,7 +96,7 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
         int8::write_totals(totals + size_t(row) * head_dim, sums + size_t(row) * head_dim, weight_scales[row], head_dim);
 }
 
-#ifdef WEFT_HAS_INT8_TILES
+#ifdef WEFT_HAS_PACKED_MATRIX
 
 // Of a bundle, as attention_chunks.h has them.
 template <class T, class C>

@@ -10,11 +10,8 @@
 #include "amx.h"
 #include "attention_tiles.h"
 #include "cache_int8.h"
+#include "matrix_int8.h"
 #include "quantize.h"
-
-#if defined(WEFT_HAS_AMX) && defined(WEFT_HAS_INT8) && defined(__AMX_INT8__)
-#define WEFT_HAS_INT8_TILES
-#endif
 
 #ifdef WEFT_HAS_INT8
 
@@ -170,11 +167,10 @@ inline void write_totals(float* out, const int32_t* totals, float scale, int hea
     }
 }
 
-#ifdef WEFT_HAS_INT8_TILES
-
 // The keys of some heads, side by side in memory, as right-hand tiles [head][16 tokens][step][4 dims][token]; the first
-// head of token i begins at keys + offsets[i].
+// head of token i begins at keys + offsets[i]. For vectors they are unsigned.
 inline void pack_keys(int8_t* packed, const int8_t* keys, const int64_t* offsets, int num_tokens, int num_heads, int head_dim) {
+    const __m512i flips = _mm512_set1_epi8(char(use_tiles() ? 0 : 0x80));
     for (int token = 0; token < num_tokens; token += TILE)
         for (int head = 0; head < num_heads; head++) {
             int8_t* to = packed + (int64_t(head) * num_tokens + token) * head_dim;
@@ -182,7 +178,7 @@ inline void pack_keys(int8_t* packed, const int8_t* keys, const int64_t* offsets
                 __m512i rows[TILE];
                 for (int i = 0; i < TILE; i++) rows[i] = _mm512_loadu_si512(keys + offsets[token + i] + head * head_dim + dim);
                 transpose_pairs(rows);
-                for (int i = 0; i < TILE; i++) _mm512_storeu_si512(to + i * STEP, rows[i]);
+                for (int i = 0; i < TILE; i++) _mm512_storeu_si512(to + i * STEP, _mm512_xor_si512(rows[i], flips));
             }
         }
 }
@@ -201,6 +197,8 @@ inline void pack_values(int8_t* packed, const int8_t* values, const int64_t* off
             }
         }
 }
+
+#ifdef WEFT_HAS_AMX_INT8
 
 // Both parts of 16 rows, and two right-hand tiles: 0 and 2 are the sums of the high parts, 1 and 3 those of the low ones.
 struct TwoSums {
@@ -225,7 +223,7 @@ inline void zero_tiles() {
 }
 
 // As the function for vectors, for all tokens (a multiple of 2 * TILE) of one head: `packed` is as pack_keys has it.
-inline void score_packed_keys(const int8_t* packed, int num_tokens, const float* key_scales, const Queries& queries,
+inline void score_packed_keys_by_tiles(const int8_t* packed, int num_tokens, const float* key_scales, const Queries& queries,
                               int first_row, int num_rows, int head_dim, float scale, float* scores, int64_t scores_stride) {
     TwoSums sums;
     for (int row = 0; row < num_rows; row += TILE, scores += TILE * scores_stride) {
@@ -259,7 +257,7 @@ inline void score_packed_keys(const int8_t* packed, int num_tokens, const float*
 }
 
 // Likewise for values and all tokens, a multiple of TOKENS; totals as add_values has them.
-inline void sum_packed_values(const int8_t* packed, int num_tokens, const uint8_t* high, const uint8_t* low,
+inline void sum_packed_values_by_tiles(const int8_t* packed, int num_tokens, const uint8_t* high, const uint8_t* low,
                               int64_t weights_stride, int32_t* totals, int num_rows, int head_dim) {
     TwoSums sums;
     for (int row = 0; row < num_rows; row += TILE, high += TILE * weights_stride, low += TILE * weights_stride)
@@ -284,6 +282,64 @@ inline void sum_packed_values(const int8_t* packed, int num_tokens, const uint8_
 }
 
 #endif
+
+// `Numbers` of panels_vectors.h: signed queries, unsigned keys.
+struct SignedFours {
+    using Sum = int32_t;
+    using Vector = __m512i;
+
+    static Vector add(Vector sums, __m512i four, __m512i right) { return _mm512_dpbusd_epi32(sums, right, four); }
+};
+
+// Both parts of some rows times 32 outputs; finish(row, side, sums of 16) for each.
+template <class Numbers, class Finish>
+void multiply_two_parts(const LeftVectors& high, const LeftVectors& low, const RightVectors& right, int num_steps, const Finish& finish) {
+    alignas(64) int32_t parts[2][MOST_VECTOR_ROWS * PANEL];
+    for_each_part(high.num_rows, [&](int row, int count) {
+        multiply_vectors<Numbers, false>(parts[0], PANEL, {high.row(row), high.row_stride, STEP, count}, right, nullptr, num_steps);
+        multiply_vectors<Numbers, false>(parts[1], PANEL, {low.row(row), low.row_stride, STEP, count}, right, nullptr, num_steps);
+        for (int i = 0; i < count; i++)
+            for (int side = 0; side < 2; side++) {
+                const int place = i * PANEL + side * LANES;
+                finish(row + i, side, join(_mm512_load_si512(parts[0] + place), _mm512_load_si512(parts[1] + place)));
+            }
+    });
+}
+
+// As the function for single tokens, for all tokens (a multiple of 2 * TILE) of one head: `packed` is as pack_keys has it.
+inline void score_packed_keys(const int8_t* packed, int num_tokens, const float* key_scales, const Queries& queries,
+                              int first_row, int num_rows, int head_dim, float scale, float* scores, int64_t scores_stride) {
+#ifdef WEFT_HAS_AMX_INT8
+    if (use_tiles())
+        return score_packed_keys_by_tiles(packed, num_tokens, key_scales, queries, first_row, num_rows, head_dim, scale, scores, scores_stride);
+#endif
+    const auto rows = [&](const int8_t* part) -> LeftVectors {
+        return {reinterpret_cast<const char*>(part + int64_t(first_row) * head_dim), head_dim, STEP, num_rows};
+    };
+    for (int token = 0; token < num_tokens; token += 2 * TILE) {
+        const RightVectors right{reinterpret_cast<const char*>(packed + int64_t(token) * head_dim), TILE * head_dim, TILE * STEP};
+        multiply_two_parts<SignedFours>(rows(queries.high), rows(queries.low), right, head_dim / STEP, [&](int row, int side, __m512i sums) {
+            const __m512i products = _mm512_sub_epi32(sums, _mm512_set1_epi32(queries.offsets[first_row + row]));
+            const __m512 factors = _mm512_mul_ps(_mm512_loadu_ps(key_scales + token + side * TILE), _mm512_set1_ps(queries.scales[first_row + row] * scale));
+            _mm512_storeu_ps(scores + row * scores_stride + token + side * TILE, _mm512_mul_ps(_mm512_cvtepi32_ps(products), factors));
+        });
+    }
+}
+
+// Likewise for values and all tokens, a multiple of TOKENS; totals as add_values has them.
+inline void sum_packed_values(const int8_t* packed, int num_tokens, const uint8_t* high, const uint8_t* low,
+                              int64_t weights_stride, int32_t* totals, int num_rows, int head_dim) {
+#ifdef WEFT_HAS_AMX_INT8
+    if (use_tiles()) return sum_packed_values_by_tiles(packed, num_tokens, high, low, weights_stride, totals, num_rows, head_dim);
+#endif
+    const auto rows = [&](const uint8_t* part) -> LeftVectors { return {reinterpret_cast<const char*>(part), weights_stride, STEP, num_rows}; };
+    for (int dim = 0; dim < head_dim; dim += 2 * TILE) {
+        const RightVectors right{reinterpret_cast<const char*>(packed + dim * TOKENS), TILE * STEP, int64_t(TOKENS) * head_dim};
+        multiply_two_parts<Fours>(rows(high), rows(low), right, num_tokens / TOKENS, [&](int row, int side, __m512i sums) {
+            _mm512_storeu_si512(totals + int64_t(row) * head_dim + dim + side * TILE, sums);
+        });
+    }
+}
 
 // Buffers of one thread; they only grow.
 class AttentionScratch {

@@ -26,15 +26,21 @@ struct LeftVectors {
     const char* row(int i) const { return first + i * row_stride; }
 };
 
-// ROWS rows times a panel: the sums [rows][PANEL]. IS_FAR: the panel comes from memory, not from a cache, and `following`
-// after it.
+// What 32 outputs have: 64 bytes for each four of a row, of the first 16 outputs and, `second` bytes further, of the others.
+struct RightVectors {
+    const char* first;
+    int64_t second = STEP_BYTES / 2, step_stride = STEP_BYTES;  // as in a panel
+};
+
+// NUM_ROWS rows times 32 outputs: the sums [rows][PANEL]. IS_FAR: these are a panel that comes from memory, not from a cache, and
+// `following` after it.
 template <class Numbers, int NUM_ROWS, bool IS_FAR>
-void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const char* values,
-                      const char* following, int num_steps) {
+void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left,
+                              const RightVectors& right, const char* following, int num_steps) {
     typename Numbers::Vector totals[NUM_ROWS][2] = {};
-    const char* row = left.first;
-    const int64_t row_stride = left.row_stride;
-    for (int step = 0; step < num_steps; step++, values += STEP_BYTES, row += left.step_stride) {
+    const char *row = left.first, *values = right.first;
+    const int64_t row_stride = left.row_stride, to_second = right.second;
+    for (int step = 0; step < num_steps; step++, values += right.step_stride, row += left.step_stride) {
         const int later = step + PREFETCH - num_steps;
         const char* ahead = later < 0 ? values + PREFETCH * STEP_BYTES : following + later * STEP_BYTES;
         for (int run = 0; run < 16; run++) {
@@ -43,7 +49,7 @@ void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, 
                 _mm_prefetch(ahead + run * 64 + STEP_BYTES / 2, _MM_HINT_T0);
             }
             const __m512i first = _mm512_loadu_si512(values + run * 64);
-            const __m512i second = _mm512_loadu_si512(values + run * 64 + STEP_BYTES / 2);
+            const __m512i second = _mm512_loadu_si512(values + run * 64 + to_second);
 #pragma GCC unroll 16  // else GCC keeps the sums in memory
             for (int i = 0; i < NUM_ROWS; i++) {
                 int32_t four;
@@ -63,10 +69,10 @@ void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, 
 
 // The same for 1 to MOST rows, a number that is known when it runs.
 template <class Numbers, bool IS_FAR, int MOST = MOST_VECTOR_ROWS>
-void multiply_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const char* values,
+void multiply_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const RightVectors& right,
                       const char* following, int num_steps) {
-    if (left.num_rows == MOST) return multiply_so_many_vectors<Numbers, MOST, IS_FAR>(sums, sums_stride, left, values, following, num_steps);
-    if constexpr (MOST > 1) multiply_vectors<Numbers, IS_FAR, MOST - 1>(sums, sums_stride, left, values, following, num_steps);
+    if (left.num_rows == MOST) return multiply_so_many_vectors<Numbers, MOST, IS_FAR>(sums, sums_stride, left, right, following, num_steps);
+    if constexpr (MOST > 1) multiply_vectors<Numbers, IS_FAR, MOST - 1>(sums, sums_stride, left, right, following, num_steps);
 }
 
 // Calls work(first row, rows) for parts of some rows, about equally many in each.
@@ -88,7 +94,7 @@ void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int fi
     alignas(64) float gates[MOST_VECTOR_ROWS * PANEL];
     const auto multiply = [&](LeftVectors left, int64_t panel, int64_t next, bool is_far) {
         const auto run = is_far ? multiply_vectors<Numbers, true> : multiply_vectors<Numbers, false>;
-        run(sums, PANEL, left, product.panel(panel), product.panel(next), product.num_steps());
+        run(sums, PANEL, left, {product.panel(panel)}, product.panel(next), product.num_steps());
     };
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;

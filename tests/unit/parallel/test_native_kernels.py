@@ -22,13 +22,35 @@ from parallel.kernels.select import select_kernels
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def operations() -> dict[torch.dtype, Operations]:
+@pytest.fixture(scope="module", params=["tiles", "vectors"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As it is compiled for this CPU, and for one without matrix tiles."""
     try:
         build.find_compiler()
     except DeviceError as error:
         pytest.skip(str(error))
-    return load_operations(build.build_library())
+    if request.param == "tiles":
+        return build.build_library()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-mno-amx-tile"))
+        return build.build_library(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="module")
+def operations(library: Path) -> dict[torch.dtype, Operations]:
+    return load_operations(library)
+
+
+@pytest.fixture(scope="module")
+def programs(library: Path) -> Programs:
+    return load_programs(library) or pytest.skip("this CPU has no products of bfloat16 pairs")
+
+
+@pytest.fixture
+def dot_products(operations: dict[torch.dtype, Operations]) -> None:
+    """Only with them do chunks and single tokens take the same way."""
+    if not operations[torch.bfloat16].has_dot_products(32, False):
+        pytest.skip("this CPU has no dot products of bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,6 +98,7 @@ def test_what_sequences_have_in_common_is_read_once_and_changes_no_bit(
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.usefixtures("dot_products")
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("num_heads", [2, 14])
 def test_chunks_together_have_the_bits_they_have_alone(
@@ -100,6 +123,7 @@ def test_chunks_together_have_the_bits_they_have_alone(
         assert torch.equal(alone, together[start:stop])
 
 
+@pytest.mark.usefixtures("dot_products")
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160])
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (12, None), (16, 70)])
 def test_a_row_has_the_bits_it_has_among_others(
@@ -126,37 +150,21 @@ def test_a_row_has_the_bits_it_has_among_others(
                 assert torch.equal(alone[0], chunk[row])
 
 
-@pytest.fixture(scope="module")
-def vector_programs(tmp_path_factory: pytest.TempPathFactory, operations: dict[torch.dtype, Operations]) -> Programs:
-    """The products as they are compiled for a CPU without matrix tiles."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-mno-amx-tile"))
-        programs = load_programs(build.build_library(tmp_path_factory.mktemp("kernels")))
-    return programs or pytest.skip("this CPU has no products of bfloat16 pairs")
-
-
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 16, 17, 33, 64, 65, 100, 700])
 @pytest.mark.parametrize(("num_out", "num_in", "has_bias"), [(512, 96, True), (336, 1056, False), (48, 352, True)])
 def test_products_with_packed_matrices(
-    operations: dict[torch.dtype, Operations],
-    vector_programs: Programs,
-    num_rows: int,
-    num_out: int,
-    num_in: int,
-    has_bias: bool,
+    programs: Programs, num_rows: int, num_out: int, num_in: int, has_bias: bool
 ) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     weight, bias = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((num_out, num_in), (num_out,)))
     x = torch.randn(num_rows, num_in + 8, generator=generator).bfloat16()[:, :num_in]  # rows that are not dense
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
-    for programs in (vector_programs, load_programs(build.build_library())):
-        assert programs is not None
-        assert can_pack(weight)
-        for num_threads in (1, 2):
-            linear = NativeLinear(
-                *(weight.clone(), bias if has_bias else None, programs, Recorder(), num_threads), memory=HugePages()
-            )
-            torch.testing.assert_close(linear(x).double(), expected, rtol=2**-8, atol=2e-2)
+    assert can_pack(weight)
+    for num_threads in (1, 2):
+        linear = NativeLinear(
+            *(weight.clone(), bias if has_bias else None, programs, Recorder(), num_threads), memory=HugePages()
+        )
+        torch.testing.assert_close(linear(x).double(), expected, rtol=2**-8, atol=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -164,29 +172,25 @@ def test_products_with_packed_matrices(
     [(2560, 64), (2576, 64), (592, 2624)],
     ids=["past-the-caches", "rows-not-on-cache-lines", "sums-in-parts"],
 )
-def test_a_large_product_has_the_bits_of_its_rows(
-    operations: dict[torch.dtype, Operations], num_out: int, num_in: int
-) -> None:
-    programs = load_programs(build.build_library())
-    if programs is None:
-        pytest.skip("this CPU has no products of bfloat16 pairs")
+def test_a_large_product_has_the_bits_of_its_rows(programs: Programs, num_out: int, num_in: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(num_out, num_in, generator=generator).bfloat16()
     x = torch.randn(900, num_in, generator=generator).bfloat16()
     linear = NativeLinear(weight, None, programs, Recorder(), 2, memory=HugePages())
-    assert torch.equal(linear(x), torch.cat([linear(rows) for rows in x.split(17)]))
+    together = linear(x)
+    for num_rows in (17, 1, 3):
+        assert torch.equal(together[:102], torch.cat([linear(rows) for rows in x[:102].split(num_rows)]))
 
 
 @pytest.mark.parametrize(("num_out", "is_in_place"), [(96, True), (80, False)])
 def test_a_weight_is_packed_in_its_own_place_where_panels_are_whole(
-    operations: dict[torch.dtype, Operations], num_out: int, is_in_place: bool
+    operations: dict[torch.dtype, Operations], programs: Programs, num_out: int, is_in_place: bool
 ) -> None:
-    kernels = NativeCpuKernels.build()
+    kernels = NativeCpuKernels(operations, programs, 2)
     weight = kernels.empty_linear(num_out, 256, torch.bfloat16)
     original = torch.randn(num_out, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     linear = kernels.pack_linear(weight.copy_(original), None)
-    if not isinstance(linear, NativeLinear):
-        pytest.skip("this CPU has no products of bfloat16 pairs")
+    assert isinstance(linear, NativeLinear)
     assert (linear._packed.data_ptr() == weight.data_ptr()) == is_in_place
     outputs = torch.cat((original, torch.zeros(-num_out % 32, 256).bfloat16())).view(-1, 2, 16, 8, 16, 2)
     assert torch.equal(linear._packed, outputs.permute(0, 3, 1, 4, 2, 5).flatten())
