@@ -32,8 +32,8 @@ struct RightVectors {
     int64_t second = STEP_BYTES / 2, step_stride = STEP_BYTES;  // as in a panel
 };
 
-// NUM_ROWS rows times 32 outputs: the sums [rows][PANEL]. IS_FAR: these are a panel that comes from memory, not from a cache, and
-// `following` after it.
+// NUM_ROWS rows times 32 outputs: the sums [rows][PANEL]. IS_FAR: these are a panel that comes from farther away than the first-level
+// cache, and `following` after it.
 template <class Numbers, int NUM_ROWS, bool IS_FAR>
 void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left,
                               const RightVectors& right, const char* following, int num_steps) {
@@ -92,9 +92,8 @@ void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int fi
     using Numbers = typename Product::Numbers;
     alignas(64) typename Product::Sum sums[MOST_VECTOR_ROWS * PANEL];
     alignas(64) float gates[MOST_VECTOR_ROWS * PANEL];
-    const auto multiply = [&](LeftVectors left, int64_t panel, int64_t next, bool is_far) {
-        const auto run = is_far ? multiply_vectors<Numbers, true> : multiply_vectors<Numbers, false>;
-        run(sums, PANEL, left, {product.panel(panel)}, product.panel(next), product.num_steps());
+    const auto multiply = [&](const LeftVectors& left, int64_t panel, int64_t next) {
+        multiply_vectors<Numbers, true>(sums, PANEL, left, {product.panel(panel)}, product.panel(next), product.num_steps());
     };
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
@@ -103,14 +102,13 @@ void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int fi
                 LeftVectors left = rows(first_row + block);
                 left.first = left.row(first), left.num_rows = count;
                 const int row = first_row + block + first;
-                const bool is_far = row == first_row;
                 if (IS_GATED) {
-                    multiply(left, panel, ups, is_far);
+                    multiply(left, panel, ups);
                     Writer<Becomes::GATES, Product> writer(product, out, row, gates, false);
                     writer.begin(row, count, panel, panel, sums);
                     writer.write(count);
                 }
-                multiply(left, IS_GATED ? ups : panel, next, is_far);
+                multiply(left, IS_GATED ? ups : panel, next);
                 Writer<IS_GATED ? Becomes::GATED : Becomes::RESULT, Product> writer(product, out, row, gates, is_streamed);
                 writer.begin(row, count, IS_GATED ? ups : panel, panel, sums);
                 writer.write(count);
