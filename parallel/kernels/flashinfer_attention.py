@@ -48,10 +48,16 @@ class _Wrappers(NamedTuple):
 
 
 class FlashInfer:
-    """One per process; make it with `find`. One thread."""
+    """One per process; make it with `find`. One thread.
 
-    def __init__(self, library: Any, device: torch.device) -> None:
+    Args:
+        copied: an event. A plan is copied from pinned memory that the wrapper has once; the host may be a step ahead,
+            and must not write the next plan there before.
+    """
+
+    def __init__(self, library: Any, device: torch.device, copied: torch.cuda.Event | None = None) -> None:
         self._library = library
+        self._copied = copied
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_Kind, list[_Wrappers]] = {}
         """Kept over steps; in a step each group of layers has those of its own."""
@@ -66,7 +72,8 @@ class FlashInfer:
         if importlib.util.find_spec(_PACKAGE) is None:
             return None
         try:
-            return cls(importlib.import_module(_PACKAGE), device)
+            library = importlib.import_module(_PACKAGE)
+            return cls(library, device, torch.cuda.Event() if device.type == "cuda" else None)
         except (ImportError, RuntimeError) as error:
             logger.warning("%s is installed, but cannot be used: %s", _PACKAGE, error)
             return None
@@ -96,6 +103,8 @@ class FlashInfer:
         if self._lengths is not meta.context_lens_host:
             self._lengths = meta.context_lens_host
             self._metas.clear()
+            if self._copied is not None:
+                self._copied.synchronize()
         block_size, num_kv_heads, head_dim = cache.k_BPKH.shape[1:]
         kind = _Kind(q_TNH.shape[1], num_kv_heads, head_dim, q_TNH.dtype, block_size, params.scale, params.soft_cap)
         metas, wrappers = self._metas.setdefault(kind, []), self._wrappers.setdefault(kind, [])
@@ -106,6 +115,8 @@ class FlashInfer:
             wrappers.append(self._new_wrappers(kind))
         metas.append(meta)
         _plan(wrappers[len(metas) - 1], kind, meta)
+        if self._copied is not None:
+            self._copied.record()
         return wrappers[len(metas) - 1]
 
     def _new_wrappers(self, kind: _Kind) -> _Wrappers:

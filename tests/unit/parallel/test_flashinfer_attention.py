@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,25 @@ def test_groups_of_layers_and_kinds_of_layers_have_plans_of_their_own() -> None:
             expected = ReferenceKernels().attention(q, cache, meta, params)
             torch.testing.assert_close(attend(q, cache, meta, params), expected, rtol=2e-2, atol=2e-2)
     assert [decode.num_plans for decode in library.decodes] == [3, 3, 3]
+
+
+def test_a_plan_is_not_written_before_the_last_one_was_copied() -> None:
+    library, notes = FakeFlashInfer(), []
+
+    class NotedEvent:
+        def record(self) -> None:
+            notes.append(("recorded", library.decodes[0].num_plans))
+
+        def synchronize(self) -> None:
+            notes.append(("waited", library.decodes[0].num_plans if library.decodes else 0))
+
+    copied: Any = NotedEvent()
+    attend, cache = FlashInfer(library, CPU, copied), new_cache()
+    for seed in range(2):
+        meta = make_meta(STEPS[1], block_size=16, num_blocks=60, seed=seed)
+        for _ in range(2):
+            attend(queries(meta), cache, meta, PLAIN)
+    assert notes == [("waited", 0), ("recorded", 1), ("waited", 1), ("recorded", 2)]
 
 
 @pytest.mark.parametrize(
