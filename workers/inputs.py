@@ -256,10 +256,23 @@ class InputBuilder:
         """Return them as tensors. To a GPU they go in one piece: a copy costs the same for few bytes as for many."""
         if self._device.type == "cpu":
             return [torch.from_numpy(np.ascontiguousarray(array, dtype)) for array in arrays]
-        packed = np.concatenate([array.reshape(-1) for array in arrays], dtype=dtype, casting="unsafe")
+        packed, starts = pack(arrays, dtype)
         sent = torch.from_numpy(packed).pin_memory().to(self._device, non_blocking=True)
-        parts = sent.split([array.size for array in arrays])
-        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        return [sent[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=True)]
+
+
+def pack(arrays: list[npt.NDArray[np.integer]], dtype: type[np.integer]) -> tuple[npt.NDArray[np.integer], list[int]]:
+    """Return the arrays in one, and where each begins: at a multiple of 16 bytes.
+
+    Triton compiles a kernel anew where a pointer is not such a multiple, as it would be for some steps and not for
+    others.
+    """
+    align = 16 // np.dtype(dtype).itemsize
+    starts = list(accumulate((-(-array.size // align) * align for array in arrays), initial=0))
+    packed = np.zeros(starts.pop(), dtype)
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + array.size] = array.reshape(-1)
+    return packed, starts
 
 
 def _next_tokens(last: _Decodes, shares: list[ScheduledSequence]) -> list[int] | None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from workers.inputs import InputBuilder
+from workers.inputs import InputBuilder, pack
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 
@@ -251,3 +251,13 @@ def assert_equal(seen: Any, expected: Any) -> None:
         assert (seen.dtype, seen.tolist()) == (expected.dtype, expected.tolist())
     else:
         assert np.array_equal(seen, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_arrays_for_a_gpu_go_in_one_piece_and_begin_at_16_bytes(dtype: type[np.integer[Any]]) -> None:
+    arrays: list[Any] = [np.arange(1, size + 1) for size in (3, 0, 1, 8)] + [np.arange(15).reshape(3, 5)]
+    packed, starts = pack(arrays, dtype)
+    assert packed.dtype == dtype
+    for start, array in zip(starts, arrays, strict=True):
+        assert start * packed.itemsize % 16 == 0
+        assert np.array_equal(packed[start : start + array.size], array.reshape(-1))
