@@ -21,6 +21,7 @@ from cluster.autoscaler import AutoscalerConfig
 from cluster.defaults import DEFAULT_CONTROL_METRICS_PORT, DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
+from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from router.config import (
     AdmissionConfig,
     BreakerConfig,
@@ -112,6 +113,8 @@ class ModelSection(_Section):
     """On CUDA: "auto", "flash-attention", "flashinfer" or "triton"."""
     compile: bool = False
     """Compile the layers by torch's compiler: on CUDA, or with kernels "reference" or "cpu"."""
+    max_cudagraph_capture_size: int = TOKEN_BUCKETS[-1]
+    """On CUDA, the largest decode step that is recorded as a graph, in sequences; 0: none is."""
     max_context: Annotated[int, Field(ge=1)] | None = None
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of each rank; None: a node's cores divided over the ranks on it."""
@@ -165,6 +168,7 @@ class ModelSection(_Section):
             kernels=self.kernels,
             attention_backend=self.attention_backend,
             compile=self.compile,
+            max_cudagraph_capture_size=self.max_cudagraph_capture_size,
             max_context=self.max_context,
             step_timeout_s=self.step_timeout_s,
             num_threads=self.num_threads,

@@ -90,6 +90,11 @@ class ModelFlags:
         _of_model("--compile/--no-compile", help="Compile the layers by torch's compiler."),
         Setting("models[0].compile"),
     ] = None
+    max_cudagraph_capture_size: Annotated[
+        int | None,
+        _of_model(help="On CUDA: sequences of the largest decode step recorded as a graph; 0: none."),
+        Setting("models[0].max_cudagraph_capture_size"),
+    ] = None
     max_context: Annotated[
         int | None, _of_model(help="Longest prompt plus output."), Setting("models[0].max_context")
     ] = None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from workers.errors import EngineConfigError
 
 
@@ -128,6 +129,8 @@ class EngineConfig:
     """What attends on CUDA: "auto", "flash-attention", "flashinfer" or "triton"."""
     compile: bool = False
     """Compile the layers by torch.compile's compiler, where the kernels leave torch something to see."""
+    max_cudagraph_capture_size: int = TOKEN_BUCKETS[-1]
+    """On CUDA, decode steps of up to so many sequences are recorded as graphs before the first request; 0: none."""
     max_context: int | None = None
     """Longest prompt plus output; None: what the model's config says."""
     step_timeout_s: float = 60.0
@@ -150,6 +153,10 @@ class EngineConfig:
         if self.kernels not in ("auto", "reference", "cpu", "cpu-native", "cuda"):
             raise EngineConfigError(
                 f"kernels are {self.kernels!r}; allowed: 'auto', 'reference', 'cpu', 'cpu-native', 'cuda'"
+            )
+        if not 0 <= self.max_cudagraph_capture_size <= TOKEN_BUCKETS[-1]:
+            raise EngineConfigError(
+                f"max_cudagraph_capture_size is {self.max_cudagraph_capture_size}; allowed: 0 to {TOKEN_BUCKETS[-1]}"
             )
         if self.attention_backend not in ("auto", "flash-attention", "flashinfer", "triton"):
             raise EngineConfigError(

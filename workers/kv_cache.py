@@ -53,7 +53,13 @@ def num_blocks_within(*, total_bytes: int, memory_fraction: float, peak_bytes: i
     return max(0, math.floor((memory_fraction * total_bytes - peak_bytes) / block_bytes))
 
 
-def choose_num_blocks(config: CacheConfig, decoder: Decoder, device: Device, profile: Callable[[], None]) -> int:
+def choose_num_blocks(
+    config: CacheConfig,
+    decoder: Decoder,
+    device: Device,
+    profile: Callable[[], None],
+    graph_bytes: Callable[[], int] = lambda: 0,
+) -> int:
     """Return how many blocks this rank can hold.
 
     Args:
@@ -62,6 +68,7 @@ def choose_num_blocks(config: CacheConfig, decoder: Decoder, device: Device, pro
         device: this rank's.
         profile: runs the largest step there can be, without a cache to speak of; called on CUDA only, where every
             rank of the group must then call it.
+        graph_bytes: what recorded steps will take besides; called after `profile`, and like it.
 
     Raises:
         EngineConfigError: fewer than MIN_BLOCKS fit.
@@ -74,11 +81,13 @@ def choose_num_blocks(config: CacheConfig, decoder: Decoder, device: Device, pro
         logger.info("KV cache: %d blocks of %d bytes in %d bytes", num_blocks, size, config.cpu_cache_bytes)
     else:
         total, peak = device.total_memory_bytes(), _peak_bytes(device, profile)
+        graphs = graph_bytes()
+        peak += graphs
         fraction = config.memory_fraction
         num_blocks = num_blocks_within(total_bytes=total, memory_fraction=fraction, peak_bytes=peak, block_bytes=size)
         logger.info(
-            "KV cache: %d blocks of %d bytes in %.2f of %d bytes, beside %d of weights and activations",
-            *(num_blocks, size, fraction, total, peak),
+            "KV cache: %d blocks of %d bytes in %.2f of %d bytes, beside %d of weights, activations and graphs (%d)",
+            *(num_blocks, size, fraction, total, peak, graphs),
         )
     if num_blocks < MIN_BLOCKS:
         raise EngineConfigError(

@@ -1,8 +1,10 @@
 """One rank's part of a step: a plan's tensors through this stage's layers, and on the last stage to tokens."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from parallel.collectives import broadcast
 from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.kernels.base import LayerCache
+from parallel.kernels.cuda_buckets import StepBucket, largest_steps
 from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
@@ -23,6 +26,8 @@ from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 from workers.sampler import Sampled, Sampler, nothing_sampled
 from workers.stats import RankStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,23 +70,33 @@ class ModelRunner:
         """Every rank keeps what was sampled last in each slot, so that a step can be planned before that is known."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._inputs, self._sampler = self._new_state()
-        self._stats = stats or RankStats()
-        self._clock = ModelClock(device, self._stats)
+        self._served_stats = stats or RankStats()
         axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
-        self._stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
+        self._served_stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
+        self._stats = RankStats()
+        """Of rehearsals, until there is a cache."""
+        self._clock = ModelClock(device, self._stats)
 
     def choose_num_blocks(self) -> int:
-        """Return how many cache blocks this rank can hold. All ranks call it; on CUDA they run a step together."""
-        return choose_num_blocks(self._config.cache, self._decoder, self._device, self._profile)
+        """Return how many cache blocks this rank can hold. All ranks call it; on CUDA they run steps together."""
+        return choose_num_blocks(
+            self._config.cache, self._decoder, self._device, self._profile, self._measure_graph_bytes
+        )
 
     def allocate(self, num_blocks: int) -> None:
         """Make the cache, and its host tier if there is one. All ranks call it, with the same `num_blocks`.
 
-        On a CPU they run a small step together, for what happens once should not be part of the first request.
+        Then they run small steps together, for what happens once should not be part of a request: one on a CPU; on CUDA
+        one of each size of which the layers record a graph.
         """
         planes = self._allocate(num_blocks)
         if self.is_busy_while_computing:
-            self._rehearse([1])
+            self._rehearse_prompts([1])
+        else:
+            self._rehearse_prompts([min(2, self._decoder.description.max_context)])
+            self._record_decodes()
+        self._stats = self._served_stats
+        self._clock = ModelClock(self._device, self._stats)
         if self.num_host_blocks:
             rows = block_rows(self._decoder, planes, num_blocks=num_blocks)
             self._host = make_host_cache(rows, num_slots=self.num_host_blocks)
@@ -176,18 +191,53 @@ class ModelRunner:
     def _profile(self) -> None:
         """Run the largest step: the whole token budget, as many sampled rows as there can be."""
         self._allocate(1)
-        self._rehearse(_largest_lengths(self._config, self._decoder.description.max_context))
+        self._rehearse_prompts(_largest_lengths(self._config, self._decoder.description.max_context))
         self._caches = []
 
-    def _rehearse(self, lengths: Sequence[int]) -> None:
-        """Run a step of new sequences that nobody has asked for, all in the first block."""
-        block_size, num_groups = self._config.cache.block_size, len(self.windows)
+    def _steps_to_record(self) -> list[StepBucket]:
+        """The same on every rank, which run them together: their layers may communicate."""
+        max_num_seqs = min(self._config.max_cudagraph_capture_size, self._config.scheduler.max_num_seqs)
+        if not max_num_seqs:
+            return []
+        return largest_steps(max_num_seqs=max_num_seqs, max_context=self._decoder.description.max_context)
+
+    def _measure_graph_bytes(self) -> int:
+        """What graphs will take, by the two largest: the first brings the memory of what is in between, which all
+        share, and each of the others is taken to need as much as the second.
+
+        They are of a cache of one block, and dropped when the real one is seen.
+        """
+        steps = self._steps_to_record()
+        self._allocate(1)
+        free_bytes = [self._device.free_memory_bytes()]
+        for step in steps[:2]:
+            self._rehearse_decodes(step)
+            free_bytes.append(self._device.free_memory_bytes())
+        self._caches = []
+        taken = [max(0, before - after) for before, after in pairwise(free_bytes)]
+        return sum(taken) + sum(taken[1:]) * max(0, len(steps) - 2)
+
+    def _record_decodes(self) -> None:
+        """Let the layers record each size of step, the largest first, whose memory the others then share."""
+        start_s, steps = time.perf_counter(), self._steps_to_record()
+        for number, step in enumerate(steps, 1):
+            self._rehearse_decodes(step)
+            if number == len(steps) or steps[number].max_context_len < step.max_context_len:
+                took_s = time.perf_counter() - start_s
+                logger.info("%d of %d sizes of decode steps were run ahead in %.1f s", number, len(steps), took_s)
+
+    def _rehearse_prompts(self, lengths: Sequence[int]) -> None:
+        self._rehearse([(0, length) for length in lengths])
+
+    def _rehearse_decodes(self, step: StepBucket) -> None:
+        """One sequence has the longest context: that decides on the bucket."""
+        self._rehearse([(step.max_context_len - 1, 1), *[(0, 1)] * (step.num_tokens - 1)])
+
+    def _rehearse(self, shares: Sequence[tuple[int, int]]) -> None:
+        """Run a step of new sequences that nobody has asked for, (start, tokens) of each, all in the first block."""
         sampling = SamplingParams(top_p=0.9, logprobs=1)
-        new, scheduled = [], []
-        for slot, length in enumerate(lengths):
-            num_blocks = -(-length // block_size) * num_groups
-            new.append(NewSequence(slot, [0] * length, length, sampling, []))
-            scheduled.append(ScheduledSequence(slot, 0, length, [], [0] * num_blocks, True))
+        new = [NewSequence(slot, [0] * num, num, sampling, []) for slot, (_, num) in enumerate(shares)]
+        scheduled = [ScheduledSequence(slot, start, num, [], [], True) for slot, (start, num) in enumerate(shares)]
         self.run(StepPlan(0, [], new, scheduled))
         if not self._mesh.is_last_stage:
             self._link.flush()

@@ -256,7 +256,12 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
 def _select_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
     try:
         return select_kernels(
-            device, dtype, config.kernels, attention_backend=config.attention_backend, compiles=config.compile
+            device,
+            dtype,
+            config.kernels,
+            attention_backend=config.attention_backend,
+            compiles=config.compile,
+            max_graph_size=config.max_cudagraph_capture_size,
         )
     except DeviceError as error:
         raise EngineConfigError(str(error)) from error

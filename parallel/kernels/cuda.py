@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
+from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
 from parallel.kernels.flash_attention import FlashAttention
 from parallel.kernels.flashinfer_attention import FlashInfer
@@ -31,11 +32,15 @@ class CudaKernels(ReferenceKernels):
         device: the GPU.
         attention_backend: what attends where it can; "auto": the first that there is of FlashAttention on Hopper,
             FlashInfer, and our own Triton kernels, which also take what the libraries do not.
+        max_graph_size: sequences of the largest decode step that is recorded as a CUDA graph; 0: none is.
 
     Raises DeviceError when the backend is not known or cannot be had.
     """
 
-    def __init__(self, device: torch.device, attention_backend: str = "auto") -> None:
+    def __init__(
+        self, device: torch.device, attention_backend: str = "auto", *, max_graph_size: int = TOKEN_BUCKETS[-1]
+    ) -> None:
+        self._max_graph_size = max_graph_size
         self._library = _find_library(device, attention_backend)
         self._attention: Any = _import_triton("attention")
         if attention_backend == "triton" and self._attention is None:
@@ -121,9 +126,9 @@ class CudaKernels(ReferenceKernels):
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`."""
         has_kernels = self._attention is not None and self._elementwise is not None  # whose cache write skips tokens
-        if axis.size > 1 or not has_kernels:
+        if axis.size > 1 or not has_kernels or not self._max_graph_size:
             return run
-        return GraphedLayers(run, CudaGraphs().record)
+        return GraphedLayers(run, CudaGraphs().record, max_num_seqs=self._max_graph_size)
 
 
 def _find_library(device: torch.device, backend: str) -> FlashAttention | FlashInfer | None:

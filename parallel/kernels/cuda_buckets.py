@@ -34,6 +34,17 @@ def choose_bucket(*, num_tokens: int, num_decodes: int, max_context_len: int) ->
     return StepBucket(TOKEN_BUCKETS[bisect_left(TOKEN_BUCKETS, num_tokens)], context)
 
 
+def largest_steps(*, max_num_seqs: int, max_context: int) -> list[StepBucket]:
+    """The largest step of each bucket that steps of these limits are in: longest contexts first, then most tokens."""
+    sizes = [min(size, max_num_seqs) for size in TOKEN_BUCKETS[: bisect_left(TOKEN_BUCKETS, max_num_seqs) + 1]]
+    contexts, context = [], MIN_CONTEXT_BUCKET
+    while context < max_context:
+        contexts.append(context)
+        context *= 4
+    contexts.append(max_context)
+    return [StepBucket(size, context) for context in reversed(contexts) for size in reversed(sizes)]
+
+
 def partition_size(num_seqs: int, max_context_len: int) -> int:
     """Keys of a partition: PARTITION_SIZE, doubled until the partitions of all sequences are few enough."""
     size = PARTITION_SIZE

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
-from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
+from parallel.kernels.cuda_buckets import TOKEN_BUCKETS, StepBucket, choose_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +31,13 @@ class Recording(NamedTuple):
     replay: Callable[[], None]
     """Computes `result` anew."""
     result: Result
+    memory: Any
+    """Where what is in between lies; recordings may share it while one of them lives."""
 
 
-Record = Callable[[Callable[[], Result]], Recording]
-"""Calls the function at least once, and returns what does the same again."""
+Record = Callable[[Callable[[], Result], Any], Recording]
+"""(a function, memory of recordings that live, None: new memory) calls the function at least once, and returns what
+does the same again."""
 
 
 class GraphedLayers:
@@ -44,12 +47,15 @@ class GraphedLayers:
         run: the layers, one operation at a time. It raises DeviceError where it needs a step's lengths on the host,
             which a graph does not have (its metas' host lists are empty); from then on nothing is recorded.
         record: `CudaGraphs().record` on a GPU.
+        max_num_seqs: the largest step to be recorded.
     """
 
-    def __init__(self, run: RunLayers, record: Record) -> None:
+    def __init__(self, run: RunLayers, record: Record, *, max_num_seqs: int = TOKEN_BUCKETS[-1]) -> None:
         self._run = run
         self._record = record
+        self._max_num_seqs = max_num_seqs
         self._graphs: dict[StepBucket, tuple[_Buffers, Recording]] = {}
+        self._memory: Any = None
         self._places: list[tuple[int, torch.Size]] = []
         self._is_refused = False
 
@@ -61,7 +67,7 @@ class GraphedLayers:
         bucket = choose_bucket(
             num_tokens=num_tokens, num_decodes=meta.num_decodes, max_context_len=meta.max_context_len
         )
-        if bucket is None or self._is_refused:
+        if bucket is None or num_tokens > self._max_num_seqs or self._is_refused:
             return self._run(x_TE, angles, caches, metas)
         self._follow(caches)
         if bucket not in self._graphs and not self._add_graph(bucket, x_TE, angles, caches, metas):
@@ -78,6 +84,7 @@ class GraphedLayers:
         if places != self._places:
             self._places = places
             self._graphs.clear()
+            self._memory = None
 
     def _add_graph(
         self,
@@ -90,35 +97,43 @@ class GraphedLayers:
         buffers = _Buffers(bucket, x_TE, angles, metas, block_size=caches[0].k_BPKH.shape[1])
         buffers.fill(x_TE, angles, metas)  # recording runs the layers, which write to the caches
         try:
-            recording = self._record(lambda: self._run(buffers.x_TE, buffers.angles, caches, buffers.metas))
+            recording = self._record(
+                lambda: self._run(buffers.x_TE, buffers.angles, caches, buffers.metas), self._memory
+            )
         except DeviceError as error:
             logger.info("steps are not recorded as graphs: %s", error)
             self._is_refused = True
             return False
         logger.debug("recorded a graph of %d tokens and contexts up to %d", *bucket)
         self._graphs[bucket] = buffers, recording
+        self._memory = recording.memory
         return True
 
 
 class CudaGraphs:
-    """Records CUDA graphs that share the memory of what is in between: only one of them runs at a time."""
+    """Records CUDA graphs, all in one stream: libraries keep tens of megabytes for each stream that they have met."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
-    def record(self, run: Callable[[], Result]) -> Recording:
-        """Run once beside the current stream, where kernels are compiled and libraries set up, then record."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+    def record(self, run: Callable[[], Result], memory: Any) -> Recording:
+        """Run once beside the current stream, where kernels are compiled and libraries set up, then record.
+
+        `memory` is a pool of torch's; without a graph that lives a pool cannot be recorded into again.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        if memory is None:
+            memory = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             run()
-        current.wait_stream(side)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"):
             result = run()
-        return Recording(graph.replay, result)
+        return Recording(graph.replay, result, memory)
 
 
 class _Buffers:

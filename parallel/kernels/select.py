@@ -13,6 +13,7 @@ from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.cuda import CudaKernels
+from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from parallel.kernels.inductor import InductorKernels
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import ChooseTokens, choose_in_torch
@@ -29,12 +30,14 @@ def select_kernels(
     *,
     attention_backend: str = "auto",
     compiles: bool = False,
+    max_graph_size: int = TOKEN_BUCKETS[-1],
 ) -> Kernels:
     """The kernels called `name`; "auto" takes the fastest that this device and dtype have.
 
     Args:
         attention_backend: of the kernels for CUDA; see `CudaKernels`.
         compiles: the layers go through torch's compiler around them.
+        max_graph_size: of the kernels for CUDA; see there.
 
     Raises DeviceError when the name is not known, its kernels do not run on the device, or do not go with the rest.
     """
@@ -47,7 +50,10 @@ def select_kernels(
         raise DeviceError(
             f"attention backend is {attention_backend!r} with kernels {name!r} on {device}; allowed: auto"
         )
-    kernels = CudaKernels(device, attention_backend) if is_cuda else _make(device, name)
+    if is_cuda:
+        kernels: Kernels = CudaKernels(device, attention_backend, max_graph_size=max_graph_size)
+    else:
+        kernels = _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
     return _compiled(kernels, device, name) if compiles else kernels
 

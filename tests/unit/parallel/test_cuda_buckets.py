@@ -10,6 +10,7 @@ from parallel.kernels.cuda_buckets import (
     TOKEN_BUCKETS,
     StepBucket,
     choose_bucket,
+    largest_steps,
     num_partitions,
     partition_size,
 )
@@ -59,3 +60,19 @@ def test_a_bucket_holds_its_step_and_wastes_little(num_tokens: int, max_context_
 )
 def test_only_steps_of_decodes_have_a_bucket(num_tokens: int, num_decodes: int, expected: StepBucket | None) -> None:
     assert choose_bucket(num_tokens=num_tokens, num_decodes=num_decodes, max_context_len=513) == expected
+
+
+@given(max_num_seqs=st.integers(1, TOKEN_BUCKETS[-1]), max_context=st.integers(1, 200_000), data=st.data())
+def test_the_largest_steps_leave_no_bucket_out(max_num_seqs: int, max_context: int, data: st.DataObject) -> None:
+    steps = largest_steps(max_num_seqs=max_num_seqs, max_context=max_context)
+    buckets = [bucket_of(*step) for step in steps]
+    assert len(set(buckets)) == len(buckets)
+    assert steps[0] == (max_num_seqs, max_context)
+    num_seqs, context = data.draw(st.integers(1, max_num_seqs)), data.draw(st.integers(1, max_context))
+    largest = steps[buckets.index(bucket_of(num_seqs, context))]
+    assert num_seqs <= largest.num_tokens <= max_num_seqs
+    assert context <= largest.max_context_len <= max_context
+
+
+def bucket_of(num_seqs: int, context: int) -> StepBucket | None:
+    return choose_bucket(num_tokens=num_seqs, num_decodes=num_seqs, max_context_len=context)

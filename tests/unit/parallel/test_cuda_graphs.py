@@ -44,14 +44,14 @@ class Layers:
         return total, total * 2
 
 
-def call_again(run: Callable[[], Result]) -> Recording:
+def call_again(run: Callable[[], Result], memory: object) -> Recording:
     result = run()
 
     def replay() -> None:
         for to, tensor in zip(result, run(), strict=True):
             to.copy_(tensor)
 
-    return Recording(replay, result)
+    return Recording(replay, result, memory or object())
 
 
 def new_caches() -> list[LayerCache]:
@@ -103,6 +103,33 @@ def test_new_caches_are_followed() -> None:
     for caches in (new_caches(), new_caches()):
         check_step(layers, [(1, 4), (1, 9)], caches)
         assert len(layers._graphs) == 1
+
+
+def test_graphs_share_memory_as_long_as_one_of_them_lives() -> None:
+    given: list[object] = []
+
+    def record(run: Callable[[], Result], memory: object) -> Recording:
+        given.append(memory)
+        return call_again(run, memory)
+
+    layers = GraphedLayers(Layers(), record)
+    for caches in (new_caches(), new_caches()):
+        for num_seqs in (5, 3, 1):
+            check_step(layers, [(1, 4)] * num_seqs, caches)
+    first, second, third = given[:3]
+    assert first is None, "new memory"
+    assert second is third is not None
+    assert given[3] is None, "the graphs of other caches are gone, and what they shared with them"
+    assert given[4] is given[5] is not second
+
+
+def test_larger_steps_than_wanted_run_as_they_are() -> None:
+    run, caches = Layers(), new_caches()
+    layers = GraphedLayers(run, call_again, max_num_seqs=3)
+    check_step(layers, [(1, 4)] * 3, caches)
+    check_step(layers, [(1, 4)] * 4, caches)
+    assert run.num_tokens == [4, 4, 4]  # recorded, replayed; as it is
+    assert len(layers._graphs) == 1
 
 
 def test_layers_that_need_lengths_on_the_host_run_as_they_are() -> None:

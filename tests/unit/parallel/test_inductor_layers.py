@@ -145,14 +145,14 @@ def test_compiled_layers_are_recorded_as_graphs(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-def call_again(run: Callable[[], Result]) -> Recording:
+def call_again(run: Callable[[], Result], memory: object) -> Recording:
     result = run()
 
     def replay() -> None:
         for to, tensor in zip(result, run(), strict=True):
             to.copy_(tensor)
 
-    return Recording(replay, result)
+    return Recording(replay, result, memory)
 
 
 def test_layers_that_look_at_the_number_of_tokens_are_refused(tmp_path: Path) -> None:

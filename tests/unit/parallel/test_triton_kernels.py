@@ -75,14 +75,14 @@ from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.cuda_graphs import GraphedLayers, Recording
 
 
-def call_again(run):
+def call_again(run, memory):
     result = run()
 
     def replay():
         for to, tensor in zip(result, run()):
             to.copy_(tensor)
 
-    return Recording(replay, result)
+    return Recording(replay, result, memory)
 
 
 class Kernels(CudaKernels):

@@ -170,6 +170,13 @@ def test_a_gpu_fills_what_the_largest_step_leaves() -> None:
     assert num_blocks == (900_000 - (250_000 + 150_000)) // BLOCK_BYTES
 
 
+def test_recorded_steps_leave_less_of_a_gpu() -> None:
+    gpu = FakeGpu()
+    config = CacheConfig(memory_fraction=0.9)
+    num_blocks = choose_num_blocks(config, decoder(), gpu, gpu.run_step, lambda: 100_000)
+    assert num_blocks == (900_000 - (250_000 + 150_000) - 100_000) // BLOCK_BYTES
+
+
 def test_too_little_memory_is_refused() -> None:
     with pytest.raises(EngineConfigError, match="room for 1 blocks of 6144 bytes; allowed: at least 2"):
         choose(CacheConfig(cpu_cache_bytes=2 * BLOCK_BYTES - 1))
