@@ -1,4 +1,5 @@
-"""All layers of a decode step as one launch: a CUDA graph for each bucket of steps, recorded when it is first met.
+"""All layers of a decode step as one launch: a CUDA graph for each bucket of steps, recorded when it is first met:
+ahead of all requests, where `ModelRunner.allocate` runs a step of each.
 
 A graph reads and writes where it was recorded, so that each has tensors of its own (`_Buffers`) into which a step is
 copied. What fills it up to the bucket's size are sequences without context, whose keys go nowhere: their slot is

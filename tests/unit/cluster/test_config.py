@@ -39,6 +39,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
                     "quantization": "int8",
                     "kernels": "cuda",
                     "attention_backend": "triton",
+                    "max_cudagraph_capture_size": 32,
                     "cache": {"block_size": 32, "enable_prefix_caching": False, "dtype": "int8"},
                     "scheduler": {"max_num_seqs": 8, "policy": "priority"},
                 }
@@ -55,6 +56,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     assert model.engine.parallel.expert_parallel
     assert model.engine.quantization == "int8"
     assert (model.engine.kernels, model.engine.attention_backend) == ("cuda", "triton")
+    assert model.engine.max_cudagraph_capture_size == 32
     assert spec.num_ranks == 24
     assert model.engine.cache.block_size == 32
     assert not model.engine.cache.enable_prefix_caching
@@ -109,6 +111,10 @@ def test_each_model_has_its_own_hash_key() -> None:
         ({"models": [{"tensor_parallel": 0}]}, "models[0].tensor_parallel: 0; allowed: greater than or equal to 1"),
         ({"models": [{"quantization": "int4"}]}, "models[0]: quantization is 'int4'; allowed: 'none', 'int8'"),
         ({"models": [{"kernels": "rocm"}]}, "models[0]: kernels are 'rocm'; allowed: 'auto', 'reference', 'cpu'"),
+        (
+            {"models": [{"max_cudagraph_capture_size": 257}]},
+            "models[0]: max_cudagraph_capture_size is 257; allowed: 0 to 256",
+        ),
         (
             {"models": [{"attention_backend": "sdpa"}]},
             "models[0]: attention_backend is 'sdpa'; allowed: 'auto', 'flash-attention', 'flashinfer', 'triton'",
