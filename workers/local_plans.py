@@ -133,6 +133,16 @@ class PlanReceiver:
                 os.sched_yield()
         return None
 
+    def has_message(self) -> bool:
+        """Whether there is a message, or the end of them. Never waits."""
+        try:
+            self._line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # the next `receive` sees it too
+        return True
+
     def resume(self) -> None:
         """The message that came the other way is here."""
         self.has_next = True

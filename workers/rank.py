@@ -20,6 +20,7 @@ import logging
 import os
 import platform
 import socket
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from ipaddress import ip_address
@@ -45,6 +46,7 @@ from workers.errors import EngineConfigError, GroupFailedError
 from workers.executor import Executor, GroupExecutor, LocalExecutor, explain
 from workers.kv_cache import check_dtype
 from workers.model_runner import ModelRunner
+from workers.plan import ModelOutput
 from workers.stats import RankStats
 from workers.transport import LeaderLink, RankLink
 
@@ -153,12 +155,23 @@ def follow_group(
             num_blocks = link.report(runner.choose_num_blocks(), LOAD_TIMEOUT_S)
             runner.allocate(num_blocks)
             link.report(0, LOAD_TIMEOUT_S)
-            while (plan := link.receive_plan()) is not None:
-                output = runner.run(plan)
-                if output is not None:
-                    link.send_output(output)
+            follow_plans(link, runner)
         finally:
             _leave()
+
+
+def follow_plans(link: RankLink, runner: ModelRunner) -> None:
+    """Do this rank's part of every plan, and send its outputs.
+
+    A device that works by itself has the next step, if that is planned, before the output of one is waited for.
+    """
+    started: deque[Callable[[], ModelOutput | None]] = deque()
+    while (plan := link.receive_plan()) is not None:
+        started.append(runner.start(runner.prepare(plan)))
+        while started and (runner.is_busy_while_computing or not link.has_message()):
+            output = started.popleft()()
+            if output is not None:
+                link.send_output(output)
 
 
 def _lead(

@@ -287,6 +287,12 @@ class RankLink:
             case message:
                 raise GroupFailedError(f"rank {self._rank} got a {type(message).__name__}; expected: PlanMessage")
 
+    def has_message(self) -> bool:
+        """Whether there is something for `receive_plan` already. Never waits."""
+        if self._local is not None and self._local.has_message():
+            return True
+        return _is_readable(self._peer.socket)
+
     def send_output(self, output: ModelOutput) -> None:
         """Send what this rank sampled to the leader."""
         self._peer.socket.send(_encoder.encode(OutputMessage(output)))

@@ -2,13 +2,15 @@
 
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
 
 from workers.config import EngineConfig, ParallelConfig
 from workers.errors import EngineConfigError
-from workers.rank import Rendezvous, _choose_interface, lead_group
+from workers.rank import Rendezvous, _choose_interface, follow_plans, lead_group
 
 
 def test_rendezvous_listens_on_its_address_only() -> None:
@@ -67,3 +69,47 @@ def test_an_interface_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     _choose_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+class NotedRank:
+    """A link and a runner in one: plans come in groups, each of which is there when the last output of the one before
+    was sent."""
+
+    def __init__(self, *groups: list[int], is_busy_while_computing: bool) -> None:
+        self.is_busy_while_computing = is_busy_while_computing
+        self._groups = [list(group) for group in groups]
+        self.events: list[str] = []
+
+    def receive_plan(self) -> int | None:
+        if self._groups and not self._groups[0]:
+            self._groups.pop(0)
+        return self._groups[0].pop(0) if self._groups else None
+
+    def has_message(self) -> bool:
+        return bool(self._groups[0])
+
+    def prepare(self, plan: int) -> int:
+        return plan
+
+    def start(self, work: int) -> Callable[[], int | None]:
+        self.events.append(f"start {work}")
+        return lambda: work if work % 5 else None
+
+    def send_output(self, output: int) -> None:
+        self.events.append(f"send {output}")
+
+
+def events_of(*groups: list[int], is_busy_while_computing: bool) -> list[str]:
+    rank: Any = NotedRank(*groups, is_busy_while_computing=is_busy_while_computing)
+    follow_plans(rank, rank)
+    events: list[str] = rank.events
+    return events
+
+
+def test_a_step_that_is_planned_is_on_the_device_before_an_output_is_waited_for() -> None:
+    events = events_of([1, 2], [3], [4, 5], is_busy_while_computing=False)
+    assert events == ["start 1", "start 2", "send 1", "send 2", "start 3", "send 3", "start 4", "start 5", "send 4"]
+
+
+def test_on_a_cpu_an_output_goes_before_the_next_step_is_computed() -> None:
+    assert events_of([1, 2], is_busy_while_computing=True) == ["start 1", "send 1", "start 2", "send 2"]

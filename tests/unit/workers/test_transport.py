@@ -75,6 +75,33 @@ def test_plans_and_outputs_cross_unchanged() -> None:
         assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("num_seqs", [2, 9000])  # past zmq, and by it
+def test_a_rank_knows_without_waiting_whether_a_plan_is_there(num_seqs: int) -> None:
+    leader = LeaderLink(HOST, [1])
+    there, seen = threading.Event(), queue.Queue[bool]()
+
+    def follow() -> None:
+        with RankLink(leader.endpoints[1], 1) as link:
+            link.report(0, 10.0)
+            seen.put(link.has_message())
+            there.wait(10)
+            while not link.has_message():  # the last part of its way is another thread's
+                pass
+            seen.put(link.receive_plan() == plan(1, num_seqs))
+            seen.put(link.has_message())
+
+    thread = in_thread(follow)
+    leader.gather(10.0)
+    leader.proceed(0)
+    assert not seen.get(timeout=10)
+    leader.send_plan(plan(1, num_seqs))
+    there.set()
+    assert seen.get(timeout=10)
+    assert not seen.get(timeout=10)
+    thread.join(10)
+    leader.close()
+
+
 def test_a_plan_survives_the_wire() -> None:
     sent = plan(3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=StepPlan) == sent
