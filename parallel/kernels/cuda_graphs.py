@@ -128,9 +128,11 @@ class CudaGraphs:
             memory = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()
+        finally:  # what is refused may have been begun
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"):
             result = run()
