@@ -8,10 +8,12 @@ exec 9>"$HOME/.weft-serve.lock"
 flock --nonblock 9 || exit 0
 is_stopping=0
 serve=
-trap 'is_stopping=1; [[ -z $serve ]] || kill -TERM "$serve"' TERM INT
+is_told=0
+trap 'is_stopping=1; [[ -z $serve ]] || { is_told=1; kill -TERM "$serve"; }' TERM INT
 while true; do
   weft serve "$@" --take-over 9>&- &
   serve=$!
+  ((is_stopping && !is_told)) && kill -TERM "$serve" # told to stop before it was known whom to tell
   wait "$serve"
   status=$?
   if ((is_stopping)); then

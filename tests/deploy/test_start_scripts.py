@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
-    """Starts a script with commands of ours before all others."""
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a script with commands of ours before all others; whatever of it is left in the end is killed."""
+    processes: list[subprocess.Popen[bytes]] = []
 
     def start(script: Path, *arguments: str, **commands: str) -> "subprocess.Popen[bytes]":
         for name, text in commands.items():
@@ -31,9 +33,15 @@ def start(tmp_path: Path) -> Start:
             "POD_IP": "127.0.0.1",
             "KUBERAY_GEN_RAY_START_CMD": "ray start --head  --num-cpus=0  --block",
         }
-        return subprocess.Popen(["bash", str(script), *arguments], env=environment, cwd=tmp_path)
+        command = ["bash", str(script), *arguments]
+        processes.append(subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True))
+        return processes[-1]
 
-    return start
+    yield start
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def wait_for(path: Path, text: str) -> None:
@@ -119,3 +127,25 @@ def test_sigterm_stops_the_service_that_is_kept_and_does_not_start_it_again(star
     assert process.wait(20) == 0
     assert (tmp_path / "seen.log").exists(), "it was told to end, and did so by itself"
     assert (tmp_path / "weft.log").read_text() == "on\n"
+
+
+TELLS_ITS_PARENT = """
+trap 'echo told >> seen.log; exit 0' TERM
+kill -TERM $PPID
+while true; do read -t 0.05 < <(:) || :; done
+"""
+
+
+@pytest.mark.parametrize("script", [SERVE, HEAD])
+def test_sigterm_reaches_a_service_that_has_only_just_been_started(start: Start, tmp_path: Path, script: Path) -> None:
+    process = start(script, "cluster.yaml", "info", ray=RAY, weft=TELLS_ITS_PARENT)
+    assert process.wait(20) == 0
+    assert (tmp_path / "seen.log").read_text() == "told\n"
+
+
+def test_sigterm_ends_a_ray_that_is_not_healthy_yet(start: Start, tmp_path: Path) -> None:
+    ray = RAY.replace("exit 0", "[[ -s ray.log ]] && kill -TERM $PPID; exit 1", 1)
+    process = start(HEAD, "cluster.yaml", "info", ray=ray, weft="echo on > weft.log")
+    assert process.wait(20) == 143
+    assert (tmp_path / "ray.log").read_text() == "start --head --num-cpus=0 --block\nstopped\n"
+    assert not (tmp_path / "weft.log").exists()

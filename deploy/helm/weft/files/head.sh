@@ -9,9 +9,16 @@
 set -u
 ulimit -n 65536 2>/dev/null
 
+signal=TERM
+[[ ${3:-} == outlived ]] && signal=KILL # it has nothing to say to the service
+is_stopping=0
+serve=
+is_told=0
+trap 'is_stopping=1; [[ -z $serve ]] || { is_told=1; kill -s "$signal" "$serve"; }' TERM INT
 eval "exec $KUBERAY_GEN_RAY_START_CMD" &
 ray=$!
 until ray health-check --address "$POD_IP:6379" >/dev/null 2>&1; do
+  ((is_stopping)) && { kill -TERM "$ray"; wait "$ray"; exit; }
   kill -0 "$ray" 2>/dev/null || { echo "Ray's head ended before it was healthy" >&2; exit 1; }
   sleep 1
 done
@@ -19,10 +26,7 @@ done
 export RAY_ADDRESS="$POD_IP:6379" # named, so that `auto` waits for the head's own node and does not search for one
 weft serve "$1" --log-level "$2" --take-over &
 serve=$!
-signal=TERM
-[[ ${3:-} == outlived ]] && signal=KILL # it has nothing to say to the service
-is_stopping=0
-trap 'is_stopping=1; kill -s "$signal" "$serve"' TERM INT
+((is_stopping && !is_told)) && kill -s "$signal" "$serve" # told to stop before it was known whom to tell
 wait -n "$ray" "$serve"
 status=$?
 if ((is_stopping)); then
