@@ -55,18 +55,18 @@ RAY = """
 if [[ $1 = health-check ]]; then exit 0; fi
 trap 'echo stopped >> ray.log; exit 143' TERM
 echo "$@" >> ray.log
-while true; do read -t 0.05 < <(:) || :; done
+while true; do sleep 0.05; done
 """
 
 SERVICE = """
 trap 'cat ray.log > seen.log; exit 0' TERM
 echo on >> weft.log
-while true; do read -t 0.05 < <(:) || :; done
+while true; do sleep 0.05; done
 """
 
 
 def test_the_heads_container_ends_with_the_service(start: Start, tmp_path: Path) -> None:
-    weft = 'until [[ -s ray.log ]]; do read -t 0.05 < <(:) || :; done; echo "$@" >> weft.log; exit 3'
+    weft = 'until [[ -s ray.log ]]; do sleep 0.05; done; echo "$@" >> weft.log; exit 3'
     process = start(HEAD, "cluster.yaml", "info", ray=RAY, weft=weft)
     assert process.wait(20) == 3
     assert (tmp_path / "weft.log").read_text() == "serve cluster.yaml --log-level info --take-over\n"
@@ -110,7 +110,7 @@ def test_a_service_that_breaks_is_started_again_until_it_is_stopped(
 
 
 def test_only_one_service_is_kept(start: Start, tmp_path: Path) -> None:
-    weft = "trap 'exit 0' TERM; echo $$ > weft.pid; while true; do read -t 0.05 < <(:) || :; done"
+    weft = "trap 'exit 0' TERM; echo $$ > weft.pid; while true; do sleep 0.05; done"
     first = start(SERVE, weft=weft)
     wait_for(tmp_path / "weft.pid", "\n")
     second = start(SERVE, weft="echo twice > weft.pid")
@@ -132,7 +132,7 @@ def test_sigterm_stops_the_service_that_is_kept_and_does_not_start_it_again(star
 TELLS_ITS_PARENT = """
 trap 'echo told >> seen.log; exit 0' TERM
 kill -TERM $PPID
-while true; do read -t 0.05 < <(:) || :; done
+while true; do sleep 0.05; done
 """
 
 
