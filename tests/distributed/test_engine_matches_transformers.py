@@ -33,8 +33,8 @@ from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine, read_eos_token_ids
 from workers.errors import GroupFailedError
 from workers.executor import Executor
-from workers.model_runner import ModelRunner
-from workers.plan import ModelOutput, StepPlan
+from workers.model_runner import ModelRunner, StepWork
+from workers.plan import StepPlan
 from workers.request import FinishReason, Request, RequestId
 from workers.tokenizer import load_token_table
 
@@ -327,14 +327,14 @@ def _be_rank_with_a_last_step(rank: int, act: Any, *args: Any) -> Any:
     if rank == 0:
         return _be_rank(rank, *args)
     with pytest.MonkeyPatch.context() as patch:
-        original = ModelRunner.run
+        original = ModelRunner.prepare
 
-        def run_until(self: ModelRunner, plan: StepPlan) -> ModelOutput | None:
+        def prepare_until(self: ModelRunner, plan: StepPlan) -> StepWork:
             if plan.number == 10:
                 act()
             return original(self, plan)
 
-        patch.setattr(ModelRunner, "run", run_until)
+        patch.setattr(ModelRunner, "prepare", prepare_until)
         try:
             return _be_rank(rank, *args)
         except Exception as error:  # the group ends, and this rank with it
