@@ -96,14 +96,9 @@ def test_peak_is_the_ranks_own_weights_and_a_tenth(
     arguments = [models / f"small-{form}", models / f"{name}-{form}", str(tp_size), dtype]
     command = [sys.executable, "-c", RANK, *arguments]
 
-    runs = [_run(command) for _ in range(3)]
-    seen = min(runs, key=lambda run: run["peak"])  # one in many is over the bound; why is not known
+    result = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=120)
 
+    seen = json.loads(result.stdout)
     itemsize = getattr(torch, dtype).itemsize
     assert seen["own"] == pytest.approx(350e6 * itemsize / 4 / tp_size, rel=0.01)
     assert seen["own"] * 0.9 < seen["peak"] < seen["own"] * 1.1, seen
-
-
-def _run(command: list[str | Path]) -> dict[str, int]:
-    result = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=120)
-    return json.loads(result.stdout)
