@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bench.load.cli import app as bench_app
 from cluster.cli_connection import with_control
-from cluster.cli_flags import with_flags
+from cluster.cli_flags import MAX_TIMEOUT_S, with_flags
 from cluster.cli_operate import register
 from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
@@ -109,7 +109,10 @@ def serve(
     spec = build_spec(settings)
     if network.take_over and spec.ray_address is None:
         raise ClusterConfigError("--take-over: there is nothing on a Ray of its own; allowed: with --ray-address")
-    if detach and spec.ray_address is None:
+    goes_to_background = detach and spec.ray_address is None
+    if log_file is not None and not goes_to_background:
+        raise ClusterConfigError("--log-file: nothing is written there; allowed: with --detach, on a Ray of its own")
+    if goes_to_background:
         serve_in_background(settings, Console(), log_level=log_level, log_file=log_file)
     else:
         run_service(spec, Console(), log_level=log_level, stays=not detach, takes_over=network.take_over)
@@ -135,7 +138,9 @@ def status(
 @with_control
 def stop(
     client: "ControlClient",
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that requests in flight may take.")] = 10.0,
+    grace: Annotated[
+        float, typer.Option(min=0, max=MAX_TIMEOUT_S, help="Seconds that requests in flight may take.")
+    ] = 10.0,
 ) -> None:
     """Stop the service: routers first, then replica groups, then the controller."""
     client.shut_down(grace)
@@ -167,12 +172,14 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option()] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Seconds.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Send a prompt to a running service and print what comes back."""
     from cluster.generate import generate as run_generate
 
+    if system is not None and not chat:
+        raise ClusterConfigError("--system: a prompt that is no chat has none; allowed: with --chat")
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,

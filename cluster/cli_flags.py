@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
+MAX_TIMEOUT_S = 1e9
+"""Later than this gRPC takes to have been long ago."""
+
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that has the fields of each parameter that is a dataclass as options of its own."""

@@ -34,15 +34,16 @@ def generate(
     """
     options: Options = {"model": model, "timeout_s": timeout_s, **sampling}  # type: ignore[typeddict-item]
     messages = _conversation(prompt, system) if is_chat else None
-    collector = Collector()
+    collector, has_shown = Collector(), False
     try:
         with Client(router, api_key=api_key, credentials=_credentials(tls_ca)) as client:
             for delta in client.generate(None if is_chat else prompt, messages=messages, **options):
                 collector.add(delta)
                 if stream:
                     print(delta.text, end="", flush=True)
+                    has_shown = has_shown or bool(delta.text)
     except ClientError as error:
-        if stream:
+        if has_shown:
             print()
         raise RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}") from error
     completion = collector.completion()

@@ -71,7 +71,8 @@ def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None
         raise
     except KeyboardInterrupt:
         console.print("Stopping ...")
-        service.shut_down(grace_s)
+        with suppress(KeyboardInterrupt):  # a second one: nobody waits any longer
+            service.shut_down(grace_s)
     if stays:
         console.print("Stopped.")
 

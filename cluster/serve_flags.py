@@ -1,5 +1,6 @@
 """The flags of `weft serve`, by what they are about, each with the setting of a cluster file that it changes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
 
 _of_model = partial(typer.Option, rich_help_panel="Model")
@@ -23,12 +25,16 @@ class Setting:
     """How many of the setting's one of the flag's is: 2**30 for bytes in GiB; None: they are the same."""
 
     def value(self, flag: Any) -> Any:
-        """Of the setting, for the flag's."""
-        return flag if self.unit is None else int(flag * self.unit)
+        """Of the setting, for the flag's. Raises ClusterConfigError where that is no number."""
+        if self.unit is None:
+            return flag
+        if not math.isfinite(flag):
+            raise ClusterConfigError(f"{self.path}: {flag}; allowed: a finite number")
+        return int(flag * self.unit)
 
 
 def settings_of(*groups: Any) -> Mapping[str, Any]:
-    """The settings of all flags that are given, by dotted path."""
+    """The settings of all flags that are given, by dotted path. Raises ClusterConfigError."""
     settings = {}
     for group in groups:
         hints = get_type_hints(type(group), include_extras=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from cluster.control_client import ControlClient
 
 _POLL_S = 0.5
+_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+"""Lines that Ray writes for its own reader of logs."""
 _MOST_BYTES_A_LINE = 64 << 10
 """A longer line is told in parts."""
 
@@ -54,7 +56,8 @@ def show_logs(
             if is_new and chunk.next_offset > len(chunk.data):
                 lines = lines[1:]  # the first one is the end of a line
             for line in lines:
-                tell(f"{chunk.name} | {line}")
+                if not line.startswith(_MARKS):
+                    tell(f"{chunk.name} | {line}")
         if any(chunk.has_more for chunk in chunks):
             continue
         if not follows:

@@ -8,6 +8,7 @@ spare never becomes a rank of other code than it has imported; those of other co
 wrong (a spare has died, say) makes a start slower, and nothing else.
 
     spare/NODE/KIND/until        when those of this kind on this node end, in seconds since 1970; gone: at once
+    spare/NODE/KIND/most         how many of them whoever asked last wants there; gone: any number
     spare/NODE/KIND/PID/begun    one that Ray has started
     spare/NODE/KIND/PID/waits    and that has imported everything
 """
@@ -143,8 +144,9 @@ def add_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, 
     place = _place(node_id, kind)
     before = float(read_note(f"{place}until") or 0)
     leave_note(f"{place}until", f"{max(before, time.time() + lifetime_s):.0f}")
-    begun = _num_begun(place)
-    wanted = min(begun + count, count if most is None else most)
+    begun, most = len(_begun(place)), count if most is None else most
+    leave_note(f"{place}most", str(most))
+    wanted = min(begun + count, most)
     while begun < wanted:
         batch = min(wanted - begun, num_started_at_once(node_id))
         start_ahead(node_id, batch, variables=kind.variables, has_parent=kind is SpareKind.RANK)
@@ -167,6 +169,7 @@ def prepare() -> None:
             drop_notes(place)
         else:
             leave_note(f"{place}{os.getpid()}/begun")
+            _check_is_wanted(place)
         import_for_good(*SpareKind(role).modules)
         if not has_work:
             _begin_to_wait(place, code)
@@ -219,13 +222,20 @@ def _end_unless_taken(wait: _Wait) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _num_begun(place: str) -> int:
-    return sum(note.endswith("/begun") for note in list_notes(place))
+def _begun(place: str) -> list[int]:
+    return sorted(int(note.split("/")[-2]) for note in list_notes(place) if note.endswith("/begun"))
+
+
+def _check_is_wanted(place: str) -> None:
+    """Raise SpareError in a spare too many: where processes start slowly, Ray is asked again for some that come."""
+    most = read_note(f"{place}most")
+    if most is not None and os.getpid() in _begun(place)[int(most) :]:
+        raise SpareError(f"there are {most} already")
 
 
 def _wait_for(begun: int, place: str) -> None:
     give_up_s = time.monotonic() + _BEGIN_S
-    while _num_begun(place) < begun and time.monotonic() < give_up_s:
+    while len(_begun(place)) < begun and time.monotonic() < give_up_s:
         time.sleep(_BEGIN_S / 20)
 
 

@@ -180,7 +180,8 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         is_text = column in ("model", "replica", "state", "router", "node", "type", "ranks node:pid", "")
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+        longest_word = max(map(len, column.split()), default=0)
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold", min_width=longest_word)
     return table
 
 

@@ -102,7 +102,7 @@ class Client:
         Args:
             target: host:port of the router's gRPC listener.
             timeout_s: deadline of each call that names none; None: none.
-            api_key: sent with every call; None: none.
+            api_key: sent with every call; None: none. UnauthenticatedError where it cannot be one.
             credentials: for TLS, from `grpc.ssl_channel_credentials`; None: plain text.
             tracer: makes a span of each generation, from `router.spans.make_tracer` or `router.tracing.OtelTracer`.
         """
@@ -319,7 +319,14 @@ def _with_context(metadata: TraceContext | None, context: TraceContext) -> Trace
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
-    return None if api_key is None else (("authorization", f"Bearer {api_key}"),)
+    if api_key is None:
+        return None
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise UnauthenticatedError(
+            "the API key holds a line break, or another character that is not printable ASCII",
+            code=grpc.StatusCode.UNAUTHENTICATED,
+        )
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 @contextmanager

@@ -165,10 +165,8 @@ class AsyncEngine:
         with self._wake:
             if not (self._commands or self._is_stopping or self._engine.has_work):
                 self._wake.wait(IDLE_CHECK_S)
-            if self._is_stopping:
-                return None
             commands, self._commands = self._commands, []
-            return commands
+            return None if self._is_stopping and not commands else commands
 
     def _advance(self, commands: list[Request | RequestId]) -> None:
         refusals = []

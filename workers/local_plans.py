@@ -92,6 +92,7 @@ class PlanReceiver:
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._is_busy = False  # the message before came a moment ago: the next one may be close
+        self._has_ended = False
         self.has_next = True
         """The next message comes this way. If not, none is received here before `resume`, or none ever if it ended."""
 
@@ -119,6 +120,7 @@ class PlanReceiver:
             return None
         except OSError:
             message = b""
+        self._has_ended = message == b""
         self.has_next = message not in (_ELSEWHERE, b"")
         self._is_busy = self.has_next
         return message if self.has_next else None
@@ -134,7 +136,9 @@ class PlanReceiver:
         return None
 
     def has_message(self) -> bool:
-        """Whether there is a message, or the end of them. Never waits."""
+        """Whether there is a message, or the end of them that `receive` has not seen yet. Never waits."""
+        if self._has_ended:
+            return False
         try:
             self._line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -145,7 +149,7 @@ class PlanReceiver:
 
     def resume(self) -> None:
         """The message that came the other way is here."""
-        self.has_next = True
+        self.has_next = not self._has_ended
 
     def close(self) -> None:
         """End it."""

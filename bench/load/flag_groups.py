@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli_flags import MAX_TIMEOUT_S
+
 DEFAULT_ROUTER = "127.0.0.1:50051"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -32,7 +34,7 @@ class ServiceFlags:
         str | None, of_service(envvar="WEFT_API_KEY", show_envvar=True, help="Where the service wants one.")
     ] = None
     tls_ca: Annotated[Path | None, of_service(help="Authorities of the service's certificate (PEM): speak TLS.")] = None
-    timeout: Annotated[float, of_service(min=0.1, help="Seconds of each request.")] = 300.0
+    timeout: Annotated[float, of_service(min=0.1, max=MAX_TIMEOUT_S, help="Seconds of each request.")] = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

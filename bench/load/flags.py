@@ -108,6 +108,8 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags) -> Target:
         raise BenchConfigError(f"--router is {grpc!r}; allowed: host:port, without a scheme")
     if not http.startswith(("http://", "https://")):
         raise BenchConfigError(f"--url is {http!r}; allowed: http://... or https://...")
+    if service.api_key is not None and not (service.api_key.isascii() and service.api_key.isprintable()):
+        raise BenchConfigError("--api-key has a line break, or another character; allowed: printable ASCII")
     return Target(
         protocol=protocol,
         address=grpc if protocol is Protocol.GRPC else http,

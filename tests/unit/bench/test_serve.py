@@ -376,6 +376,7 @@ def test_flags_that_nothing_looks_at_are_found() -> None:
         (["--router", "http://a:1"], "--router is 'http://a:1'; allowed: host:port"),
         (["--url", "a:1"], "--url is 'a:1'; allowed: http://"),
         (["--router", "a:1", "--url", "http://a"], "--router is 'a:1', and --protocol http"),
+        (["--api-key", "wk-1\n"], "--api-key has a line break"),
         (["--dataset", "all"], "--dataset is 'all'; allowed: random, shared-prefix"),
         (["--input-tokens", "9-3"], "--input-tokens is '9-3'; allowed: a number, or a range"),
         (["--dataset", "trace"], "--file is missing"),

@@ -9,7 +9,9 @@ import pytest
 import trustme
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import router_config, running_router
+from typer.testing import CliRunner
 
+from cluster.cli import app
 from cluster.errors import RequestError
 from cluster.generate import generate
 from router.keys import hash_key
@@ -46,3 +48,19 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
             await asyncio.to_thread(send, tls_ca=authority, api_key="wk-2")
         with pytest.raises(RequestError, match=r"none\.pem cannot be read: No such file"):
             await asyncio.to_thread(send, tls_ca=tmp_path / "none.pem", api_key=None)
+
+
+def test_system_message_of_no_chat_is_refused() -> None:
+    result = CliRunner().invoke(app, ["generate", "hi", "--system", "Be kind.", "--router", "127.0.0.1:1"])
+    assert "--system: a prompt that is no chat has none" in str(result.exception)
+
+
+def test_refused_request_prints_nothing() -> None:
+    result = CliRunner().invoke(app, ["generate", "hi", "--router", "127.0.0.1:1", "--timeout", "1"])
+    assert isinstance(result.exception, RequestError)
+    assert result.stdout == ""
+
+
+def test_timeout_beyond_what_grpc_counts_is_refused() -> None:
+    result = CliRunner().invoke(app, ["generate", "hi", "--timeout", "inf"])
+    assert result.exit_code == 2

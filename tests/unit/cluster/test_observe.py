@@ -121,7 +121,17 @@ def test_everything_is_shown(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
     assert "m scales from" not in words
-    for word in ("1 min", "m-0.1", "1/2", "pending", "needs 2 GPUs on one node", "router-0", "drained", "1/8"):
+    for word in (
+        "1 min",
+        "m-0.1",
+        "1/2",
+        "pending",
+        "needs 2 GPUs on one node",
+        "router-0",
+        "drained",
+        "1/8",
+        "p50/p90/p99",
+    ):
         assert word in words
     assert ("10.0.0.1:42" in words) == (width == 160)
 

@@ -192,14 +192,14 @@ def chunk(name: str, data: bytes, end: int, *, has_more: bool = False) -> contro
 def test_logs_are_told_line_by_line_with_the_name_of_their_process() -> None:
     fake = FakeClient(
         pieces=[
-            [chunk("a", b"of a line\nsecond\nthi", 100), chunk("b", b"first\n", 6, has_more=True)],
-            [chunk("a", b"rd\nlast", 107), chunk("b", b"", 6)],
+            [chunk("a", b"of a line\nsecond\nthi", 100), chunk("b", b":job_id:01\nfirst\n", 17, has_more=True)],
+            [chunk("a", b"rd\nlast", 107), chunk("b", b"", 17)],
         ]
     )
     lines: list[str] = []
     show_logs(fake.client, "", follows=False, tail_bytes=10, tell=lines.append)
     assert lines == ["a | second", "b | first", "a | third", "a | last"]
-    assert fake.calls == [{}, {"a": 100, "b": 6}]
+    assert fake.calls == [{}, {"a": 100, "b": 17}]
 
 
 def test_line_that_never_ends_is_told_in_parts() -> None:

@@ -3,7 +3,12 @@
 from dataclasses import fields
 from typing import get_type_hints
 
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
 from cluster.config import build_spec
+from cluster.errors import ClusterConfigError
 from cluster.serve_flags import CacheFlags, ModelFlags, NetworkFlags, Setting, settings_of
 from cluster.serve_settings import merge_settings
 
@@ -74,3 +79,15 @@ def test_settings_of_flags_are_those_of_a_cluster_file() -> None:
     assert served.engine.parallel.tensor_parallel == 2
     assert served.engine.scheduler.max_num_seqs == 7
     assert served.engine.cache.host_cache_bytes == 2**29
+
+
+@pytest.mark.parametrize("size_gb", [float("nan"), float("inf")])
+def test_size_that_is_no_number_is_told(size_gb: float) -> None:
+    with pytest.raises(ClusterConfigError, match=r"models\[0\]\.cache\.host_cache_bytes: (nan|inf); allowed: a finite"):
+        settings_of(CacheFlags(host_cache_gb=size_gb))
+
+
+@pytest.mark.parametrize("flags", [[], ["--detach", "--ray-address", "auto"]])
+def test_log_file_that_nobody_would_write_is_refused(flags: list[str]) -> None:
+    result = CliRunner().invoke(app, ["serve", "--log-file", "x", "--model", "/none", *flags])
+    assert "--log-file: nothing is written there" in str(result.exception)

@@ -204,6 +204,24 @@ def test_those_that_wait_do_so_as_long_as_anybody_has_asked_for(store: Notes) ->
 
 
 @pytest.mark.parametrize("job", [NO_JOB, "01000000"])
+def test_process_that_comes_when_enough_are_there_ends_unless_it_has_work(
+    store: Notes, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    leave_spares("n", RANK, count=1, lifetime_s=600)
+    store.add(pid=1, waits=False)
+    with pytest.raises(SpareError, match="1 already") if job == NO_JOB else nullcontext():
+        become(monkeypatch, job=job)
+    assert (f"spare/n/{RANK.full_name}/1/begun" in store.notes) == (job == NO_JOB)
+
+
+def test_of_spares_that_come_together_as_many_stay_as_are_wanted(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_spares("n", RANK, count=1, lifetime_s=600)
+    store.add(pid=2**30, waits=False)  # begun before this one has looked
+    become(monkeypatch)
+    assert num_waiting("n", RANK) == 1
+
+
+@pytest.mark.parametrize("job", [NO_JOB, "01000000"])
 def test_process_with_other_code_ends_unless_it_has_work(
     store: Notes, monkeypatch: pytest.MonkeyPatch, job: str
 ) -> None:

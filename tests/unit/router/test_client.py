@@ -26,6 +26,7 @@ from router.client import (
     NotFoundError,
     OverloadedError,
     ServerError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from router.client_values import Collector, Finish, Usage, generate_request
@@ -409,3 +410,9 @@ def test_times_of_few_tokens_are_none() -> None:
     assert (nothing.completion().ttft_s, nothing.completion().tpot_s) == (None, None)
     assert one.completion().ttft_s is not None
     assert one.completion().tpot_s is None
+
+
+@pytest.mark.parametrize("api_key", ["wk-1\n", "wk-ä"])
+def test_key_that_no_header_can_hold_is_told_at_once(api_key: str) -> None:
+    with pytest.raises(UnauthenticatedError, match="holds a line break, or another character"):
+        Client("127.0.0.1:1", api_key=api_key)

@@ -15,7 +15,7 @@ from workers.detokenizer import IncrementalDetokenizer
 from workers.engine import StepResult
 from workers.errors import GroupFailedError, InvalidRequestError
 from workers.plan import StepPlan
-from workers.request import FinishReason, RequestId
+from workers.request import FinishReason, RequestId, RequestOutput
 
 
 @asynccontextmanager
@@ -136,6 +136,28 @@ async def test_commands_never_wait_for_a_step() -> None:
     assert {name: finish and finish.reason for name, finish in finishes.items()} == dict.fromkeys(
         "ab", FinishReason.ABORT
     )
+
+
+async def test_request_that_comes_just_before_the_stop_is_ended_too() -> None:
+    executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
+
+    def block(plan: StepPlan) -> None:
+        stuck.set()
+        assert release.wait(10)
+
+    executor.on_submit = block
+    outputs: list[RequestOutput] = []
+    engine = AsyncEngine(fake_engine(executor), on_step=lambda result: outputs.extend(result.outputs))
+    engine.start()
+    engine.submit(request("a", [1], max_tokens=100))
+    await until(stuck.is_set)
+    engine.submit(request("b", [2], max_tokens=100))
+    stop = asyncio.create_task(engine.stop())
+    await until(lambda: engine._is_stopping)
+    release.set()
+    await stop
+    finishes = {output.request_id: output.finish.reason for output in outputs if output.finish}
+    assert finishes == dict.fromkeys("ab", FinishReason.ABORT)
 
 
 async def test_an_idle_engine_makes_no_steps() -> None:

@@ -215,6 +215,16 @@ def test_a_rank_that_looks_sees_its_leader_end(monkeypatch: pytest.MonkeyPatch) 
         assert not receiver.has_next
 
 
+def test_a_rank_whose_line_broke_gets_what_comes_the_other_way_and_has_no_message_here() -> None:
+    with connected() as (sender, receiver):
+        sender.close()
+        assert receiver.has_message(), "the end, which a wait sees at once"
+        assert receiver.receive() is None
+        receiver.resume()
+        assert not receiver.has_next
+        assert not receiver.has_message()
+
+
 def test_a_gap_names_both_plans() -> None:
     sender, receiver = PlanChain(), PlanChain()
     receiver.verify(sender.seal(b"one"))

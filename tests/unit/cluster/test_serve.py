@@ -1,0 +1,38 @@
+"""`weft serve` in the foreground, around a service that is not there."""
+
+import io
+from collections.abc import Callable
+
+from rich.console import Console
+from weft.v1 import control_pb2
+
+from cluster.serve import _run
+
+
+class InterruptedService:
+    """Somebody presses Ctrl-C while it serves, and again while it stops."""
+
+    control_address, tls = "127.0.0.1:50050", None
+
+    def __init__(self) -> None:
+        self.graces_s: list[float] = []
+
+    def wait_ready(self, *, on_status: Callable[[control_pb2.GetStatusResponse], None]) -> None:
+        on_status(self.status())
+
+    def status(self) -> control_pb2.GetStatusResponse:
+        return control_pb2.GetStatusResponse()
+
+    def wait_stopped(self, timeout_s: float) -> bool:
+        raise KeyboardInterrupt
+
+    def shut_down(self, grace_s: float) -> None:
+        self.graces_s.append(grace_s)
+        raise KeyboardInterrupt
+
+
+def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
+    service, out = InterruptedService(), io.StringIO()
+    _run(service, Console(file=out), stays=True, grace_s=30.0)
+    assert service.graces_s == [30.0]
+    assert out.getvalue().endswith("Stopping ...\nStopped.\n")
