@@ -5,6 +5,7 @@ after them. Within a stage every layer is divided over the tensor-parallel axis.
 the cache from the caller.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -144,6 +145,11 @@ class Decoder:
         x_TE = torch.zeros(1, self.description.hidden_size, dtype=self.dtype, device=self.device)
         positions_T = torch.zeros(1, dtype=torch.int64, device=self.device)
         return x_TE, [rotation(positions_T) for rotation in self._rotations]
+
+    def drop_recordings(self) -> None:
+        """Let go of what `Kernels.compile_layers` has recorded; from now on every operation is called."""
+        self._run = self._run_layers
+        gc.collect()  # what was recorded may refer to itself
 
     def logits(self, hidden_SE: Tensor) -> Tensor | None:
         """Logits of rows of `forward`'s result, on the last stage, all of whose ranks call this.

@@ -89,9 +89,11 @@ class GroupExecutor:
         num_stages: int,
         last_rank: int,
         step_timeout_s: float,
-        leave: Callable[[], None],
+        leave: Callable[[bool], None],
     ) -> None:
-        """`last_rank` is the one that samples, 0 for this one; `leave` ends this process's part in the group."""
+        """`last_rank` is the one that samples, 0 for this one; `leave` ends this process's part in the group, and is
+        told whether that has failed.
+        """
         self.num_blocks = num_blocks
         self.windows = runner.windows
         self.num_host_blocks = runner.num_host_blocks
@@ -132,7 +134,11 @@ class GroupExecutor:
 
     def check(self) -> None:
         """Raise GroupFailedError when a rank is gone."""
-        self._link.check()
+        try:
+            self._link.check()
+        except GroupFailedError as failure:
+            self._failure = failure
+            raise
 
     def close(self) -> None:
         """End the other ranks, with the reason if the group failed, and leave."""
@@ -140,7 +146,7 @@ class GroupExecutor:
             self._is_closed = True
             self._link.close(None if self._failure is None else str(self._failure))
             self._steps.close()
-            self._leave()
+            self._leave(self._failure is not None)
 
     def _receive(self, number: int) -> ModelOutput:
         output = self._link.receive_output(self._last_rank, self._step_timeout_s)

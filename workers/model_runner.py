@@ -135,6 +135,10 @@ class ModelRunner:
 
         return finish
 
+    def drop_recordings(self) -> None:
+        """Let go of recorded steps."""
+        self._decoder.drop_recordings()
+
     def _start(self, work: StepWork) -> Sampled | None:
         plan, inputs = work.plan, work.inputs
         if self._host is not None:

@@ -120,7 +120,7 @@ def lead_group(
     except Exception as error:
         failure = _blame(link, error)
         link.close(f"{type(failure).__name__}: {failure}")
-        _leave()
+        _leave(has_failed=True)
         if failure is error:
             raise
         raise failure from error
@@ -146,8 +146,8 @@ def follow_group(
     """
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
     endpoint = store.get(_endpoint_key(rank)).decode()
-    with RankLink(endpoint, rank) as link:
-        try:
+    try:
+        with RankLink(endpoint, rank) as link:  # its last words come before the end of what ranks have in common
             link.report(0, JOIN_TIMEOUT_S)
             mesh = _join(config, rank, host, store)
             runner = _load(config, mesh, progress, stats)
@@ -156,8 +156,10 @@ def follow_group(
             runner.allocate(num_blocks)
             link.report(0, LOAD_TIMEOUT_S)
             follow_plans(link, runner)
-        finally:
-            _leave()
+    except BaseException:
+        _leave(has_failed=True)
+        raise
+    _leave(runner)
 
 
 def follow_plans(link: RankLink, runner: ModelRunner) -> None:
@@ -200,7 +202,7 @@ def _lead(
         num_stages=mesh.pp.size,
         last_rank=(mesh.pp.size - 1) * mesh.tp.size,
         step_timeout_s=config.step_timeout_s,
-        leave=_leave,
+        leave=lambda has_failed: _leave(runner, has_failed=has_failed),
     )
 
 
@@ -238,9 +240,18 @@ def _join(config: EngineConfig, rank: int, host: str, store: TCPStore) -> Mesh:
     )
 
 
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _leave(runner: ModelRunner | None = None, *, has_failed: bool = False) -> None:
+    """End this process's part in torch.distributed, if it has one; all ranks call it.
+
+    NCCL's communicators are left to the end of the process after a failure: destroying one waits for the other ranks
+    and for what is queued on the GPU, which may wait for ever. It also waits for the graphs that hold a collective of
+    it, so that recorded steps go first.
+    """
+    if not dist.is_initialized() or (has_failed and dist.get_backend() == dist.Backend.NCCL):
+        return
+    if runner is not None:
+        runner.drop_recordings()
+    dist.destroy_process_group()
 
 
 def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: RankStats | None) -> ModelRunner:

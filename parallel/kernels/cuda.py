@@ -124,11 +124,16 @@ class CudaKernels(ReferenceKernels):
         return out_TNH
 
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
-        """See `Kernels.compile_layers`."""
+        """See `Kernels.compile_layers`.
+
+        A graph holds its layers' collectives. All are all-reduces of [T, E], of expert-parallel layers too, so that a
+        bucket says their sizes. One whose size comes from the data (an all-to-all of routed tokens) must not be
+        recorded: layers that have one would have to be left as they are here.
+        """
         has_kernels = self._attention is not None and self._elementwise is not None  # whose cache write skips tokens
-        if axis.size > 1 or not has_kernels or not self._max_graph_size:
+        if not has_kernels or not self._max_graph_size:
             return run
-        return GraphedLayers(run, CudaGraphs().record, max_num_seqs=self._max_graph_size)
+        return GraphedLayers(run, CudaGraphs().record, counts=axis.counts, max_num_seqs=self._max_graph_size)
 
 
 def _find_library(device: torch.device, backend: str) -> FlashAttention | FlashInfer | None:

@@ -5,18 +5,24 @@ A graph reads and writes where it was recorded, so that each has tensors of its 
 copied. What fills it up to the bucket's size are sequences without context, whose keys go nowhere: their slot is
 negative. Steps with chunks of prompts run as they are: they keep the device busy by themselves.
 
-Which step has which bucket is said in cuda_buckets.py. The recording itself was never run on a GPU; buckets, padding
-and the following of caches are tested with a recording that calls the layers again.
+Tensor-parallel ranks record their all-reduces with the layers. NCCL wants such a graph recorded by all ranks and
+launched by all: they meet the same buckets in the same order, for a step's bucket follows from the plan alone. What
+crosses stages, the embedding and the head stay outside. A rank that fails to record ends its group: the others have
+recorded, and wait for its launch.
+
+Which step has which bucket is said in cuda_buckets.py. The recording itself was never run on a GPU; buckets, padding,
+collectives and the following of caches are tested with a recording that calls the layers again.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel.errors import DeviceError
+from parallel.errors import DeviceError, RecordingError
 from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS, StepBucket, choose_bucket
 
@@ -46,16 +52,26 @@ class GraphedLayers:
 
     Args:
         run: the layers, one operation at a time. It raises DeviceError where it needs a step's lengths on the host,
-            which a graph does not have (its metas' host lists are empty); from then on nothing is recorded.
+            which a graph does not have (its metas' host lists are empty); from then on nothing is recorded. That
+            lies with the model, so that tensor-parallel ranks agree.
         record: `CudaGraphs().record` on a GPU.
+        counts: the collectives that `run` calls, by kind; those of a replay are added.
         max_num_seqs: the largest step to be recorded.
     """
 
-    def __init__(self, run: RunLayers, record: Record, *, max_num_seqs: int = TOKEN_BUCKETS[-1]) -> None:
+    def __init__(
+        self,
+        run: RunLayers,
+        record: Record,
+        *,
+        counts: Counter[str] | None = None,
+        max_num_seqs: int = TOKEN_BUCKETS[-1],
+    ) -> None:
         self._run = run
         self._record = record
+        self._counts = Counter() if counts is None else counts
         self._max_num_seqs = max_num_seqs
-        self._graphs: dict[StepBucket, tuple[_Buffers, Recording]] = {}
+        self._graphs: dict[StepBucket, _Graph] = {}
         self._memory: Any = None
         self._places: list[tuple[int, torch.Size]] = []
         self._is_refused = False
@@ -73,9 +89,10 @@ class GraphedLayers:
         self._follow(caches)
         if bucket not in self._graphs and not self._add_graph(bucket, x_TE, angles, caches, metas):
             return self._run(x_TE, angles, caches, metas)
-        buffers, recording = self._graphs[bucket]
+        buffers, recording, collectives = self._graphs[bucket]
         buffers.fill(x_TE, angles, metas)
         recording.replay()
+        self._counts.update(collectives)
         added_TE, residual_TE = recording.result
         return added_TE[:num_tokens].clone(), residual_TE[:num_tokens].clone()  # the next step may overwrite them
 
@@ -97,16 +114,23 @@ class GraphedLayers:
     ) -> bool:
         buffers = _Buffers(bucket, x_TE, angles, metas, block_size=caches[0].k_BPKH.shape[1])
         buffers.fill(x_TE, angles, metas)  # recording runs the layers, which write to the caches
+        collectives: Counter[str] = Counter()
+
+        def run() -> Result:
+            before = self._counts.copy()
+            result = self._run(buffers.x_TE, buffers.angles, caches, buffers.metas)
+            collectives.clear()
+            collectives.update(self._counts - before)
+            return result
+
         try:
-            recording = self._record(
-                lambda: self._run(buffers.x_TE, buffers.angles, caches, buffers.metas), self._memory
-            )
+            recording = self._record(run, self._memory)
         except DeviceError as error:
             logger.info("steps are not recorded as graphs: %s", error)
             self._is_refused = True
             return False
         logger.debug("recorded a graph of %d tokens and contexts up to %d", *bucket)
-        self._graphs[bucket] = buffers, recording
+        self._graphs[bucket] = _Graph(buffers, recording, collectives)
         self._memory = recording.memory
         return True
 
@@ -118,9 +142,11 @@ class CudaGraphs:
         self._stream: torch.cuda.Stream | None = None
 
     def record(self, run: Callable[[], Result], memory: Any) -> Recording:
-        """Run once beside the current stream, where kernels are compiled and libraries set up, then record.
+        """Run once beside the current stream, where kernels are compiled, libraries set up and NCCL connects as these
+        sizes want it, then record.
 
         `memory` is a pool of torch's; without a graph that lives a pool cannot be recorded into again.
+        Raises RecordingError where the run went well, but not the recording.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -134,9 +160,26 @@ class CudaGraphs:
         finally:  # what is refused may have been begun
             current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"):
-            result = run()
+        try:
+            # of this thread only is refused what cannot be recorded: torch's watchdog of NCCL queries events in its own
+            with torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"):
+                result = run()
+        except RuntimeError as error:
+            reason = error.__context__ or error  # what comes out is often that the recording was cut short
+            raise RecordingError(
+                f"a decode step cannot be recorded as a CUDA graph: {reason}; "
+                "allowed: a smaller memory_fraction or max_cudagraph_capture_size, whose 0 records none"
+            ) from error
         return Recording(graph.replay, result, memory)
+
+
+class _Graph(NamedTuple):
+    """What is kept for a bucket."""
+
+    buffers: "_Buffers"
+    recording: Recording
+    collectives: Counter[str]
+    """Of one replay, by kind."""
 
 
 class _Buffers:

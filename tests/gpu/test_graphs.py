@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.graph_cases import check_decoder
 
+from parallel.device.cuda import CudaDevice
 from parallel.kernels.cuda_graphs import GraphedLayers
 from parallel.kernels.select import select_kernels
+from parallel.mesh import Axis
 
 pytestmark = pytest.mark.gpu
 
@@ -17,3 +20,17 @@ def test_replayed_steps_equal_reference(tmp_path: Path) -> None:
     decoder = check_decoder(select_kernels(device, torch.float32), tmp_path, device, tolerance=2e-3)
     assert isinstance(decoder._run, GraphedLayers)
     assert len(decoder._run._graphs) == 2
+
+
+def test_collectives_of_nccl_are_recorded_and_let_go(tmp_path: Path) -> None:
+    """Half a model, whose sums NCCL makes over one rank: as much of a group as one GPU can be."""
+    device = CudaDevice().torch_device
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        axis = Axis(size=2, rank=0, group=dist.group.WORLD)
+        decoder = check_decoder(select_kernels(device, torch.float32), tmp_path, device, tolerance=2e-3, tp=axis)
+        assert isinstance(decoder._run, GraphedLayers)
+        assert [graph.collectives["all_reduce"] for graph in decoder._run._graphs.values()] == [4, 4]
+        decoder.drop_recordings()
+    finally:
+        dist.destroy_process_group()  # waits for graphs that hold its collectives

@@ -38,10 +38,12 @@ STEPS = (
 """(query, context) of the sequences of each step."""
 
 
-def check_decoder(kernels: Kernels, folder: Path, device: torch.device, *, tolerance: float) -> Decoder:
+def check_decoder(
+    kernels: Kernels, folder: Path, device: torch.device, *, tolerance: float, tp: Axis | None = None
+) -> Decoder:
     """Raises AssertionError where the hidden states of a step are not those of the reference; returns the decoder."""
     write_random_model(folder, CONFIG, 0, torch.float32)
-    mesh = Mesh(tp=Axis(size=1, rank=0), pp=Axis(size=1, rank=0))
+    mesh = Mesh(tp=tp or Axis(), pp=Axis())
     decoders = [
         load_decoder(folder, mesh=mesh, device=device, dtype=torch.float32, kernels=of)
         for of in (kernels, ReferenceKernels())

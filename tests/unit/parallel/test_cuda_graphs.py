@@ -1,15 +1,21 @@
-"""Steps filled up to a bucket, with a recording that calls the layers again instead of a GPU's."""
+"""Steps filled up to a bucket, with a recording that calls the layers again, and what a GPU is told."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 import torch
 from helpers.paged_layout import make_meta
 from torch import Tensor
 
-from parallel.errors import DeviceError
+from parallel.errors import CollectiveError, DeviceError, RecordingError
 from parallel.kernels.base import AttentionMeta, LayerCache
-from parallel.kernels.cuda_graphs import GraphedLayers, Recording, Result
+from parallel.kernels.cuda import CudaKernels
+from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers, Recording, Result
+from parallel.mesh import Axis
 
 P, WIDTH = 16, 8
 
@@ -138,3 +144,142 @@ def test_layers_that_need_lengths_on_the_host_run_as_they_are() -> None:
     for _ in range(2):
         check_step(layers, [(1, 4), (1, 9), (1, 2)], new_caches())
     assert run.num_tokens == [3, 3]
+
+
+def test_collectives_of_a_replay_are_counted_as_if_they_were_called() -> None:
+    counts: Counter[str] = Counter()
+
+    def run(x_TE: Tensor, *_: object) -> Result:
+        counts["all_reduce"] += 2
+        return x_TE, x_TE
+
+    def record(run: Callable[[], Result], memory: object) -> Recording:
+        run()  # as on a GPU: once to warm up, once to be recorded
+        return Recording(lambda: None, run(), memory)
+
+    layers, caches = GraphedLayers(run, record, counts=counts), new_caches()
+    meta = make_meta([(1, 3)], block_size=P, num_blocks=300)
+    totals = []
+    for _ in range(3):
+        layers(torch.ones(1, WIDTH), [], caches, [meta, meta])
+        totals.append(counts["all_reduce"])
+    assert totals == [6, 8, 10]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_tensor_parallel_ranks_record_too(num_ranks: int) -> None:
+    kernels, axis = CudaKernels(torch.device("cpu")), Axis(size=num_ranks)
+    kernels._attention = kernels._elementwise = object()  # as if there were Triton
+    layers = kernels.compile_layers(Layers(), axis)
+    assert isinstance(layers, GraphedLayers)
+    assert layers._counts is axis.counts
+
+
+class FakeCuda:
+    """In place of torch.cuda: notes in which stream work is queued, and whether it is recorded there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self._place = "main"
+        for name in ("Stream", "CUDAGraph", "current_stream", "graph_pool_handle", "stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def queue(self, what: str) -> None:
+        self.events.append(f"{self._place}: {what}")
+
+    def current_stream(self) -> "FakeStream":
+        return FakeStream(self, self._place)
+
+    def Stream(self) -> "FakeStream":  # noqa: N802  # as torch has it
+        return FakeStream(self, "side")
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    def CUDAGraph(self) -> Any:  # noqa: N802
+        class Graph:
+            replay = staticmethod(lambda: self.queue("replay"))
+
+        return Graph()
+
+    @contextmanager
+    def stream(self, stream: "FakeStream") -> Iterator[None]:
+        before, self._place = self._place, stream.name
+        try:
+            yield
+        finally:
+            self._place = before
+
+    @contextmanager
+    def graph(self, graph: object, *, pool: str, stream: "FakeStream", capture_error_mode: str) -> Iterator[None]:
+        before, self._place = self._place, f"{stream.name}, recorded {capture_error_mode} in {pool}"
+        try:
+            yield
+        except Exception:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904  # as torch does
+        finally:
+            self._place = before
+
+
+@dataclass
+class FakeStream:
+    cuda: FakeCuda
+    name: str
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.cuda.events.append(f"{self.name} waits for {other.name}")
+
+
+def test_a_step_runs_in_the_stream_of_its_recording_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, x = FakeCuda(monkeypatch), torch.ones(1)
+
+    def run() -> Result:
+        cuda.queue("all_reduce")
+        return x, x
+
+    recording = CudaGraphs().record(run, None)
+    recording.replay()
+    assert recording.result == (x, x)
+    assert recording.memory == "pool"
+    assert cuda.events == [
+        "side waits for main",
+        "side: all_reduce",  # NCCL connects here
+        "main waits for side",
+        "side, recorded thread_local in pool: all_reduce",
+        "main: replay",
+    ]
+
+
+def test_a_recording_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    calls: list[int] = []
+
+    def run() -> Result:
+        calls.append(1)
+        if len(calls) == 2:
+            raise CollectiveError("out of memory")
+        return torch.ones(1), torch.ones(1)
+
+    with pytest.raises(RecordingError, match=r"CUDA graph: out of memory; allowed: .*max_cudagraph_capture_size"):
+        CudaGraphs().record(run, None)
+
+
+def test_a_run_that_fails_before_the_recording_fails_as_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+
+    def run() -> Result:
+        raise CollectiveError("a peer died")
+
+    with pytest.raises(CollectiveError, match="a peer died"):
+        CudaGraphs().record(run, None)
+
+
+def test_a_recording_that_fails_is_no_reason_to_go_on_without() -> None:
+    """The other ranks have recorded."""
+
+    def record(run: Callable[[], Result], memory: object) -> Recording:
+        raise RecordingError("out of memory")
+
+    layers = GraphedLayers(Layers(), record)
+    with pytest.raises(RecordingError):
+        check_step(layers, [(1, 4)], new_caches())

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from workers.executor import RankSteps
+from workers.errors import GroupFailedError
+from workers.executor import GroupExecutor, RankSteps
 from workers.plan import ModelOutput, StepPlan
 
 
@@ -79,3 +80,31 @@ def test_planned_ahead_a_busy_step_runs_in_a_thread_and_in_order() -> None:
     done = [event for event in runner.events if "prepare" not in event]
     assert done == ["start 0", "finish 0", "start 1", "finish 1"]
     steps.close()
+
+
+class DeadLink:
+    """To ranks of which one is gone."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str | None] = []
+
+    def check(self) -> None:
+        raise GroupFailedError("rank 1 died")
+
+    def close(self, reason: str | None) -> None:
+        self.reasons.append(reason)
+
+
+def test_a_group_that_failed_while_there_was_nothing_to_do_is_left_as_a_failed_one() -> None:
+    runner: Any = FakeRunner(is_busy_while_computing=False)
+    runner.windows, runner.num_host_blocks = (None,), 0
+    link: Any = DeadLink()
+    left: list[bool] = []
+    executor = GroupExecutor(
+        runner, link, num_blocks=2, num_stages=1, last_rank=0, step_timeout_s=1.0, leave=left.append
+    )
+    with pytest.raises(GroupFailedError, match="rank 1 died"):
+        executor.check()
+    executor.close()
+    assert link.reasons == ["rank 1 died"]
+    assert left == [True]

@@ -3,14 +3,17 @@
 import os
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from parallel.errors import RecordingError
 from workers.config import EngineConfig, ParallelConfig
 from workers.errors import EngineConfigError
-from workers.rank import Rendezvous, _choose_interface, follow_plans, lead_group
+from workers.rank import Rendezvous, _choose_interface, _leave, follow_group, follow_plans, lead_group
 
 
 def test_rendezvous_listens_on_its_address_only() -> None:
@@ -113,3 +116,47 @@ def test_a_step_that_is_planned_is_on_the_device_before_an_output_is_waited_for(
 
 def test_on_a_cpu_an_output_goes_before_the_next_step_is_computed() -> None:
     assert events_of([1, 2], is_busy_while_computing=True) == ["start 1", "send 1", "start 2", "send 2"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_failed", "expected"),
+    [
+        ("nccl", False, ["recordings dropped", "destroyed"]),
+        ("nccl", True, []),
+        ("gloo", True, ["recordings dropped", "destroyed"]),
+    ],
+)
+def test_recordings_go_before_communicators_and_those_of_nccl_stay_after_a_failure(
+    backend: str, has_failed: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    runner: Any = SimpleNamespace(drop_recordings=lambda: events.append("recordings dropped"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append("destroyed"))
+    _leave(runner, has_failed=has_failed)
+    assert events == expected
+
+
+def test_a_rank_that_fails_says_so_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Link:
+        def __init__(self, endpoint: str, rank: int) -> None: ...
+
+        def __enter__(self) -> "Link":
+            return self
+
+        def __exit__(self, kind: object, error: BaseException, tb: object) -> None:
+            events.append(f"last words: {error}")
+
+        def report(self, value: int, timeout_s: float) -> int:
+            raise RecordingError("out of memory")
+
+    store = SimpleNamespace(get=lambda key: b"endpoint")
+    monkeypatch.setattr("workers.rank.TCPStore", lambda *args, **options: store)
+    monkeypatch.setattr("workers.rank.RankLink", Link)
+    monkeypatch.setattr("workers.rank._leave", lambda *args, has_failed: events.append(f"leaves, failed {has_failed}"))
+    with pytest.raises(RecordingError):
+        follow_group(EngineConfig(model="anything"), rank=1, host="127.0.0.1", port=1)
+    assert events == ["last words: out of memory", "leaves, failed True"]

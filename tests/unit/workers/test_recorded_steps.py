@@ -1,98 +1,13 @@
 """Decode steps are recorded before the first request, on a CPU that stands for a GPU, its recordings calling again."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+import weakref
 
 import pytest
-import torch
-from torch import Tensor
+from helpers.recording import MAX_CONTEXT, make_runner
 
-from cluster.models import DEFAULT_MODEL, PACKAGED
-from parallel.checkpoint import load_decoder
-from parallel.device.cpu import CpuDevice
-from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, RunLayers
 from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
-from parallel.kernels.cuda_graphs import GraphedLayers, Recording, Result
-from parallel.kernels.reference import ReferenceKernels
-from parallel.mesh import Axis, Mesh
-from workers.config import CacheConfig, EngineConfig, SchedulerConfig
-from workers.model_runner import ModelRunner
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
-from workers.stats import RankStats
-
-MAX_CONTEXT = 600
-
-
-class StandIn(CpuDevice):
-    """Works by itself, as far as the runner knows. Recordings take of its memory what they are said to take."""
-
-    works_by_itself = True
-
-    def __init__(self) -> None:
-        self.free_bytes = 1_000_000
-
-    def free_memory_bytes(self) -> int:
-        return self.free_bytes
-
-
-class Kernels(ReferenceKernels):
-    """Those of the reference, that fill up steps and record them as on a GPU."""
-
-    def __init__(self, device: StandIn) -> None:
-        self._device = device
-        self.recorded: list[StepBucket] = []
-        self._step = StepBucket(0, 0)
-
-    def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
-        is_token = slot_mapping_T >= 0
-        super().write_cache(k_TKH[is_token], v_TKH[is_token], cache, slot_mapping_T[is_token])
-
-    def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        if not meta.context_lens_host:
-            lengths = meta.context_lens.clamp(min=1)  # of what fills up a step, which nobody looks at
-            starts = meta.query_starts.tolist()
-            meta = replace(meta, context_lens=lengths, context_lens_host=lengths.tolist(), query_starts_host=starts)
-        return super().attention(q_TNH, cache, meta, params)
-
-    def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
-        def noted(
-            x_TE: Tensor, angles: list[tuple[Tensor, ...]], caches: list[LayerCache], metas: list[AttentionMeta]
-        ) -> Result:
-            self._step = StepBucket(len(x_TE), metas[0].max_context_len)
-            return run(x_TE, angles, caches, metas)
-
-        return GraphedLayers(noted, self._record)  # type: ignore[arg-type]  # lists are sequences
-
-    def _record(self, run: Callable[[], Result], memory: object) -> Recording:
-        self._device.free_bytes -= 1000 if memory else 50_000
-        result = run()
-        self.recorded.append(self._step)
-
-        def replay() -> None:
-            for to, tensor in zip(result, run(), strict=True):
-                to.copy_(tensor)
-
-        return Recording(replay, result, memory or object())
-
-
-def make_runner(*, max_num_seqs: int = 5, max_size: int = 256) -> tuple[ModelRunner, Kernels, RankStats]:
-    folder, device, stats = Path(PACKAGED[DEFAULT_MODEL]), StandIn(), RankStats()
-    kernels = Kernels(device)
-    decoder = load_decoder(
-        folder, mesh=Mesh.single(), device=device.torch_device, dtype=torch.float32, kernels=kernels,
-        max_context=MAX_CONTEXT,
-    )  # fmt: skip
-    config = EngineConfig(
-        model=str(folder),
-        kernels="reference",
-        max_context=MAX_CONTEXT,
-        max_cudagraph_capture_size=max_size,
-        cache=CacheConfig(num_blocks=200),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
-    )
-    return ModelRunner(decoder, mesh=Mesh.single(), device=device, config=config, stats=stats), kernels, stats
 
 
 def test_every_decode_step_that_can_come_is_recorded_before_the_first_request() -> None:
@@ -137,3 +52,12 @@ def test_without_graphs_there_is_nothing_to_measure() -> None:
     runner, kernels, _ = make_runner(max_size=0)
     assert runner._measure_graph_bytes() == 0
     assert kernels.recorded == []
+
+
+def test_dropped_recordings_are_gone_at_once() -> None:
+    """NCCL's communicators, which are destroyed next, wait for them."""
+    runner, _, _ = make_runner(max_num_seqs=2)
+    runner.allocate(200)
+    layers = weakref.ref(runner._decoder._run)
+    runner.drop_recordings()
+    assert layers() is None

@@ -1,0 +1,116 @@
+"""A CPU that stands for a GPU that records decode steps: its recordings call the layers again."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.models import DEFAULT_MODEL, PACKAGED
+from parallel.checkpoint import load_decoder
+from parallel.device.cpu import CpuDevice
+from parallel.errors import RecordingError
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, RunLayers
+from parallel.kernels.cuda_buckets import StepBucket
+from parallel.kernels.cuda_graphs import GraphedLayers, Recording, Result
+from parallel.kernels.reference import ReferenceKernels
+from parallel.mesh import Axis, Mesh
+from workers.config import CacheConfig, EngineConfig, SchedulerConfig
+from workers.model_runner import ModelRunner
+from workers.stats import RankStats
+
+MAX_CONTEXT = 600
+
+
+class StandIn(CpuDevice):
+    """Works by itself, as far as the runner knows. Recordings take of its memory what they are said to take."""
+
+    works_by_itself = True
+
+    def __init__(self) -> None:
+        self.free_bytes = 1_000_000
+
+    def free_memory_bytes(self) -> int:
+        return self.free_bytes
+
+
+class RecordingKernels(ReferenceKernels):
+    """Those of the reference, that fill up steps and record them as on a GPU.
+
+    Args:
+        device: whose memory recordings take.
+        max_size: as that of `CudaKernels`.
+        fails_at: so many steps are recorded, and no more.
+    """
+
+    def __init__(self, device: StandIn, *, max_size: int = 256, fails_at: int | None = None) -> None:
+        self._device = device
+        self._max_size = max_size
+        self._fails_at = fails_at
+        self.recorded: list[StepBucket] = []
+        self._step = StepBucket(0, 0)
+        self._counts: Counter[str] = Counter()
+
+    def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
+        is_token = slot_mapping_T >= 0
+        super().write_cache(k_TKH[is_token], v_TKH[is_token], cache, slot_mapping_T[is_token])
+
+    def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        if not meta.context_lens_host:
+            lengths = meta.context_lens.clamp(min=1)  # of what fills up a step, which nobody looks at
+            starts = meta.query_starts.tolist()
+            meta = replace(meta, context_lens=lengths, context_lens_host=lengths.tolist(), query_starts_host=starts)
+        return super().attention(q_TNH, cache, meta, params)
+
+    def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
+        if not self._max_size:
+            return run
+
+        def noted(
+            x_TE: Tensor, angles: list[tuple[Tensor, ...]], caches: list[LayerCache], metas: list[AttentionMeta]
+        ) -> Result:
+            self._step = StepBucket(len(x_TE), metas[0].max_context_len)
+            return run(x_TE, angles, caches, metas)
+
+        self._counts = axis.counts
+        layers: Any = noted  # lists are sequences
+        return GraphedLayers(layers, self._record, counts=axis.counts, max_num_seqs=self._max_size)
+
+    def _record(self, run: Callable[[], Result], memory: object) -> Recording:
+        self._device.free_bytes -= 1000 if memory else 50_000
+        result = run()
+        if len(self.recorded) == self._fails_at:
+            raise RecordingError("out of memory")
+        self.recorded.append(self._step)
+
+        def replay() -> None:
+            before = self._counts.copy()
+            for to, tensor in zip(result, run(), strict=True):
+                to.copy_(tensor)
+            self._counts.clear()  # on a GPU nothing is called again
+            self._counts.update(before)
+
+        return Recording(replay, result, memory or object())
+
+
+def make_runner(
+    *, mesh: Mesh | None = None, max_num_seqs: int = 5, max_size: int = 256
+) -> tuple[ModelRunner, RecordingKernels, RankStats]:
+    """One rank of the default model, not allocated yet."""
+    folder, device, stats, mesh = Path(PACKAGED[DEFAULT_MODEL]), StandIn(), RankStats(), mesh or Mesh.single()
+    kernels = RecordingKernels(device, max_size=max_size)
+    decoder = load_decoder(
+        folder, mesh=mesh, device=device.torch_device, dtype=torch.float32, kernels=kernels, max_context=MAX_CONTEXT
+    )
+    config = EngineConfig(
+        model=str(folder),
+        kernels="reference",
+        max_context=MAX_CONTEXT,
+        max_cudagraph_capture_size=max_size,
+        cache=CacheConfig(num_blocks=200),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
+    )
+    return ModelRunner(decoder, mesh=mesh, device=device, config=config, stats=stats), kernels, stats
