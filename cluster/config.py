@@ -114,7 +114,7 @@ class ModelSection(_Section):
     compile: bool = False
     """Compile the layers by torch's compiler: on CUDA, or with kernels "reference" or "cpu"."""
     max_cudagraph_capture_size: int = TOKEN_BUCKETS[-1]
-    """On CUDA, the largest decode step that is recorded as a graph, in sequences; 0: none is."""
+    """On CUDA, the largest decode step that is recorded as a graph, in sequences; 0: no step is recorded."""
     max_context: Annotated[int, Field(ge=1)] | None = None
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of each rank; None: a node's cores divided over the ranks on it."""

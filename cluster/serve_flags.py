@@ -98,7 +98,7 @@ class ModelFlags:
     ] = None
     max_cudagraph_capture_size: Annotated[
         int | None,
-        _of_model(help="On CUDA: sequences of the largest decode step recorded as a graph; 0: none."),
+        _of_model(help="On CUDA: sequences of the largest decode step recorded as a graph; 0: no step is."),
         Setting("models[0].max_cudagraph_capture_size"),
     ] = None
     max_context: Annotated[

@@ -7,7 +7,7 @@ ModelError                    a model folder or its split cannot be used
 └── ParallelismError          the model cannot be divided over this many ranks
 CollectiveError               a peer rank went away or timed out during a collective
 DeviceError                   the device, or the kernels for it, cannot be had on this machine
-RecordingError                a decode step could not be recorded as a CUDA graph
+RecordingError                a step could not be recorded as a CUDA graph
 """
 
 
@@ -40,4 +40,4 @@ class DeviceError(RuntimeError):
 
 
 class RecordingError(RuntimeError):
-    """A decode step could not be recorded as a CUDA graph, though its layers can be; the process is not to go on."""
+    """A step could not be recorded as a CUDA graph, though its layers can be; the process is not to go on."""

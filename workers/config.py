@@ -130,7 +130,7 @@ class EngineConfig:
     compile: bool = False
     """Compile the layers by torch.compile's compiler, where the kernels leave torch something to see."""
     max_cudagraph_capture_size: int = TOKEN_BUCKETS[-1]
-    """On CUDA, decode steps of up to so many sequences are recorded as graphs before the first request; 0: none."""
+    """On CUDA, decode steps of up to so many sequences are recorded as graphs ahead of requests; 0: no step is."""
     max_context: int | None = None
     """Longest prompt plus output; None: what the model's config says."""
     step_timeout_s: float = 60.0

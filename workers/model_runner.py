@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from parallel.collectives import broadcast
 from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.kernels.base import LayerCache
-from parallel.kernels.cuda_buckets import StepBucket, largest_steps
+from parallel.kernels.cuda_buckets import StepBucket, largest_pieces, largest_steps
 from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
@@ -93,8 +93,8 @@ class ModelRunner:
         if self.is_busy_while_computing:
             self._rehearse_prompts([1])
         else:
+            self._record_steps()
             self._rehearse_prompts([min(2, self._decoder.description.max_context)])
-            self._record_decodes()
         self._stats = self._served_stats
         self._clock = ModelClock(self._device, self._stats)
         if self.num_host_blocks:
@@ -198,37 +198,53 @@ class ModelRunner:
         self._rehearse_prompts(_largest_lengths(self._config, self._decoder.description.max_context))
         self._caches = []
 
-    def _steps_to_record(self) -> list[StepBucket]:
-        """The same on every rank, which run them together: their layers may communicate."""
-        max_num_seqs = min(self._config.max_cudagraph_capture_size, self._config.scheduler.max_num_seqs)
+    def _steps_to_record(self) -> list[list[StepBucket]]:
+        """Those in pieces, and whole ones. The same on every rank, which run them together: their layers may
+        communicate.
+        """
+        scheduler, max_context = self._config.scheduler, self._decoder.description.max_context
+        max_num_seqs = min(self._config.max_cudagraph_capture_size, scheduler.max_num_seqs)
         if not max_num_seqs:
             return []
-        return largest_steps(max_num_seqs=max_num_seqs, max_context=self._decoder.description.max_context)
+        max_num_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max_context)
+        return [
+            largest_pieces(max_num_tokens),
+            largest_steps(max_num_seqs=max_num_seqs, max_context=max_context),
+        ]
 
     def _measure_graph_bytes(self) -> int:
-        """What graphs will take, by the two largest: the first brings the memory of what is in between, which all
-        share, and each of the others is taken to need as much as the second.
+        """What graphs will take, by the two largest of each kind: the first brings the memory of what is in between,
+        which all share, and each of the others is taken to need as much as the second.
 
         They are of a cache of one block, and dropped when the real one is seen.
         """
-        steps = self._steps_to_record()
         self._allocate(1)
-        free_bytes = [self._device.free_memory_bytes()]
-        for step in steps[:2]:
-            self._rehearse_decodes(step)
-            free_bytes.append(self._device.free_memory_bytes())
+        graph_bytes = 0
+        for steps in self._steps_to_record():
+            free_bytes = [self._device.free_memory_bytes()]
+            for step in steps[:2]:
+                self._rehearse_step(step)
+                free_bytes.append(self._device.free_memory_bytes())
+            taken = [max(0, before - after) for before, after in pairwise(free_bytes)]
+            graph_bytes += sum(taken) + sum(taken[1:]) * max(0, len(steps) - 2)
         self._caches = []
-        taken = [max(0, before - after) for before, after in pairwise(free_bytes)]
-        return sum(taken) + sum(taken[1:]) * max(0, len(steps) - 2)
+        return graph_bytes
 
-    def _record_decodes(self) -> None:
+    def _record_steps(self) -> None:
         """Let the layers record each size of step, the largest first, whose memory the others then share."""
-        start_s, steps = time.perf_counter(), self._steps_to_record()
+        start_s, steps = time.perf_counter(), [*chain(*self._steps_to_record())]
         for number, step in enumerate(steps, 1):
-            self._rehearse_decodes(step)
-            if number == len(steps) or steps[number].max_context_len < step.max_context_len:
+            self._rehearse_step(step)
+            if number == len(steps) or steps[number].max_context_len != step.max_context_len:
                 took_s = time.perf_counter() - start_s
-                logger.info("%d of %d sizes of decode steps were run ahead in %.1f s", number, len(steps), took_s)
+                logger.info("%d of %d sizes of steps were run ahead in %.1f s", number, len(steps), took_s)
+
+    def _rehearse_step(self, step: StepBucket) -> None:
+        if not step.is_in_pieces:
+            self._rehearse_decodes(step)
+            return
+        num_whole, rest = divmod(step.num_tokens, self._decoder.description.max_context)
+        self._rehearse_prompts([*[rest] * (rest > 0), *[self._decoder.description.max_context] * num_whole])
 
     def _rehearse_prompts(self, lengths: Sequence[int]) -> None:
         self._rehearse([(0, length) for length in lengths])

@@ -14,6 +14,7 @@ from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
+from parallel.kernels.cuda_pieces import CutAttention
 from parallel.kernels.flash_attention import FlashAttention
 from parallel.kernels.flashinfer_attention import FlashInfer
 from parallel.kernels.grouped_experts import GroupedExperts, GroupedLinear, is_fast_in_torch, torch_grouped_linear
@@ -32,7 +33,7 @@ class CudaKernels(ReferenceKernels):
         device: the GPU.
         attention_backend: what attends where it can; "auto": the first that there is of FlashAttention on Hopper,
             FlashInfer, and our own Triton kernels, which also take what the libraries do not.
-        max_graph_size: sequences of the largest decode step that is recorded as a CUDA graph; 0: none is.
+        max_graph_size: sequences of the largest decode step that is recorded as a CUDA graph; 0: no step is recorded.
 
     Raises DeviceError when the backend is not known or cannot be had.
     """
@@ -46,6 +47,7 @@ class CudaKernels(ReferenceKernels):
         if attention_backend == "triton" and self._attention is None:
             raise DeviceError("attention backend 'triton' is not installed; allowed here: auto")
         self._elementwise: Any = _import_triton("elementwise")
+        self._cut_attention = CutAttention(self._attend)
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
@@ -114,6 +116,9 @@ class CudaKernels(ReferenceKernels):
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""
+        return self._cut_attention(q_TNH, cache, meta, params)
+
+    def _attend(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         if self._library is not None and self._library.takes(q_TNH, meta, params):
             return self._library(q_TNH, cache, meta, params)
         if self._attention is None or q_TNH.shape[-1] > self._attention.MAX_HEAD_DIM:
@@ -133,7 +138,13 @@ class CudaKernels(ReferenceKernels):
         has_kernels = self._attention is not None and self._elementwise is not None  # whose cache write skips tokens
         if not has_kernels or not self._max_graph_size:
             return run
-        return GraphedLayers(run, CudaGraphs().record, counts=axis.counts, max_num_seqs=self._max_graph_size)
+        return GraphedLayers(
+            run,
+            CudaGraphs().record,
+            attention=self._cut_attention,
+            counts=axis.counts,
+            max_num_seqs=self._max_graph_size,
+        )
 
 
 def _find_library(device: torch.device, backend: str) -> FlashAttention | FlashInfer | None:

@@ -4,6 +4,7 @@ Pure arithmetic on the host; the kernels are in triton_attention.py, the graphs 
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 PARTITION_SIZE = 512
@@ -11,17 +12,31 @@ PARTITION_SIZE = 512
 MAX_PARTITIONS = 16384
 """Over all sequences of a step: with 32 heads of 128, what waits to be merged takes 256 MiB."""
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Decoding sequences that graphs are recorded for; a larger step keeps the device busy without."""
+"""Decoding sequences that graphs of whole steps are recorded for."""
+PIECE_BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+"""Tokens of steps that are recorded in pieces: as far as a step may wait for its host.
+
+A layer of 8 B in bf16 reads 436 MB, 91 us at 4.8 TB/s, and computes 0.73 us a token at 600 TFLOP/s. Its host, if each
+of some ten operations takes it 10 us, needs 100 us: it is the slower up to about 140 tokens, and of a layer of a
+quarter of that (a model of 2 B, or four tensor-parallel ranks) up to 550. Products have tiles of 64 or 128 rows, so
+that filling up to a multiple of 64 costs little.
+"""
 MIN_CONTEXT_BUCKET = 512
 """The context of a graph is this times a power of four: what is past a sequence's own costs programs that end at once,
 and each further bucket a graph for every number of tokens."""
 
 
 class StepBucket(NamedTuple):
-    """What one recorded graph runs: up to so many sequences of one token each, with contexts up to so long."""
+    """What one recording runs: up to so many sequences of one token each, with contexts up to so long."""
 
     num_tokens: int
     max_context_len: int
+    """0: any step of up to so many tokens, recorded in pieces, without its attention."""
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Attention is called between what is recorded."""
+        return self.max_context_len == 0
 
 
 def choose_bucket(*, num_tokens: int, num_decodes: int, max_context_len: int) -> StepBucket | None:
@@ -34,15 +49,32 @@ def choose_bucket(*, num_tokens: int, num_decodes: int, max_context_len: int) ->
     return StepBucket(TOKEN_BUCKETS[bisect_left(TOKEN_BUCKETS, num_tokens)], context)
 
 
+def choose_pieces(num_tokens: int) -> StepBucket | None:
+    """The smallest bucket of those in pieces that holds a step; None: it has too many tokens, or none."""
+    if not 0 < num_tokens <= PIECE_BUCKETS[-1]:
+        return None
+    return StepBucket(PIECE_BUCKETS[bisect_left(PIECE_BUCKETS, num_tokens)], 0)
+
+
 def largest_steps(*, max_num_seqs: int, max_context: int) -> list[StepBucket]:
     """The largest step of each bucket that steps of these limits are in: longest contexts first, then most tokens."""
-    sizes = [min(size, max_num_seqs) for size in TOKEN_BUCKETS[: bisect_left(TOKEN_BUCKETS, max_num_seqs) + 1]]
     contexts, context = [], MIN_CONTEXT_BUCKET
     while context < max_context:
         contexts.append(context)
         context *= 4
     contexts.append(max_context)
-    return [StepBucket(size, context) for context in reversed(contexts) for size in reversed(sizes)]
+    sizes = _largest_sizes(TOKEN_BUCKETS, max_num_seqs)
+    return [StepBucket(size, context) for context in reversed(contexts) for size in sizes]
+
+
+def largest_pieces(max_num_tokens: int) -> list[StepBucket]:
+    """The same of the steps that are recorded in pieces."""
+    return [StepBucket(size, 0) for size in _largest_sizes(PIECE_BUCKETS, max_num_tokens)]
+
+
+def _largest_sizes(buckets: Sequence[int], most: int) -> list[int]:
+    """The largest number up to `most` in each bucket that one is in, largest first."""
+    return [min(size, most) for size in reversed(buckets[: bisect_left(buckets, most) + 1])]
 
 
 def partition_size(num_seqs: int, max_context_len: int) -> int:

@@ -1,9 +1,10 @@
 """All layers of a decode step as one launch: a CUDA graph for each bucket of steps, recorded when it is first met:
-ahead of all requests, where `ModelRunner.allocate` runs a step of each.
+ahead of all requests, where `ModelRunner.allocate` runs a step of each. Steps that are not recorded whole, such as
+those with chunks of prompts, have graphs of what lies between their attentions (cuda_pieces.py), if they are small.
 
 A graph reads and writes where it was recorded, so that each has tensors of its own (`_Buffers`) into which a step is
 copied. What fills it up to the bucket's size are sequences without context, whose keys go nowhere: their slot is
-negative. Steps with chunks of prompts run as they are: they keep the device busy by themselves.
+negative. Larger steps run as they are: they keep the device busy by themselves.
 
 Tensor-parallel ranks record their all-reduces with the layers. NCCL wants such a graph recorded by all ranks and
 launched by all: they meet the same buckets in the same order, for a step's bucket follows from the plan alone. What
@@ -11,20 +12,22 @@ crosses stages, the embedding and the head stay outside. A rank that fails to re
 recorded, and wait for its launch.
 
 Which step has which bucket is said in cuda_buckets.py. The recording itself was never run on a GPU; buckets, padding,
-collectives and the following of caches are tested with a recording that calls the layers again.
+collectives and the following of caches are tested with recordings that call the layers, or their operations, again.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import ExitStack, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from parallel.errors import DeviceError, RecordingError
 from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
-from parallel.kernels.cuda_buckets import TOKEN_BUCKETS, StepBucket, choose_bucket
+from parallel.kernels.cuda_buckets import TOKEN_BUCKETS, StepBucket, choose_bucket, choose_pieces
+from parallel.kernels.cuda_pieces import Cut, CutAttention, call_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,14 @@ class Recording(NamedTuple):
     """Where what is in between lies; recordings may share it while one of them lives."""
 
 
-Record = Callable[[Callable[[], Result], Any], Recording]
+class Recordable(Protocol):
+    """What can be recorded."""
+
+    def __call__(self, cut: Cut = call_at_once) -> Result:
+        """What is recorded is in pieces where it calls `cut`."""
+
+
+Record = Callable[[Recordable, Any], Recording]
 """(a function, memory of recordings that live, None: new memory) calls the function at least once, and returns what
 does the same again."""
 
@@ -52,11 +62,12 @@ class GraphedLayers:
 
     Args:
         run: the layers, one operation at a time. It raises DeviceError where it needs a step's lengths on the host,
-            which a graph does not have (its metas' host lists are empty); from then on nothing is recorded. That
-            lies with the model, so that tensor-parallel ranks agree.
+            which a graph does not have (its metas' host lists are empty); from then on nothing is recorded whole.
+            That lies with the model, so that tensor-parallel ranks agree.
         record: `CudaGraphs().record` on a GPU.
+        attention: what `run` calls; None: steps are recorded whole, or not at all.
         counts: the collectives that `run` calls, by kind; those of a replay are added.
-        max_num_seqs: the largest step to be recorded.
+        max_num_seqs: the largest step to be recorded whole.
     """
 
     def __init__(
@@ -64,11 +75,13 @@ class GraphedLayers:
         run: RunLayers,
         record: Record,
         *,
+        attention: CutAttention | None = None,
         counts: Counter[str] | None = None,
         max_num_seqs: int = TOKEN_BUCKETS[-1],
     ) -> None:
         self._run = run
         self._record = record
+        self._attention = attention
         self._counts = Counter() if counts is None else counts
         self._max_num_seqs = max_num_seqs
         self._graphs: dict[StepBucket, _Graph] = {}
@@ -80,11 +93,9 @@ class GraphedLayers:
         self, x_TE: Tensor, angles: Angles, caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
     ) -> Result:
         """See `RunLayers`."""
-        num_tokens, meta = len(x_TE), metas[0]
-        bucket = choose_bucket(
-            num_tokens=num_tokens, num_decodes=meta.num_decodes, max_context_len=meta.max_context_len
-        )
-        if bucket is None or num_tokens > self._max_num_seqs or self._is_refused:
+        num_tokens = len(x_TE)
+        bucket = self._choose(num_tokens, metas[0])
+        if bucket is None:
             return self._run(x_TE, angles, caches, metas)
         self._follow(caches)
         if bucket not in self._graphs and not self._add_graph(bucket, x_TE, angles, caches, metas):
@@ -95,6 +106,16 @@ class GraphedLayers:
         self._counts.update(collectives)
         added_TE, residual_TE = recording.result
         return added_TE[:num_tokens].clone(), residual_TE[:num_tokens].clone()  # the next step may overwrite them
+
+    def _choose(self, num_tokens: int, meta: AttentionMeta) -> StepBucket | None:
+        """None: the step is not recorded."""
+        if num_tokens <= self._max_num_seqs and not self._is_refused:
+            whole = choose_bucket(
+                num_tokens=num_tokens, num_decodes=meta.num_decodes, max_context_len=meta.max_context_len
+            )
+            if whole is not None:
+                return whole
+        return None if self._attention is None else choose_pieces(num_tokens)
 
     def _follow(self, caches: Sequence[LayerCache]) -> None:
         """Drop all graphs where the caches are others than before."""
@@ -114,11 +135,13 @@ class GraphedLayers:
     ) -> bool:
         buffers = _Buffers(bucket, x_TE, angles, metas, block_size=caches[0].k_BPKH.shape[1])
         buffers.fill(x_TE, angles, metas)  # recording runs the layers, which write to the caches
+        attention = self._attention if bucket.is_in_pieces else None
         collectives: Counter[str] = Counter()
 
-        def run() -> Result:
+        def run(cut: Cut = call_at_once) -> Result:
             before = self._counts.copy()
-            result = self._run(buffers.x_TE, buffers.angles, caches, buffers.metas)
+            with nullcontext() if attention is None else attention.cutting(cut, lambda: buffers.step_metas):
+                result = self._run(buffers.x_TE, buffers.angles, caches, buffers.metas)
             collectives.clear()
             collectives.update(self._counts - before)
             return result
@@ -126,7 +149,7 @@ class GraphedLayers:
         try:
             recording = self._record(run, self._memory)
         except DeviceError as error:
-            logger.info("steps are not recorded as graphs: %s", error)
+            logger.info("decode steps are not recorded as whole graphs: %s", error)
             self._is_refused = True
             return False
         logger.debug("recorded a graph of %d tokens and contexts up to %d", *bucket)
@@ -141,9 +164,9 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
-    def record(self, run: Callable[[], Result], memory: Any) -> Recording:
+    def record(self, run: Recordable, memory: Any) -> Recording:
         """Run once beside the current stream, where kernels are compiled, libraries set up and NCCL connects as these
-        sizes want it, then record.
+        sizes want it, then record: a graph, and one more for each cut.
 
         `memory` is a pool of torch's; without a graph that lives a pool cannot be recorded into again.
         Raises RecordingError where the run went well, but not the recording.
@@ -159,18 +182,38 @@ class CudaGraphs:
                 run()
         finally:  # what is refused may have been begun
             current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
+        parts: list[Callable[[], None]] = []
         try:
-            # of this thread only is refused what cannot be recorded: torch's watchdog of NCCL queries events in its own
-            with torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"):
-                result = run()
+            with ExitStack() as piece:
+
+                def begin() -> None:
+                    graph = torch.cuda.CUDAGraph()
+                    # of this thread only is refused what cannot be recorded: torch's watchdog of NCCL queries events
+                    # in its own
+                    piece.enter_context(
+                        torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local")
+                    )
+                    parts.append(graph.replay)
+
+                def cut(between: Callable[[], None]) -> None:
+                    piece.close()
+                    parts.append(between)
+                    begin()
+
+                begin()
+                result = run(cut)
         except RuntimeError as error:
             reason = error.__context__ or error  # what comes out is often that the recording was cut short
             raise RecordingError(
-                f"a decode step cannot be recorded as a CUDA graph: {reason}; "
+                f"a step cannot be recorded as a CUDA graph: {reason}; "
                 "allowed: a smaller memory_fraction or max_cudagraph_capture_size, whose 0 records none"
             ) from error
-        return Recording(graph.replay, result, memory)
+
+        def replay() -> None:
+            for part in parts:
+                part()
+
+        return Recording(replay, result, memory)
 
 
 class _Graph(NamedTuple):
@@ -183,12 +226,17 @@ class _Graph(NamedTuple):
 
 
 class _Buffers:
-    """The inputs of one graph: a step of as many sequences as its bucket has, of one token each."""
+    """The inputs of one recording. Those of a whole step are as many sequences as its bucket has tokens, of one token
+    each; those of one in pieces are without what only attention reads.
+    """
 
     def __init__(
         self, bucket: StepBucket, x_TE: Tensor, angles: Angles, metas: Sequence[AttentionMeta], *, block_size: int
     ) -> None:
         size = bucket.num_tokens
+        self.step_metas = metas
+        """Those of the step that was copied in last."""
+        self._has_attention = not bucket.is_in_pieces
         self.x_TE = x_TE.new_zeros(size, x_TE.shape[1])
         self.angles = [tuple(table.new_zeros(size, table.shape[1]) for table in kind) for kind in angles]
         context_lens = metas[0].context_lens.new_zeros(size)
@@ -213,17 +261,20 @@ class _Buffers:
     def fill(self, x_TE: Tensor, angles: Angles, metas: Sequence[AttentionMeta]) -> None:
         """Copy a step in; what is past it has no context and no slot."""
         num_tokens = len(x_TE)
+        self.step_metas = metas
         self.x_TE[:num_tokens].copy_(x_TE)
         for mine, kind in zip(self.angles, angles, strict=True):
             for to, table in zip(mine, kind, strict=True):
                 to[:num_tokens].copy_(table)
-        lengths = self._groups[0].context_lens
-        lengths[:num_tokens].copy_(metas[0].context_lens)
-        lengths[num_tokens:].zero_()
+        if self._has_attention:
+            lengths = self._groups[0].context_lens
+            lengths[:num_tokens].copy_(metas[0].context_lens)
+            lengths[num_tokens:].zero_()
         for group, meta in zip(self._groups, _distinct(metas), strict=True):
             group.slot_mapping[:num_tokens].copy_(meta.slot_mapping)
             group.slot_mapping[num_tokens:].fill_(-1)
-            group.block_tables[:num_tokens, : meta.block_tables.shape[1]].copy_(meta.block_tables)
+            if self._has_attention:
+                group.block_tables[:num_tokens, : meta.block_tables.shape[1]].copy_(meta.block_tables)
 
 
 def _distinct(metas: Sequence[AttentionMeta]) -> list[AttentionMeta]:

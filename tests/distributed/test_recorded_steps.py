@@ -1,4 +1,4 @@
-"""Ranks record decode steps together, on a CPU that stands for a GPU, its recordings calling again."""
+"""Ranks record steps together, on a CPU that stands for a GPU, its recordings calling again."""
 
 import os
 from collections import Counter
@@ -30,14 +30,14 @@ class Served:
     recorded: list[StepBucket]
     graph_bytes: int
     token_ids: list[list[int]]
-    """Of each decode step, where this rank samples."""
+    """Of each step, where this rank samples."""
     logprobs: list[list[float]]
     collectives: list[Counter[str]]
     """On each axis, of the steps after allocation."""
 
 
 def serve(mesh: Mesh, max_size: int) -> Served:
-    """Two sequences, twelve decode steps."""
+    """Two sequences, twelve decode steps; in two of them a third one's prompt comes besides."""
     runner, kernels, _ = make_runner(mesh=mesh, max_num_seqs=3, max_size=max_size)
     graph_bytes = runner._measure_graph_bytes()
     kernels.recorded.clear()
@@ -46,12 +46,14 @@ def serve(mesh: Mesh, max_size: int) -> Served:
     sampling = SamplingParams(temperature=0.0, logprobs=1)
     prompts = [NewSequence(slot, PROMPT[slot:], len(PROMPT) - slot, sampling, []) for slot in (0, 1)]
     chunks = [ScheduledSequence(slot, 0, len(PROMPT) - slot, [], [slot, slot + 2], True) for slot in (0, 1)]
-    runner.run(StepPlan(0, [], prompts, chunks))
-    outputs = []
+    outputs = [runner.run(StepPlan(0, [], prompts, chunks))]
+    late = NewSequence(2, [*range(50, 80)], 30, sampling, [])
+    late_chunks = {4: ScheduledSequence(2, 0, 19, [], [4, 5], False), 5: ScheduledSequence(2, 19, 11, [], [], True)}
     for number in range(12):
         fed = 40 + 3 * number  # not what was sampled, which not every rank knows
         decodes = [ScheduledSequence(s, len(PROMPT) - s + number, 1, [fed + s], [], True) for s in (0, 1)]
-        outputs.append(runner.run(StepPlan(number + 1, [], [], decodes)))
+        more = [late_chunks[number]] if number in late_chunks else []
+        outputs.append(runner.run(StepPlan(number + 1, [], [late] if number == 4 else [], decodes + more)))
     if not mesh.is_last_stage:
         runner._link.flush()
     assert kernels.recorded == recorded, "nothing is recorded later"
@@ -69,12 +71,13 @@ def serve(mesh: Mesh, max_size: int) -> Served:
 def test_ranks_record_the_same_steps_and_serve_as_without(gloo_pool: GlooPool, tp: int, pp: int) -> None:
     recorded: list[Served] = gloo_pool.run(serve, 256, tp=tp, pp=pp)
     called: list[Served] = gloo_pool.run(serve, 0, tp=tp, pp=pp)
-    steps = [StepBucket(size, context) for context in (2048, 512) for size in (4, 2, 1)]
+    whole = [StepBucket(size, context) for context in (2048, 512) for size in (4, 2, 1)]
+    steps = [*[StepBucket(size, 0) for size in (64, 32, 16)], *whole]
     assert [rank.recorded for rank in recorded] == [steps] * (tp * pp)
-    assert [rank.graph_bytes for rank in recorded] == [50_000 + 5 * 1000] * (tp * pp)
+    assert [rank.graph_bytes for rank in recorded] == [50_000 + (2 + 6) * 1000] * (tp * pp)
     assert [rank.recorded for rank in called] == [[]] * (tp * pp)
     sampler = (pp - 1) * tp
-    assert len(called[sampler].token_ids) == 12
+    assert [len(step) for step in called[sampler].token_ids] == [2] * 6 + [3] + [2] * 6
     assert [rank.token_ids for rank in recorded] == [rank.token_ids for rank in called]
     for one, other in zip(recorded[sampler].logprobs, called[sampler].logprobs, strict=True):
         assert one == pytest.approx(other, abs=1e-4)  # a step that is filled up is added up in another order

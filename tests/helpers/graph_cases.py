@@ -1,4 +1,4 @@
-"""A small decoder whose decode steps run as graphs, beside the same one with the reference's kernels."""
+"""A small decoder whose steps run as graphs, beside the same one with the reference's kernels."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +34,11 @@ STEPS = (
     ((1, 5), (1, 10), (1, 31)),
     ((1, 600), (1, 11), (1, 32), (1, 1), (1, 7)),
     ((1, 6), (1, 12), (1, 33)),
+    ((1, 7), (12, 40), (4, 4)),
+    ((70, 100),),
+    ((1, 8), (1, 13), (3, 103)),
 )
-"""(query, context) of the sequences of each step."""
+"""(query, context) of the sequences of each step: three that decode, in two sizes, and four with chunks, in three."""
 
 
 def check_decoder(

@@ -1,4 +1,4 @@
-"""A CPU that stands for a GPU that records decode steps: its recordings call the layers again."""
+"""A CPU that stands for a GPU that records steps: its recordings call the layers again."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from parallel.errors import RecordingError
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, RunLayers
 from parallel.kernels.cuda_buckets import StepBucket
 from parallel.kernels.cuda_graphs import GraphedLayers, Recording, Result
+from parallel.kernels.cuda_pieces import CutAttention
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -53,12 +54,16 @@ class RecordingKernels(ReferenceKernels):
         self.recorded: list[StepBucket] = []
         self._step = StepBucket(0, 0)
         self._counts: Counter[str] = Counter()
+        self._cut_attention = CutAttention(self._attend)
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
         is_token = slot_mapping_T >= 0
         super().write_cache(k_TKH[is_token], v_TKH[is_token], cache, slot_mapping_T[is_token])
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+        return self._cut_attention(q_TNH, cache, meta, params)
+
+    def _attend(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         if not meta.context_lens_host:
             lengths = meta.context_lens.clamp(min=1)  # of what fills up a step, which nobody looks at
             starts = meta.query_starts.tolist()
@@ -77,7 +82,9 @@ class RecordingKernels(ReferenceKernels):
 
         self._counts = axis.counts
         layers: Any = noted  # lists are sequences
-        return GraphedLayers(layers, self._record, counts=axis.counts, max_num_seqs=self._max_size)
+        return GraphedLayers(
+            layers, self._record, attention=self._cut_attention, counts=axis.counts, max_num_seqs=self._max_size
+        )
 
     def _record(self, run: Callable[[], Result], memory: object) -> Recording:
         self._device.free_bytes -= 1000 if memory else 50_000

@@ -7,9 +7,12 @@ from hypothesis import strategies as st
 from parallel.kernels.cuda_buckets import (
     MAX_PARTITIONS,
     PARTITION_SIZE,
+    PIECE_BUCKETS,
     TOKEN_BUCKETS,
     StepBucket,
     choose_bucket,
+    choose_pieces,
+    largest_pieces,
     largest_steps,
     num_partitions,
     partition_size,
@@ -72,6 +75,28 @@ def test_the_largest_steps_leave_no_bucket_out(max_num_seqs: int, max_context: i
     largest = steps[buckets.index(bucket_of(num_seqs, context))]
     assert num_seqs <= largest.num_tokens <= max_num_seqs
     assert context <= largest.max_context_len <= max_context
+
+
+@given(num_tokens=st.integers(1, PIECE_BUCKETS[-1]))
+def test_pieces_hold_their_step_and_waste_little(num_tokens: int) -> None:
+    bucket = choose_pieces(num_tokens)
+    assert bucket is not None
+    assert bucket.is_in_pieces
+    assert num_tokens <= bucket.num_tokens <= max(16, 2 * num_tokens)
+
+
+def test_large_steps_are_not_in_pieces() -> None:
+    assert choose_pieces(PIECE_BUCKETS[-1] + 1) is None
+
+
+@given(max_num_tokens=st.integers(1, 4096), data=st.data())
+def test_the_largest_pieces_leave_no_bucket_out(max_num_tokens: int, data: st.DataObject) -> None:
+    steps = largest_pieces(max_num_tokens)
+    buckets = [choose_pieces(step.num_tokens) for step in steps]
+    assert len(set(buckets)) == len(buckets)
+    assert steps[0].num_tokens == min(max_num_tokens, PIECE_BUCKETS[-1])
+    num_tokens = data.draw(st.integers(1, min(max_num_tokens, PIECE_BUCKETS[-1])))
+    assert num_tokens <= steps[buckets.index(choose_pieces(num_tokens))].num_tokens
 
 
 def bucket_of(num_seqs: int, context: int) -> StepBucket | None:

@@ -15,6 +15,7 @@ from parallel.errors import CollectiveError, DeviceError, RecordingError
 from parallel.kernels.base import AttentionMeta, LayerCache
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers, Recording, Result
+from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.mesh import Axis
 
 P, WIDTH = 16, 8
@@ -233,7 +234,7 @@ class FakeStream:
 def test_a_step_runs_in_the_stream_of_its_recording_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, x = FakeCuda(monkeypatch), torch.ones(1)
 
-    def run() -> Result:
+    def run(cut: Cut = call_at_once) -> Result:
         cuda.queue("all_reduce")
         return x, x
 
@@ -250,11 +251,35 @@ def test_a_step_runs_in_the_stream_of_its_recording_before_it_is_recorded(monkey
     ]
 
 
+def test_what_is_between_pieces_is_called_and_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, x = FakeCuda(monkeypatch), torch.ones(1)
+
+    def run(cut: Cut = call_at_once) -> Result:
+        for layer in (1, 2):
+            cuda.queue(f"product {layer}")
+            cut(lambda layer=layer: cuda.queue(f"attention {layer}"))  # type: ignore[misc]
+        cuda.queue("norm")
+        return x, x
+
+    recording = CudaGraphs().record(run, "shared")
+    place = "side, recorded thread_local in shared"
+    layers = ["product 1", "attention 1", "product 2", "attention 2", "norm"]
+    assert cuda.events == [
+        "side waits for main",
+        *[f"side: {what}" for what in layers],
+        "main waits for side",
+        *[f"{place}: {what}" for what in layers if "attention" not in what],
+    ]
+    cuda.events.clear()
+    recording.replay()
+    assert cuda.events == ["main: replay", "main: attention 1", "main: replay", "main: attention 2", "main: replay"]
+
+
 def test_a_recording_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
     calls: list[int] = []
 
-    def run() -> Result:
+    def run(cut: Cut = call_at_once) -> Result:
         calls.append(1)
         if len(calls) == 2:
             raise CollectiveError("out of memory")
@@ -267,7 +292,7 @@ def test_a_recording_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_run_that_fails_before_the_recording_fails_as_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
 
-    def run() -> Result:
+    def run(cut: Cut = call_at_once) -> Result:
         raise CollectiveError("a peer died")
 
     with pytest.raises(CollectiveError, match="a peer died"):

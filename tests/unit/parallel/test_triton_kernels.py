@@ -88,12 +88,12 @@ def call_again(run, memory):
 class Kernels(CudaKernels):
     def compile_layers(self, run, axis):
         assert isinstance(super().compile_layers(run, axis), GraphedLayers)
-        return GraphedLayers(run, call_again)
+        return GraphedLayers(run, call_again, attention=self._cut_attention)
 
 
 with tempfile.TemporaryDirectory() as folder:
     decoder = check_decoder(Kernels(torch.device("cpu")), Path(folder), torch.device("cpu"), tolerance=1e-4)
-    assert len(decoder._run._graphs) == 2
+    assert len(decoder._run._graphs) == 2 + 3
 """
 
 

@@ -1,4 +1,4 @@
-"""Decode steps are recorded before the first request, on a CPU that stands for a GPU, its recordings calling again."""
+"""Steps are recorded before the first request, on a CPU that stands for a GPU, its recordings calling again."""
 
 import weakref
 
@@ -9,12 +9,15 @@ from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 
+PIECES = [StepBucket(size, 0) for size in (64, 32, 16)]
+"""Up to all tokens of a step."""
 
-def test_every_decode_step_that_can_come_is_recorded_before_the_first_request() -> None:
+
+def test_every_step_that_can_come_is_recorded_before_the_first_request() -> None:
     runner, kernels, stats = make_runner(max_num_seqs=5)
     runner.allocate(200)
     recorded = kernels.recorded.copy()
-    assert recorded == [StepBucket(size, context) for context in (2048, 512) for size in (8, 4, 2, 1)]
+    assert recorded == [*PIECES, *[StepBucket(size, context) for context in (2048, 512) for size in (8, 4, 2, 1)]]
     assert (stats.num_steps, stats.model_busy_s) == (0, 0.0), "these steps are nobody's"
 
     sampling, number = SamplingParams(temperature=0.0), 0
@@ -22,13 +25,17 @@ def test_every_decode_step_that_can_come_is_recorded_before_the_first_request() 
         for context in (3, 513):
             blocks = list(range(-(-context // 16)))
             prompts = [NewSequence(slot, [1] * (context - 1), context - 1, sampling, []) for slot in range(num_seqs)]
-            chunks = [ScheduledSequence(slot, 0, context - 1, [], blocks, True) for slot in range(num_seqs)]
-            runner.run(StepPlan(number, [], prompts, chunks))
+            budget = 64 // num_seqs
+            for start in range(0, context - 1, budget):
+                num, new_blocks = min(budget, context - 1 - start), blocks if start == 0 else []
+                chunks = [ScheduledSequence(slot, start, num, [], new_blocks, True) for slot in range(num_seqs)]
+                runner.run(StepPlan(number, [], prompts if start == 0 else [], chunks))
+                number += 1
             decodes = [ScheduledSequence(slot, context - 1, 1, [7], [], True) for slot in range(num_seqs)]
-            output = runner.run(StepPlan(number + 1, [], [], decodes))
+            output = runner.run(StepPlan(number, [], [], decodes))
             assert output is not None
             assert len(output.sampled) == num_seqs
-            number += 2
+            number += 1
     assert kernels.recorded == recorded
     assert stats.num_steps == number
 
@@ -37,15 +44,17 @@ def test_every_decode_step_that_can_come_is_recorded_before_the_first_request() 
 def test_the_largest_size_is_a_setting(max_size: int, sizes: list[int]) -> None:
     runner, kernels, _ = make_runner(max_num_seqs=5, max_size=max_size)
     runner.allocate(200)
-    assert kernels.recorded == [StepBucket(size, context) for context in (2048, 512) for size in sizes]
+    whole = [StepBucket(size, context) for context in (2048, 512) for size in sizes]
+    assert kernels.recorded == [*PIECES, *whole] * (max_size > 0)
 
 
-def test_memory_of_all_graphs_is_estimated_from_the_two_largest() -> None:
+def test_memory_of_all_graphs_is_estimated_from_the_two_largest_of_each_kind() -> None:
     runner, kernels, _ = make_runner(max_num_seqs=5)
-    assert runner._measure_graph_bytes() == 50_000 + 7 * 1000
-    assert kernels.recorded == [choose_bucket(num_tokens=n, num_decodes=n, max_context_len=MAX_CONTEXT) for n in (5, 4)]
+    assert runner._measure_graph_bytes() == 50_000 + (2 + 8) * 1000
+    whole = [choose_bucket(num_tokens=n, num_decodes=n, max_context_len=MAX_CONTEXT) for n in (5, 4)]
+    assert kernels.recorded == [*PIECES[:2], *whole]
     runner.allocate(200)
-    assert len(kernels.recorded) == 2 + 8, "those of the small cache are of no use to the real one"
+    assert len(kernels.recorded) == 4 + 3 + 8, "those of the small cache are of no use to the real one"
 
 
 def test_without_graphs_there_is_nothing_to_measure() -> None:
