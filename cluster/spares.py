@@ -91,7 +91,7 @@ _wait: _Wait | None = None
 
 def engine_variables(num_threads: int) -> dict[str, str]:
     """Return the environment variables of a rank that are read once, when torch and numpy are imported."""
-    # Threads without work leave their cores to the router and the clients on them (docs/performance.md).
+    # Threads without work leave their cores to the router and the clients on them (docs/experiments/serving.md).
     wait_policy = os.environ.get("OMP_WAIT_POLICY", "passive")
     return dict.fromkeys(_THREADS, str(num_threads)) | {"OMP_WAIT_POLICY": wait_policy}
 

@@ -27,7 +27,7 @@ from parallel.weight_files import locate_tensors, open_tensors
 from parallel.weight_reads import OpenFiles, WeightRead, plan_reads
 
 _NUM_READERS = 3
-"""With more, more of them get the same large page anew, and all but one throw it away (docs/performance.md)."""
+"""With more, more of them get the same large page anew, and all but one throw it away (docs/experiments)."""
 _MAPPED_FRACTION = 0.02
 """Pages of files that are mapped at once, as a part of the rank's own weights."""
 _MIN_BATCH_BYTES = 1 << 18

@@ -21,7 +21,7 @@ def release_free_memory() -> None:
 class HugePages:
     """Memory on the CPU for tensors that live long, in pages of 2 MB; in pages as usual on other systems than Linux.
 
-    Weights are read once a step, and fewer addresses are then to be looked up (docs/performance.md). The tensors lie
+    Weights are read once a step, and fewer addresses are then to be looked up (docs/experiments). The tensors lie
     one after the other: by itself each would have pages of 4 KB at both ends. The memory of a piece is given back when
     all its tensors are gone.
     """

@@ -11,7 +11,7 @@ _SMALL_WEIGHT = 1 << 18
 
 
 def pack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
-    """Choose the layout; measured in docs/performance.md. A packed weight is a copy: the original may go."""
+    """Choose the layout; measured in docs/experiments. A packed weight is a copy: the original may go."""
     if _is_packable(weight_OI):
         return OneDnnLinear(weight_OI, bias_O)
     return ReferenceLinear(weight_OI, bias_O)
