@@ -160,6 +160,20 @@ class Decoder:
         assert self._head is not None, "only the last stage has the head"
         return self._head(hidden_SE)
 
+    @property
+    def finds_largest(self) -> bool:
+        """Whether `largest` is less work than `logits` and a choice; the same on all ranks of the last stage."""
+        return self._head is not None and self._head.finds_largest
+
+    def largest(self, hidden_SE: Tensor) -> Tensor | None:
+        """Where the first of the largest of `logits` is, in place of these.
+
+        Returns:
+            [S] int64 on tensor-parallel rank 0, -1 where it is not finite; None on the others.
+        """
+        assert self._head is not None, "only the last stage has the head"
+        return self._head.largest(hidden_SE)
+
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """Every parameter of this rank, once, and the slices of the full tensors that fill it."""
         for part in self.parts():

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce, gather_to_first
 from parallel.description import DecoderDescription
-from parallel.kernels.base import PackedLinear
+from parallel.kernels.base import PackedLinear, SearchedLinear
+from parallel.kernels.sampling import largest_outputs
 from parallel.layer import LayerContext
 from parallel.norm import Norm, make_norm
 from parallel.position_description import LearnedPositions
@@ -153,6 +154,9 @@ class VocabParallelHead:
             _zero_padding(self._bias_V, description.vocab_size, context)
         self._context = context
         self._linear: PackedLinear
+        self._searched: SearchedLinear | None = None
+        self.finds_largest = False
+        """Whether `largest` is less work than all logits; the same on every rank."""
 
     def __call__(self, hidden_SE: Tensor) -> Tensor | None:
         """[S, E] -> [S, vocab_size] on rank 0 of the axis, None on the others; all of them call it.
@@ -168,6 +172,28 @@ class VocabParallelHead:
         if (cap := self._description.logit_soft_cap) is not None:
             logits_SV = (logits_SV.float() / cap).tanh_().mul_(cap)
         return logits_SV
+
+    def largest(self, hidden_SE: Tensor) -> Tensor | None:
+        """[S, E] -> [S] int64 on rank 0 of the axis, None on the others; all of them call it.
+
+        The ids of the first of the largest logits; -1 where these are not finite. Only where `finds_largest`: not where
+        logits are rounded anew, and may be equal then, nor where some are padding.
+        """
+        if self._searched is not None:
+            values_S, indices_S = self._searched.largest(hidden_SE)
+        else:
+            values_S, indices_S = largest_outputs(self._linear(hidden_SE))
+        size = self._axis.size
+        if size == 1:
+            return indices_S
+        ours_S2 = torch.stack([values_S.double(), indices_S.double()], dim=1)
+        gathered_SR = gather_to_first(ours_S2, self._axis, dim=1)
+        if gathered_SR is None:
+            return None
+        values_SR, indices_SR = gathered_SR.view(-1, size, 2).unbind(2)
+        ranks_S = values_SR.argmax(1)
+        indices_S = indices_SR.gather(1, ranks_S[:, None])[:, 0].long()
+        return (indices_S + ranks_S * (self._description.vocab_size // size)).where(indices_S >= 0, -1)
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """The rows of this rank; no weight where it is the embedding's."""
@@ -188,6 +214,11 @@ class VocabParallelHead:
         lay_out = self._context.share_linear if is_shared else self._context.pack_linear
         self._linear = lay_out(self._weight_VE, self._bias_V)
         self._weight_VE = self._bias_V = None
+        self._searched = self._linear if isinstance(self._linear, SearchedLinear) else None
+        description, size = self._description, self._axis.size
+        is_final = description.logit_multiplier == 1.0 and description.logit_soft_cap is None
+        is_less = size > 1 or self._searched is not None
+        self.finds_largest = is_final and is_less and description.vocab_size % size == 0
 
 
 def _sharded_rows(source: str, weight_VE: Tensor, vocab_size: int, rank: int, size: int) -> ShardedParameter:

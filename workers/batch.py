@@ -64,7 +64,9 @@ class Batch:
         more = [sequence for sequence, num_tokens in self.shares.items() if num_tokens > 1]
         sequences = ones + more
         scheduled = [_plan_share(sequence, self.shares[sequence]) for sequence in sequences]
-        return Flight(StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads, follows), sequences)
+        is_greedy = all(sequence.is_greedy for sequence in sequences)
+        plan = StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads, follows, is_greedy)
+        return Flight(plan, sequences)
 
 
 def _introduce(sequence: Sequence) -> NewSequence:

@@ -148,13 +148,14 @@ class ModelRunner:
         samples = self._mesh.is_last_stage and len(inputs.sample_slots) > 0
         self._clock.begin()
         hidden = self._decoder(x, inputs.positions, self._caches, metas)
-        logits = self._logits(hidden, inputs) if samples else None
+        takes_largest = plan.is_greedy and self._decoder.finds_largest
+        given = self._ask_head(hidden, inputs, takes_largest=takes_largest) if samples else None
         self._clock.end(follows=plan.follows)
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
         if self._sampler is not None:
             self._sampler.apply(plan)
-        sampled = self._sample(logits, inputs) if samples else None
+        sampled = self._sample(given, inputs, is_chosen=takes_largest) if samples else None
         if self._sampler is None:
             return None
         return sampled or nothing_sampled()
@@ -164,13 +165,18 @@ class ModelRunner:
             inputs.token_ids[inputs.fed_rows] = self._last_sampled[inputs.fed_slots]
         return inputs.token_ids
 
-    def _logits(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
-        return self._decoder.logits(hidden if inputs.sample_rows is None else hidden[inputs.sample_rows])
+    def _ask_head(self, hidden: torch.Tensor, inputs: StepInputs, *, takes_largest: bool) -> torch.Tensor | None:
+        """Logits, or the tokens themselves; None on ranks that do not sample."""
+        rows = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
+        return self._decoder.largest(rows) if takes_largest else self._decoder.logits(rows)
 
-    def _sample(self, logits: torch.Tensor | None, inputs: StepInputs) -> Sampled | None:
+    def _sample(self, given: torch.Tensor | None, inputs: StepInputs, *, is_chosen: bool) -> Sampled | None:
         sampled = None
-        if logits is not None and self._sampler is not None:
-            sampled = self._sampler.sample(logits, inputs.sample_slots, inputs.sample_positions)
+        if given is not None and self._sampler is not None:
+            if is_chosen:
+                sampled = self._sampler.take(given, inputs.sample_slots)
+            else:
+                sampled = self._sampler.sample(given, inputs.sample_slots, inputs.sample_positions)
         if self.looks_ahead:
             slots = inputs.sample_slots_device
             token_ids = torch.zeros_like(slots) if sampled is None else sampled.token_ids.clamp(min=0)

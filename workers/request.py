@@ -16,6 +16,8 @@ RequestId = NewType("RequestId", str)
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
+GREEDY_TEMPERATURE = 1e-5
+"""Below it the division would overflow, and only the largest logit has a chance anyway."""
 
 
 class FinishReason(StrEnum):
@@ -58,6 +60,12 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether logits depend on which tokens the sequence has already."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the largest logit is all that a token is chosen by, and nothing more is asked of the logits."""
+        is_plain = self.temperature < GREEDY_TEMPERATURE and not self.has_penalties
+        return is_plain and self.min_tokens == 0 and self.logprobs is None
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")

@@ -26,13 +26,10 @@ from parallel.device.base import Device
 from parallel.kernels.host_arrays import to_device
 from parallel.kernels.sampling import ChooseTokens, Draws, choose_in_torch
 from workers.plan import NewSequence, SampledToken, StepPlan
-from workers.request import SamplingParams, TokenLogprobs
+from workers.request import GREEDY_TEMPERATURE, SamplingParams, TokenLogprobs
 
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
-
-GREEDY_TEMPERATURE = 1e-5
-"""Below it the division would overflow, and only the largest logit has a chance anyway."""
 
 _RANDOM, _EDITED, _LOGPROBS = 1, 2, 4
 _NO_FLAGS = np.empty(0, np.int64)
@@ -149,6 +146,11 @@ class Sampler:
         logprobs = self._logprobs(logits_SV, token_ids, reported) if reported else []
         wait = self._device.start_copy([token_ids, *logprobs])
         return Sampled(token_ids=token_ids, slots=slots.tolist(), reported=reported, wait=wait)
+
+    def take(self, token_ids_S: Tensor, slots: Int64Array) -> Sampled:
+        """The same for rows whose tokens [S] int64, -1 where logits are not finite, were chosen by the model's head."""
+        wait = self._device.start_copy([token_ids_S])
+        return Sampled(token_ids=token_ids_S, slots=slots.tolist(), reported=[], wait=wait)
 
     def _edit(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Tensor:
         """Return a copy with penalties and forbidden stop ids applied, those of all rows at once."""

@@ -13,7 +13,7 @@ operations return is contiguous unless they return an input. Shape letters, here
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -257,6 +257,16 @@ class PackedLinear(Protocol):
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, out], dtype of x, bias added."""
+
+
+@runtime_checkable
+class SearchedLinear(PackedLinear, Protocol):
+    """One that can tell the largest of its outputs without writing them all."""
+
+    def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row of the result: [T] float32, its largest, NaN where there is one; [T] int64, the first place where
+        that is, -1 where it is not finite.
+        """
 
 
 class PackedExperts(Protocol):

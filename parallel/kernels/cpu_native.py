@@ -40,6 +40,7 @@ from parallel.kernels.native.packed_linear import NativeLinear, can_pack, can_pa
 from parallel.kernels.native.program import CompiledLayers
 from parallel.kernels.native.tape import Recorder, Tape
 from parallel.kernels.reference import rotate_then_write
+from parallel.kernels.sampling import largest_outputs
 from parallel.mesh import Axis
 
 
@@ -307,6 +308,22 @@ class RowLinear:
                 *(self._weight_OI.data_ptr(), num_out, num_in, self._num_threads),
             )
         return out_TO if is_fast else out_TO.to(x_TI.dtype)
+
+    def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
+        """See `SearchedLinear`."""
+        num_out, num_in = self._weight_OI.shape
+        if not self._operations.has_dot_products(num_in, False):
+            return largest_outputs(self(x_TI))
+        x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+        values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
+        for start in range(0, len(x_TI), self._operations.most_rows):
+            rows = x_TI[start : start + self._operations.most_rows]
+            self._operations.largest_of_rows(
+                *(values_T[start:].data_ptr(), indices_T[start:].data_ptr()),
+                *(rows.data_ptr(), rows.stride(0), len(rows), self._weight_OI.data_ptr(), num_out, num_in),
+                self._num_threads,
+            )
+        return values_T, indices_T
 
 
 def _has_dense_heads(x_TNH: Tensor) -> bool:

@@ -74,11 +74,16 @@ def choose_in_torch(
     return token_ids
 
 
+def largest_outputs(out_TO: Tensor) -> tuple[Tensor, Tensor]:
+    """What `SearchedLinear.largest` gives, of outputs that are there."""
+    values_T, indices_T = out_TO.max(-1)
+    return values_T.float(), indices_T.where(values_T.isfinite(), -1)
+
+
 def _largest(logits_SV: Tensor) -> Tensor:
     """The first largest of each row; -1 where it is not finite. NaN counts as larger than any number."""
     if logits_SV.device.type != "cpu":
-        largest = logits_SV.max(-1)
-        return largest.indices.where(largest.values.isfinite(), -1)
+        return largest_outputs(logits_SV)[1]
     logits = logits_SV.float().numpy()  # whose argmax is vectorized, unlike torch's
     token_ids = logits.argmax(-1)
     is_finite = np.isfinite(logits[np.arange(len(logits)), token_ids])

@@ -183,6 +183,32 @@ def test_head_gives_the_first_rank_the_logits_of_its_original(
     assert others == [None] * (tp - 1)
 
 
+def _run_largest(mesh: Mesh, vocab_size: int, options: dict[str, float]) -> tuple[bool, Tensor | None]:
+    head = VocabParallelHead(_description(vocab_size, **options), tied=None, context=_context(mesh))
+    _load(head)
+    x = _inputs()
+    x[1] = 0  # all logits are equal
+    x[2, 0] = torch.nan
+    return head.finds_largest, head.largest(x) if head.finds_largest else None
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_head_finds_the_largest_of_all_ranks_logits(gloo_pool: GlooPool, tp: int) -> None:
+    logits = _linear("head", 40, HIDDEN, has_bias=False)(_inputs())
+    expected = logits.argmax(-1)
+    expected[1], expected[2] = 0, -1
+    (finds_largest, token_ids), *others = gloo_pool.run(_run_largest, 40, {}, tp=tp)
+    assert finds_largest == (tp > 1), "one rank has nothing to gain from it, whose kernels search no product"
+    if tp > 1:
+        assert torch.equal(token_ids, expected)
+    assert others == [(True, None)] * (tp - 1)
+
+
+def test_head_is_not_asked_for_the_largest_of_padding_or_of_what_is_rounded_anew(gloo_pool: GlooPool) -> None:
+    for vocab_size, options in ((37, {}), (40, {"logit_multiplier": 0.5}), (40, {"logit_soft_cap": 30.0})):
+        assert gloo_pool.run(_run_largest, vocab_size, options, tp=2) == [(False, None)] * 2
+
+
 def _run_column_in_bfloat16(mesh: Mesh) -> Tensor:
     context = LayerContext(axis=mesh.tp, kernels=ReferenceKernels(), device=torch.device("cpu"), dtype=torch.bfloat16)
     layer = RowParallelLinear(HIDDEN, 24, has_bias=True, context=context)

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "targets.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -108,16 +109,18 @@ inline void write_transposed(float* out, int64_t num_out, int num_rows, const fl
 }
 
 // As multiply_rows; num_out a multiple of 32, num_in of TILE_K.
-inline void multiply_rows_by_tiles(float* out, const BFloat16* x, int64_t x_row_stride, int num_rows,
-                                   const BFloat16* weight, int64_t num_out, int num_in, int num_threads) {
+template <class Result>
+void multiply_rows_by_tiles(const Result& result, const BFloat16* x, int64_t x_row_stride, int num_rows,
+                            const BFloat16* weight, int num_in, int num_threads) {
     constexpr int64_t RUN = 256;        // outputs of an item
     constexpr int AHEAD = 2 * TILE_K;   // inputs
     static thread_local Buffer<BFloat16> buffer;
     const BFloat16* packed = pack_rows(x, x_row_stride, num_rows, num_in, buffer);
     const int row_blocks = (num_rows + TILE - 1) / TILE;
     const int64_t weight_stride = int64_t(num_in) * sizeof(BFloat16);
-    const int64_t runs = (num_out + RUN - 1) / RUN;
-    const bool is_streamed = reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    const int64_t num_out = result.num_out, runs = (num_out + RUN - 1) / RUN;
+    bool is_streamed = false;
+    if constexpr (Result::IS_KEPT) is_streamed = reinterpret_cast<uintptr_t>(result.values) % 64 == 0;
     // A line of each of eight of 32 rows, to the second-level cache, a little before it is read. Far ahead, in the order of
     // memory, is slower: the prefetchers of the CPU, which reach no further than the next page, then have no part in it.
     const auto ask_rows = [num_in](const BFloat16* ahead, int quarter) {
@@ -127,6 +130,7 @@ inline void multiply_rows_by_tiles(float* out, const BFloat16* x, int64_t x_row_
         const TileScope scope;
         alignas(64) float sums[TILE * TILE];
         const int64_t end = std::min(num_out, (item + 1) * RUN), following = team.likely_after(item) * RUN;
+        const auto out = result.share(0, num_rows, item * RUN / PANEL, end / PANEL);
         for (int64_t o = item * RUN; o < end; o += 2 * TILE)
             for (int block = 0; block < row_blocks; block += 2) {
                 const bool has_two = block + 1 < row_blocks;
@@ -154,21 +158,23 @@ inline void multiply_rows_by_tiles(float* out, const BFloat16* x, int64_t x_row_
                         _tile_dpbf16ps(3, 5, 7);
                     }
                 }
-                float* to = out + int64_t(block) * TILE * num_out + o;
+                const int64_t stride = out.row_stride();
+                float* const to = out.at(block * TILE, o / PANEL);
                 const int first_rows = std::min(TILE, num_rows - block * TILE);
                 _tile_stored(0, sums, 64);
-                write_transposed(to, num_out, first_rows, sums, is_streamed);
+                write_transposed(to, stride, first_rows, sums, is_streamed);
                 _tile_stored(1, sums, 64);
-                write_transposed(to + TILE, num_out, first_rows, sums, is_streamed);
+                write_transposed(to + TILE, stride, first_rows, sums, is_streamed);
                 if (has_two) {
                     const int rows = std::min(TILE, num_rows - (block + 1) * TILE);
                     _tile_stored(2, sums, 64);
-                    write_transposed(to + TILE * num_out, num_out, rows, sums, is_streamed);
+                    write_transposed(to + TILE * stride, stride, rows, sums, is_streamed);
                     _tile_stored(3, sums, 64);
-                    write_transposed(to + TILE * num_out + TILE, num_out, rows, sums, is_streamed);
+                    write_transposed(to + TILE * stride + TILE, stride, rows, sums, is_streamed);
                 }
             }
         if (is_streamed) _mm_sfence();  // before others are told that it is done
+        result.finish(out, num_rows, end / PANEL);
     }); });
 }
 

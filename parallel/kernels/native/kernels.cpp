@@ -34,8 +34,16 @@ using namespace weft;
     }                                                                                                                   \
     EXPORT void weft_multiply_rows_##NAME(float* out, const void* x, int64_t x_row_stride, int num_rows,                 \
                                           const void* weight, int64_t num_out, int num_in, int num_threads) {           \
-        multiply_rows(out, static_cast<const T*>(x), x_row_stride, num_rows,                                            \
-                      static_cast<const T*>(weight), num_out, num_in, num_threads);                                     \
+        multiply_rows(Target<float>{out, num_out}, static_cast<const T*>(x), x_row_stride, num_rows,                    \
+                      static_cast<const T*>(weight), num_in, num_threads);                                              \
+    }                                                                                                                   \
+    EXPORT void weft_largest_of_rows_##NAME(float* values, int64_t* indices, const void* x, int64_t x_row_stride,       \
+                                            int num_rows, const void* weight, int64_t num_out, int num_in,              \
+                                            int num_threads) {                                                          \
+        find_largest<float>(values, indices, num_rows, num_out, [=](const auto& searched) {                             \
+            multiply_rows(searched, static_cast<const T*>(x), x_row_stride, num_rows, static_cast<const T*>(weight),    \
+                          num_in, num_threads);                                                                         \
+        });                                                                                                             \
     }                                                                                                                   \
     EXPORT void weft_rms_norm_##NAME(void* out, const void* x, int64_t num_outer, int64_t num_inner,                    \
                                      int64_t outer_stride, int64_t size, void* residual, const void* weight,            \
@@ -102,14 +110,26 @@ EXPORT void weft_pack_matrix(void* packed, const void* weight, int64_t num_out, 
     });
 }
 
+template <class Result>
+void multiply_packed(const Result& result, const LeftRows& left, const PackedMatrix& matrix, int num_threads) {
+    static thread_local Buffer<BFloat16> scratch;
+    BFloat16* room = scratch.room(scratch_size(left.count, matrix.num_in));
+    on_team(num_threads, MULTIPLY_SECTIONS, [&](Team& team) { multiply(result, left, matrix, room, team); });
+}
+
 EXPORT void weft_multiply(void* out, const void* x, int64_t x_row_stride, int num_rows, const void* packed,
                           const void* bias, int64_t num_out, int num_in, int num_threads) {
     const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};
     const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};
-    static thread_local Buffer<BFloat16> scratch;
-    BFloat16* room = scratch.room(scratch_size(num_rows, num_in));
-    on_team(num_threads, MULTIPLY_SECTIONS,
-            [=](Team& team) { multiply({static_cast<BFloat16*>(out), num_out}, left, matrix, room, team); });
+    multiply_packed(Target<BFloat16>{static_cast<BFloat16*>(out), num_out}, left, matrix, num_threads);
+}
+
+EXPORT void weft_largest(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
+                         const void* packed, const void* bias, int64_t num_out, int num_in, int num_threads) {
+    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};
+    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};
+    find_largest<BFloat16>(values, indices, num_rows, num_out,
+                           [&](const auto& searched) { multiply_packed(searched, left, matrix, num_threads); });
 }
 
 EXPORT void weft_run(const Operation* operations, int count, const Step* step) {
@@ -126,6 +146,17 @@ EXPORT int weft_has_programs(void) { return 0; }
 
 EXPORT int weft_has_int8(void) { return 1; }
 
+template <class Result, class T>
+void multiply_int8(const Result& result, const T* x, int64_t x_row_stride, int num_rows, const int8::Matrix<T>& matrix,
+                   int num_threads) {
+    static thread_local int8::Scratch scratch;
+    const int8::Left left = scratch.room(num_rows, matrix.num_in);
+    on_team(num_threads, int8::MULTIPLY_SECTIONS, [&](Team& team) {
+        int8::quantize(left, x, x_row_stride, matrix.num_in, team);
+        int8::multiply<false>(result, left, matrix, team);
+    });
+}
+
 #define DEFINE_INT8(NAME, T)                                                                                            \
     EXPORT void weft_pack_int8_##NAME(void* packed, int64_t num_out, int num_in, const void* weight, int64_t first,     \
                                       int64_t count, int num_threads) {                                                 \
@@ -138,11 +169,15 @@ EXPORT int weft_has_int8(void) { return 1; }
                                           const void* packed, const void* bias, int64_t num_out, int num_in,            \
                                           int num_threads) {                                                            \
         const int8::Matrix<T> matrix(packed, bias, num_out, num_in);                                                    \
-        static thread_local int8::Scratch scratch;                                                                      \
-        const int8::Left left = scratch.room(num_rows, num_in);                                                         \
-        on_team(num_threads, int8::MULTIPLY_SECTIONS, [=](Team& team) {                                                 \
-            int8::quantize(left, static_cast<const T*>(x), x_row_stride, num_in, team);                                 \
-            int8::multiply<false>(static_cast<T*>(out), left, matrix, team);                                            \
+        multiply_int8(Target<T>{static_cast<T*>(out), num_out}, static_cast<const T*>(x), x_row_stride, num_rows,       \
+                      matrix, num_threads);                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_largest_int8_##NAME(float* values, int64_t* indices, const void* x, int64_t x_row_stride,          \
+                                         int num_rows, const void* packed, const void* bias, int64_t num_out,           \
+                                         int num_in, int num_threads) {                                                 \
+        const int8::Matrix<T> matrix(packed, bias, num_out, num_in);                                                    \
+        find_largest<T>(values, indices, num_rows, num_out, [&](const auto& searched) {                                 \
+            multiply_int8(searched, static_cast<const T*>(x), x_row_stride, num_rows, matrix, num_threads);             \
         });                                                                                                             \
     }
 

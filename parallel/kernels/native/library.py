@@ -16,9 +16,12 @@ LANES = 16
 """Head sizes that the attention knows are multiples of this."""
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PRODUCT = (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int, c_int)
+"""Result, rows, their stride and number, packed matrix, bias, outputs, inputs, threads."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "attention": (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
     "multiply_rows": (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int),
+    "largest_of_rows": (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int),
     "rms_norm": (c_void_p, c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_float, c_int),
     "silu_mul": (c_void_p, c_void_p, c_int64, c_int64, c_int),
     "rotary": (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_int),
@@ -131,6 +134,8 @@ class Operations:
 
     attention: Callable[..., None]
     multiply_rows: Callable[..., None]
+    largest_of_rows: Callable[..., None]
+    """The largest outputs of the same product; see targets.h."""
     most_rows: int
     """Rows up to which `multiply_rows` is worth its call."""
     has_dot_products: Callable[[int, bool], bool]
@@ -149,6 +154,8 @@ class Programs:
 
     pack_matrix: Callable[..., None]
     multiply: Callable[..., None]
+    largest: Callable[..., None]
+    """The largest outputs of the same product; see targets.h."""
     run: Callable[..., None]
     has_dot_products: Callable[[int, bool], bool]
     """As in `Operations`."""
@@ -160,6 +167,8 @@ class Int8Operations:
 
     pack: Callable[..., None]
     multiply: Callable[..., None]
+    largest: Callable[..., None]
+    """The largest outputs of the same product; see targets.h."""
 
 
 def load_operations(library: Path) -> dict[torch.dtype, Operations]:
@@ -175,9 +184,8 @@ def load_programs(library: Path) -> Programs | None:
         return None
     return Programs(
         pack_matrix=_function(loaded, "weft_pack_matrix", (c_void_p, c_void_p, c_int64, c_int, c_int)),
-        multiply=_function(
-            loaded, "weft_multiply", (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int, c_int)
-        ),
+        multiply=_function(loaded, "weft_multiply", _PRODUCT),
+        largest=_function(loaded, "weft_largest", (c_void_p, *_PRODUCT)),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
         has_dot_products=_has_dot_products(loaded, "bfloat16"),
     )
@@ -231,8 +239,6 @@ def _int8_operations(library: ctypes.CDLL, dtype: str) -> Int8Operations:
         pack=_function(
             library, f"weft_pack_int8_{dtype}", (c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int)
         ),
-        multiply=_function(
-            *(library, f"weft_multiply_int8_{dtype}"),
-            (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int, c_int),
-        ),
+        multiply=_function(library, f"weft_multiply_int8_{dtype}", _PRODUCT),
+        largest=_function(library, f"weft_largest_int8_{dtype}", (c_void_p, *_PRODUCT)),
     )

@@ -6,6 +6,7 @@
 
 #include "amx.h"
 #include "attention_vectors.h"
+#include "targets.h"
 
 namespace weft {
 
@@ -43,24 +44,23 @@ void multiply_tile(const T* x, int64_t x_row_stride, const T* weight, int num_in
     store(sums, sum_each(lanes));
 }
 
-// The same for one run of outputs and all rows of x. ROWS rows at a time while there are so many, then half of them.
+// The same for one run of outputs and all rows of x, from `row` on. ROWS rows at a time while there are so many, then half of
+// them.
 template <int ROWS, class T>
-void multiply_run(float* out, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int64_t begin, int64_t end,
-                  int64_t num_out, int num_in) {
+void multiply_run(const Target<float>& out, const T* x, int64_t x_row_stride, int row, int num_rows, const T* weight,
+                  int64_t begin, int64_t end, int num_in) {
     constexpr int OUTS = LANES / ROWS;
     for (int64_t o = begin; o < end; o += LANES) {  // what is read here stays in the first-level cache for all rows
-        int row = 0;
-        for (; row + ROWS <= num_rows; row += ROWS)
+        int first = row;
+        for (; first + ROWS <= num_rows; first += ROWS)
             for (int64_t part = o; part < o + LANES; part += OUTS) {
                 float sums[LANES];
-                multiply_tile<ROWS, OUTS>(x + row * x_row_stride, x_row_stride, weight + part * num_in, num_in, sums);
+                multiply_tile<ROWS, OUTS>(x + first * x_row_stride, x_row_stride, weight + part * num_in, num_in, sums);
                 for (int r = 0; r < ROWS; r++)
-                    for (int i = 0; i < OUTS; i++) out[(row + r) * num_out + part + i] = sums[r * OUTS + i];
+                    std::copy(sums + r * OUTS, sums + (r + 1) * OUTS, out.at(first + r, part / PANEL) + part % PANEL);
             }
         if constexpr (ROWS > 1)
-            if (row < num_rows)
-                multiply_run<ROWS / 2>(out + row * num_out, x + row * x_row_stride, x_row_stride, num_rows - row, weight, o,
-                                       o + LANES, num_out, num_in);
+            if (first < num_rows) multiply_run<ROWS / 2>(out, x, x_row_stride, first, num_rows, weight, o, o + LANES, num_in);
     }
 }
 
@@ -73,20 +73,23 @@ inline int most_rows() {
 #endif
 }
 
-// out[row, o] = x[row] . weight[o], in float32. num_in and num_out are multiples of LANES.
-template <class T>
-void multiply_rows(float* out, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int64_t num_out,
-                   int num_in, int num_threads) {
+// result[row, o] = x[row] . weight[o], in float32. num_in and the outputs are multiples of LANES.
+template <class Result, class T>
+void multiply_rows(const Result& result, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int num_in,
+                   int num_threads) {
+    const int64_t num_out = result.num_out;
 #ifdef WEFT_HAS_AMX
     if constexpr (sizeof(T) == 2)
         if (num_in % TILE_K == 0 && num_out % (2 * TILE) == 0 && may_use_tiles())
-            return multiply_rows_by_tiles(out, x, x_row_stride, num_rows, weight, num_out, num_in, num_threads);
+            return multiply_rows_by_tiles(result, x, x_row_stride, num_rows, weight, num_in, num_threads);
 #endif
     constexpr int64_t RUN = 16 * LANES;  // outputs of an item
     on_team(num_threads, 1, [=](Team& team) {
         team.for_each((num_out + RUN - 1) / RUN, [=](int64_t item) {
-            multiply_run<4>(out, x, x_row_stride, num_rows, weight, item * RUN, std::min(num_out, (item + 1) * RUN), num_out,
-                            num_in);
+            const int64_t begin = item * RUN, end = std::min(num_out, begin + RUN);
+            const auto out = result.share(0, num_rows, begin / PANEL, (end + PANEL - 1) / PANEL);
+            multiply_run<4>(out, x, x_row_stride, 0, num_rows, weight, begin, end, num_in);
+            result.finish(out, num_rows, (end + PANEL - 1) / PANEL);
         });
     });
 }

@@ -116,58 +116,62 @@ constexpr int MULTIPLY_SECTIONS = 2;  // of a team, at most
 #ifdef WEFT_HAS_AMX
 
 // Left: packed where there are many rows.
-template <bool IS_GATED>
-void multiply_by_tiles(Target<BFloat16> out, LeftRows left, const PackedMatrix& matrix, Team& team) {
-    const bool is_streamed = out.is_streamed(left.count);
+template <bool IS_GATED, class Result>
+void multiply_by_tiles(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
+    const bool is_streamed = result.is_streamed(left.count);
     const Products products{matrix};
     const Parts parts = left.is_packed ? Parts::of(products.num_steps()) : Parts::whole(products.num_steps());
     int last_row = -1;  // that this thread has read
     const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+        const auto out = result.share(row, rows, begin, end);
         if (left.is_packed) {
             const char* values = reinterpret_cast<const char*>(left.x + int64_t(row) * matrix.num_in);
             const LeftBlocks blocks{values, row, rows, row == last_row && !parts.are_many()};
             multiply_many_rows<IS_GATED>(out, blocks, products, parts, begin, end, following, is_streamed);
             last_row = row;
-            return;
+        } else {
+            for (int first = row; first < row + rows; first += ROWS) {
+                const char* values = reinterpret_cast<const char*>(left.x + first * left.stride);
+                const LeftTiles tiles{values, left.stride * int64_t(sizeof(BFloat16)), 64, std::min(row + rows - first, ROWS)};
+                multiply_few_rows<IS_GATED>(out, first, tiles, products, begin, end, following);
+            }
         }
-        for (; rows > 0; row += ROWS, rows -= ROWS) {
-            const char* first = reinterpret_cast<const char*>(left.x + row * left.stride);
-            const LeftTiles tiles{first, left.stride * int64_t(sizeof(BFloat16)), 64, std::min(rows, ROWS)};
-            multiply_few_rows<IS_GATED>(out, row, tiles, products, begin, end, following);
-        }
+        result.finish(out, rows, end);
     };
-    for_each_share(left.count, parts, out.num_out, team, work);
+    for_each_share(left.count, parts, result.num_out, team, work);
 }
 
 #endif
 
-template <bool IS_GATED>
-void multiply_by_vectors(Target<BFloat16> out, LeftRows left, const PackedMatrix& matrix, Team& team) {
-    const bool is_streamed = out.is_streamed(left.count);
+template <bool IS_GATED, class Result>
+void multiply_by_vectors(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
+    const bool is_streamed = result.is_streamed(left.count);
     const Products products{matrix};
     const auto rows_from = [=](int row) -> LeftVectors {
         if (left.is_packed) return {reinterpret_cast<const char*>(left.x + int64_t(row) * matrix.num_in), 64, STEP_BYTES, ROWS};
         return {reinterpret_cast<const char*>(left.x + row * left.stride), left.stride * int64_t(sizeof(BFloat16)), 64, ROWS};
     };
     const auto work = [=](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+        const auto out = result.share(row, rows, begin, end);
         multiply_rows_by_vectors<IS_GATED>(out, row, rows, rows_from, products, begin, end, following, is_streamed);
+        result.finish(out, rows, end);
     };
-    for_each_share(left.count, Parts::whole(products.num_steps()), out.num_out, team, work);
+    for_each_share(left.count, Parts::whole(products.num_steps()), result.num_out, team, work);
 }
 
-// out[row, o] = x[row] . weight[o] + bias[o], sums in float32. Gated: silu(gate) * up of such a product whose outputs are the
+// result[row, o] = x[row] . weight[o] + bias[o], sums in float32. Gated: silu(gate) * up of such a product whose outputs are the
 // gates, and as many that they gate; half of them a multiple of PANEL. The same bits as one after the other. Left: packed, or it
 // becomes so in `scratch` where there are many rows.
-template <bool IS_GATED = false>
-void multiply(Target<BFloat16> out, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
+template <bool IS_GATED = false, class Result>
+void multiply(const Result& result, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
     if (needs_packing(left.count) && !left.is_packed) {
         pack_left(scratch, left, matrix.num_in, team);
         left = {scratch, matrix.num_in, left.count, true};
     }
 #ifdef WEFT_HAS_AMX
-    if (may_use_tiles()) return multiply_by_tiles<IS_GATED>(out, left, matrix, team);
+    if (may_use_tiles()) return multiply_by_tiles<IS_GATED>(result, left, matrix, team);
 #endif
-    multiply_by_vectors<IS_GATED>(out, left, matrix, team);
+    multiply_by_vectors<IS_GATED>(result, left, matrix, team);
 }
 
 }  // namespace weft

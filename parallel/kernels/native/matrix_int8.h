@@ -149,43 +149,48 @@ constexpr int MULTIPLY_SECTIONS = 2;  // of a team: `quantize`, `multiply`
 
 #ifdef WEFT_HAS_AMX_INT8
 
-template <bool IS_GATED, class T>
-void multiply_by_tiles(const Target<T>& out, const Left& left, const Matrix<T>& matrix, Team& team) {
+template <bool IS_GATED, class Result, class T>
+void multiply_by_tiles(const Result& result, const Left& left, const Matrix<T>& matrix, Team& team) {
     const Products<T> products{matrix, left.scales};
-    const bool is_streamed = out.is_streamed(left.num_rows);
+    const bool is_streamed = result.is_streamed(left.num_rows);
     const bool are_few = left.num_rows <= Left::ROWS;
     const Parts parts = are_few ? Parts::whole(left.num_steps) : Parts::of(left.num_steps);
     int last_row = -1;  // that this thread has read
     const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+        const auto out = result.share(row, rows, begin, end);
         const char* values = reinterpret_cast<const char*>(left.row(row));
-        if (are_few)
-            return multiply_few_rows<IS_GATED>(out, row, {values, STEP, left.step_stride(), rows}, products, begin, end, following);
-        const LeftBlocks blocks{values, row, rows, row == last_row && !parts.are_many()};
-        multiply_many_rows<IS_GATED>(out, blocks, products, parts, begin, end, following, is_streamed);
-        last_row = row;
+        if (are_few) {
+            multiply_few_rows<IS_GATED>(out, row, {values, STEP, left.step_stride(), rows}, products, begin, end, following);
+        } else {
+            const LeftBlocks blocks{values, row, rows, row == last_row && !parts.are_many()};
+            multiply_many_rows<IS_GATED>(out, blocks, products, parts, begin, end, following, is_streamed);
+            last_row = row;
+        }
+        result.finish(out, rows, end);
     };
-    for_each_share(left.num_rows, parts, out.num_out, team, work);
+    for_each_share(left.num_rows, parts, result.num_out, team, work);
 }
 
 #endif
 
-// out[row, o] = sum of row and weight[o] in integers * both scales + bias[o]; gated, where the first half of the outputs
+// result[row, o] = sum of row and weight[o] in integers * both scales + bias[o]; gated, where the first half of the outputs
 // are gates of the second.
-template <bool IS_GATED, class T>
-void multiply(T* out, const Left& left, const Matrix<T>& matrix, Team& team) {
-    const Target<T> target{out, matrix.num_out / (IS_GATED ? 2 : 1)};
+template <bool IS_GATED, class Result, class T>
+void multiply(const Result& result, const Left& left, const Matrix<T>& matrix, Team& team) {
 #ifdef WEFT_HAS_AMX_INT8
-    if (use_tiles()) return multiply_by_tiles<IS_GATED>(target, left, matrix, team);
+    if (use_tiles()) return multiply_by_tiles<IS_GATED>(result, left, matrix, team);
 #endif
-    const bool is_streamed = target.is_streamed(left.num_rows);
+    const bool is_streamed = result.is_streamed(left.num_rows);
     const Products<T> products{matrix, left.scales, true};
     const auto rows_from = [&](int row) -> LeftVectors {
         return {reinterpret_cast<const char*>(left.row(row)), STEP, left.step_stride(), Left::ROWS};
     };
     const auto work = [&](int row, int rows, int64_t begin, int64_t end, int64_t following) {
-        multiply_rows_by_vectors<IS_GATED>(target, row, rows, rows_from, products, begin, end, following, is_streamed);
+        const auto out = result.share(row, rows, begin, end);
+        multiply_rows_by_vectors<IS_GATED>(out, row, rows, rows_from, products, begin, end, following, is_streamed);
+        result.finish(out, rows, end);
     };
-    for_each_share(left.num_rows, Parts::whole(left.num_steps), target.num_out, team, work);
+    for_each_share(left.num_rows, Parts::whole(left.num_steps), result.num_out, team, work);
 }
 
 // Rows that are quantized for a product.

@@ -49,6 +49,7 @@ class NativeLinear:
             self._packed = memory.empty(-(-self._num_out // PANEL) * PANEL * self._num_in, weight_OI.dtype)
         self._bias_O = None if bias_O is None else bias_O.contiguous()
         self._multiply = programs.multiply
+        self._largest = programs.largest
         self._recorder = recorder
         self._num_threads = num_threads
         programs.pack_matrix(self._packed.data_ptr(), weight_OI.data_ptr(), self._num_out, self._num_in, num_threads)
@@ -65,3 +66,15 @@ class NativeLinear:
         )
         self._recorder.note(Tape.multiply, out_TO, x_TI, self._packed, self._bias_O)
         return out_TO
+
+    def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
+        """See `SearchedLinear`."""
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
+        self._largest(
+            *(values_T.data_ptr(), indices_T.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI)),
+            *(self._packed.data_ptr(), None if self._bias_O is None else self._bias_O.data_ptr()),
+            *(self._num_out, self._num_in, self._num_threads),
+        )
+        return values_T, indices_T

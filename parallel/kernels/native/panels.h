@@ -15,13 +15,12 @@
 #include <immintrin.h>
 
 #include "amx.h"
+#include "targets.h"
 #include "threads.h"
 #include "vector.h"
 
 namespace weft {
 
-constexpr int PANEL = 32;              // outputs
-constexpr int ROWS = 32;               // that are packed together
 constexpr int64_t STEP_BYTES = 2048;   // of a panel, and of a block
 constexpr int PREFETCH = 4;            // steps ahead
 
@@ -71,21 +70,6 @@ void for_each_share(int num_rows, Parts parts, int64_t num_out, Team& team, cons
         work(row, std::min(shares.most_rows, num_rows - row), begin, std::min(shares.panels, begin + shares.run), following);
     });
 }
-
-// Where a result goes: its rows, or, as the left side of the next product, packed.
-template <class T>
-struct Target {
-    T* values;
-    int64_t num_out;
-    bool is_packed = false;
-
-    int64_t row_stride() const { return is_packed ? PANEL : num_out; }
-    T* at(int64_t row, int64_t panel) const {
-        if (!is_packed) return values + row * num_out + panel * PANEL;
-        return values + row / ROWS * ROWS * num_out + panel * ROWS * PANEL + row % ROWS * PANEL;
-    }
-    bool is_streamed(int64_t num_rows) const { return !is_packed && goes_past_caches(values, num_rows, num_out * int64_t(sizeof(T))); }
-};
 
 // The outputs of a panel, of which there may be fewer.
 template <class T>

@@ -177,7 +177,8 @@ class Program {
     void multiply_int8(const Operation& o, Team& team) const {
         const int8::Left left = quantized_->room(step_.num_tokens, o.num_in);  // there is as much already
         int8::quantize(left, at(o.in), stride(o.in), o.num_in, team);
-        int8::multiply<IS_GATED>(at(o.out), left, int8::Matrix<T>(o.weight, o.bias, o.num_out, o.num_in), team);
+        const Target<T> out{at(o.out), o.num_out / (IS_GATED ? 2 : 1)};
+        int8::multiply<IS_GATED>(out, left, int8::Matrix<T>(o.weight, o.bias, o.num_out, o.num_in), team);
     }
 
     int8::Scratch* quantized_ = nullptr;

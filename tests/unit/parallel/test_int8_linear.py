@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.largest_outputs import check_largest
 from torch import Tensor
 
 from parallel.checkpoint import load_decoder
@@ -127,6 +128,7 @@ def test_compiled_products_have_the_same_bits(
         expected = meaning(x)
         for linear in compiled:
             assert torch.equal(linear(x), expected), num_rows
+            check_largest(linear, x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,6 +144,7 @@ def test_a_large_product_has_the_bits_of_its_rows(
     linear = NativeInt8Linear(weight, None, natives[dtype], Recorder(), 2, memory=HugePages(), keeps_weight=True)
     x = make_rows(900, num_in, dtype)
     assert torch.equal(linear(x), torch.cat([linear(rows) for rows in x.split(17)]))
+    check_largest(linear, x)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

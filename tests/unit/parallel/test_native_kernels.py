@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.largest_outputs import check_largest
 from helpers.paged_layout import make_layout, meta_of_one
 
 from parallel.errors import DeviceError
@@ -180,6 +181,53 @@ def test_a_large_product_has_the_bits_of_its_rows(programs: Programs, num_out: i
     together = linear(x)
     for num_rows in (17, 1, 3):
         assert torch.equal(together[:102], torch.cat([linear(rows) for rows in x[:102].split(num_rows)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_rows", [1, 5, 17, 33, 65, 200])
+def test_the_largest_of_a_product_with_a_matrix_as_it_lies(
+    operations: dict[torch.dtype, Operations], dtype: torch.dtype, num_rows: int
+) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, 104, generator=generator).to(dtype)[:, :96]  # rows that are not dense
+    for num_out in (2096, 544):
+        weight = torch.randn(num_out, 96, generator=generator).to(dtype)
+        for num_threads in (1, 3):
+            check_largest(NativeCpuKernels(operations, None, num_threads).share_linear(weight, None), x)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 17, 33, 65, 700])
+@pytest.mark.parametrize(("num_out", "num_in", "has_bias"), [(4128, 96, True), (2064, 1056, False), (592, 2624, False)])
+def test_the_largest_of_a_product_with_a_packed_matrix(
+    programs: Programs, num_rows: int, num_out: int, num_in: int, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    weight, bias = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((num_out, num_in), (num_out,)))
+    x = torch.randn(num_rows, num_in + 8, generator=generator).bfloat16()[:, :num_in]
+    for num_threads in (1, 3):
+        linear = NativeLinear(
+            *(weight.clone(), bias if has_bias else None, programs, Recorder(), num_threads), memory=HugePages()
+        )
+        check_largest(linear, x)
+
+
+def test_the_first_of_equal_outputs_is_the_largest_and_what_is_not_finite_is_told(programs: Programs) -> None:
+    num_out, num_in, most = 1040, 64, [777, 300, 301, 1039]
+    weight = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[most] = 8.0  # times 64 ones
+    bias = torch.zeros(num_out).bfloat16()
+    x = torch.ones(4, num_in).bfloat16()
+    x[1] = 0  # all outputs are equal, whatever their sign
+    x[2, 5] = torch.nan
+    x[3, 5] = torch.inf  # times numbers of either sign
+    for bias_of_one, expected in ((0.0, [300, 0, -1, -1]), (torch.nan, [-1] * 4), (torch.inf, [-1] * 4)):
+        bias[900] = bias_of_one
+        linear = NativeLinear(weight.clone(), bias.clone(), programs, Recorder(), 2, memory=HugePages())
+        assert check_largest(linear, x).tolist() == expected
+    nothing = NativeLinear(
+        weight.clone(), torch.full_like(bias, -torch.inf), programs, Recorder(), 2, memory=HugePages()
+    )
+    assert check_largest(nothing, x[:2]).tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize(("num_out", "is_in_place"), [(96, True), (80, False)])

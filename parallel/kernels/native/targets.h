@@ -1,0 +1,108 @@
+// Where the result of a product goes: to memory, row by row or as the next product wants it; or nowhere, when all that is
+// asked of a row is its largest output. A product is shared out in runs of rows times runs of panels:
+//
+//     share(row, rows, begin, end)    where rows [row, row + rows) of panels [begin, end) are written
+//     finish(share, rows, end)        they are there
+//
+// Panels are runs of 32 outputs.
+
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "sampling.h"
+#include "vector.h"
+
+namespace weft {
+
+constexpr int PANEL = 32;  // outputs
+constexpr int ROWS = 32;   // that are packed together
+
+template <class T>
+struct Target {
+    static constexpr bool IS_KEPT = true;
+
+    T* values;  // of first_row in first_panel
+    int64_t num_out;
+    bool is_packed = false;  // as the left side of the next product
+    int64_t first_row = 0, first_panel = 0;
+
+    int64_t row_stride() const { return is_packed ? PANEL : num_out; }
+    T* at(int64_t row, int64_t panel) const {
+        if (is_packed) return values + row / ROWS * ROWS * num_out + panel * ROWS * PANEL + row % ROWS * PANEL;
+        return values + (row - first_row) * num_out + (panel - first_panel) * PANEL;
+    }
+    bool is_streamed(int64_t num_rows) const { return !is_packed && goes_past_caches(values, num_rows, num_out * int64_t(sizeof(T))); }
+
+    Target share(int64_t, int64_t, int64_t, int64_t) const { return *this; }
+    void finish(const Target&, int64_t, int64_t) const {}
+};
+
+// The largest output of a row, and the first place where it is, as one number: the larger one is the one to keep.
+class Candidate {
+  public:
+    Candidate() = default;
+    Candidate(float value, int64_t index) {
+        const uint32_t bits = bit_cast<uint32_t>(value + 0.0f);  // of both zeros the positive one
+        const uint32_t in_order = value != value ? UINT32_MAX : bits & SIGN ? ~bits : bits | SIGN;
+        bits_ = uint64_t(in_order) << 32 | (UINT32_MAX - uint32_t(index));
+    }
+
+    bool operator<(const Candidate& other) const { return bits_ < other.bits_; }
+    float value() const {
+        const uint32_t bits = uint32_t(bits_ >> 32);
+        return bit_cast<float>(bits & SIGN ? bits & ~SIGN : ~bits);  // of what a NaN became, a NaN
+    }
+    int64_t index() const { return UINT32_MAX - uint32_t(bits_); }
+
+  private:
+    static constexpr uint32_t SIGN = uint32_t(1) << 31;
+    uint64_t bits_ = 0;
+};
+
+// Shares are looked through while they are in a cache, by the thread that made them.
+template <class T>
+struct Searched {
+    static constexpr bool IS_KEPT = false;
+
+    std::atomic<Candidate>* best;  // of each row
+    int64_t num_out;
+
+    bool is_streamed(int64_t) const { return false; }
+
+    Target<T> share(int64_t row, int64_t rows, int64_t begin, int64_t end) const {
+        static thread_local Buffer<T> buffer;
+        const int64_t width = (end - begin) * PANEL;
+        return {buffer.room(size_t(rows * width)), width, false, row, begin};
+    }
+
+    void finish(const Target<T>& share, int64_t rows, int64_t end) const {
+        const int64_t first = share.first_panel * PANEL, count = std::min(end * PANEL, num_out) - first;
+        for (int64_t row = share.first_row; row < share.first_row + rows; row++) {
+            const T* outputs = share.at(row, share.first_panel);
+            const float most = largest(outputs, count);
+            Candidate known = best[row].load(std::memory_order_relaxed);
+            if (Candidate(most, first) < known) continue;  // wherever it is
+            const Candidate found(most, first + (most == most ? first_of(outputs, most) : 0));
+            while (known < found && !best[row].compare_exchange_weak(known, found, std::memory_order_relaxed)) {
+            }
+        }
+    }
+};
+
+// Calls multiply(Searched), and writes down what it found of each row: NaN where one of the outputs is; the index is -1
+// where the value is not finite.
+template <class T, class Multiply>
+void find_largest(float* values, int64_t* indices, int num_rows, int64_t num_out, const Multiply& multiply) {
+    std::vector<std::atomic<Candidate>> best(static_cast<size_t>(num_rows));
+    multiply(Searched<T>{best.data(), num_out});
+    for (int row = 0; row < num_rows; row++) {
+        const Candidate candidate = best[row];
+        values[row] = candidate.value();
+        indices[row] = std::isfinite(values[row]) ? candidate.index() : -1;
+    }
+}
+
+}  // namespace weft

@@ -1,0 +1,80 @@
+"""Steps of greedy requests only: the head tells their tokens, which are those that all logits would give."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.models import DEFAULT_MODEL, PACKAGED
+from parallel.decoder import Decoder
+from parallel.embedding import VocabParallelHead
+from parallel.kernels.base import SearchedLinear
+from parallel.kernels.select import select_kernels
+from workers.config import CacheConfig, EngineConfig
+from workers.engine import Engine, build_engine
+from workers.request import Request, RequestId, SamplingParams
+
+PROMPTS = {f"greedy {i}": tuple(range(7 * i, 11 * i + 5)) for i in range(5)}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = build_engine(
+        EngineConfig(model=str(PACKAGED[DEFAULT_MODEL]), dtype="bfloat16", cache=CacheConfig(num_blocks=64))
+    )
+    yield engine
+    engine.close()
+
+
+def complete(engine: Engine, more: SamplingParams | None = None) -> dict[str, list[int]]:
+    """What the greedy requests get, beside one that asks for more if there is one."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for name, prompt in PROMPTS.items():
+        engine.add_request(Request(request_id=RequestId(name), prompt_token_ids=prompt, sampling=greedy))
+    if more is not None:
+        engine.add_request(Request(request_id=RequestId("more"), prompt_token_ids=(1, 2), sampling=more))
+    tokens: dict[str, list[int]] = {name: [] for name in (*PROMPTS, "more")}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            assert output.error is None
+            tokens[output.request_id] += output.token_ids
+    del tokens["more"]
+    return tokens
+
+
+def test_tokens_are_the_same_beside_a_request_that_asks_for_more(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    logits = Decoder.logits
+
+    def ask(decoder: Decoder, hidden_SE: Tensor) -> Tensor | None:
+        asked.append(len(hidden_SE))
+        return logits(decoder, hidden_SE)
+
+    monkeypatch.setattr(Decoder, "logits", ask)
+    alone = complete(engine)
+    num_asked_alone = len(asked)
+    beside = complete(engine, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1))
+    assert beside == alone
+    assert all(len(tokens) == 12 for tokens in alone.values())
+    assert len(asked) > num_asked_alone
+    linear = select_kernels(torch.device("cpu"), torch.bfloat16).pack_linear(torch.zeros(128, 128).bfloat16(), None)
+    assert (num_asked_alone == 0) == isinstance(linear, SearchedLinear)
+
+
+def test_a_head_that_finds_no_finite_logit_fails_the_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_head: VocabParallelHead, hidden_SE: Tensor) -> Tensor:
+        return torch.full((len(hidden_SE),), -1)
+
+    monkeypatch.setattr(VocabParallelHead, "largest", broken)
+    greedy = SamplingParams(temperature=0.0, max_tokens=2)
+    engine.add_request(Request(request_id=RequestId("bad"), prompt_token_ids=(1, 2), sampling=greedy))
+    (output,) = engine.step().outputs
+    if output.error is None:
+        pytest.skip("the kernels of this CPU give logits")
+    assert "not finite" in str(output.error)
+    assert not engine.has_work
