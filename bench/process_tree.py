@@ -62,7 +62,7 @@ class Peak:
 
 def measure_tree(pid: int) -> TreeMemory:
     """Memory of `pid` and its descendants now; those that end meanwhile are left out."""
-    measured = (_measure(each) for each in _tree(pid))
+    measured = (_measure(each) for each in find_tree(pid))
     return TreeMemory(processes=tuple(process for process in measured if process is not None))
 
 
@@ -84,6 +84,22 @@ def watch_tree(pid: int, *, interval_s: float = 0.25) -> Iterator[Peak]:
     finally:
         done.set()
         thread.join()
+
+
+def find_tree(root: int) -> list[int]:
+    """A process and its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            parent = _parent(int(entry.name))
+            if parent is not None:
+                children.setdefault(parent, []).append(int(entry.name))
+    found, waiting = [], [root]
+    while waiting:
+        pid = waiting.pop()
+        found.append(pid)
+        waiting += children.get(pid, [])
+    return found
 
 
 def main() -> None:
@@ -113,21 +129,6 @@ def _run(command: list[str], interval_s: float) -> tuple[int, TreeMemory]:
         status = process.wait()
     own = os.getpid()
     return status, TreeMemory(processes=tuple(each for each in peak.memory.processes if each.pid != own))
-
-
-def _tree(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            parent = _parent(int(entry.name))
-            if parent is not None:
-                children.setdefault(parent, []).append(int(entry.name))
-    found, waiting = [], [root]
-    while waiting:
-        pid = waiting.pop()
-        found.append(pid)
-        waiting += children.get(pid, [])
-    return found
 
 
 def _parent(pid: int) -> int | None:

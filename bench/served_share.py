@@ -1,0 +1,208 @@
+"""What a service gives of what its engine gives alone, on the same cores: client, router and Ray take the rest.
+
+python -m bench.served_share [MODEL] [--rounds W1:16,W2:6,W3:12]
+
+MODEL is as in `weft bench offline`. Engine and service take turns, run by run, with the same prompts: all processes of
+the service are stopped (SIGSTOP) while the engine runs, which sleeps otherwise. The ratio is that of neighbours, its target
+0.85. The first round of each workload warms up. Linux only.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.load.arrivals import OpenLoop
+from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take_calls
+from bench.load.engine_run import run_engine
+from bench.load.geometries import find_model
+from bench.load.sender import Protocol, Target
+from bench.load.serve import ServeOptions, measure
+from bench.load.statistics import summarize
+from bench.machine import describe_machine
+from bench.process_tree import find_tree
+from cluster.config import build_section
+from workers.cores import give_way
+from workers.engine import build_engine
+from workers.request import SamplingParams
+
+_PR_SET_CHILD_SUBREAPER = 36
+_OTHER_PORTS = ("--http-port", "0", "--metrics-port", "0", "--control-port", "0")
+_READY_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 30.0
+_SETTLE_S = 0.3
+"""After processes were stopped for a while, their timers have much to do."""
+
+
+def main() -> None:
+    """Measure each workload."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="llama-110m")
+    parser.add_argument("--rounds", default="W1:16,W2:6,W3:12", help="of each workload")
+    args = parser.parse_args()
+    folder = find_model(args.model)
+    table = Table("workload", "rounds", "offline", "served", "ratio", "quartiles", title=f"tokens/s, {folder.name}")
+    rows = []
+    with _engine(folder) as engine, _service(folder) as service:
+        for name, _, rounds in (part.partition(":") for part in args.rounds.split(",")):
+            pairs = [_run_round(engine, service, DatasetKind(name), number) for number in range(int(rounds) + 1)][1:]
+            row = _summarize(pairs)
+            rows.append({"workload": name, **row, "pairs": pairs})
+            low, middle, high = row["ratios"]
+            speeds = (f"{statistics.median(side):.1f}" for side in zip(*pairs, strict=True))
+            table.add_row(name, rounds, *speeds, f"{middle:.3f}", f"{low:.3f}, {high:.3f}")
+    Console().print(table)
+    print(json.dumps({"machine": describe_machine(), "rows": rows}))
+
+
+class _Engine:
+    """Runs workloads in a process of its own, which sleeps in between."""
+
+    def __init__(self, connection: "Connection[tuple[DatasetKind, int], float]") -> None:
+        self._connection = connection
+
+    def run(self, kind: DatasetKind, seed: int) -> float:
+        """Output tokens a second."""
+        self._connection.send((kind, seed))
+        return self._connection.recv()
+
+
+class _Service:
+    """`weft serve`, stopped whenever it is not asked."""
+
+    def __init__(self, address: str, pids: list[int]) -> None:
+        self._target = Target(protocol=Protocol.GRPC, address=address)
+        self._pids = pids
+
+    def run(self, kind: DatasetKind, seed: int) -> float:
+        """Output tokens a second, all requests at once."""
+        options = ServeOptions(
+            target=self._target,
+            loads=(OpenLoop(rate=math.inf),),
+            dataset=DatasetOptions(kind=kind),
+            num_requests=None,
+            duration_s=None,
+            num_warmup=0,
+            vocab_size=None,
+            targets=None,
+            seed=seed,
+        )
+        self.go_on()
+        try:
+            time.sleep(_SETTLE_S)
+            (point,) = asyncio.run(measure(options)).points
+        finally:
+            self.stand_still()
+        return point.summary.output_rate
+
+    def stand_still(self) -> None:
+        """Stop all its processes."""
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let them run again."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            os.kill(pid, number)
+
+
+def _run_round(engine: _Engine, service: _Service, kind: DatasetKind, number: int) -> tuple[float, float]:
+    """(offline, served), each of them first in every second round."""
+    if number % 2:
+        offline = engine.run(kind, number)
+        return offline, service.run(kind, number)
+    served = service.run(kind, number)
+    return engine.run(kind, number), served
+
+
+def _summarize(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
+    ratios = [served / offline for offline, served in pairs]
+    return {"ratios": statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3}
+
+
+@contextmanager
+def _engine(folder: Path) -> Iterator[_Engine]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run_engine, args=(theirs, folder), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        ours.recv()  # it is loaded
+        yield _Engine(ours)
+    finally:
+        ours.close()
+        process.join(_END_TIMEOUT_S)
+
+
+def _run_engine(connection: "Connection[float, tuple[DatasetKind, int]]", folder: Path) -> None:
+    engine = build_engine(build_section({"path": str(folder)}).to_spec(hash_key=b"bench").engine)
+    sampling = SamplingParams(temperature=0, ignore_eos=True)
+    connection.send(0.0)
+    try:
+        while True:
+            kind, seed = connection.recv()
+            sessions = make_sessions(DatasetOptions(kind=kind), vocab_size=engine.vocab_size, seed=seed)
+            records = run_engine(engine, list(take_calls(sessions, None)), sampling, cache_salt=f"{kind} {seed}")
+            connection.send(summarize(records).output_rate)
+    except EOFError:
+        engine.close()
+
+
+@contextmanager
+def _service(folder: Path) -> Iterator[_Service]:
+    """`weft serve` of its own, on free ports, with all processes that it has started; it is stopped at first."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # Ray's daemons stay in this tree
+    before = set(find_tree(os.getpid()))
+    command = [sys.executable, "-m", "cluster.cli", "serve", str(folder), "--port", "0", *_OTHER_PORTS]
+    with (
+        tempfile.NamedTemporaryFile("r") as log,
+        subprocess.Popen(command, stdout=log.fileno(), stderr=log.fileno()) as process,
+    ):
+        try:
+            address = _wait_until_ready(process, Path(log.name))
+            give_way()  # as `weft bench serve` does
+            service = _Service(address, sorted(set(find_tree(os.getpid())) - before))
+            service.stand_still()
+            try:
+                yield service
+            finally:
+                service.go_on()
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(_END_TIMEOUT_S)
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    """Its gRPC address."""
+    end_s = time.monotonic() + _READY_TIMEOUT_S
+    while time.monotonic() < end_s and process.poll() is None:
+        said = log.read_text()
+        address = re.search(r"^ *gRPC +(\S+)$", said, re.MULTILINE)
+        if address is not None and "Stop it with" in said:
+            return address[1]
+        time.sleep(0.1)
+    sys.exit(f"the service did not become ready:\n{log.read_text()}")
+
+
+if __name__ == "__main__":
+    main()
