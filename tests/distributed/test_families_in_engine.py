@@ -1,6 +1,6 @@
 """Models of every family, in the whole engine: chunked prompts and prefix hits at odd offsets change no token."""
 
-import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,27 +43,23 @@ def _check_in_group(pool: GlooPool, name: str, *, expert_parallel: bool) -> None
         pp=2,
     )
     config = replace(config, parallel=replace(config.parallel, expert_parallel=expert_parallel))
-    in_group(pool, config, _check, greedy(name), timeout_s=60)
-
-
-@functools.cache
-@torch.inference_mode()
-def greedy(name: str) -> list[list[int]]:
-    """What the original writes after each prompt."""
-    original: Any = load_original(tiny_model(name))
+    written = in_group(pool, config, _run, timeout_s=60)
+    original = load_original(tiny_model(name))
     torch.set_num_threads(1)  # two would wait for each other where other processes want the cores
-    outputs = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        for _ in range(NUM_TOKENS):
-            logits = original(torch.tensor([tokens]), use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
-        outputs.append(tokens[len(prompt) :])
-    return outputs
+    for prompt, token_ids in zip(PROMPTS[:1] + PROMPTS, written, strict=True):
+        assert_greedy(original, prompt, token_ids)
 
 
-def _check(executor: Executor, config: EngineConfig, expected: list[list[int]]) -> None:
-    """Runs in the leader of the group."""
+@torch.inference_mode()
+def assert_greedy(original: Any, prompt: Sequence[int], written: Sequence[int]) -> None:
+    """Each token is the one that the original finds most probable after those before it."""
+    assert len(written) == NUM_TOKENS
+    logits = original(torch.tensor([[*prompt, *written]]), use_cache=False).logits[0]
+    assert written == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+
+
+def _run(executor: Executor, config: EngineConfig) -> list[list[int]]:
+    """Runs in the leader of the group: what it writes after the first prompt, then after all together."""
     description = describe_model(Path(config.model))
     engine = engine_over(
         executor,
@@ -74,9 +70,10 @@ def _check(executor: Executor, config: EngineConfig, expected: list[list[int]]) 
         max_context=description.max_context,
         prefill_chunk_tokens=CHUNK,
     )
+    written = []
     for round_ in (PROMPTS[:1], PROMPTS):  # the second time, the first prompt's blocks are there
         requests = [request(str(i), list(prompt), max_tokens=NUM_TOKENS) for i, prompt in enumerate(round_)]
         outcomes = run(engine, requests)
-        for i in range(len(round_)):
-            assert outcomes[str(i)].token_ids == expected[i]
+        written += [outcomes[str(i)].token_ids for i in range(len(round_))]
     assert engine.stats.num_cached_tokens >= 28 + 14
+    return written

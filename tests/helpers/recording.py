@@ -104,10 +104,14 @@ class RecordingKernels(ReferenceKernels):
 
 
 def make_runner(
-    *, mesh: Mesh | None = None, max_num_seqs: int = 5, max_size: int = 256
+    folder: Path = PACKAGED[DEFAULT_MODEL],
+    *,
+    mesh: Mesh | None = None,
+    max_num_seqs: int = 5,
+    max_size: int = 256,
 ) -> tuple[ModelRunner, RecordingKernels, RankStats]:
-    """One rank of the default model, not allocated yet."""
-    folder, device, stats, mesh = Path(PACKAGED[DEFAULT_MODEL]), StandIn(), RankStats(), mesh or Mesh.single()
+    """One rank of a model, not allocated yet."""
+    device, stats, mesh = StandIn(), RankStats(), mesh or Mesh.single()
     kernels = RecordingKernels(device, max_size=max_size)
     decoder = load_decoder(
         folder, mesh=mesh, device=device.torch_device, dtype=torch.float32, kernels=kernels, max_context=MAX_CONTEXT

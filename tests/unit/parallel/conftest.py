@@ -1,12 +1,14 @@
 """The fast CPU kernels, for tests that hold them to the reference."""
 
+from pathlib import Path
+
 import pytest
 
 from parallel.errors import DeviceError
 from parallel.kernels.base import Kernels
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
-from parallel.kernels.native.build import find_compiler
+from parallel.kernels.native import build
 
 
 @pytest.fixture(params=["torch", "native"], scope="module")
@@ -14,8 +16,22 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Those in plain torch, and the compiled ones where there is a compiler."""
     if request.param == "torch":
         return CpuKernels()
+    _require_compiler()
+    return NativeCpuKernels.build()
+
+
+@pytest.fixture(scope="module", params=["tiles", "vectors"])
+def library(request: pytest.FixtureRequest) -> Path:
+    """The compiled ones, for this CPU and for one without matrix tiles; both stay in the user's cache."""
+    _require_compiler()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "vectors":
+            patch.setattr(build, "_FLAGS", (*build._FLAGS, "-mno-amx-tile"))
+        return build.build_library()
+
+
+def _require_compiler() -> None:
     try:
-        find_compiler()
+        build.find_compiler()
     except DeviceError as error:
         pytest.skip(str(error))
-    return NativeCpuKernels.build()

@@ -1,6 +1,6 @@
 """Linear layers in 8 bits: what they mean, that the compiled ones have the same bits, and which layers they are."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,11 @@ from helpers.largest_outputs import check_largest
 from torch import Tensor
 
 from parallel.checkpoint import load_decoder
-from parallel.errors import DeviceError
 from parallel.host_memory import HugePages
 from parallel.kernels import int8_linear
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.int8_linear import Int8Linear, quantize_rows
-from parallel.kernels.native import build
 from parallel.kernels.native.int8_linear import NativeInt8Linear
 from parallel.kernels.native.library import Int8Operations, load_int8
 from parallel.kernels.native.tape import Recorder
@@ -94,20 +92,9 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others() -> None:
     assert all(torch.equal(linear(x[row : row + 1])[0], together[row]) for row in range(33))
 
 
-@pytest.fixture(scope="module", params=["tiles", "vectors"])
-def natives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Natives]:
-    """The products as they are compiled for this CPU, and for one without matrix tiles."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "vectors":
-            patch.setattr(build, "_FLAGS", (*build._FLAGS, "-mno-amx-tile"))
-        yield load_natives(tmp_path_factory.mktemp("kernels") if request.param == "vectors" else None)
-
-
-def load_natives(cache: Path | None) -> Natives:
-    try:
-        return load_int8(build.build_library(cache)) or pytest.skip("this CPU multiplies no vectors of 8 bits")
-    except DeviceError as error:
-        pytest.skip(str(error))
+@pytest.fixture(scope="module")
+def natives(library: Path) -> Natives:
+    return load_int8(library) or pytest.skip("this CPU multiplies no vectors of 8 bits")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

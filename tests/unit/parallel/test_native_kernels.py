@@ -23,20 +23,6 @@ from parallel.kernels.select import select_kernels
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["tiles", "vectors"])
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As it is compiled for this CPU, and for one without matrix tiles."""
-    try:
-        build.find_compiler()
-    except DeviceError as error:
-        pytest.skip(str(error))
-    if request.param == "tiles":
-        return build.build_library()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-mno-amx-tile"))
-        return build.build_library(tmp_path_factory.mktemp("kernels"))
-
-
 @pytest.fixture(scope="module")
 def operations(library: Path) -> dict[torch.dtype, Operations]:
     return load_operations(library)

@@ -1,11 +1,14 @@
 """Steps are recorded before the first request, on a CPU that stands for a GPU, its recordings calling again."""
 
 import weakref
+from pathlib import Path
 
 import pytest
+import torch
 from helpers.recording import MAX_CONTEXT, make_runner
 
 from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
+from parallel.random_model import write_random_model
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 
@@ -13,8 +16,27 @@ PIECES = [StepBucket(size, 0) for size in (64, 32, 16)]
 """Up to all tokens of a step."""
 
 
-def test_every_step_that_can_come_is_recorded_before_the_first_request() -> None:
-    runner, kernels, stats = make_runner(max_num_seqs=5)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Which steps are recorded does not depend on the model: two layers, as small as they can be."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+        "eos_token_id": 2,
+    }
+    folder = tmp_path_factory.mktemp("models") / "model"
+    write_random_model(folder, config, 0, torch.float32)
+    return folder
+
+
+def test_every_step_that_can_come_is_recorded_before_the_first_request(model: Path) -> None:
+    runner, kernels, stats = make_runner(model, max_num_seqs=5)
     runner.allocate(200)
     recorded = kernels.recorded.copy()
     assert recorded == [*PIECES, *[StepBucket(size, context) for context in (2048, 512) for size in (8, 4, 2, 1)]]
@@ -41,15 +63,15 @@ def test_every_step_that_can_come_is_recorded_before_the_first_request() -> None
 
 
 @pytest.mark.parametrize(("max_size", "sizes"), [(0, []), (1, [1]), (3, [4, 2, 1]), (64, [8, 4, 2, 1])])
-def test_the_largest_size_is_a_setting(max_size: int, sizes: list[int]) -> None:
-    runner, kernels, _ = make_runner(max_num_seqs=5, max_size=max_size)
+def test_the_largest_size_is_a_setting(model: Path, max_size: int, sizes: list[int]) -> None:
+    runner, kernels, _ = make_runner(model, max_num_seqs=5, max_size=max_size)
     runner.allocate(200)
     whole = [StepBucket(size, context) for context in (2048, 512) for size in sizes]
     assert kernels.recorded == [*PIECES, *whole] * (max_size > 0)
 
 
-def test_memory_of_all_graphs_is_estimated_from_the_two_largest_of_each_kind() -> None:
-    runner, kernels, _ = make_runner(max_num_seqs=5)
+def test_memory_of_all_graphs_is_estimated_from_the_two_largest_of_each_kind(model: Path) -> None:
+    runner, kernels, _ = make_runner(model, max_num_seqs=5)
     assert runner._measure_graph_bytes() == 50_000 + (2 + 8) * 1000
     whole = [choose_bucket(num_tokens=n, num_decodes=n, max_context_len=MAX_CONTEXT) for n in (5, 4)]
     assert kernels.recorded == [*PIECES[:2], *whole]
@@ -57,15 +79,15 @@ def test_memory_of_all_graphs_is_estimated_from_the_two_largest_of_each_kind() -
     assert len(kernels.recorded) == 4 + 3 + 8, "those of the small cache are of no use to the real one"
 
 
-def test_without_graphs_there_is_nothing_to_measure() -> None:
-    runner, kernels, _ = make_runner(max_size=0)
+def test_without_graphs_there_is_nothing_to_measure(model: Path) -> None:
+    runner, kernels, _ = make_runner(model, max_size=0)
     assert runner._measure_graph_bytes() == 0
     assert kernels.recorded == []
 
 
-def test_dropped_recordings_are_gone_at_once() -> None:
+def test_dropped_recordings_are_gone_at_once(model: Path) -> None:
     """NCCL's communicators, which are destroyed next, wait for them."""
-    runner, _, _ = make_runner(max_num_seqs=2)
+    runner, _, _ = make_runner(model, max_num_seqs=2)
     runner.allocate(200)
     layers = weakref.ref(runner._decoder._run)
     runner.drop_recordings()
