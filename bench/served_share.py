@@ -3,8 +3,8 @@
 python -m bench.served_share [MODEL] [--rounds W1:16,W2:6,W3:12]
 
 MODEL is as in `weft bench offline`. Engine and service take turns, run by run, with the same prompts: all processes of
-the service are stopped (SIGSTOP) while the engine runs, which sleeps otherwise. The ratio is that of neighbours, its target
-0.85. The first round of each workload warms up. Linux only.
+the service are stopped (SIGSTOP) while the engine runs, which sleeps otherwise. The ratio is that of neighbours; its
+target is 0.85. The first round of each workload warms up. Linux only.
 """
 
 import argparse
