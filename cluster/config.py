@@ -116,7 +116,7 @@ class ModelSection(_Section):
     max_cudagraph_capture_size: int = TOKEN_BUCKETS[-1]
     """On CUDA, the largest decode step that is recorded as a graph, in sequences; 0: no step is recorded."""
     max_context: Annotated[int, Field(ge=1)] | None = None
-    num_threads: Annotated[int, Field(ge=1)] | None = None
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of each rank; None: a node's cores divided over the ranks on it."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

@@ -109,6 +109,7 @@ def test_each_model_has_its_own_hash_key() -> None:
         ({"models": [{"cache": {"block_size": "16"}}]}, 'models[0].cache.block_size: "16"; allowed: a valid integer'),
         ({"models": [{"replicas": True}]}, "models[0].replicas: true; allowed: a valid integer"),
         ({"models": [{"tensor_parallel": 0}]}, "models[0].tensor_parallel: 0; allowed: greater than or equal to 1"),
+        ({"models": [{"num_threads": 1025}]}, "models[0].num_threads: 1025; allowed: less than or equal to 1024"),
         ({"models": [{"quantization": "int4"}]}, "models[0]: quantization is 'int4'; allowed: 'none', 'int8'"),
         ({"models": [{"kernels": "rocm"}]}, "models[0]: kernels are 'rocm'; allowed: 'auto', 'reference', 'cpu'"),
         (
