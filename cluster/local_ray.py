@@ -5,7 +5,9 @@ Only what was started here is ended. `ray stop` is never called, for it would en
 
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,8 +74,22 @@ def join_ray(address: str, *, log_to_driver: bool) -> None:
 
 
 def leave_ray() -> None:
-    """Disconnect; a local Ray ends, a joined cluster goes on."""
-    ray.shutdown()
+    """Disconnect; a local Ray ends, a joined one goes on. No signal interrupts it: else Ray's processes would stay."""
+    with _deaf_to_signals():
+        ray.shutdown()
+
+
+@contextmanager
+def _deaf_to_signals() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
