@@ -71,21 +71,31 @@ async def test_numbers_of_a_bench_fit_together(cluster: Cluster, protocol: Proto
     assert engine_tokens(cluster) - before == sum(point.summary.output_tokens for point in points)
 
 
-def test_locust_drives_both_front_ends(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_real", [False, True])
+def test_locust_drives_both_front_ends(cluster: Cluster, tmp_path: Path, is_real: bool) -> None:
     if find_spec("locust") is None:  # to import it here would make this process cooperative
         pytest.skip("needs locust")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Once upon a time"}\n{"messages": [{"role": "user", "content": "Who are you?"}]}\n')
     command = [
         *(sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "locustfile.py"), "--headless"),
         *("--users", "2", "--spawn-rate", "2", "--run-time", "3s", "--stop-timeout", "20", "--only-summary"),
         *("--router", cluster.grpc_address, "--host", f"http://{cluster.http_address}"),
-        *("--input-tokens", "8-16", "--output-tokens", "4", "--csv", str(tmp_path / "locust")),
+        *(("--prompts", str(prompts)) if is_real else ("--input-tokens", "8-16")),
+        *("--output-tokens", "4", "--csv", str(tmp_path / "locust")),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "locust_stats.csv").open() as file:
         rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
-    for kind, name in (("gRPC", "generate"), ("gRPC", "first token"), ("POST", "first token"), ("HTTP", "complete")):
+    for kind, name in (
+        ("gRPC", "generate"),
+        ("gRPC", "first token"),
+        ("POST", "first token"),
+        ("HTTP", "complete"),
+        ("HTTP", "each further token"),
+    ):
         row = rows[kind, name]
         assert int(row["Request Count"]) > 0
         assert int(row["Failure Count"]) == 0
