@@ -2,6 +2,7 @@
 
     locust -f bench/locustfile.py --headless --users 8 --run-time 30s
     locust -f bench/locustfile.py --users 8 GrpcUser        one of the two, with Locust's page on port 8089
+    locust -f bench/locustfile.py --prompts prompts.jsonl.gz --output-tokens 16-256       prompts of a file
 
 Needs the extra `bench`. For measuring, `weft bench serve` is the better tool: it says when it is the bottleneck, knows
 goodput, and its open loop does not slow down with the service. Locust has the page, and spreads over many machines.
@@ -10,7 +11,8 @@ goodput, and its open loop does not slow down with the service. Locust has the p
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from grpc.experimental import gevent as grpc_gevent
 from locust import HttpUser, User, events, task  # makes the standard library cooperative
@@ -19,8 +21,8 @@ from locust.env import Environment
 
 grpc_gevent.init_gevent()  # before anything of grpc is made
 
-from bench.load.calls import Call  # noqa: E402
-from bench.load.datasets import DatasetOptions, make_sessions  # noqa: E402
+from bench.load.calls import Call, Chat, Prompt  # noqa: E402
+from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions  # noqa: E402
 from bench.load.flags import parse_lengths  # noqa: E402
 from router.client import Client, ClientError, OverloadedError, UnavailableError  # noqa: E402
 from router.client_values import Collector  # noqa: E402
@@ -34,6 +36,9 @@ def _add_arguments(parser: LocustArgumentParser) -> None:
     group = parser.add_argument_group("Weft")
     group.add_argument("--router", default="127.0.0.1:50051", help="host:port of the router's gRPC service")
     group.add_argument("--model", default="", help="default: the only model served")
+    group.add_argument(
+        "--prompts", default=None, help="JSON lines, plain or .gz, as `weft bench` takes; default: random"
+    )
     group.add_argument("--input-tokens", default="128", help="of each prompt: a number, or 32-256")
     group.add_argument("--output-tokens", default="64", help="to generate: a number, or 16-128")
 
@@ -55,11 +60,16 @@ class GrpcUser(User):
     def generate(self) -> None:
         """Send one request and follow its answer."""
         call = next(self._calls)
-        assert isinstance(call.prompt, tuple), "random prompts are token ids"
+        text, messages = _split(call.prompt)
         collector, start_s, failure = Collector(), time.perf_counter(), None
         try:
             for delta in self._client.generate(
-                call.prompt, model=self._options.model, max_tokens=call.num_out, temperature=0.0, ignore_eos=True
+                text,
+                messages=messages,
+                model=self._options.model,
+                max_tokens=call.num_out,
+                temperature=0.0,
+                ignore_eos=self._options.prompts is None,
             ):
                 collector.add(delta)
         except ClientError as error:
@@ -91,18 +101,23 @@ class CompletionsUser(HttpUser):
     def complete(self) -> None:
         """Send one request and follow its answer; Locust itself counts it when the first token is there."""
         call = next(self._calls)
+        options = self.environment.parsed_options
+        text, messages = _split(call.prompt)
+        path, prompt = (
+            ("completions", {"prompt": text}) if messages is None else ("chat/completions", {"messages": messages})
+        )
         body = {
-            "model": self.environment.parsed_options.model or None,
-            "prompt": call.prompt,
+            **prompt,
+            "model": options.model or None,
             "max_tokens": call.num_out,
             "temperature": 0.0,
-            "ignore_eos": True,
+            "ignore_eos": options.prompts is None,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        start_s = time.perf_counter()
+        times_s = [time.perf_counter()]
         with self.client.post(
-            "/v1/completions", json=body, stream=True, catch_response=True, name="first token", timeout=300
+            f"/v1/{path}", json=body, stream=True, catch_response=True, name="first token", timeout=300
         ) as response:
             if not response.ok:  # which Locust counts as a failure
                 if response.status_code in (0, 429, 503):  # 0: no connection
@@ -114,14 +129,25 @@ class CompletionsUser(HttpUser):
                     event = json.loads(line[6:])
                     failure = event.get("error") or failure
                     num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+                    times_s.append(time.perf_counter())
         error = None if failure is None else RuntimeError(failure.get("message"))
-        _report(self.environment, "HTTP", "complete", time.perf_counter() - start_s, num_tokens, error)
+        _report(self.environment, "HTTP", "complete", times_s[-1] - times_s[0], num_tokens, error)
+        if error is None and num_tokens > 1:
+            tpot_s = (times_s[-1] - times_s[1]) / (num_tokens - 1)
+            _report(self.environment, "HTTP", "each further token", tpot_s, 1)
+
+
+def _split(prompt: Prompt) -> tuple[str | tuple[int, ...] | None, list[Mapping[str, str]] | None]:
+    """Text or token ids, or the messages of a conversation."""
+    return (None, [*prompt.messages]) if isinstance(prompt, Chat) else (prompt, None)
 
 
 def _make_calls(environment: Environment) -> Iterator[Call]:
     options = environment.parsed_options
     assert options is not None, "the command line was read"
     dataset = DatasetOptions(
+        kind=DatasetKind.RANDOM if options.prompts is None else DatasetKind.PROMPTS,
+        file=None if options.prompts is None else Path(options.prompts),
         inputs=parse_lengths("--input-tokens", options.input_tokens),
         outputs=parse_lengths("--output-tokens", options.output_tokens),
     )

@@ -1,14 +1,13 @@
 """Scheduling policies compared in virtual time: the real scheduler, and steps that take as long as a formula says.
 
-python -m bench.simulate                                       requests with heavy tails, made by seed
-python -m bench.simulate --trace azure_2023_conv.jsonl.gz --rate 2.6 --requests 2000
-python -m bench.simulate --policy fcfs,mlfq --num-seqs 16 --num-blocks 800
+weft simulate                                       requests with heavy tails, made by seed
+weft simulate --trace azure_2023_conv.jsonl.gz --rate 2.6 --requests 2000
+weft simulate --policy fcfs,mlfq --num-seqs 16 --num-blocks 800
 
 Every request asks for its output rounded up to a power of two (`max_tokens`, what shortest_remaining knows) and ends
 earlier, as at an end-of-sequence token. Priorities 0 to 2 are drawn; only the policy of that name looks at them.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -21,9 +20,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.errors import BenchConfigError
 from bench.load.calls import draw_ids
 from bench.load.dataset_files import TraceLimits, read_trace
 from bench.load.statistics import Distribution
@@ -251,55 +252,60 @@ def with_deadlines(jobs: Sequence[Job], cost: StepCost, *, factors: Sequence[flo
 # The command
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    options = _parse(argv)
-    logging.getLogger("workers.scheduler").setLevel(logging.ERROR)  # it warns of each preemption
-    cost = StepCost(
-        step_s=options.step_ms / 1e3, token_s=options.token_us / 1e6, context_token_s=options.context_ns / 1e9
-    )
-    if options.trace is None:
-        jobs = draw_jobs(options.requests, rate=options.rate or 8.0, seed=options.seed)
-    else:
-        jobs = read_jobs(options.trace, options.requests, rate=options.rate, seed=options.seed)
-    if options.deadlines:
-        jobs = with_deadlines(jobs, cost, factors=(2.0, 5.0, 20.0), seed=options.seed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Which requests on which replica; bench/load/cli.py has the flags."""
+
+    trace: Path | None
+    num_requests: int
+    rate: float | None
+    """Requests per second; None: those of the trace, or 8."""
+    policies: tuple[SchedulingPolicy, ...]
+    num_seqs: int
+    num_blocks: int
+    batched_tokens: int
+    promote_after_s: float
+    has_deadlines: bool
+    cost: StepCost
+    seed: int
+
+
+def simulate(options: Options) -> None:
+    """Run every policy on the same requests; print a table and one line of JSON. Raises BenchConfigError."""
+    logging.getLogger("workers.roster").setLevel(logging.ERROR)  # it warns of each preemption
+    jobs = _jobs(options)
     outcomes = []
-    for policy in options.policy:
+    for policy in options.policies:
         config = SchedulerConfig(
             policy=policy,
             max_num_seqs=options.num_seqs,
             max_num_batched_tokens=options.batched_tokens,
             max_waiting=len(jobs),
-            promote_after_s=options.promote_after,
+            promote_after_s=options.promote_after_s,
         )
-        outcomes.append(Simulation(jobs, config, cost, num_blocks=options.num_blocks).run())
+        outcomes.append(Simulation(jobs, config, options.cost, num_blocks=options.num_blocks).run())
     _print(outcomes)
-    settings = {name: str(value) for name, value in vars(options).items() if name != "policy"}
+    settings = {name: str(value) for name, value in dataclasses.asdict(options).items() if name != "policies"}
     line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
     print(json.dumps(line))
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="JSON lines as in ../shared/traces; default: made by seed")
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--rate", type=float, help="requests per second; default: 8, or those of the trace")
-    parser.add_argument("--policy", type=_policies, default=list(SchedulingPolicy), help="names, with commas")
-    parser.add_argument("--num-seqs", type=int, default=32, help="sequences running at once")
-    parser.add_argument("--num-blocks", type=int, default=8000, help=f"KV blocks of {_BLOCK_SIZE} tokens")
-    parser.add_argument("--batched-tokens", type=int, default=2048, help="token budget of a step")
-    parser.add_argument("--promote-after", type=float, default=60.0, help="seconds")
-    parser.add_argument("--deadlines", action="store_true", help="2, 5 or 20 times the time alone, and 2 s")
-    parser.add_argument("--step-ms", type=float, default=StepCost().step_s * 1e3)
-    parser.add_argument("--token-us", type=float, default=StepCost().token_s * 1e6)
-    parser.add_argument("--context-ns", type=float, default=StepCost().context_token_s * 1e9)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(argv)
+def parse_policies(names: str) -> tuple[SchedulingPolicy, ...]:
+    """Raises BenchConfigError."""
+    try:
+        return tuple(SchedulingPolicy(name) for name in names.split(","))
+    except ValueError:
+        raise BenchConfigError(f"--policy is {names!r}; allowed, with commas: {', '.join(SchedulingPolicy)}") from None
 
 
-def _policies(names: str) -> list[SchedulingPolicy]:
-    return [SchedulingPolicy(name) for name in names.split(",")]
+def _jobs(options: Options) -> list[Job]:
+    if options.trace is None:
+        jobs = draw_jobs(options.num_requests, rate=options.rate or 8.0, seed=options.seed)
+    else:
+        jobs = read_jobs(options.trace, options.num_requests, rate=options.rate, seed=options.seed)
+    if options.has_deadlines:
+        jobs = with_deadlines(jobs, options.cost, factors=(2.0, 5.0, 20.0), seed=options.seed)
+    return jobs
 
 
 def _print(outcomes: Sequence[Outcome]) -> None:
@@ -314,6 +320,14 @@ def _print(outcomes: Sequence[Outcome]) -> None:
         shares = [f"{outcome.recomputed_share:.1%}", f"{outcome.cpu_s / outcome.num_steps * 1e3:.2f} ms"]
         table.add_row(outcome.policy, *cells, *counts, *shares)
     Console(width=200).print(table)
+
+
+def main() -> None:
+    """`python -m bench.simulate` is `weft simulate`."""
+    from bench.load.cli import simulate as command
+    from cluster.cli import run_and_report
+
+    run_and_report(lambda: typer.run(command))
 
 
 if __name__ == "__main__":

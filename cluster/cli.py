@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from bench.load.cli import app as bench_app
+from bench.load.cli import simulate
 from cluster.cli_connection import with_control
 from cluster.cli_flags import MAX_TIMEOUT_S, with_flags
 from cluster.cli_operate import register
@@ -40,6 +41,15 @@ app = typer.Typer(
 DEFAULT_ROUTER = f"{DEFAULT_HOST}:50051"
 
 LogLevel = Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")]
+Router = Annotated[str, typer.Option(help="host:port of the router's gRPC service.")]
+Model = Annotated[str, typer.Option(help="Default: the only model served.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="WEFT_API_KEY", show_envvar=True, help="Where the router wants one.")
+]
+TlsCa = Annotated[
+    Path | None, typer.Option(help="Speak TLS to a router whose certificate these authorities signed (PEM).")
+]
+Timeout = Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Seconds.")]
 
 
 def main() -> None:
@@ -150,14 +160,10 @@ def stop(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
-    router: Annotated[str, typer.Option(help="host:port of the router's gRPC service.")] = DEFAULT_ROUTER,
-    model: Annotated[str, typer.Option(help="Default: the only model served.")] = "",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="WEFT_API_KEY", show_envvar=True, help="Where the router wants one.")
-    ] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="Speak TLS to a router whose certificate these authorities signed (PEM).")
-    ] = None,
+    router: Router = DEFAULT_ROUTER,
+    model: Model = "",
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
@@ -172,7 +178,7 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option()] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Seconds.")] = 300.0,
+    timeout: Timeout = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Send a prompt to a running service and print what comes back."""
@@ -208,11 +214,40 @@ def generate(
     )
 
 
+@app.command()
+def chat(
+    router: Router = DEFAULT_ROUTER,
+    model: Model = "",
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="At most this many tokens in an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
+    timeout: Timeout = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each answer.")] = False,
+) -> None:
+    """Talk with a model: each line of input is a message. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    from cluster.chat import chat as run_chat
+
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    run_chat(
+        router=router,
+        api_key=api_key,
+        tls_ca=tls_ca,
+        model=model,
+        system=system,
+        as_json=as_json,
+        timeout_s=timeout,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+    )
+
+
 @app.command("make-model")
 def make_model(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
     preset: Annotated[
-        str | None, typer.Option(help="tiny, 110m, 1b, qwen2.5-0.5b or tiny-moe; single flags change it.")
+        str | None, typer.Option(help="tiny, 110m, 1b, 8b, qwen2.5-0.5b or tiny-moe; single flags change it.")
     ] = None,
     family: Annotated[str | None, typer.Option(help="llama, mistral, qwen2, mixtral, ...")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
@@ -274,6 +309,7 @@ def demo(
 
 register(app)
 app.add_typer(bench_app)
+app.command()(simulate)
 
 if __name__ == "__main__":
     main()

@@ -36,7 +36,7 @@ def generate(
     messages = _conversation(prompt, system) if is_chat else None
     collector, has_shown = Collector(), False
     try:
-        with Client(router, api_key=api_key, credentials=_credentials(tls_ca)) as client:
+        with Client(router, api_key=api_key, credentials=credentials(tls_ca)) as client:
             for delta in client.generate(None if is_chat else prompt, messages=messages, **options):
                 collector.add(delta)
                 if stream:
@@ -45,7 +45,7 @@ def generate(
     except ClientError as error:
         if has_shown:
             print()
-        raise RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}") from error
+        raise to_request_error(error) from error
     completion = collector.completion()
     if as_json:
         print(json.dumps(dataclasses.asdict(completion)))
@@ -54,7 +54,13 @@ def generate(
     print(summary(completion), file=sys.stderr)
 
 
-def _credentials(tls_ca: Path | None) -> grpc.ChannelCredentials | None:
+def to_request_error(error: ClientError) -> RequestError:
+    """The router's answer, or its silence, in words."""
+    return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}")
+
+
+def credentials(tls_ca: Path | None) -> grpc.ChannelCredentials | None:
+    """What a router's certificate is compared with; None: no TLS. Raises RequestError."""
     if tls_ca is None:
         return None
     try:

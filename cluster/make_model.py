@@ -43,6 +43,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    },
     "qwen2.5-0.5b": {
         "model_type": "qwen2",
         "hidden_size": 896,

@@ -9,6 +9,7 @@ Array letters as in parallel/kernels/base.py: T packed tokens, S sequences of th
 G groups of layers, each of which has its own block in an entry.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta
+from parallel.kernels.host_arrays import to_device
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
@@ -27,6 +29,7 @@ _MOST_LEARNT = 64
 """Steps after which one is made anew, so that little waits to be noted."""
 _FEW = 4
 """Rows up to which it is faster to write one by one."""
+_ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,7 @@ class InputBuilder:
         sampled_S = slice(None) if all(samples) else np.array(samples).nonzero()[0]
         sample_slots = slots_S[sampled_S]
 
-        token_ids, positions, sample_rows, fed_rows, fed_slots, sample_slots_device, *slot_mappings = self._to_device(
+        sent_int64, sent_int32 = self._to_device(
             [
                 self._tokens[slots_T, positions_T],
                 positions_T,
@@ -137,11 +140,10 @@ class InputBuilder:
                 sample_slots,
                 *self._slot_mappings(slots_T, positions_T),
             ],
-            np.int64,
+            [np.array(query_starts), ends_S, *self._block_tables(slots_S, max(ends))],
         )
-        query_starts_device, context_lens, *block_tables = self._to_device(
-            [np.array(query_starts), ends_S, *self._block_tables(slots_S, max(ends))], np.int32
-        )
+        token_ids, positions, sample_rows, fed_rows, fed_slots, sample_slots_device, *slot_mappings = sent_int64
+        query_starts_device, context_lens, *block_tables = sent_int32
         metas = [
             AttentionMeta(
                 query_starts=query_starts_device,
@@ -191,7 +193,7 @@ class InputBuilder:
         slot_mappings = [slot_mapping + 1 for slot_mapping in last.slot_mappings]
         tables, block_tables = last.tables, [meta.block_tables for meta in before]
         if max_context_len > tables[0].shape[1] * self._block_size:
-            block_tables = self._to_device(list(self._block_tables(last.slots_S, max_context_len)), np.int32)
+            block_tables = _to_tensors(self._block_tables(last.slots_S, max_context_len), np.int32)
             tables = [block_table.numpy() for block_table in block_tables]
         for row, position in enumerate(positions):
             if not position % self._block_size:
@@ -252,27 +254,39 @@ class InputBuilder:
         """[G, S, M]"""
         return self._tables[slots_S, : -(-max_context_len // self._block_size)].transpose(2, 0, 1)
 
-    def _to_device(self, arrays: list[npt.NDArray[np.integer]], dtype: type[np.integer]) -> list[Tensor]:
-        """Return them as tensors. To a GPU they go in one piece: a copy costs the same for few bytes as for many."""
+    def _to_device(
+        self, int64_arrays: list[npt.NDArray[np.integer]], int32_arrays: list[npt.NDArray[np.integer]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return all as tensors. To a GPU they go in one piece: a copy costs the same for few bytes as for many."""
+        int64s, int32s = _to_tensors(int64_arrays, np.int64), _to_tensors(int32_arrays, np.int32)
         if self._device.type == "cpu":
-            return [torch.from_numpy(np.ascontiguousarray(array, dtype)) for array in arrays]
-        packed, starts = pack(arrays, dtype)
-        sent = torch.from_numpy(packed).pin_memory().to(self._device, non_blocking=True)
-        return [sent[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=True)]
+            return int64s, int32s
+        tensors = [*int64s, *int32s]
+        packed, starts = _pack(tensors)
+        sent = to_device(packed, self._device)
+        ends = [start + tensor.nbytes for start, tensor in zip(starts, tensors, strict=True)]
+        there = [
+            sent[start:end].view(tensor.dtype).view(tensor.shape)
+            for start, end, tensor in zip(starts, ends, tensors, strict=True)
+        ]
+        return there[: len(int64s)], there[len(int64s) :]
 
 
-def pack(arrays: list[npt.NDArray[np.integer]], dtype: type[np.integer]) -> tuple[npt.NDArray[np.integer], list[int]]:
-    """Return the arrays in one, and where each begins: at a multiple of 16 bytes.
+def _pack(tensors: Sequence[Tensor]) -> tuple[npt.NDArray[np.uint8], list[int]]:
+    """Return the bytes of the host's tensors in one array, and where each begins: at a multiple of 16.
 
     Triton compiles a kernel anew where a pointer is not such a multiple, as it would be for some steps and not for
     others.
     """
-    align = 16 // np.dtype(dtype).itemsize
-    starts = list(accumulate((-(-array.size // align) * align for array in arrays), initial=0))
-    packed = np.zeros(starts.pop(), dtype)
-    for start, array in zip(starts, arrays, strict=True):
-        packed[start : start + array.size] = array.reshape(-1)
+    starts = list(accumulate((-(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for tensor in tensors), initial=0))
+    packed = np.zeros(starts.pop(), np.uint8)
+    for start, tensor in zip(starts, tensors, strict=True):
+        packed[start : start + tensor.nbytes] = tensor.numpy().reshape(-1).view(np.uint8)
     return packed, starts
+
+
+def _to_tensors(arrays: Iterable[npt.NDArray[np.integer]], dtype: type[np.integer]) -> list[Tensor]:
+    return [torch.from_numpy(np.ascontiguousarray(array, dtype)) for array in arrays]
 
 
 def _next_tokens(last: _Decodes, shares: list[ScheduledSequence]) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""`weft bench`: its commands. What a command needs is imported when it runs."""
+"""`weft bench`: its commands, and `weft simulate`. What a command needs is imported when it runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -64,7 +64,7 @@ def offline(
     *,
     model: Annotated[
         str,
-        typer.Option(help="llama-110m or qwen2.5-0.5b (random weights, made once), a folder, or a hub id."),
+        typer.Option(help="llama-110m, qwen2.5-0.5b or llama3-8b (random weights, made once), a folder, or a hub id."),
     ] = "llama-110m",
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="none, or int8: linear layers in 8 bits.")] = "none",
@@ -113,3 +113,46 @@ def offline(
     print_offline(console, model, result)
     if json_file is not None:
         append_line(offline_line(options, result), json_file)
+
+
+def simulate(
+    *,
+    trace: Annotated[
+        Path | None, typer.Option(help="JSON lines, plain or .gz, as --dataset trace of bench. Default: made by seed.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 2000,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="Requests a second. Default: 8, or those of the trace.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Names, with commas.")] = "fcfs,priority,deadline,shortest_remaining,mlfq",
+    num_seqs: Annotated[int, typer.Option(min=1, help="Sequences running at once.")] = 32,
+    num_blocks: Annotated[int, typer.Option(min=2, help="KV blocks of 16 tokens.")] = 8000,
+    batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048,
+    promote_after: Annotated[float, typer.Option(min=0, help="Seconds.")] = 60.0,
+    deadlines: Annotated[
+        bool, typer.Option("--deadlines", help="Requests have one: 2, 5 or 20 times their time alone, and 2 s.")
+    ] = False,
+    step_ms: Annotated[float, typer.Option(min=0, help="Of each step.")] = 8.0,
+    token_us: Annotated[float, typer.Option(min=0, help="Of each token in it.")] = 50.0,
+    context_ns: Annotated[float, typer.Option(min=0, help="Of each token that one of these sees.")] = 40.0,
+    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
+) -> None:
+    """Compare scheduling policies in virtual time: the real scheduler, and steps that take what a formula says."""
+    from bench.simulate import Options, StepCost, parse_policies
+    from bench.simulate import simulate as run_simulation
+
+    run_simulation(
+        Options(
+            trace=trace,
+            num_requests=requests,
+            rate=rate,
+            policies=parse_policies(policy),
+            num_seqs=num_seqs,
+            num_blocks=num_blocks,
+            batched_tokens=batched_tokens,
+            promote_after_s=promote_after,
+            has_deadlines=deadlines,
+            cost=StepCost(step_s=step_ms / 1e3, token_s=token_us / 1e6, context_token_s=context_ns / 1e9),
+            seed=seed,
+        )
+    )

@@ -41,7 +41,7 @@ def measure_ceiling(device: Device, dtype: torch.dtype, *, int8_linears: bool = 
 
 def _measure_read(device: Device, num_bytes: int) -> float:
     numbers = torch.ones(num_bytes // 4, dtype=torch.float32, device=device.torch_device)
-    return numbers.nbytes / _best_s(device, numbers.sum)
+    return numbers.nbytes / best_s(device, numbers.sum)
 
 
 def _measure_flops(device: Device, dtype: torch.dtype, num_tokens: int, num_features: int, int8_linears: bool) -> float:
@@ -53,11 +53,11 @@ def _measure_flops(device: Device, dtype: torch.dtype, num_tokens: int, num_feat
     else:
         packed = kernels.pack_linear(weight, None)
     with torch.inference_mode():
-        best_s = min(_best_s(device, lambda: packed(x)), _best_s(device, lambda: F.linear(x, weight)))
-    return 2 * num_tokens * num_features**2 / best_s
+        least_s = min(best_s(device, lambda: packed(x)), best_s(device, lambda: F.linear(x, weight)))
+    return 2 * num_tokens * num_features**2 / least_s
 
 
-def _best_s(device: Device, work: Callable[[], object]) -> float:
+def best_s(device: Device, work: Callable[[], object]) -> float:
     """The shortest of some rounds; the first, which may pay for setting up, is none of them."""
     times = []
     for _ in range(_ROUNDS + 1):

@@ -7,7 +7,7 @@ Operations are those of matrix products and of attention.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +115,23 @@ class ModelCost:
         per_token = 2 * (self.matrix_elements + self.expert_elements * self.expert_share)
         seen = sum(self._seen(usage) for usage in work.requests)
         return num_computed * per_token + 2 * num_sampled * self.head_elements + seen * self.attention_flops
+
+    def decode_bytes(self, num_seqs: int, num_steps: float, seen: Sequence[int]) -> float:
+        """The least that steps read in which so many sequences decode; `seen` by each of their tokens."""
+        experts = (1 - (1 - self.expert_share) ** num_seqs) * self.expert_bytes
+        return num_steps * (self.always_bytes + experts) + self._keys_seen(seen) * self.kv_bytes
+
+    def decode_flops(self, seen: Sequence[int]) -> float:
+        """Multiplications and additions of tokens that are decoded, and see so many each."""
+        per_token = 2 * (self.matrix_elements + self.expert_elements * self.expert_share + self.head_elements)
+        return len(seen) * per_token + self._keys_seen(seen) * self.attention_flops
+
+    def _keys_seen(self, seen: Sequence[int]) -> int:
+        """Over all layers."""
+        return sum(
+            num_layers * sum(num if window is None else min(num, window) for num in seen)
+            for window, num_layers in self._kinds()
+        )
 
     def _seen_once(self, usage: Usage) -> int:
         """Keys read, over all layers: by the prompt once, by each further token anew."""

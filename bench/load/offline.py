@@ -100,7 +100,7 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
     watcher = watcher or OfflineWatcher()
     watcher.begin("find or make the model", None)
     folder = find_model(options.model)
-    config = _engine_config(folder, options.settings)
+    config = engine_config(folder, options.settings)
     device = select_device(config.device)
     dtype = resolve_dtype(config.dtype, folder, device)
     watcher.begin("load", 1.0)
@@ -213,7 +213,8 @@ class _Encoder:
         return self._tokenizer.encode(prompt)
 
 
-def _engine_config(folder: Path, settings: Mapping[str, Any]) -> EngineConfig:
+def engine_config(folder: Path, settings: Mapping[str, Any]) -> EngineConfig:
+    """Of one rank, from what a cluster file says of its model. Raises ClusterError, EngineConfigError."""
     config = build_section({**settings, "path": str(folder)}).to_spec(hash_key=b"bench").engine
     if config.parallel.world_size != 1:
         raise EngineConfigError(

@@ -49,8 +49,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     peers = [name for name in PEERS if name != WEFT]
-    parser.add_argument("--geometry", default="llama-110m", help="llama-110m, qwen2.5-0.5b, or a model's folder")
+    parser.add_argument(
+        "--geometry", default="llama-110m", help="llama-110m, qwen2.5-0.5b, llama3-8b, or a model's folder"
+    )
     parser.add_argument("--dtype", choices=list(SMALL_GAP), default="bfloat16", help="of all engines")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of all engines (%(default)s)")
     parser.add_argument("--weft-kv-cache-dtype", choices=["auto", "int8"], default="auto", help="Weft's (%(default)s)")
     parser.add_argument("--peers", default=",".join(peers), help=f"of {', '.join(peers)} (all)")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of W1, W2, W3 (all)")
@@ -83,6 +86,7 @@ def _options(args: argparse.Namespace) -> Options:
         venvs=args.venvs.expanduser().absolute(),
         seed=args.seed,
         weft_kv_cache_dtype=args.weft_kv_cache_dtype,
+        device=args.device,
         settle_s=args.settle,
     )
 

@@ -30,6 +30,8 @@ class Peer:
     """Folder of its environment below the cache; None: the one that runs this."""
     environment: Callable[[Path], Mapping[str, str]] = lambda venv: {}
     """Variables it needs, given its environment's folder."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Where its worker can run it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +42,17 @@ class Start:
     environment: Mapping[str, str]
 
 
-def find_start(name: str, *, venvs: Path, num_threads: int) -> Start:
+def find_start(name: str, *, venvs: Path, num_threads: int, device: str) -> Start:
     """How to start an engine's worker.
 
-    Raises BenchConfigError for a name that is none, and BenchError where its environment has not been made.
+    Raises BenchConfigError for a name that is none, and BenchError where its environment has not been made or its
+    worker does not run on the device.
     """
     peer = PEERS.get(name)
     if peer is None:
         raise BenchConfigError(f"peer {name!r}; allowed: {', '.join(each for each in PEERS if each != WEFT)}")
+    if device not in peer.devices:
+        raise BenchError(f"{name} on {device}; allowed for it: {', '.join(peer.devices)}")
     python, extra = sys.executable, {}
     if peer.venv is not None:
         venv = venvs / peer.venv
@@ -81,10 +86,12 @@ def _vllm(venv: Path) -> Mapping[str, str]:
     }
 
 
+_ANY = ("cpu", "cuda")
+
 PEERS: Mapping[str, Peer] = {
-    WEFT: Peer(module="bench.peers.run_weft", venv=None),
-    "transformers": Peer(module="bench.peers.run_transformers", venv="transformers"),
-    "transformers-cb": Peer(module="bench.peers.run_transformers_cb", venv="transformers"),
+    WEFT: Peer(module="bench.peers.run_weft", venv=None, devices=_ANY),
+    "transformers": Peer(module="bench.peers.run_transformers", venv="transformers", devices=_ANY),
+    "transformers-cb": Peer(module="bench.peers.run_transformers_cb", venv="transformers", devices=_ANY),
     "llama.cpp": Peer(module="bench.peers.run_llama_cpp", venv="llama.cpp", environment=_llama_cpp),
     "openvino": Peer(module="bench.peers.run_openvino", venv="openvino"),
     "vllm": Peer(module="bench.peers.run_vllm", venv="vllm", environment=_vllm),

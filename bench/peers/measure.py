@@ -38,6 +38,8 @@ class Options:
     seed: int
     weft_kv_cache_dtype: str
     """Of Weft alone: "auto" or "int8"."""
+    device: str
+    """"cpu" or "cuda"."""
     settle_s: float
     """Pause before each section: thread pools of the engine before spin for up to 0.2 s, then sleep."""
 
@@ -139,7 +141,7 @@ def _started(options: Options, outcome: Outcome, tell: Callable[[str], None]) ->
     try:
         for name in (WEFT, *options.peers):
             try:
-                start = find_start(name, venvs=options.venvs, num_threads=options.num_threads)
+                start = find_start(name, venvs=options.venvs, num_threads=options.num_threads, device=options.device)
                 log = options.venvs / "logs" / f"{name}.log"
                 workers[name] = Worker(name, start.command, environment=start.environment, log=log)
                 outcome.loaded[name] = workers[name].load(_setup(name, options), timeout_s=_LOAD_TIMEOUT_S)
@@ -173,6 +175,7 @@ def _setup(name: str, options: Options) -> Setup:
         max_context=max(map(max, lengths)),
         cache_tokens=max(map(sum, lengths)),
         kv_cache_dtype=options.weft_kv_cache_dtype if name == WEFT else "auto",
+        device=options.device,
     )
 
 

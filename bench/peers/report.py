@@ -18,6 +18,7 @@ def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any
         "bench": "peers",
         "model": options.model.name,
         "dtype": options.dtype,
+        "device": options.device,
         "weft_kv_cache_dtype": options.weft_kv_cache_dtype,
         "rounds": options.rounds,
         "seed": options.seed,

@@ -24,8 +24,9 @@ class Generate:
         """Pad to the longest prompt, generate as much as the longest output."""
         longest = max(map(len, job.prompts))
         padding = [longest - len(prompt) for prompt in job.prompts]
-        input_ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, job.prompts, strict=True)])
-        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
+        rows = [[0] * pad + prompt for pad, prompt in zip(padding, job.prompts, strict=True)]
+        input_ids = torch.tensor(rows, device=self._model.device)
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding], device=self._model.device)
         first = _FirstToken()
         with torch.inference_mode():
             ids = self._model.generate(
@@ -34,19 +35,19 @@ class Generate:
                 generation_config=greedy_config(max(job.num_out)),
                 stopping_criteria=[first],
             )
-        rows = ids[:, longest:].tolist()
-        tokens = [row[:num_out] for row, num_out in zip(rows, job.num_out, strict=True)]
+        generated = ids[:, longest:].tolist()
+        tokens = [row[:num_out] for row, num_out in zip(generated, job.num_out, strict=True)]
         return Answer(tokens=tokens, first_s=first.at_s)
 
 
 def load_model(setup: Setup, *, attention: str) -> Any:
-    """The model in the dtype asked for. Raises ValueError for one that transformers has no CPU path for."""
+    """The model in the dtype asked for. Raises ValueError for one that is 8 bits."""
     if setup.dtype not in ("bfloat16", "float32"):
         raise ValueError(f"dtype is {setup.dtype!r}; allowed: 'bfloat16', 'float32'")
     torch.set_num_threads(setup.num_threads)
     dtype = getattr(torch, setup.dtype)
     auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_pretrained(setup.model, dtype=dtype, attn_implementation=attention).eval()
+    model = auto.from_pretrained(setup.model, dtype=dtype, attn_implementation=attention).eval().to(setup.device)
     model.generation_config.eos_token_id = None  # `generate` takes from it what its caller leaves open
     return model
 
@@ -66,7 +67,7 @@ class _FirstToken:
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if self.at_s is None:
             self.at_s = time.perf_counter()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def main() -> None:

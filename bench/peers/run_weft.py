@@ -20,7 +20,7 @@ class WeftEngine:
             model=setup.model,
             dtype="bfloat16" if setup.dtype == "int8" else setup.dtype,
             quantization="int8" if setup.dtype == "int8" else "none",
-            device="cpu",
+            device=setup.device,
             max_context=setup.max_context,
             num_threads=setup.num_threads,
             cache=replace(cache, num_blocks=_num_blocks(setup, cache.block_size), dtype=setup.kv_cache_dtype),

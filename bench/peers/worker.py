@@ -41,6 +41,8 @@ class Setup:
     """Keys and values of so many tokens fit every workload, nothing shared."""
     kv_cache_dtype: str = "auto"
     """"auto", or "int8": keys and values in 8 bits, which Weft alone is asked for."""
+    device: str = "cpu"
+    """"cpu" or "cuda"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

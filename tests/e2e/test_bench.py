@@ -4,6 +4,7 @@ import csv
 import os
 import subprocess
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,13 +33,20 @@ def address_of(cluster: Cluster, protocol: Protocol) -> str:
     return cluster.grpc_address if protocol is Protocol.GRPC else f"http://{cluster.http_address}"
 
 
-def engine_tokens(cluster: Cluster) -> float:
-    return sum(scrape(group.metrics_address)["weft_generation_tokens_total"] for group in cluster.groups())
+def seen_by(cluster: Cluster) -> tuple[Counter[str], Counter[str]]:
+    """What router and engines have counted, all engines together, under the names without their beginning."""
+    router, engines = Counter[str](), Counter[str]()
+    for name, value in scrape(cluster.status().routers[0].metrics_address).items():
+        router[name.removeprefix("weft_router_")] += value  # type: ignore[assignment]
+    for group in cluster.groups():
+        for name, value in scrape(group.metrics_address).items():
+            engines[name.removeprefix("weft_")] += value  # type: ignore[assignment]
+    return router, engines
 
 
 @pytest.mark.parametrize("protocol", list(Protocol))
 async def test_numbers_of_a_bench_fit_together(cluster: Cluster, protocol: Protocol) -> None:
-    before = engine_tokens(cluster)
+    before = seen_by(cluster)
     outcome = await measure(
         ServeOptions(
             target=Target(protocol=protocol, address=address_of(cluster, protocol), timeout_s=120.0),
@@ -68,24 +76,42 @@ async def test_numbers_of_a_bench_fit_together(cluster: Cluster, protocol: Proto
         assert summary.goodput.output_rate == summary.output_rate
         assert summary.cached_tokens > 0
     assert points[0].summary.output_tokens == points[1].summary.output_tokens, "every load sends the same requests"
-    assert engine_tokens(cluster) - before == sum(point.summary.output_tokens for point in points)
+    num_tokens, num_requests = sum(point.summary.output_tokens for point in points), 24
+    ttft_s = sum(point.summary.ttft_s.mean * 12 for point in points if point.summary.ttft_s is not None)
+    for seen, then in zip(seen_by(cluster), before, strict=True):
+        seen.subtract(then)
+        assert seen["generation_tokens_total"] == num_tokens
+        assert seen["ttft_seconds_count"] == num_requests
+        assert seen["itl_seconds_count"] == num_tokens - num_requests
+        assert 0 < seen["ttft_seconds_sum"] < ttft_s, "each lies within what the one before it measured"
+        ttft_s = seen["ttft_seconds_sum"]
 
 
-def test_locust_drives_both_front_ends(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_real", [False, True])
+def test_locust_drives_both_front_ends(cluster: Cluster, tmp_path: Path, is_real: bool) -> None:
     if find_spec("locust") is None:  # to import it here would make this process cooperative
         pytest.skip("needs locust")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Once upon a time"}\n{"messages": [{"role": "user", "content": "Who are you?"}]}\n')
     command = [
         *(sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "locustfile.py"), "--headless"),
         *("--users", "2", "--spawn-rate", "2", "--run-time", "3s", "--stop-timeout", "20", "--only-summary"),
         *("--router", cluster.grpc_address, "--host", f"http://{cluster.http_address}"),
-        *("--input-tokens", "8-16", "--output-tokens", "4", "--csv", str(tmp_path / "locust")),
+        *(("--prompts", str(prompts)) if is_real else ("--input-tokens", "8-16")),
+        *("--output-tokens", "4", "--csv", str(tmp_path / "locust")),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "locust_stats.csv").open() as file:
         rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
-    for kind, name in (("gRPC", "generate"), ("gRPC", "first token"), ("POST", "first token"), ("HTTP", "complete")):
+    for kind, name in (
+        ("gRPC", "generate"),
+        ("gRPC", "first token"),
+        ("POST", "first token"),
+        ("HTTP", "complete"),
+        ("HTTP", "each further token"),
+    ):
         row = rows[kind, name]
         assert int(row["Request Count"]) > 0
         assert int(row["Failure Count"]) == 0

@@ -1,15 +1,18 @@
-"""Steps are recorded before the first request, and their memory is counted. Not yet run."""
+"""Steps are recorded before the first request, their memory is counted, and none makes the host wait. Not yet run."""
 
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.device.cuda import CudaDevice
 from parallel.kernels.cuda_buckets import largest_pieces, largest_steps
 from parallel.mesh import Mesh
 from workers.config import CacheConfig, EngineConfig
+from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.rank import _load
+from workers.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -30,3 +33,30 @@ def test_all_steps_are_recorded_inside_of_the_memory_that_was_counted() -> None:
     assert len(layers._graphs) == len(steps)
     total_bytes = device.total_memory_bytes()
     assert total_bytes - device.free_memory_bytes() < 0.3 * total_bytes + _SLACK_BYTES
+
+
+@pytest.mark.parametrize("max_size", [0, 256])
+def test_a_whole_step_is_started_without_a_wait(max_size: int) -> None:
+    config = EngineConfig(
+        model=str(PACKAGED[DEFAULT_MODEL]),
+        device="cuda",
+        dtype="bfloat16",
+        max_cudagraph_capture_size=max_size,
+        cache=CacheConfig(num_blocks=200),
+    )
+    runner = _load(config, Mesh.single(), None, None)
+    runner.allocate(200)
+    wanted = SamplingParams(temperature=0.8, top_p=0.9, top_k=5, seed=3, logprobs=2)
+    for number in (0, 2):  # what is compiled or set up once is in the first two
+        prompts = [NewSequence(slot, [1, 2, 3, 4], 4, wanted, []) for slot in range(3)]
+        plans = [
+            StepPlan(number, [], prompts, [ScheduledSequence(slot, 0, 4, [], [slot], True) for slot in range(3)]),
+            StepPlan(number + 1, [], [], [ScheduledSequence(slot, 4, 1, [], [], True) for slot in range(3)]),
+        ]
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        try:
+            waits = [runner.start(runner.prepare(plan)) for plan in plans]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for wait in waits:
+            assert wait() is not None

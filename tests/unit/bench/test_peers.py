@@ -144,6 +144,7 @@ def _options(tmp_path: Path, *peers: str) -> Options:
         venvs=tmp_path / "venvs",
         seed=0,
         weft_kv_cache_dtype="int8",
+        device="cpu",
         settle_s=0.0,
     )
 
@@ -174,12 +175,26 @@ def test_a_failure_of_weft_itself_ends_the_comparison(tmp_path: Path, monkeypatc
 
 def test_a_peer_without_an_environment_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"python -m bench\.peers\.install transformers"):
-        find_start("transformers-cb", venvs=tmp_path, num_threads=2)
+        find_start("transformers-cb", venvs=tmp_path, num_threads=2, device="cpu")
 
 
 def test_an_unknown_peer_is_refused_with_those_allowed(tmp_path: Path) -> None:
     with pytest.raises(BenchConfigError, match=r"'llamacpp'; allowed: transformers, transformers-cb, llama\.cpp"):
-        find_start("llamacpp", venvs=tmp_path, num_threads=2)
+        find_start("llamacpp", venvs=tmp_path, num_threads=2, device="cpu")
+
+
+def test_a_gpu_is_for_the_engines_that_can_use_one(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="vllm on cuda; allowed for it: cpu"):
+        find_start("vllm", venvs=tmp_path, num_threads=2, device="cuda")
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / READY).touch()
+    for name in (WEFT, "transformers", "transformers-cb"):
+        find_start(name, venvs=tmp_path, num_threads=2, device="cuda")
+
+
+def test_every_engine_is_told_the_device(tmp_path: Path) -> None:
+    options = replace(_options(tmp_path), device="cuda")
+    assert [measuring._setup(name, options).device for name in (WEFT, "transformers")] == ["cuda", "cuda"]
 
 
 @pytest.mark.parametrize("name", list(PEERS))
@@ -188,7 +203,7 @@ def test_each_worker_starts_in_its_own_environment(name: str, tmp_path: Path) ->
     if venv is not None:
         (tmp_path / venv).mkdir()
         (tmp_path / venv / READY).touch()
-    start = find_start(name, venvs=tmp_path, num_threads=3)
+    start = find_start(name, venvs=tmp_path, num_threads=3, device="cpu")
     assert start.command[0] == (sys.executable if venv is None else str(tmp_path / venv / "bin" / "python"))
     assert start.environment["OMP_NUM_THREADS"] == "3"
     root = Path(start.command[-1])

@@ -4,8 +4,11 @@ import dataclasses
 import json
 
 import pytest
+from typer.testing import CliRunner
 
-from bench.simulate import Job, Outcome, Simulation, StepCost, draw_jobs, main, with_deadlines
+from bench.errors import BenchConfigError
+from bench.simulate import Job, Outcome, Simulation, StepCost, draw_jobs, with_deadlines
+from cluster.cli import app
 from workers.config import SchedulerConfig, SchedulingPolicy
 
 COST = StepCost()
@@ -72,9 +75,21 @@ def test_same_seed_gives_the_same_outcome(policy: SchedulingPolicy) -> None:
     assert outcomes[0] == outcomes[1]
 
 
-def test_command_prints_a_table_and_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--requests", "20", "--policy", "fcfs,mlfq", "--deadlines"])
+def test_every_policy_is_simulated_unless_told_otherwise() -> None:
+    result = CliRunner().invoke(app, ["simulate", "--requests", "5"], catch_exceptions=False)
+    outcomes = json.loads(result.stdout.splitlines()[-1])["outcomes"]
+    assert [outcome["policy"] for outcome in outcomes] == list(SchedulingPolicy)
 
-    *table, line = capsys.readouterr().out.splitlines()
+
+def test_an_unknown_policy_is_refused_with_those_allowed() -> None:
+    with pytest.raises(BenchConfigError, match="'fcfs,lifo'; allowed, with commas: fcfs, priority"):
+        CliRunner().invoke(app, ["simulate", "--policy", "fcfs,lifo"], catch_exceptions=False)
+
+
+def test_command_prints_a_table_and_one_line_of_json() -> None:
+    arguments = ["simulate", "--requests", "20", "--policy", "fcfs,mlfq", "--deadlines", "--num-blocks", "400"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    *table, line = result.stdout.splitlines()
     assert any("mlfq" in row for row in table)
     assert [outcome["policy"] for outcome in json.loads(line)["outcomes"]] == ["fcfs", "mlfq"]

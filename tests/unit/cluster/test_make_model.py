@@ -48,6 +48,6 @@ def test_sizes_of_experts_that_the_family_does_not_have_are_refused(
 
 def test_unknown_preset_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
     with pytest.raises(
-        ClusterConfigError, match=r"--preset is 'huge'; allowed: tiny, 110m, 1b, qwen2\.5-0\.5b, tiny-moe"
+        ClusterConfigError, match=r"--preset is 'huge'; allowed: tiny, 110m, 1b, 8b, qwen2\.5-0\.5b, tiny-moe"
     ):
         _make(tmp_path, "huge")

@@ -96,6 +96,18 @@ def test_generated_tokens_are_counted_as_they_come(metrics: RouterMetrics) -> No
     assert value(metrics, "generation_tokens_total") == 4
 
 
+def test_a_stall_between_tokens_is_seen_there_and_not_before_the_first(metrics: RouterMetrics, clock: Clock) -> None:
+    meter = arrive(metrics)
+    for number in range(20):
+        clock.now_s += 0.2 if number == 10 else 0.001
+        meter.receive(1)
+    meter.end("stop", is_finished=True)
+    assert value(metrics, "ttft_seconds_sum") == pytest.approx(0.001)
+    assert value(metrics, "itl_seconds_count") == 20 - 1
+    assert value(metrics, "itl_seconds_sum") == pytest.approx(18 * 0.001 + 0.2)
+    assert value(metrics, "itl_seconds_bucket", le="0.1") == 18
+
+
 def test_wait_for_a_place_is_measured(metrics: RouterMetrics, clock: Clock) -> None:
     meter = arrive(metrics)
     clock.now_s = 0.25

@@ -7,10 +7,11 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from workers.inputs import InputBuilder, pack
+from workers.inputs import InputBuilder
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 
@@ -253,11 +254,33 @@ def assert_equal(seen: Any, expected: Any) -> None:
         assert np.array_equal(seen, expected)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_arrays_for_a_gpu_go_in_one_piece_and_begin_at_16_bytes(dtype: type[np.integer[Any]]) -> None:
-    arrays: list[Any] = [np.arange(1, size + 1) for size in (3, 0, 1, 8)] + [np.arange(15).reshape(3, 5)]
-    packed, starts = pack(arrays, dtype)
-    assert packed.dtype == dtype
-    for start, array in zip(starts, arrays, strict=True):
-        assert start * packed.itemsize % 16 == 0
-        assert np.array_equal(packed[start : start + array.size], array.reshape(-1))
+def test_a_step_goes_to_a_gpu_in_one_copy_whose_parts_begin_at_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is not there, so that what would be copied can be looked at."""
+    copied: list[torch.Tensor] = []
+
+    def copy(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+        copied.append(torch.from_numpy(array))
+        return copied[-1]
+
+    monkeypatch.setattr("workers.inputs.to_device", copy)
+    there, here = (
+        InputBuilder(num_slots=8, max_context=128, block_size=BLOCK, device=torch.device(kind), num_groups=2)
+        for kind in ("cuda", "cpu")
+    )
+    for number, plan in enumerate(decoding(2), 1):
+        seen, expected = there.build(plan), here.build(plan)
+        for inputs in (seen, expected):
+            inputs.token_ids[inputs.fed_rows] = 0  # anything
+        assert_equal(seen, expected)
+        assert len(copied) == number
+        for tensor in [*tensors_of(seen), *(tensor for meta in seen.metas for tensor in tensors_of(meta))]:
+            offset = tensor.data_ptr() - copied[-1].data_ptr()
+            assert 0 <= offset <= copied[-1].nbytes - tensor.nbytes
+            assert offset % 16 == 0
+
+
+def tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    for field in fields(values):
+        value = getattr(values, field.name)
+        if isinstance(value, torch.Tensor) and value.numel():
+            yield value

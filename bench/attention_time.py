@@ -1,0 +1,70 @@
+"""How long attention takes in a step that decodes one sequence, by the length of its context.
+
+Every layer has a cache of its own, so that none finds its keys in a cache of the device because it just read them. On a
+GPU the step is recorded as a CUDA graph, as the engine does: the host has no part in the time. Not yet run there.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from bench.load.hardware import best_s
+from parallel.description import DecoderDescription
+from parallel.device.base import Device
+from parallel.errors import ModelError
+from parallel.kernels.base import AttentionMeta, AttentionParams, CacheEntry
+from parallel.kernels.cuda_graphs import CudaGraphs, Result
+from parallel.kernels.cuda_pieces import Cut, call_at_once
+from parallel.kernels.select import select_kernels
+
+_BLOCK_SIZE = 16
+
+
+@torch.inference_mode()
+def time_attention(description: DecoderDescription, device: Device, dtype: torch.dtype, context_len: int) -> float:
+    """Seconds of all layers' attention, the best of some rounds; windows, soft caps and the like are left out.
+
+    Raises ModelError: the model keeps latents.
+    """
+    if description.latent_kv is not None:
+        raise ModelError("attention over latents is not measured; allowed: models with keys and values")
+    kernels = select_kernels(device.torch_device, dtype)
+    num_blocks = -(-context_len // _BLOCK_SIZE)
+    entry = CacheEntry(num_heads=description.num_kv_heads, head_dim=description.head_dim, dtype=dtype)
+    caches = [
+        entry.lay_out(
+            torch.randn(num_blocks * _BLOCK_SIZE * entry.num_elements, dtype=dtype, device=device.torch_device),
+            _BLOCK_SIZE,
+        )
+        for _ in range(description.num_layers)
+    ]
+    q_TNH = torch.randn(1, description.num_heads, description.head_dim, dtype=dtype, device=device.torch_device)
+    meta = _meta(context_len, device)
+    params = AttentionParams(scale=description.head_dim**-0.5)
+
+    def attend(cut: Cut = call_at_once) -> Result:
+        for cache in caches:
+            out_TNH = kernels.attention(q_TNH, cache, meta, params)
+        return out_TNH, out_TNH
+
+    work: Callable[[], object] = attend
+    if device.works_by_itself:
+        work = CudaGraphs().record(attend, None).replay
+    return best_s(device, work)
+
+
+def _meta(context_len: int, device: Device) -> AttentionMeta:
+    """One token, the last of its context. A recorded step has no lengths on the host (see cuda_graphs.py)."""
+    where = device.torch_device
+    num_blocks = -(-context_len // _BLOCK_SIZE)
+    return AttentionMeta(
+        query_starts=torch.tensor([0, 1], dtype=torch.int32, device=where),
+        context_lens=torch.tensor([context_len], dtype=torch.int32, device=where),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=where)[None],
+        slot_mapping=torch.tensor([context_len - 1], device=where),
+        num_decodes=1,
+        max_query_len=1,
+        max_context_len=context_len,
+        query_starts_host=[] if device.works_by_itself else [0, 1],
+        context_lens_host=[] if device.works_by_itself else [context_len],
+    )

@@ -1,0 +1,81 @@
+"""`weft chat`: a conversation with a running service, a line of input for each turn."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import RequestError
+from cluster.generate import credentials, summary, to_request_error
+from router.client import Client, ClientError
+from router.client_values import Collector, Options
+
+
+def chat(
+    *,
+    router: str,
+    api_key: str | None = None,
+    tls_ca: Path | None = None,
+    model: str,
+    system: str | None,
+    as_json: bool,
+    timeout_s: float,
+    sampling: dict[str, Any],
+    read_line: Callable[[str], str] = input,
+) -> None:
+    """Answer each line until the input ends; every request is sent with all that was said before.
+
+    Ctrl-C ends an answer, and between answers the conversation. Who types is told of a request that failed, which is
+    then as if it had not been; where input comes from elsewhere, it ends the conversation.
+
+    Raises:
+        RequestError: a request failed, or the file of authorities cannot be read.
+    """
+    options: Options = {"model": model, "timeout_s": timeout_s, **sampling}  # type: ignore[typeddict-item]
+    is_typed = sys.stdin.isatty()
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    with Client(router, api_key=api_key, credentials=credentials(tls_ca)) as client:
+        while True:
+            try:
+                text = read_line("> " if is_typed and not as_json else "")
+            except EOFError:
+                return
+            if not text.strip():
+                continue
+            messages.append({"role": "user", "content": text})
+            try:
+                answer = _answer(client, messages, as_json=as_json, options=options)
+            except RequestError as error:
+                if not is_typed:
+                    raise
+                print(f"Error: {error}", file=sys.stderr)
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _answer(client: Client, messages: list[dict[str, str]], *, as_json: bool, options: Options) -> str:
+    """Print an answer as it comes and return it, or what there is of it after Ctrl-C. Raises RequestError."""
+    collector, text = Collector(), ""
+    try:
+        with closing(client.generate(messages=messages, **options)) as deltas:
+            for delta in deltas:
+                collector.add(delta)
+                text += delta.text
+                if not as_json:
+                    print(delta.text, end="", flush=True)
+    except KeyboardInterrupt:
+        print()
+        return text
+    except ClientError as error:
+        if text and not as_json:
+            print()
+        raise to_request_error(error) from error
+    completion = collector.completion()
+    print(json.dumps(dataclasses.asdict(completion)) if as_json else "", flush=True)
+    if not as_json:
+        print(summary(completion), file=sys.stderr)
+    return text
