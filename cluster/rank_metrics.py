@@ -38,7 +38,12 @@ class RankCollector(Collector):
             "weft_rank_model_idle_seconds", "Time between its computations in which the scheduler had work all along."
         )
         model_idle.add_metric(self._values, self._stats.model_idle_s)
-        return (loaded, steps, busy, model_busy, model_idle, *self._collectives())
+        model_read = self._counter(
+            "weft_rank_model_read_bytes",
+            "The least that the model had to read in its busy time: weights, keys and values.",
+        )
+        model_read.add_metric(self._values, self._stats.model_read_bytes)
+        return (loaded, steps, busy, model_busy, model_idle, model_read, *self._collectives())
 
     def _collectives(self) -> Iterable[Metric]:
         calls = self._counter("weft_rank_collectives", "Collectives and sends, by axis and kind.", "axis", "kind")

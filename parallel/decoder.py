@@ -24,6 +24,7 @@ from parallel.mesh import Mesh
 from parallel.norm import Norm, make_norm
 from parallel.rotary import RotaryTable
 from parallel.shard import ShardedParameter, check_split, even_range, kv_head_range, layer_range
+from parallel.weight_sizes import WeightSizes
 
 
 class DecoderPart(NamedTuple):
@@ -99,6 +100,10 @@ class Decoder:
             )
             tied = self._embedding.tokens if self._embedding is not None and description.tie_embeddings else None
             self._head = VocabParallelHead(description, tied=tied, context=context)
+        self.weight_sizes = WeightSizes.of(
+            self.sharded_parameters(), description, dtype, has_head=mesh.is_last_stage, int8_linears=int8_linears
+        )
+        """Of this rank."""
 
     @property
     def num_local_layers(self) -> int:

@@ -22,6 +22,7 @@ from workers.host_cache import HostCache, make_host_cache
 from workers.inputs import InputBuilder, StepInputs
 from workers.kv_cache import allocate_planes, block_rows, choose_num_blocks, lay_out_caches, num_host_blocks
 from workers.model_clock import ModelClock
+from workers.model_reads import ModelReads
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 from workers.sampler import Sampled, Sampler, nothing_sampled
@@ -70,6 +71,7 @@ class ModelRunner:
         """Every rank keeps what was sampled last in each slot, so that a step can be planned before that is known."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._inputs, self._sampler = self._new_state()
+        self._reads = ModelReads(decoder)
         self._served_stats = stats or RankStats()
         axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
         self._served_stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
@@ -150,7 +152,7 @@ class ModelRunner:
         hidden = self._decoder(x, inputs.positions, self._caches, metas)
         takes_largest = plan.is_greedy and self._decoder.finds_largest
         given = self._ask_head(hidden, inputs, takes_largest=takes_largest) if samples else None
-        self._clock.end(follows=plan.follows)
+        self._clock.end(follows=plan.follows, read_bytes=self._reads.step_bytes(inputs.metas[0]))
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
         if self._sampler is not None:

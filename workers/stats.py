@@ -92,6 +92,8 @@ class RankStats:
         """Time in which the model computes: its layers and the head, waiting for other ranks included."""
         self.model_idle_s = 0.0
         """Time between two computations of the model in which the scheduler had work all along."""
+        self.model_read_bytes = 0.0
+        """The least that the model had to read in its busy time: weights, keys and values; experts by expectation."""
         self.axes: Mapping[str, Axis] = {}
         """The rank's axes that have other ranks on them, by name: their collectives."""
 

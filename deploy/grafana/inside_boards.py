@@ -187,6 +187,19 @@ REPLICAS = Board(
                 },
             ),
             Panel(
+                title="Bandwidth reached by the model",
+                text="The least that a rank's model must read in its steps (weights, keys and values; experts by "
+                "expectation) over the time in which it computes. Decoding is near the memory's own bandwidth at best; "
+                "prompts are bound by products, and lower it.",
+                unit="Bps",
+                queries={
+                    "{{replica}}/{{rank}}": share(
+                        rate("weft_rank_model_read_bytes_total", REPLICA, by="replica, rank"),
+                        rate("weft_rank_model_busy_seconds_total", REPLICA, by="replica, rank"),
+                    )
+                },
+            ),
+            Panel(
                 title="Time in collectives",
                 text="Part of the rank's time in steps. On a CPU the slow rank of a group is the one that waits least.",
                 unit="percentunit",
