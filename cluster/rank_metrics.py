@@ -43,7 +43,16 @@ class RankCollector(Collector):
             "The least that the model had to read in its busy time: weights, keys and values.",
         )
         model_read.add_metric(self._values, self._stats.model_read_bytes)
-        return (loaded, steps, busy, model_busy, model_idle, model_read, *self._collectives())
+        return (loaded, steps, busy, model_busy, model_idle, model_read, *self._recordings(), *self._collectives())
+
+    def _recordings(self) -> Iterable[Metric]:
+        recorded = GaugeMetricFamily(
+            "weft_rank_recorded_steps", "Sizes of steps that were recorded as CUDA graphs.", labels=self._names
+        )
+        recorded.add_metric(self._values, self._stats.num_recorded_steps)
+        took = GaugeMetricFamily("weft_rank_recording_seconds", "How long that took.", labels=self._names)
+        took.add_metric(self._values, self._stats.recording_s)
+        return (recorded, took)
 
     def _collectives(self) -> Iterable[Metric]:
         calls = self._counter("weft_rank_collectives", "Collectives and sends, by axis and kind.", "axis", "kind")

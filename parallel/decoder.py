@@ -17,7 +17,7 @@ from parallel.attention import Angles
 from parallel.decoder_layer import make_decoder_layer
 from parallel.description import DecoderDescription
 from parallel.embedding import InputEmbedding, VocabParallelHead
-from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache
+from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache, RecordedLayers
 from parallel.layer import LayerContext
 from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
@@ -150,6 +150,11 @@ class Decoder:
         x_TE = torch.zeros(1, self.description.hidden_size, dtype=self.dtype, device=self.device)
         positions_T = torch.zeros(1, dtype=torch.int64, device=self.device)
         return x_TE, [rotation(positions_T) for rotation in self._rotations]
+
+    @property
+    def num_recorded(self) -> int:
+        """Sizes of steps that the layers have recorded as graphs of the device; 0 where they do not record."""
+        return self._run.num_recorded if isinstance(self._run, RecordedLayers) else 0
 
     def drop_recordings(self) -> None:
         """Let go of what `Kernels.compile_layers` has recorded; from now on every operation is called."""

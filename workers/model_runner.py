@@ -246,6 +246,9 @@ class ModelRunner:
             if number == len(steps) or steps[number].max_context_len != step.max_context_len:
                 took_s = time.perf_counter() - start_s
                 logger.info("%d of %d sizes of steps were run ahead in %.1f s", number, len(steps), took_s)
+        if num_recorded := self._decoder.num_recorded:
+            self._served_stats.num_recorded_steps = num_recorded
+            self._served_stats.recording_s = time.perf_counter() - start_s
 
     def _rehearse_step(self, step: StepBucket) -> None:
         if not step.is_in_pieces:

@@ -231,6 +231,18 @@ REPLICAS = Board(
                 unit="percentunit",
                 queries={"{{replica}}/{{rank}}": f"weft_rank_loaded_ratio{{{REPLICA}}}"},
             ),
+            Panel(
+                title="Steps recorded",
+                text="Sizes of steps that each rank recorded as CUDA graphs before it served; 0 on a CPU.",
+                unit="none",
+                queries={"{{replica}}/{{rank}}": f"weft_rank_recorded_steps{{{REPLICA}}}"},
+            ),
+            Panel(
+                title="Time of recording",
+                text="How long a rank recorded steps when it started: a part of a replica's cold start.",
+                unit="s",
+                queries={"{{replica}}/{{rank}}": f"weft_rank_recording_seconds{{{REPLICA}}}"},
+            ),
         ],
     },
 )

@@ -252,6 +252,15 @@ class RunLayers(Protocol):
         """
 
 
+@runtime_checkable
+class RecordedLayers(RunLayers, Protocol):
+    """Layers that record steps as graphs of a device, and replay them."""
+
+    @property
+    def num_recorded(self) -> int:
+        """Sizes of steps that are recorded now."""
+
+
 class PackedLinear(Protocol):
     """A linear layer's weight in the layout that the machine likes best."""
 
