@@ -75,6 +75,12 @@ class ModelRunner:
         self._served_stats = stats or RankStats()
         axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
         self._served_stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
+        self._served_stats.info = {
+            "kernels": decoder.kernels.name,
+            "attention_backend": decoder.kernels.attention_backend,
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": device.torch_device.type,
+        }
         self._stats = RankStats()
         """Of rehearsals, until there is a cache."""
         self._clock = ModelClock(device, self._stats)

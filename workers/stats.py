@@ -94,6 +94,8 @@ class RankStats:
         """Time between two computations of the model in which the scheduler had work all along."""
         self.model_read_bytes = 0.0
         """The least that the model had to read in its busy time: weights, keys and values; experts by expectation."""
+        self.info: Mapping[str, str] = {}
+        """What it computes with, by label: kernels, attention_backend, dtype, device; empty until it has weights."""
         self.num_recorded_steps = 0
         """Sizes of steps that were recorded as graphs of the device before the first request."""
         self.recording_s = 0.0

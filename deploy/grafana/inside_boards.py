@@ -232,6 +232,16 @@ REPLICAS = Board(
                 queries={"{{replica}}/{{rank}}": f"weft_rank_loaded_ratio{{{REPLICA}}}"},
             ),
             Panel(
+                title="What ranks compute with",
+                text="Ranks by their kernels, what attends where it can, dtype and device: ranks of one model that "
+                "differ here differ in speed.",
+                unit="none",
+                queries={
+                    "{{kernels}}, {{attention_backend}}, {{dtype}} on {{device}}": "count by (kernels, "
+                    f"attention_backend, dtype, device) (weft_rank_info{{{REPLICA}}})"
+                },
+            ),
+            Panel(
                 title="Steps recorded",
                 text="Sizes of steps that each rank recorded as CUDA graphs before it served; 0 on a CPU.",
                 unit="none",

@@ -135,6 +135,11 @@ class ExpertWeights:
 class Kernels(Protocol):
     """The operations that the decoder calls; `kernels/select.py` chooses one implementation per process."""
 
+    name: str
+    """As `select_kernels` takes it."""
+    attention_backend: str
+    """What attends where it can: on CUDA one of its ATTENTION_BACKENDS, "native" (compiled here for a CPU), "torch"."""
+
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
         """A weight [out, in] on the CPU for `pack_linear`, not initialised: where it can stay when it is laid out."""
 
