@@ -38,7 +38,28 @@ class RankCollector(Collector):
             "weft_rank_model_idle_seconds", "Time between its computations in which the scheduler had work all along."
         )
         model_idle.add_metric(self._values, self._stats.model_idle_s)
-        return (loaded, steps, busy, model_busy, model_idle, *self._collectives())
+        model_read = self._counter(
+            "weft_rank_model_read_bytes",
+            "The least that the model had to read in its busy time: weights, keys and values.",
+        )
+        model_read.add_metric(self._values, self._stats.model_read_bytes)
+        return (loaded, steps, busy, model_busy, model_idle, model_read, *self._setup(), *self._collectives())
+
+    def _setup(self) -> Iterable[Metric]:
+        if info := self._stats.info:
+            described = GaugeMetricFamily(
+                "weft_rank_info", "What the rank computes with; always 1.", labels=(*self._names, *info)
+            )
+            described.add_metric((*self._values, *info.values()), 1)
+            yield described
+        recorded = GaugeMetricFamily(
+            "weft_rank_recorded_steps", "Sizes of steps that were recorded as CUDA graphs.", labels=self._names
+        )
+        recorded.add_metric(self._values, self._stats.num_recorded_steps)
+        yield recorded
+        took = GaugeMetricFamily("weft_rank_recording_seconds", "How long that took.", labels=self._names)
+        took.add_metric(self._values, self._stats.recording_s)
+        yield took
 
     def _collectives(self) -> Iterable[Metric]:
         calls = self._counter("weft_rank_collectives", "Collectives and sends, by axis and kind.", "axis", "kind")

@@ -17,13 +17,14 @@ from parallel.attention import Angles
 from parallel.decoder_layer import make_decoder_layer
 from parallel.description import DecoderDescription
 from parallel.embedding import InputEmbedding, VocabParallelHead
-from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache
+from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache, RecordedLayers
 from parallel.layer import LayerContext
 from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
 from parallel.norm import Norm, make_norm
 from parallel.rotary import RotaryTable
 from parallel.shard import ShardedParameter, check_split, even_range, kv_head_range, layer_range
+from parallel.weight_sizes import WeightSizes
 
 
 class DecoderPart(NamedTuple):
@@ -99,6 +100,10 @@ class Decoder:
             )
             tied = self._embedding.tokens if self._embedding is not None and description.tie_embeddings else None
             self._head = VocabParallelHead(description, tied=tied, context=context)
+        self.weight_sizes = WeightSizes.of(
+            self.sharded_parameters(), description, dtype, has_head=mesh.is_last_stage, int8_linears=int8_linears
+        )
+        """Of this rank."""
 
     @property
     def num_local_layers(self) -> int:
@@ -145,6 +150,11 @@ class Decoder:
         x_TE = torch.zeros(1, self.description.hidden_size, dtype=self.dtype, device=self.device)
         positions_T = torch.zeros(1, dtype=torch.int64, device=self.device)
         return x_TE, [rotation(positions_T) for rotation in self._rotations]
+
+    @property
+    def num_recorded(self) -> int:
+        """Sizes of steps that the layers have recorded as graphs of the device; 0 where they do not record."""
+        return self._run.num_recorded if isinstance(self._run, RecordedLayers) else 0
 
     def drop_recordings(self) -> None:
         """Let go of what `Kernels.compile_layers` has recorded; from now on every operation is called."""

@@ -22,6 +22,7 @@ from workers.host_cache import HostCache, make_host_cache
 from workers.inputs import InputBuilder, StepInputs
 from workers.kv_cache import allocate_planes, block_rows, choose_num_blocks, lay_out_caches, num_host_blocks
 from workers.model_clock import ModelClock
+from workers.model_reads import ModelReads
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 from workers.sampler import Sampled, Sampler, nothing_sampled
@@ -70,9 +71,16 @@ class ModelRunner:
         """Every rank keeps what was sampled last in each slot, so that a step can be planned before that is known."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._inputs, self._sampler = self._new_state()
+        self._reads = ModelReads(decoder)
         self._served_stats = stats or RankStats()
         axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
         self._served_stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
+        self._served_stats.info = {
+            "kernels": decoder.kernels.name,
+            "attention_backend": decoder.kernels.attention_backend,
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": device.torch_device.type,
+        }
         self._stats = RankStats()
         """Of rehearsals, until there is a cache."""
         self._clock = ModelClock(device, self._stats)
@@ -150,7 +158,7 @@ class ModelRunner:
         hidden = self._decoder(x, inputs.positions, self._caches, metas)
         takes_largest = plan.is_greedy and self._decoder.finds_largest
         given = self._ask_head(hidden, inputs, takes_largest=takes_largest) if samples else None
-        self._clock.end(follows=plan.follows)
+        self._clock.end(follows=plan.follows, read_bytes=self._reads.step_bytes(inputs.metas[0]))
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
         if self._sampler is not None:
@@ -244,6 +252,9 @@ class ModelRunner:
             if number == len(steps) or steps[number].max_context_len != step.max_context_len:
                 took_s = time.perf_counter() - start_s
                 logger.info("%d of %d sizes of steps were run ahead in %.1f s", number, len(steps), took_s)
+        if num_recorded := self._decoder.num_recorded:
+            self._served_stats.num_recorded_steps = num_recorded
+            self._served_stats.recording_s = time.perf_counter() - start_s
 
     def _rehearse_step(self, step: StepBucket) -> None:
         if not step.is_in_pieces:

@@ -92,6 +92,14 @@ class RankStats:
         """Time in which the model computes: its layers and the head, waiting for other ranks included."""
         self.model_idle_s = 0.0
         """Time between two computations of the model in which the scheduler had work all along."""
+        self.model_read_bytes = 0.0
+        """The least that the model had to read in its busy time: weights, keys and values; experts by expectation."""
+        self.info: Mapping[str, str] = {}
+        """What it computes with, by label: kernels, attention_backend, dtype, device; empty until it has weights."""
+        self.num_recorded_steps = 0
+        """Sizes of steps that were recorded as graphs of the device before the first request."""
+        self.recording_s = 0.0
+        """How long that took; 0 where none are."""
         self.axes: Mapping[str, Axis] = {}
         """The rank's axes that have other ranks on them, by name: their collectives."""
 

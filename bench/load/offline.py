@@ -121,7 +121,7 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
             + (", linear layers int8" if int8_linears else "")
             + (", cache int8" if int8_cache else ""),
             device=_device_name(device),
-            num_parameters=cost.num_parameters,
+            num_parameters=cost.weights.num_parameters,
             load_s=load_s,
             load_peak_memory_bytes=load_peak_memory_bytes,
             ceiling=ceiling,

@@ -187,6 +187,19 @@ REPLICAS = Board(
                 },
             ),
             Panel(
+                title="Bandwidth reached by the model",
+                text="The least that a rank's model must read in its steps (weights, keys and values; experts by "
+                "expectation) over the time in which it computes. Decoding is near the memory's own bandwidth at best; "
+                "prompts are bound by products, and lower it.",
+                unit="Bps",
+                queries={
+                    "{{replica}}/{{rank}}": share(
+                        rate("weft_rank_model_read_bytes_total", REPLICA, by="replica, rank"),
+                        rate("weft_rank_model_busy_seconds_total", REPLICA, by="replica, rank"),
+                    )
+                },
+            ),
+            Panel(
                 title="Time in collectives",
                 text="Part of the rank's time in steps. On a CPU the slow rank of a group is the one that waits least.",
                 unit="percentunit",
@@ -217,6 +230,28 @@ REPLICAS = Board(
                 text="Of each rank.",
                 unit="percentunit",
                 queries={"{{replica}}/{{rank}}": f"weft_rank_loaded_ratio{{{REPLICA}}}"},
+            ),
+            Panel(
+                title="What ranks compute with",
+                text="Ranks by their kernels, what attends where it can, dtype and device: ranks of one model that "
+                "differ here differ in speed.",
+                unit="none",
+                queries={
+                    "{{kernels}}, {{attention_backend}}, {{dtype}} on {{device}}": "count by (kernels, "
+                    f"attention_backend, dtype, device) (weft_rank_info{{{REPLICA}}})"
+                },
+            ),
+            Panel(
+                title="Steps recorded",
+                text="Sizes of steps that each rank recorded as CUDA graphs before it served; 0 on a CPU.",
+                unit="none",
+                queries={"{{replica}}/{{rank}}": f"weft_rank_recorded_steps{{{REPLICA}}}"},
+            ),
+            Panel(
+                title="Time of recording",
+                text="How long a rank recorded steps when it started: a part of a replica's cold start.",
+                unit="s",
+                queries={"{{replica}}/{{rank}}": f"weft_rank_recording_seconds{{{REPLICA}}}"},
             ),
         ],
     },

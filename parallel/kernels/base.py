@@ -135,6 +135,11 @@ class ExpertWeights:
 class Kernels(Protocol):
     """The operations that the decoder calls; `kernels/select.py` chooses one implementation per process."""
 
+    name: str
+    """As `select_kernels` takes it."""
+    attention_backend: str
+    """What attends where it can: on CUDA one of its ATTENTION_BACKENDS, "native" (compiled here for a CPU), "torch"."""
+
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
         """A weight [out, in] on the CPU for `pack_linear`, not initialised: where it can stay when it is laid out."""
 
@@ -250,6 +255,15 @@ class RunLayers(Protocol):
             angles: cosines and sines [T, R] of each kind of rotation; which layer has which one is known.
             caches, metas: one for each layer.
         """
+
+
+@runtime_checkable
+class RecordedLayers(RunLayers, Protocol):
+    """Layers that record steps as graphs of a device, and replay them."""
+
+    @property
+    def num_recorded(self) -> int:
+        """Sizes of steps that are recorded now."""
 
 
 class PackedLinear(Protocol):

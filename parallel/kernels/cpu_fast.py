@@ -31,6 +31,9 @@ from parallel.mesh import Axis
 class CpuKernels:
     """Fast `Kernels` for a CPU. Holds what the layers of a step share: one object per model, one thread."""
 
+    name = "cpu"
+    attention_backend = "torch"
+
     def __init__(self) -> None:
         self._reference = ReferenceKernels()
         self._attention = CpuPagedAttention()

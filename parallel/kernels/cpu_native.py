@@ -54,6 +54,9 @@ class NativeCpuKernels:
         int8: the compiled products in 8 bits by dtype of the model; empty: the CPU has not the instructions.
     """
 
+    name = "cpu-native"
+    attention_backend = "native"
+
     def __init__(
         self,
         operations: Mapping[torch.dtype, Operations],

@@ -38,6 +38,8 @@ class CudaKernels(ReferenceKernels):
     Raises DeviceError when the backend is not known or cannot be had.
     """
 
+    name = "cuda"
+
     def __init__(
         self, device: torch.device, attention_backend: str = "auto", *, max_graph_size: int = TOKEN_BUCKETS[-1]
     ) -> None:
@@ -46,6 +48,8 @@ class CudaKernels(ReferenceKernels):
         self._attention: Any = _import_triton("attention")
         if attention_backend == "triton" and self._attention is None:
             raise DeviceError("attention backend 'triton' is not installed; allowed here: auto")
+        without_library = "torch" if self._attention is None else "triton"
+        self.attention_backend = without_library if self._library is None else self._library.name
         self._elementwise: Any = _import_triton("elementwise")
         self._cut_attention = CutAttention(self._attend)
 

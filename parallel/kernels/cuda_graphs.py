@@ -58,7 +58,7 @@ does the same again."""
 
 
 class GraphedLayers:
-    """Implements `RunLayers`. One thread.
+    """Implements `RecordedLayers`. One thread.
 
     Args:
         run: the layers, one operation at a time. It raises DeviceError where it needs a step's lengths on the host,
@@ -106,6 +106,11 @@ class GraphedLayers:
         self._counts.update(collectives)
         added_TE, residual_TE = recording.result
         return added_TE[:num_tokens].clone(), residual_TE[:num_tokens].clone()  # the next step may overwrite them
+
+    @property
+    def num_recorded(self) -> int:
+        """See `RecordedLayers`."""
+        return len(self._graphs)
 
     def _choose(self, num_tokens: int, meta: AttentionMeta) -> StepBucket | None:
         """None: the step is not recorded."""

@@ -21,6 +21,8 @@ _HOPPER = 9
 class FlashAttention:
     """One per process; make it with `find`."""
 
+    name = "flash-attention"
+
     def __init__(self) -> None:
         from torch.nn.attention.varlen import varlen_attn  # takes seconds, for which no other process should wait
 

@@ -55,6 +55,8 @@ class FlashInfer:
             and must not write the next plan there before.
     """
 
+    name = "flashinfer"
+
     def __init__(self, library: Any, device: torch.device, copied: torch.cuda.Event | None = None) -> None:
         self._library = library
         self._copied = copied

@@ -68,6 +68,8 @@ class InductorKernels(ReferenceKernels):
     ) -> None:
         _check_tools(device)
         self._inner = inner
+        self.name = f"{inner.name}, compiled"
+        self.attention_backend = inner.attention_backend
         self._cache = (cache or default_cache()) / "torch" / _machine()
         self._compile_piece = compile_piece
         self._tape: Tape | None = None

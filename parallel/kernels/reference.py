@@ -88,6 +88,9 @@ def rotate_then_write(
 class ReferenceKernels:
     """Implements `Kernels`; see there for what each operation means."""
 
+    name = "reference"
+    attention_backend = "torch"
+
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
         """Anywhere."""
         return torch.empty(num_out, num_in, dtype=dtype)

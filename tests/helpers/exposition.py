@@ -59,6 +59,7 @@ def _rank() -> RankCollector:
     stats, axis = RankStats(), Axis(size=2)
     axis.counts["all_reduce"] = 1
     stats.axes = {"tensor": axis}
+    stats.info = {"kernels": "cpu", "attention_backend": "torch", "dtype": "float32", "device": "cpu"}
     return RankCollector(stats, loaded_ratio=lambda: 1.0, labels={"model": "m", "replica": "m-0.1", "rank": "0"})
 
 

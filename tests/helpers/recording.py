@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.checkpoint import load_decoder
 from parallel.device.cpu import CpuDevice
-from parallel.errors import RecordingError
+from parallel.errors import DeviceError, RecordingError
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, RunLayers
 from parallel.kernels.cuda_buckets import StepBucket
 from parallel.kernels.cuda_graphs import GraphedLayers, Recording, Result
@@ -51,6 +51,8 @@ class RecordingKernels(ReferenceKernels):
         self._device = device
         self._max_size = max_size
         self._fails_at = fails_at
+        self.is_planned_on_host = False
+        """Attention needs a step's lengths on the host."""
         self.recorded: list[StepBucket] = []
         self._step = StepBucket(0, 0)
         self._counts: Counter[str] = Counter()
@@ -65,6 +67,8 @@ class RecordingKernels(ReferenceKernels):
 
     def _attend(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         if not meta.context_lens_host:
+            if self.is_planned_on_host:
+                raise DeviceError("attention is planned on the host")
             lengths = meta.context_lens.clamp(min=1)  # of what fills up a step, which nobody looks at
             starts = meta.query_starts.tolist()
             meta = replace(meta, context_lens=lengths, context_lens_host=lengths.tolist(), query_starts_host=starts)

@@ -83,11 +83,11 @@ def test_cost_of_a_dense_model_by_hand() -> None:
     cost = ModelCost.of(describe_config(LLAMA, source="test"), torch.bfloat16)
     layer = 8 * 8 + 2 * 4 * 8 + 8 * 8 + 3 * 16 * 8  # q, k and v, output, MLP
     norms = 2 * 2 * 8 + 8
-    assert cost.num_parameters == 2 * layer + norms + 2 * 32 * 8
-    assert cost.always_bytes == 2 * (2 * layer + norms + 32 * 8)
+    assert cost.weights.num_parameters == 2 * layer + norms + 2 * 32 * 8
+    assert cost.weights.always_bytes == 2 * (2 * layer + norms + 32 * 8)
     # 3 tokens in, 2 out: the prompt reads 3 keys and the next token 4, in 2 layers of 16 bytes a token
     work = Work(step_tokens=(3, 1), requests=(usage(3, 2),))
-    assert cost.bytes_read(work) == 2 * cost.always_bytes + 2 * (3 + 4) * 16
+    assert cost.bytes_read(work) == 2 * cost.weights.always_bytes + 2 * (3 + 4) * 16
     # 4 tokens through the layers, 2 through the head; they see 1 + 2 + 3 + 4
     assert cost.flops(work) == 4 * 2 * 2 * layer + 2 * 2 * 32 * 8 + 2 * 10 * 4 * 8
 
@@ -97,8 +97,10 @@ def test_matrices_in_8_bits_are_read_as_such() -> None:
         ModelCost.of(describe_config(LLAMA, source="test"), torch.bfloat16, int8_linears=int8_linears)
         for int8_linears in (True, False)
     )
-    assert cost.always_bytes == plain.always_bytes - (plain.matrix_elements + plain.head_elements)
-    assert cost.num_parameters == plain.num_parameters
+    assert cost.weights.always_bytes == plain.weights.always_bytes - (
+        plain.weights.matrix_elements + plain.weights.head_elements
+    )
+    assert cost.weights.num_parameters == plain.weights.num_parameters
 
 
 def test_a_cache_in_8_bits_is_read_as_such() -> None:
@@ -110,7 +112,7 @@ def test_cached_tokens_are_read_and_not_computed() -> None:
     cost = ModelCost.of(describe_config(LLAMA, source="test"), torch.bfloat16)
     whole, cached = (Work(step_tokens=(1,), requests=(usage(6, 1, cached=n),)) for n in (0, 4))
     assert cost.bytes_read(whole) == cost.bytes_read(cached)
-    layers = cost.matrix_elements
+    layers = cost.weights.matrix_elements
     assert cost.flops(whole) - cost.flops(cached) == 4 * 2 * layers + 2 * (1 + 2 + 3 + 4) * cost.attention_flops
 
 
@@ -119,8 +121,8 @@ def test_tied_head_is_read_as_a_head() -> None:
         ModelCost.of(describe_config({**LLAMA, "tie_word_embeddings": is_tied}, source="test"), torch.float32)
         for is_tied in (True, False)
     )
-    assert tied.always_bytes == untied.always_bytes
-    assert tied.num_parameters == untied.num_parameters - 32 * 8
+    assert tied.weights.always_bytes == untied.weights.always_bytes
+    assert tied.weights.num_parameters == untied.weights.num_parameters - 32 * 8
 
 
 def test_window_bounds_what_a_token_sees() -> None:
@@ -129,20 +131,20 @@ def test_window_bounds_what_a_token_sees() -> None:
     assert cost.windows == (4, 4)
     # the prompt reads 6, tokens 7 and 8 read 4 each; seen: 1 + 2 + 3 + 4 + 4 + 4 + 4 + 4
     work = Work(step_tokens=(6, 1, 1), requests=(usage(6, 3),))
-    assert cost.bytes_read(work) == 3 * cost.always_bytes + 2 * (6 + 4 + 4) * 16
-    per_token = 8 * 2 * cost.matrix_elements + 3 * 2 * cost.head_elements
+    assert cost.bytes_read(work) == 3 * cost.weights.always_bytes + 2 * (6 + 4 + 4) * 16
+    per_token = 8 * 2 * cost.weights.matrix_elements + 3 * 2 * cost.weights.head_elements
     assert cost.flops(work) == per_token + 2 * 26 * cost.attention_flops
 
 
 def test_experts_count_as_far_as_they_are_chosen(tmp_path: Path) -> None:
     make_model(tmp_path, preset="tiny-moe", sizes={}, dtype="float32", seed=0, tokenizer=None)
     cost = ModelCost.of(describe_model(tmp_path), torch.float32)
-    assert cost.expert_share == 2 / 8
-    assert cost.expert_elements == 4 * 8 * 3 * 96 * 64
+    assert cost.weights.expert_share == 2 / 8
+    assert cost.weights.expert_elements == 4 * 8 * 3 * 96 * 64
     one = Work(step_tokens=(1,), requests=())
     many = Work(step_tokens=(1000,), requests=())
-    assert cost.bytes_read(one) == cost.always_bytes + cost.expert_bytes / 4
-    assert cost.bytes_read(many) == pytest.approx(cost.always_bytes + cost.expert_bytes)
+    assert cost.bytes_read(one) == cost.weights.always_bytes + cost.weights.expert_bytes / 4
+    assert cost.bytes_read(many) == pytest.approx(cost.weights.always_bytes + cost.weights.expert_bytes)
 
 
 def test_no_energy_without_a_gpu() -> None:

@@ -62,7 +62,7 @@ def _usage(num_in: int, num_out: int) -> Usage:
 def test_eight_billion_parameters_are_that_many() -> None:
     preset = {"model_type": "llama", "rms_norm_eps": 1e-5, **PRESETS[GEOMETRIES["llama3-8b"]]}
     cost = ModelCost.of(describe_config(preset, source="test"), torch.bfloat16)
-    assert cost.num_parameters == 8_030_261_248, "as Llama 3 has them"
+    assert cost.weights.num_parameters == 8_030_261_248, "as Llama 3 has them"
 
 
 def test_command_measures_every_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,9 @@ def test_steps_and_collectives_are_told_as_they_are_when_asked() -> None:
             ("weft_rank_busy_seconds_total", ()): 0,
             ("weft_rank_model_busy_seconds_total", ()): 0,
             ("weft_rank_model_idle_seconds_total", ()): 0,
+            ("weft_rank_model_read_bytes_total", ()): 0,
+            ("weft_rank_recorded_steps", ()): 0,
+            ("weft_rank_recording_seconds", ()): 0,
         }
         loaded[0] = 1.0
         axis = Axis(size=2)
@@ -44,12 +47,20 @@ def test_steps_and_collectives_are_told_as_they_are_when_asked() -> None:
         stats.add_step(1.0)
         stats.model_busy_s += 2.5
         stats.model_idle_s += 0.25
+        stats.model_read_bytes += 1e9
+        stats.info = {"kernels": "cuda", "attention_backend": "flashinfer"}
+        stats.num_recorded_steps = 11
+        stats.recording_s = 1.5
         assert scrape(listener) == {
             ("weft_rank_loaded_ratio", ()): 1,
             ("weft_rank_steps_total", ()): 2,
             ("weft_rank_busy_seconds_total", ()): 3,
             ("weft_rank_model_busy_seconds_total", ()): 2.5,
             ("weft_rank_model_idle_seconds_total", ()): 0.25,
+            ("weft_rank_model_read_bytes_total", ()): 1e9,
+            ("weft_rank_info", ("flashinfer", "cuda")): 1,
+            ("weft_rank_recorded_steps", ()): 11,
+            ("weft_rank_recording_seconds", ()): 1.5,
             ("weft_rank_collectives_total", ("tensor", "all_reduce")): 4,
             ("weft_rank_collectives_total", ("tensor", "gather")): 1,
             ("weft_rank_collective_seconds_total", ("tensor",)): 0.5,

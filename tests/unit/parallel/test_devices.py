@@ -81,7 +81,9 @@ def test_unknown_device_is_refused() -> None:
     ],
 )
 def test_kernels_are_selected_by_device_and_name(device: str, name: str, kind: type) -> None:
-    assert type(select_kernels(torch.device(device), torch.float32, name)) is kind
+    kernels = select_kernels(torch.device(device), torch.float32, name)
+    assert type(kernels) is kind
+    assert kernels.name == (device if name == "auto" else name)
 
 
 @pytest.mark.parametrize(

@@ -51,4 +51,6 @@ def test_what_is_not_installed_is_no_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine may have it")
     assert FlashAttention.find(torch.device("cuda")) is None
-    assert CudaKernels(torch.device("cuda"))._library is None
+    kernels = CudaKernels(torch.device("cuda"))
+    assert kernels._library is None
+    assert kernels.attention_backend == ("torch" if kernels._attention is None else "triton")

@@ -131,7 +131,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeFlashInfer:
 def test_where_it_is_installed_it_attends(installed: FakeFlashInfer) -> None:
     meta = make_meta(STEPS[0], block_size=16, num_blocks=60)
     for backend in ("auto", "flashinfer"):
-        CudaKernels(CPU, backend).attention(queries(meta), new_cache(), meta, PLAIN)
+        kernels = CudaKernels(CPU, backend)
+        kernels.attention(queries(meta), new_cache(), meta, PLAIN)
+        assert kernels.attention_backend == "flashinfer"
     assert [decode.num_plans for decode in installed.decodes] == [1, 1]
 
 
@@ -139,6 +141,7 @@ def test_flash_attention_goes_before_it(installed: FakeFlashInfer, monkeypatch: 
     monkeypatch.setattr(FlashAttention, "find", classmethod(lambda cls, device: cls()))
     assert isinstance(CudaKernels(CPU)._library, FlashAttention)
     assert isinstance(CudaKernels(CPU, "flashinfer")._library, FlashInfer)
+    assert CudaKernels(CPU).attention_backend == "flash-attention"
     assert CudaKernels(CPU, "auto")._library is not None
 
 

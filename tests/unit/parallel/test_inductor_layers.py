@@ -174,6 +174,13 @@ def test_steps_too_long_to_compile_run_as_they_are(monkeypatch: pytest.MonkeyPat
     assert same_bits(load(folder, traced(ReferenceKernels(), tmp_path)), load(folder, ReferenceKernels()))
 
 
+def test_kernels_tell_around_which_others_layers_are_compiled(tmp_path: Path) -> None:
+    inner = ReferenceKernels()
+    inner.attention_backend = "its own"
+    kernels = traced(inner, tmp_path)
+    assert (kernels.name, kernels.attention_backend) == ("reference, compiled", "its own")
+
+
 @pytest.mark.parametrize("name", ["auto", "cpu-native"])
 def test_kernels_that_are_compiled_already_are_refused(name: str) -> None:
     with pytest.raises(DeviceError, match=rf"compile with kernels '{name}' on cpu.*allowed: kernels reference or cpu"):

@@ -246,7 +246,9 @@ def test_library_is_compiled_once_and_again_when_the_compiler_changes(
 
 
 def test_auto_takes_them_on_a_cpu(operations: dict[torch.dtype, Operations]) -> None:
-    assert isinstance(select_kernels(CPU, torch.bfloat16), NativeCpuKernels)
+    kernels = select_kernels(CPU, torch.bfloat16)
+    assert isinstance(kernels, NativeCpuKernels)
+    assert (kernels.name, kernels.attention_backend) == ("cpu-native", "native")
 
 
 def test_without_a_compiler_auto_falls_back_and_native_is_refused(

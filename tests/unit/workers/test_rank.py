@@ -10,10 +10,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.errors import RecordingError
-from workers.config import EngineConfig, ParallelConfig
+from workers.config import CacheConfig, EngineConfig, ParallelConfig
 from workers.errors import EngineConfigError
 from workers.rank import Rendezvous, _choose_interface, _leave, follow_group, follow_plans, lead_group
+from workers.stats import RankStats
 
 
 def test_rendezvous_listens_on_its_address_only() -> None:
@@ -31,6 +33,19 @@ def test_a_group_of_several_ranks_needs_a_rendezvous() -> None:
     config = EngineConfig(model="anything", parallel=ParallelConfig(tensor_parallel=2))
     with pytest.raises(EngineConfigError, match="a group of 2 ranks needs a rendezvous"):
         lead_group(config)
+
+
+def test_a_rank_says_what_it_computes_with() -> None:
+    stats = RankStats()
+    config = EngineConfig(
+        model=str(PACKAGED[DEFAULT_MODEL]),
+        device="cpu",
+        dtype="bfloat16",
+        kernels="cpu",
+        cache=CacheConfig(num_blocks=8),
+    )
+    lead_group(config, stats=stats).close()
+    assert stats.info == {"kernels": "cpu", "attention_backend": "torch", "dtype": "bfloat16", "device": "cpu"}
 
 
 def interfaces() -> dict[str, str]:

@@ -41,6 +41,8 @@ def test_every_step_that_can_come_is_recorded_before_the_first_request(model: Pa
     recorded = kernels.recorded.copy()
     assert recorded == [*PIECES, *[StepBucket(size, context) for context in (2048, 512) for size in (8, 4, 2, 1)]]
     assert (stats.num_steps, stats.model_busy_s) == (0, 0.0), "these steps are nobody's"
+    assert stats.num_recorded_steps == len(recorded)
+    assert stats.recording_s > 0
 
     sampling, number = SamplingParams(temperature=0.0), 0
     for num_seqs in (1, 3, 5):
@@ -79,10 +81,20 @@ def test_memory_of_all_graphs_is_estimated_from_the_two_largest_of_each_kind(mod
     assert len(kernels.recorded) == 4 + 3 + 8, "those of the small cache are of no use to the real one"
 
 
+def test_steps_that_could_not_be_recorded_are_not_counted(model: Path) -> None:
+    """Attention that is planned on the host cannot be recorded in whole steps."""
+    runner, kernels, stats = make_runner(model, max_num_seqs=5)
+    kernels.is_planned_on_host = True
+    runner.allocate(200)
+    assert stats.num_recorded_steps == len(PIECES)
+
+
 def test_without_graphs_there_is_nothing_to_measure(model: Path) -> None:
-    runner, kernels, _ = make_runner(model, max_size=0)
+    runner, kernels, stats = make_runner(model, max_size=0)
     assert runner._measure_graph_bytes() == 0
     assert kernels.recorded == []
+    runner.allocate(200)
+    assert (stats.num_recorded_steps, stats.recording_s) == (0, 0.0)
 
 
 def test_dropped_recordings_are_gone_at_once(model: Path) -> None:

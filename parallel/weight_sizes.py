@@ -1,0 +1,79 @@
+"""How large the weights of one rank are, and the least of them that a step reads. Pure arithmetic over parameters.
+
+Weights are read once a step, the embedding's rows not counted; of experts, those that so many tokens choose when all
+are equally likely.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from parallel.description import DecoderDescription
+from parallel.shard import ShardedParameter
+
+_SPECIAL = ("embedding.weight", "positions.weight", "head.weight")
+"""Rows are looked up in the first two; the head, or the first in its place, is read whole."""
+_NEVER_INT8 = (".experts.", ".router.", ".shared_gate.", ".k_up.", ".v_up.")
+"""Matrices that stay in the dtype of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSizes:
+    """The weights of one rank in one dtype."""
+
+    num_parameters: int
+    always_bytes: int
+    """Of weights that every step reads."""
+    expert_bytes: int
+    matrix_elements: int
+    """Of weights that every token is multiplied with."""
+    expert_elements: int
+    head_elements: int
+    """Of the head, which only sampled tokens pass; 0 where the rank has none."""
+    expert_share: float
+    """Experts of each token, over all of them."""
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Iterable[ShardedParameter],
+        description: DecoderDescription,
+        dtype: torch.dtype,
+        *,
+        has_head: bool,
+        int8_linears: bool,
+    ) -> "WeightSizes":
+        """Counted from the parameters of a rank of this model; `has_head`: it is on the last stage."""
+        body, experts, others = Counter[bool](), Counter[bool](), Counter[str]()  # elements; bools: of a matrix
+        num_linear = 0
+        for parameter in parameters:
+            source, is_matrix = parameter.pieces[0].source, parameter.tensor.dim() > 1
+            size = parameter.tensor.numel()
+            if source in _SPECIAL:
+                others[source] += size
+            else:
+                (experts if ".experts." in source else body)[is_matrix] += size
+                if is_matrix and not any(part in source for part in _NEVER_INT8):
+                    num_linear += size
+        head = others["embedding.weight" if description.tie_embeddings else "head.weight"] if has_head else 0
+        linear_bytes = 1 if int8_linears else dtype.itemsize
+        moe = description.moe
+        return cls(
+            num_parameters=body.total() + experts.total() + others.total(),
+            always_bytes=(body.total() - num_linear) * dtype.itemsize + (num_linear + head) * linear_bytes,
+            expert_bytes=experts.total() * dtype.itemsize,
+            matrix_elements=body[True],
+            expert_elements=experts[True],
+            head_elements=head,
+            expert_share=0.0 if moe is None else moe.num_chosen / moe.num_experts,
+        )
+
+    def bytes_read(self, num_tokens: int) -> float:
+        """The least that a step of so many tokens reads of them."""
+        return self.always_bytes + self.expert_bytes_read(num_tokens)
+
+    def expert_bytes_read(self, num_tokens: int) -> float:
+        """Of these, what is read of experts."""
+        return self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)

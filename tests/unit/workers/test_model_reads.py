@@ -1,0 +1,131 @@
+"""What a rank's model reads in a step: as bench/load/model_cost.py has it of a run, and as its part of the model."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.load.model_cost import ModelCost, Work
+from bench.load.records import Usage
+from parallel.decoder import Decoder
+from parallel.families.registry import describe_config, describe_model
+from parallel.kernels.reference import ReferenceKernels
+from parallel.mesh import Axis, Mesh
+from parallel.random_model import write_random_model
+from workers.config import CacheConfig, EngineConfig
+from workers.executor import Executor
+from workers.inputs import InputBuilder
+from workers.model_reads import ModelReads
+from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers.rank import lead_group
+from workers.request import SamplingParams
+from workers.stats import RankStats
+
+CONFIG = {
+    "model_type": "mistral",
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 16,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+KEY_BYTES = 2 * 2 * 4 * 4
+"""Of one token in one layer: keys and values of two heads of four, float32."""
+
+
+def make_decoder(config: dict[str, Any], mesh: Mesh | None = None, *, expert_parallel: bool = False) -> Decoder:
+    """Of no weights."""
+    return Decoder(
+        describe_config({**CONFIG, **config}, source="test"),
+        mesh=mesh or Mesh.single(),
+        device=torch.device("meta"),
+        dtype=torch.float32,
+        kernels=ReferenceKernels(),
+        expert_parallel=expert_parallel,
+    )
+
+
+def run(executor: Executor, plan: StepPlan) -> None:
+    executor.submit(plan)
+    executor.collect()
+
+
+def step_bytes(decoder: Decoder, *shares: tuple[int, int]) -> float:
+    """Of a step of new sequences: (start, tokens) of each."""
+    builder = InputBuilder(num_slots=len(shares), max_context=64, block_size=16, device=torch.device("cpu"))
+    new = [NewSequence(i, [0] * 64, 64, SamplingParams(), []) for i in range(len(shares))]
+    scheduled = [ScheduledSequence(i, start, num, [], [], True) for i, (start, num) in enumerate(shares)]
+    return ModelReads(decoder).step_bytes(builder.build(StepPlan(0, [], new, scheduled)).metas[0])
+
+
+@pytest.mark.parametrize("config", [{}, {"sliding_window": 4}, EXPERTS], ids=["dense", "window", "experts"])
+def test_a_run_counts_what_the_benchmark_says_of_it(config: dict[str, Any], tmp_path: Path) -> None:
+    write_random_model(tmp_path, {**CONFIG, **config}, 0, torch.float32)
+    stats, sampling = RankStats(), SamplingParams(temperature=0.0)
+    executor = lead_group(
+        EngineConfig(model=str(tmp_path), dtype="float32", cache=CacheConfig(num_blocks=8)), stats=stats
+    )
+    try:
+        prompt = NewSequence(0, [5, 6, 7, 8, 9, 10], 6, sampling, [])
+        run(executor, StepPlan(0, [], [prompt], [ScheduledSequence(0, 0, 6, [], [0], True)]))
+        for number, start in ((1, 6), (2, 7)):
+            run(executor, StepPlan(number, [], [], [ScheduledSequence(0, start, 1, [5], [], True)]))
+    finally:
+        executor.close()
+    cost = ModelCost.of(describe_model(tmp_path), torch.float32)
+    usage = Usage(prompt_tokens=6, cached_tokens=0, completion_tokens=3)
+    assert stats.model_read_bytes == pytest.approx(cost.bytes_read(Work(step_tokens=(6, 1, 1), requests=(usage,))))
+    assert stats.model_busy_s > 0
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_seen"),
+    [
+        ([(2, 1)], 3),
+        ([(9, 1), (3, 1)], 4 + 4),
+        ([(0, 9)], 9),
+        ([(20, 3)], 6),  # the first of them sees 3 tokens before it
+        ([(9, 1), (1, 1), (20, 3), (1, 2)], 4 + 2 + 6 + 3),
+    ],
+)
+def test_a_window_bounds_the_keys_that_are_read(shares: list[tuple[int, int]], num_seen: int) -> None:
+    decoder = make_decoder({"sliding_window": 4})
+    assert step_bytes(decoder, *shares) == decoder.weight_sizes.always_bytes + 2 * num_seen * KEY_BYTES
+
+
+def test_a_chunk_reads_its_context_once() -> None:
+    decoder = make_decoder({})
+    assert step_bytes(decoder, (20, 3), (7, 1)) == decoder.weight_sizes.always_bytes + 2 * (23 + 8) * KEY_BYTES
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(("num_tensor", "num_stages"), product((1, 2), (1, 2)))
+def test_ranks_read_the_model_together(num_tensor: int, num_stages: int, is_tied: bool) -> None:
+    """Norms are read by every tensor-parallel rank, everything else by one."""
+    config = {"tie_word_embeddings": is_tied}
+    norms = 4 * (2 * 2 * 8 + 8)
+    ranks = product(range(num_tensor), range(num_stages))
+    meshes = [Mesh(tp=Axis(size=num_tensor, rank=t), pp=Axis(size=num_stages, rank=s)) for t, s in ranks]
+    together = sum(step_bytes(make_decoder(config, mesh), (20, 3)) for mesh in meshes)
+    assert together == step_bytes(make_decoder(config), (20, 3)) + (num_tensor - 1) * norms
+
+
+def test_ranks_that_share_experts_read_those_that_they_have() -> None:
+    whole = make_decoder(EXPERTS)
+    for expert_parallel in (False, True):
+        mesh = Mesh(tp=Axis(size=2), pp=Axis())
+        half = make_decoder(EXPERTS, mesh, expert_parallel=expert_parallel)
+        assert half.weight_sizes.expert_bytes == whole.weight_sizes.expert_bytes / 2
+        one, many = (step_bytes(half, (0, num)) - num * 2 * KEY_BYTES / 2 for num in (1, 64))
+        assert one == half.weight_sizes.always_bytes + half.weight_sizes.expert_bytes / 2
+        assert many == pytest.approx(half.weight_sizes.always_bytes + half.weight_sizes.expert_bytes)
