@@ -149,7 +149,7 @@ def follow_group(
     try:
         with RankLink(endpoint, rank) as link:  # its last words come before the end of what ranks have in common
             link.report(0, JOIN_TIMEOUT_S)
-            mesh = _join(config, rank, host, store)
+            mesh = join_mesh(config, rank, host, store)
             runner = _load(config, mesh, progress, stats)
             link.report(0, LOAD_TIMEOUT_S)
             num_blocks = link.report(runner.choose_num_blocks(), LOAD_TIMEOUT_S)
@@ -186,7 +186,7 @@ def _lead(
     for rank, endpoint in link.endpoints.items():
         rendezvous.store.set(_endpoint_key(rank), endpoint)
     _meet(link, JOIN_TIMEOUT_S)
-    mesh = _join(config, 0, rendezvous.host, rendezvous.store)
+    mesh = join_mesh(config, 0, rendezvous.host, rendezvous.store)
     runner = _load(config, mesh, progress, stats)
     _meet(link, LOAD_TIMEOUT_S)
     num_blocks = runner.choose_num_blocks()
@@ -218,8 +218,11 @@ def _blame(link: LeaderLink, error: Exception) -> Exception:
     return explain(link, error)
 
 
-def _join(config: EngineConfig, rank: int, host: str, store: TCPStore) -> Mesh:
-    """Enter torch.distributed with every other rank, and share this machine's cores with those on it."""
+def join_mesh(config: EngineConfig, rank: int, host: str, store: TCPStore) -> Mesh:
+    """Enter torch.distributed with every other rank, and share this machine's cores with those on it.
+
+    All ranks call it, with the store of one Rendezvous and its host.
+    """
     _choose_interface(host)
     world_size = config.parallel.world_size
     device = select_device(config.device, _local_rank(rank))

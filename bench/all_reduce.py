@@ -1,0 +1,268 @@
+"""What an all-reduce of a small tensor costs, as the layers of a tensor-parallel group call it.
+
+python -m bench.all_reduce [--ranks 2,4] [--sizes 4,16,64,256,1024] [--device auto] [--dtype bfloat16] [--rounds 10]
+
+The ranks are processes of this machine and meet as those of a group do. All call the same all-reduces one after the
+other, with nothing in between; rank 0 measures. Every way has its turn in each round, after one that is not counted.
+
+    CPU     Unix sockets        Weft's own exchange (parallel/local_exchange.py), which takes up to 128 KB
+            gloo                what is larger, and here all sizes
+    CUDA    NCCL, eager         each call is queued by the host, as in a step that is not recorded
+            NCCL, recorded      many in a CUDA graph; a value is the mean over a replay, and p99 is that of replays
+
+A rank sends and receives at least 2 (n - 1) / n of a tensor's bytes when n ranks add it up, and "bus GB/s" counts
+those: it compares with what a link can do, whatever n. On a GPU this was never run.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from bench.errors import BenchConfigError
+from bench.load.report import append_line, check_line_file
+from bench.load.statistics import percentile
+from bench.machine import describe_machine, describe_torch
+from cluster.errors import ClusterError
+from parallel.collectives import all_reduce
+from parallel.device.base import Device
+from parallel.device.select import NAMES, select_device
+from parallel.dtypes import DTYPES
+from parallel.errors import CollectiveError, DeviceError, RecordingError
+from parallel.kernels.cuda_graphs import CudaGraphs, Result
+from parallel.kernels.cuda_pieces import Cut, call_at_once
+from parallel.local_exchange import MAX_BYTES
+from parallel.mesh import Axis
+from workers.config import EngineConfig, ParallelConfig
+from workers.rank import JOIN_TIMEOUT_S, Rendezvous, join_mesh
+
+_NUM_CALLS = 100
+"""Of one way in one round, and in one graph."""
+_END_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    ranks: tuple[int, ...]
+    """Sizes of groups."""
+    sizes_kb: tuple[int, ...]
+    """Of the tensors, in units of 1,024 bytes."""
+    device: str
+    dtype: str
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, default=0) < 2:
+            raise BenchConfigError(f"--ranks is {_joined(self.ranks)}; allowed: at least 2 each")
+        if min(self.sizes_kb, default=0) < 1:
+            raise BenchConfigError(f"--sizes is {_joined(self.sizes_kb)}; allowed: at least 1 (KB) each")
+        if self.rounds < 1:
+            raise BenchConfigError(f"--rounds is {self.rounds}; allowed: at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What all-reduces of one size took, in one way."""
+
+    ranks: int
+    num_bytes: int
+    """Of the tensor that each rank has."""
+    way: str
+    median_us: float
+    p99_us: float
+
+    @classmethod
+    def of(cls, times_s: Sequence[float], *, ranks: int, num_bytes: int, way: str) -> "Timing":
+        """From the time of each; there is at least one."""
+        times_us = sorted(1e6 * time_s for time_s in times_s)
+        median_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
+        return cls(ranks=ranks, num_bytes=num_bytes, way=way, median_us=median_us, p99_us=p99_us)
+
+    @property
+    def algorithm_gb_per_s(self) -> float:
+        """The tensor's bytes in the median time."""
+        return self.num_bytes / self.median_us / 1e3
+
+    @property
+    def bus_gb_per_s(self) -> float:
+        """What each rank at least sends, and receives, in the median time."""
+        return self.algorithm_gb_per_s * 2 * (self.ranks - 1) / self.ranks
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table and one line of JSON."""
+    args = _parse(arguments)
+    try:
+        options = _options(args)
+        if args.json is not None:
+            check_line_file(args.json)
+        device = select_device(options.device)
+        if device.works_by_itself:
+            check_gpus(options.ranks, torch.cuda.device_count())
+        timings = [timing for num_ranks in options.ranks for timing in measure_group(options, num_ranks)]
+        _print(timings)
+        rows = [
+            {**asdict(each), "algorithm_gb_per_s": each.algorithm_gb_per_s, "bus_gb_per_s": each.bus_gb_per_s}
+            for each in timings
+        ]
+        settings = {**asdict(options), "device": device.torch_device.type}
+        line = {"benchmark": "all_reduce", "settings": settings, "rows": rows}
+        text = json.dumps({**line, **describe_machine(), **describe_torch()})
+        print(text)
+        if args.json is not None:
+            append_line(text, args.json)
+    except (ClusterError, CollectiveError, DeviceError, RecordingError) as error:
+        sys.exit(f"error: {error}")
+
+
+def check_gpus(ranks: Sequence[int], num_gpus: int) -> None:
+    """Raises BenchConfigError for a group with more ranks than GPUs: NCCL gives no two ranks the same."""
+    if max(ranks) > num_gpus:
+        raise BenchConfigError(
+            f"--ranks is {_joined(ranks)}, and each rank needs a GPU of its own; this process sees {num_gpus}; "
+            "allowed: fewer ranks, or --device cpu"
+        )
+
+
+def measure_group(options: Options, num_ranks: int) -> list[Timing]:
+    """Start the other ranks as processes, and be rank 0 of the group.
+
+    Raises CollectiveError when another rank is gone.
+    """
+    rendezvous = Rendezvous.open()
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    for rank in range(1, num_ranks):
+        arguments = (options, num_ranks, rank, rendezvous.host, rendezvous.port)
+        processes.append(context.Process(target=_follow, args=arguments, daemon=True))
+        processes[-1].start()
+    try:
+        timings = _take_part(options, num_ranks, 0, rendezvous.host, rendezvous.store)
+    except BaseException:
+        for process in processes:
+            process.terminate()
+        raise
+    for process in processes:
+        process.join(_END_TIMEOUT_S)
+    return timings
+
+
+def _follow(options: Options, num_ranks: int, rank: int, host: str, port: int) -> None:
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+    _take_part(options, num_ranks, rank, host, store)
+
+
+def _take_part(options: Options, num_ranks: int, rank: int, host: str, store: TCPStore) -> list[Timing]:
+    parallel = ParallelConfig(tensor_parallel=num_ranks)
+    config = EngineConfig(model="", device=options.device, parallel=parallel)  # no model is loaded
+    axis = join_mesh(config, rank, host, store).tp
+    device = select_device(options.device, rank)
+    timings = [_measure_size(axis, device, size_kb << 10, options) for size_kb in options.sizes_kb]
+    dist.destroy_process_group()
+    return [timing for ways in timings for timing in ways]
+
+
+@torch.inference_mode()
+def _measure_size(axis: Axis, device: Device, num_bytes: int, options: Options) -> list[Timing]:
+    """All ways, in turns."""
+    dtype = DTYPES[options.dtype]
+    x = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device.torch_device)  # as is every sum
+    ways = _ways(x, axis, device)
+    times_s: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(options.rounds + 1):
+        for way, measure in ways.items():
+            round_s = measure()
+            if number:
+                times_s[way] += round_s
+    return [Timing.of(each_s, ranks=axis.size, num_bytes=num_bytes, way=way) for way, each_s in times_s.items()]
+
+
+def _ways(x: Tensor, axis: Axis, device: Device) -> dict[str, Callable[[], list[float]]]:
+    """What measures a round, by the way's name: seconds of an all-reduce, many times."""
+    eager = partial(all_reduce, x, axis)
+    if device.works_by_itself:
+        replay = partial(_time_each, device, _record(x, axis), _NUM_CALLS)
+        return {"NCCL, eager": partial(_time_each, device, eager), "NCCL, recorded": replay}
+    gloo = partial(_time_each, device, partial(all_reduce, x, replace(axis, local=None)))
+    if axis.local is None or x.nbytes > MAX_BYTES:
+        return {"gloo": gloo}
+    return {"Unix sockets": partial(_time_each, device, eager), "gloo": gloo}
+
+
+def _record(x: Tensor, axis: Axis) -> Callable[[], object]:
+    """What replays many all-reduces."""
+
+    def run(cut: Cut = call_at_once) -> Result:
+        for _ in range(_NUM_CALLS):
+            all_reduce(x, axis)
+        return x, x
+
+    return CudaGraphs().record(run, None).replay
+
+
+def _time_each(device: Device, call: Callable[[], object], num_in_call: int = 1) -> list[float]:
+    """Seconds of an all-reduce in each of many calls that follow each other."""
+    marks = [device.mark()]
+    for _ in range(_NUM_CALLS):
+        call()
+        marks.append(device.mark())
+    device.synchronize()
+    times_s = (later.seconds_since(earlier) for earlier, later in pairwise(marks))
+    return [time_s / num_in_call for time_s in times_s if time_s is not None]  # all: the device has come to each mark
+
+
+def _print(timings: Sequence[Timing]) -> None:
+    table = Table("ranks", "KB", "way", "median us", "p99 us", "algorithm GB/s", "bus GB/s")
+    for each in timings:
+        times = f"{each.median_us:.1f}", f"{each.p99_us:.1f}"
+        rates = f"{each.algorithm_gb_per_s:.3f}", f"{each.bus_gb_per_s:.3f}"
+        table.add_row(str(each.ranks), str(each.num_bytes >> 10), each.way, *times, *rates)
+    Console(width=100).print(table)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.all_reduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", default="2,4", help="sizes of groups (%(default)s)")
+    parser.add_argument("--sizes", default="4,16,64,256,1024", help="of the tensor, in KB (%(default)s)")
+    parser.add_argument("--device", choices=NAMES, default="auto", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=[*DTYPES], default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help=f"of {_NUM_CALLS} calls each way (%(default)s)")
+    parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
+    return parser.parse_args(arguments)
+
+
+def _options(args: argparse.Namespace) -> Options:
+    ranks, sizes_kb = _numbers("--ranks", args.ranks), _numbers("--sizes", args.sizes)
+    return Options(ranks=ranks, sizes_kb=sizes_kb, device=args.device, dtype=args.dtype, rounds=args.rounds)
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise BenchConfigError(f"{flag} is {text!r}; allowed: whole numbers with commas between") from None
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+if __name__ == "__main__":
+    main()

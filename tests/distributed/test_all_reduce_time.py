@@ -1,0 +1,23 @@
+"""`python -m bench.all_reduce` on two ranks: each size in the ways that the engine may take it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_command_measures_every_way_of_each_size(tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    arguments = ["--ranks", "2", "--sizes", "128,129", "--device", "cpu", "--rounds", "1", "--json", str(lines)]
+    command = [sys.executable, "-m", "bench.all_reduce", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line == json.loads(lines.read_text())
+    assert [(row["num_bytes"], row["way"]) for row in line["rows"]] == [
+        (128 << 10, "Unix sockets"),
+        (128 << 10, "gloo"),
+        (129 << 10, "gloo"),
+    ]
+    assert all(0 < row["median_us"] <= row["p99_us"] for row in line["rows"])
