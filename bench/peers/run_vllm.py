@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import vllm
 
 from bench.peers.w8a8_checkpoint import write_w8a8_checkpoint
@@ -22,6 +23,8 @@ class Vllm:
             model = str(cached(setup.cache, "w8a8", lambda path: write_w8a8_checkpoint(Path(setup.model), path)))
             dtype = "bfloat16"
         self._dtype = "int8 weights and activations, bfloat16 head" if setup.dtype == "int8" else dtype
+        if not torch.cpu._init_amx():  # it asks the CPU alone, where the system may refuse
+            torch.cpu._is_amx_tile_supported = lambda: False
         cores = sorted(os.sched_getaffinity(0))[: setup.num_threads]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))  # it has no other way to say so
         self._engine = _API.LLM(
