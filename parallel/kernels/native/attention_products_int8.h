@@ -296,8 +296,8 @@ template <class Numbers, class Finish>
 void multiply_two_parts(const LeftVectors& high, const LeftVectors& low, const RightVectors& right, int num_steps, const Finish& finish) {
     alignas(64) int32_t parts[2][MOST_VECTOR_ROWS * PANEL];
     for_each_part(high.num_rows, [&](int row, int count) {
-        multiply_vectors<Numbers, false>(parts[0], PANEL, {high.row(row), high.row_stride, STEP, count}, right, nullptr, num_steps);
-        multiply_vectors<Numbers, false>(parts[1], PANEL, {low.row(row), low.row_stride, STEP, count}, right, nullptr, num_steps);
+        multiply_vectors<Numbers>(parts[0], PANEL, {high.row(row), high.row_stride, STEP, count}, right, Close{}, num_steps);
+        multiply_vectors<Numbers>(parts[1], PANEL, {low.row(row), low.row_stride, STEP, count}, right, Close{}, num_steps);
         for (int i = 0; i < count; i++)
             for (int side = 0; side < 2; side++) {
                 const int place = i * PANEL + side * LANES;

@@ -134,6 +134,21 @@ class Writer {
     T* to_ = nullptr;
 };
 
+// Asks for a panel, or a part of it, in the second-level cache: some lines each time, so that `num_asks` get them all.
+class Ahead {
+  public:
+    Ahead(const char* from, int num_steps, int num_asks)
+        : next_(from), end_(next_ + num_steps * STEP_BYTES), lines_(int(divide_up(num_steps * STEP_BYTES / 64, num_asks))) {}
+
+    void ask() {
+        for (int line = 0; line < lines_ && next_ < end_; line++, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
+    }
+
+  private:
+    const char *next_, *const end_;
+    const int lines_;  // each time
+};
+
 #ifdef WEFT_HAS_AMX
 
 // Up to 32 rows, in two tiles. Strides in bytes.
@@ -210,21 +225,6 @@ void multiply_few_rows(const Target<typename Product::Value>& out, int row, cons
     }
     writer.write(ROWS);
 }
-
-// Asks for a panel in the second-level cache, some lines with each step of another.
-class Ahead {
-  public:
-    Ahead(const void* panel, int num_steps, int num_blocks)
-        : next_(static_cast<const char*>(panel)), end_(next_ + num_steps * STEP_BYTES), lines_((32 + num_blocks - 1) / num_blocks) {}
-
-    void ask() {
-        for (int line = 0; line < lines_ && next_ < end_; line++, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
-    }
-
-  private:
-    const char *next_, *const end_;
-    const int lines_;  // a step
-};
 
 // A tile that streams by does not enter the first-level cache, nor, from farther away, the second-level one. The
 // intrinsics want the tile's number as it is written.
@@ -313,7 +313,7 @@ void multiply_panel(const LeftBlocks& left, const Product& product, PanelPart pa
     const int num_steps = product.num_steps(), pace = (ROWS + part.count - 1) / part.count;
     const char* values = product.panel(part.panel) + part.first * STEP_BYTES;
     const bool is_whole = part.first + part.count == num_steps;
-    Ahead ahead(part.next, part.count, (left.num_rows + ROWS - 1) / ROWS);
+    Ahead ahead(part.next, part.count, part.count * int(divide_up(left.num_rows, ROWS)));
     for (int row = 0; row < left.num_rows; row += ROWS) {
         auto* to = totals ? totals + row * PANEL : sums[row / ROWS % 2];
         const char* from = left.values + (row / ROWS * int64_t(num_steps) + part.first) * STEP_BYTES;

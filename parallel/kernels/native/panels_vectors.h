@@ -32,19 +32,34 @@ struct RightVectors {
     int64_t second = STEP_BYTES / 2, step_stride = STEP_BYTES;  // as in a panel
 };
 
-// NUM_ROWS rows times 32 outputs: the sums [rows][PANEL]. IS_FAR: these are a panel that comes from farther away than the first-level
-// cache, and `following` after it.
-template <class Numbers, int NUM_ROWS, bool IS_FAR>
+// A panel that comes from farther away than the first-level cache, and what is asked for while it passes.
+struct Far {
+    const char* following;  // passes after it
+    Ahead* ahead;
+
+    static constexpr bool IS_FAR = true;
+    void ask() const { ahead->ask(); }
+};
+
+struct Close {
+    static constexpr const char* following = nullptr;
+    static constexpr bool IS_FAR = false;
+    void ask() const {}
+};
+
+// NUM_ROWS rows times 32 outputs: the sums [rows][PANEL].
+template <class Numbers, int NUM_ROWS, class Place>
 void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left,
-                              const RightVectors& right, const char* following, int num_steps) {
+                              const RightVectors& right, const Place& place, int num_steps) {
     typename Numbers::Vector totals[NUM_ROWS][2] = {};
     const char *row = left.first, *values = right.first;
     const int64_t row_stride = left.row_stride, to_second = right.second;
     for (int step = 0; step < num_steps; step++, values += right.step_stride, row += left.step_stride) {
         const int later = step + PREFETCH - num_steps;
-        const char* ahead = later < 0 ? values + PREFETCH * STEP_BYTES : following + later * STEP_BYTES;
+        const char* ahead = later < 0 ? values + PREFETCH * STEP_BYTES : place.following + later * STEP_BYTES;
         for (int run = 0; run < 16; run++) {
-            if (IS_FAR) {  // the hardware looks less far ahead than memory is slow
+            place.ask();
+            if (Place::IS_FAR) {  // the hardware looks less far ahead than memory is slow
                 _mm_prefetch(ahead + run * 64, _MM_HINT_T0);
                 _mm_prefetch(ahead + run * 64 + STEP_BYTES / 2, _MM_HINT_T0);
             }
@@ -68,11 +83,16 @@ void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, 
 }
 
 // The same for 1 to MOST rows, a number that is known when it runs.
-template <class Numbers, bool IS_FAR, int MOST = MOST_VECTOR_ROWS>
+template <class Numbers, int MOST = MOST_VECTOR_ROWS, class Place>
 void multiply_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const RightVectors& right,
-                      const char* following, int num_steps) {
-    if (left.num_rows == MOST) return multiply_so_many_vectors<Numbers, MOST, IS_FAR>(sums, sums_stride, left, right, following, num_steps);
-    if constexpr (MOST > 1) multiply_vectors<Numbers, IS_FAR, MOST - 1>(sums, sums_stride, left, right, following, num_steps);
+                      const Place& place, int num_steps) {
+    if (left.num_rows == MOST) return multiply_so_many_vectors<Numbers, MOST>(sums, sums_stride, left, right, place, num_steps);
+    if constexpr (MOST > 1) multiply_vectors<Numbers, MOST - 1>(sums, sums_stride, left, right, place, num_steps);
+}
+
+// Parts of blocks of rows that `for_each_part` gives.
+inline int num_parts_of(int num_rows) {
+    return num_rows / ROWS * int(divide_up(ROWS, MOST_VECTOR_ROWS)) + int(divide_up(num_rows % ROWS, MOST_VECTOR_ROWS));
 }
 
 // Calls work(first row, rows) for parts of some rows, about equally many in each.
@@ -85,30 +105,36 @@ void for_each_part(int num_rows, const Work& work) {
     }
 }
 
-// Rows times panels [begin, end) of the result. rows(i): LeftVectors of the 32 rows from i on.
+// Rows times panels [begin, end) of the result. rows(i): LeftVectors of the 32 rows from i on. A panel passes once for each part
+// of the rows, and meanwhile the next one comes to the second-level cache, an equal part of it each time.
 template <bool IS_GATED, class Product, class Rows>
 void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int first_row, int num_rows, const Rows& rows,
                               const Product& product, int64_t begin, int64_t end, int64_t following, bool is_streamed) {
     using Numbers = typename Product::Numbers;
     alignas(64) typename Product::Sum sums[MOST_VECTOR_ROWS * PANEL];
     alignas(64) float gates[MOST_VECTOR_ROWS * PANEL];
-    const auto multiply = [&](const LeftVectors& left, int64_t panel, int64_t next) {
-        multiply_vectors<Numbers, true>(sums, PANEL, left, {product.panel(panel)}, product.panel(next), product.num_steps());
-    };
+    const int num_steps = product.num_steps(), num_parts = num_parts_of(num_rows), num_asks = num_steps * 16 * num_parts;
+    const int num_asked = num_parts > 1 ? num_steps : 0;  // what passes once is best asked for as it comes
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
+        Ahead ahead(product.panel(next), num_asked, num_asks), ahead_ups(product.panel(next + ups - panel), num_asked, num_asks);
+        int part = 0;
         for (int block = 0; block < num_rows; block += ROWS)
             for_each_part(std::min(ROWS, num_rows - block), [&](int first, int count) {
+                const auto multiply = [&](const LeftVectors& left, int64_t current, int64_t after, Ahead& meanwhile) {
+                    multiply_vectors<Numbers>(sums, PANEL, left, {product.panel(current)}, Far{product.panel(after), &meanwhile}, num_steps);
+                };
                 LeftVectors left = rows(first_row + block);
                 left.first = left.row(first), left.num_rows = count;
                 const int row = first_row + block + first;
+                const int64_t after = ++part < num_parts ? panel : next;
                 if (IS_GATED) {
-                    multiply(left, panel, ups);
+                    multiply(left, panel, ups, ahead);
                     Writer<Becomes::GATES, Product> writer(product, out, row, gates, false);
                     writer.begin(row, count, panel, panel, sums);
                     writer.write(count);
                 }
-                multiply(left, IS_GATED ? ups : panel, next);
+                multiply(left, IS_GATED ? ups : panel, after, IS_GATED ? ahead_ups : ahead);
                 Writer<IS_GATED ? Becomes::GATED : Becomes::RESULT, Product> writer(product, out, row, gates, is_streamed);
                 writer.begin(row, count, IS_GATED ? ups : panel, panel, sums);
                 writer.write(count);
