@@ -197,14 +197,9 @@ def _attend(
     if IS_PREFILL:
         first_query = (tile - (query_start - num_decodes) // TILE_Q - (seq - num_decodes)) * TILE_Q
     position = context_len - num_queries + first_query  # of the first query of the tile
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(position - window + 1, 0)
-    end = tl.minimum(position + TILE_Q, context_len)
-    if not IS_PREFILL:
-        part_begin = (begin // partition_size + part) * partition_size
-        begin = tl.maximum(begin, part_begin)
-        end = tl.minimum(end, part_begin + partition_size)
+    begin, end = _find_span(
+        position, context_len, window, partition_size, part, TILE_Q=TILE_Q, IS_PREFILL=IS_PREFILL, HAS_WINDOW=HAS_WINDOW
+    )
     if (first_query < num_queries) & (begin < end):
         row = tl.arange(0, TILE_Q * GROUP)
         query = first_query + row // GROUP
@@ -246,22 +241,14 @@ def _attend(
                 scores += tl.load(
                     bias + head[:, None] * bias_stride + key[None, :], mask=is_row[:, None] & is_key[None, :], other=0.0
                 )
-            is_seen = is_key[None, :] & (key[None, :] <= row_position[:, None])
-            if HAS_WINDOW:
-                is_seen &= key[None, :] > row_position[:, None] - window
-            scores = tl.where(is_seen, scores, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row may have seen no key yet
-            weights = tl.exp(scores - finite[:, None])
-            shrink = tl.exp(largest - finite)
-            total = total * shrink + tl.sum(weights, 1)
+            scores = _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW=HAS_WINDOW)
+            weights, shrink, total, largest = _soften(scores, total, largest)
             v_tile = tl.load(
                 values + (block * v_block_stride + slot * v_slot_stride)[:, None] + dim[None, :],
                 mask=is_key[:, None] & is_dim[None, :],
                 other=0.0,
             )
             mean = tl.dot(weights.to(v_tile.dtype), v_tile, mean * shrink[:, None], input_precision="ieee")
-            largest = new_largest
         mean = mean / total[:, None]
         if IS_PARTIAL:
             place = (seq.to(tl.int64) * num_heads + head) * tl.num_programs(2) + part
@@ -273,6 +260,48 @@ def _attend(
             mean.to(out.dtype.element_ty),
             mask=is_row[:, None] & is_dim[None, :],
         )
+
+
+@triton.jit
+def _find_span(
+    position,
+    context_len,
+    window,
+    partition_size,
+    part,
+    TILE_Q: tl.constexpr,
+    IS_PREFILL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """The keys [begin, end) that a tile whose first query is at `position` looks at, of its partition only."""
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(position - window + 1, 0)
+    end = tl.minimum(position + TILE_Q, context_len)
+    if not IS_PREFILL:
+        part_begin = (begin // partition_size + part) * partition_size
+        begin = tl.maximum(begin, part_begin)
+        end = tl.minimum(end, part_begin + partition_size)
+    return begin, end
+
+
+@triton.jit
+def _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW: tl.constexpr):
+    """The scores [rows, keys], minus infinity where the query is before the key, or the key before its window."""
+    is_seen = is_key[None, :] & (key[None, :] <= row_position[:, None])
+    if HAS_WINDOW:
+        is_seen &= key[None, :] > row_position[:, None] - window
+    return tl.where(is_seen, scores, float("-inf"))
+
+
+@triton.jit
+def _soften(scores, total, largest):
+    """A tile's exponentials, what earlier ones shrink by, their sum with it, and the largest score: softmax so far."""
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row may have seen no key yet
+    weights = tl.exp(scores - finite[:, None])
+    shrink = tl.exp(largest - finite)
+    return weights, shrink, total * shrink + tl.sum(weights, 1), new_largest
 
 
 @triton.jit
