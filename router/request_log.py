@@ -5,6 +5,7 @@ import logging
 import msgspec
 
 logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)  # whatever --log-level says of all else: a setting asks for these lines
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from typing import Any
 
 import grpc
@@ -88,7 +87,6 @@ async def ask_in_many_ways(router: RunningRouter, a: FakeReplica) -> None:
 
 
 async def test_goodput_equals_a_recount_from_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.request_log")
     metrics = MetricsConfig(slo_ttft_s=500.0, slo_tpot_s=500.0, log_requests=True)
     async with (
         FakeReplica("a") as a,
@@ -125,7 +123,6 @@ async def test_goodput_equals_a_recount_from_the_log(caplog: pytest.LogCaptureFi
 
 
 async def test_line_tells_whose_request_it_was_and_what_it_cost(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.request_log")
     config = MetricsConfig(log_requests=True)
     async with FakeReplica("a") as a, running_router(router_config(a.address, metrics=config)) as router:
         await router.wait_ready(1)
@@ -139,7 +136,6 @@ async def test_line_tells_whose_request_it_was_and_what_it_cost(caplog: pytest.L
 
 
 async def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.request_log")
     async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
         await router.wait_ready(1)
         await router.generate(text_request("x"))
