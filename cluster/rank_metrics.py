@@ -43,7 +43,26 @@ class RankCollector(Collector):
             "The least that the model had to read in its busy time: weights, keys and values.",
         )
         model_read.add_metric(self._values, self._stats.model_read_bytes)
-        return (loaded, steps, busy, model_busy, model_idle, model_read, *self._setup(), *self._collectives())
+        model_flops = self._counter(
+            "weft_rank_model_flops", "The operations that the model had to do in its busy time."
+        )
+        model_flops.add_metric(self._values, self._stats.model_flops)
+        counters = (steps, busy, model_busy, model_idle, model_read, model_flops)
+        return (loaded, *counters, *self._device(), *self._setup(), *self._collectives())
+
+    def _device(self) -> Iterable[Metric]:
+        if (peak_memory_bytes := self._stats.peak_memory_bytes) is not None:
+            peak = GaugeMetricFamily(
+                "weft_rank_peak_memory_bytes",
+                "The most that the rank has held since its start: resident on a CPU, allocated on a GPU.",
+                labels=self._names,
+            )
+            peak.add_metric(self._values, peak_memory_bytes())
+            yield peak
+        if self._stats.energy_j is not None and (energy_j := self._stats.energy_j()) is not None:
+            energy = self._counter("weft_rank_energy_joules", "Of the rank's GPU since its driver was loaded.")
+            energy.add_metric(self._values, energy_j)
+            yield energy
 
     def _setup(self) -> Iterable[Metric]:
         if info := self._stats.info:

@@ -41,7 +41,7 @@ class Observer:
         status = self._client.status()
         addresses = [router.metrics_address for router in status.routers]
         addresses += [group.metrics_address for model in status.models for group in model.groups]
-        pages = zip(addresses, self._pool.map(_fetch, addresses), strict=True)
+        pages = zip(addresses, self._pool.map(fetch_page, addresses), strict=True)
         return Observation(
             time_s=time.monotonic(),
             status=status,
@@ -214,7 +214,8 @@ def _repeat(act: Callable[[], None], interval_s: float, count: int | None) -> No
         count = None if count is None else count - 1
 
 
-def _fetch(address: str) -> Page | None:
+def fetch_page(address: str) -> Page | None:
+    """Return what a metrics page says now; None where it does not answer."""
     if not address:
         return None
     try:

@@ -10,7 +10,7 @@ import sys
 import uvloop
 
 from router.app import BoundAddresses, run_router
-from router.config import LinkConfig, PolicyName, RouterConfig, StaticModel, TraceProtocol, TracingConfig
+from router.config import LinkConfig, MetricsConfig, PolicyName, RouterConfig, StaticModel, TraceProtocol, TracingConfig
 from router.errors import RouterConfigError, RouterError
 from router.tls import INNER_NAME, InnerTls, TlsFiles
 
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace-ratio", type=float, default=1.0, metavar="R", help="part of requests to trace, 0 to 1")
     parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="for requests in flight at the end")
     parser.add_argument("--unready", type=float, default=0.0, metavar="S", help="before: not ready, but still serving")
+    parser.add_argument("--log-requests", action="store_true", help="a line of JSON for each request that ended")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser
 
@@ -102,6 +103,7 @@ def _config(options: argparse.Namespace) -> RouterConfig:
             )
         ),
         policy=options.policy,
+        metrics=MetricsConfig(log_requests=options.log_requests),
         tracing=TracingConfig(
             endpoint=options.trace_endpoint, protocol=options.trace_protocol, sample_ratio=options.trace_ratio
         ),

@@ -37,6 +37,9 @@ class GenerateCall:
     """Empty: the dispatcher makes one."""
     timeout_s: float | None = None
     """Time left to the client's deadline."""
+    target_ttft_s: float | None = None
+    """Within this and the next, the request counts as goodput; None: the model's, or the router's."""
+    target_tpot_s: float | None = None
     tenant: Tenant | None = None
     """Whose API key came with it; None: none is needed."""
     trace_context: TraceContext = ()

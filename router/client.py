@@ -139,7 +139,8 @@ class Client:
         Args:
             prompt: text or token ids; or give `messages`.
             messages: a conversation, for the model's chat template.
-            options: model, timeout_s, priority, cache_salt, request_id, and the fields of weft.v1.SamplingParams.
+            options: model, timeout_s, priority, cache_salt, request_id, target_ttft_s, target_tpot_s, and the fields of
+                weft.v1.SamplingParams.
 
         Raises:
             ClientError: one of its subclasses.

@@ -121,6 +121,10 @@ class Options(Sampling, total=False):
     """Requests with different salts never share cached prefixes."""
     request_id: str
     """For logs; the router makes one when there is none."""
+    target_ttft_s: float
+    """The time to the first token within which the router counts the request as goodput; else the service's own."""
+    target_tpot_s: float
+    """The same for the mean time of each further token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +264,8 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
             priority=options.get("priority", 0),
             cache_salt=options.get("cache_salt", ""),
             request_id=options.get("request_id", ""),
+            target_ttft_s=options.get("target_ttft_s"),
+            target_tpot_s=options.get("target_tpot_s"),
             sampling=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
         )
         if messages is not None:

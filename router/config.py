@@ -138,9 +138,11 @@ class MetricsConfig:
     """What counts as good, and how much is counted apart."""
 
     slo_ttft_s: float = 1.0
-    """Target of the time to the first token; a request that meets both targets gives goodput."""
+    """Target of the time to the first token, where neither request nor model has its own; within both it is goodput."""
     slo_tpot_s: float = 0.1
-    """Target of the mean time of each further token."""
+    """Target of the mean time of each further token, likewise."""
+    log_requests: bool = False
+    """A line of JSON in the log for each request that ended (request_log.py)."""
     max_tenants: int = 64
     """Cache salts that have series of their own, where no API key tells who asks; all others share one."""
 

@@ -46,6 +46,8 @@ def generate_call(request: pb.GenerateRequest, *, timeout_s: float | None) -> Ge
         cache_salt=request.cache_salt,
         request_id=request.request_id,
         timeout_s=timeout_s,
+        target_ttft_s=request.target_ttft_s if request.HasField("target_ttft_s") else None,
+        target_tpot_s=request.target_tpot_s if request.HasField("target_tpot_s") else None,
     )
 
 
@@ -82,6 +84,9 @@ def check_call(call: GenerateCall) -> None:
         check_chat(call.messages)
     elif not (call.text or call.token_ids):
         raise InvalidRequestError("the prompt is empty; allowed: at least one token", field="prompt")
+    for name, target_s in (("target_ttft_s", call.target_ttft_s), ("target_tpot_s", call.target_tpot_s)):
+        if target_s is not None and not 0 < target_s < math.inf:
+            raise _refused(name, target_s, "a finite number, more than 0")
     check_sampling(call.sampling)
 
 

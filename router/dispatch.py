@@ -55,7 +55,7 @@ class Dispatcher:
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta, None]:
         """Serve one call. Closing the generator, or cancelling the task that reads it, aborts the call everywhere."""
-        meter = self._metrics.request()
+        meter = self._metrics.request(call)
         span = self._tracer.accept("weft.request", call.trace_context)
         deadline_s = _deadline(call.timeout_s)
         outcome = ""
@@ -63,13 +63,13 @@ class Dispatcher:
             route = self._directory.resolve(call.model)
             meter.begin(route)
             span.set(gen_ai__request__model=route.name)
-            meter.tenant = self._metrics.tenants.name(call.tenant, call.cache_salt)
             if call.tenant is not None:
                 call.tenant.admit()
             with self._admission.enter() as place:
                 with span.child("weft.prepare"):
                     request = await _until(deadline_s, self._prepare(call, route, deadline_s))
                 span.set(weft__request_id=request.request_id)
+                meter.request_id = request.request_id
                 meter.num_prompt_tokens = len(request.prompt_token_ids)
                 if call.tenant is not None:
                     call.tenant.spend(len(request.prompt_token_ids))

@@ -13,9 +13,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from router.admission import Admission
+from router.call import GenerateCall
 from router.config import MetricsConfig
+from router.convert import MAX_REQUEST_ID_CHARS
 from router.directory import Directory, ModelRoute
 from router.errors import RouterConfigError
+from router.request_log import RequestRecord, log_request
 from router.tenants import NO_TENANT, TenantNames
 
 _BUCKETS_S = (
@@ -60,7 +63,7 @@ class RouterMetrics:
         self.e2e = self._histogram("e2e_seconds", "From a request's arrival to its end, finished requests only.")
         self.queue = self._histogram("queue_seconds", "From a request's arrival to its place in flight.")
         self.slo_requests = self._counter("slo_requests", "Requests by how they met the targets.", "result")
-        self.good_tokens = self._counter("good_tokens", "Generated tokens of requests that met both targets.")
+        self.goodput_tokens = self._counter("goodput_tokens", "Generated tokens of requests that met both targets.")
         self.tenant_requests = self._counter("tenant_requests", "Requests that ended, by tenant.", "tenant", "outcome")
         self.tenant_prompt_tokens = self._counter("tenant_prompt_tokens", "Prompt tokens, by tenant.", "tenant")
         self.tenant_cached_tokens = self._counter("tenant_cached_tokens", "Those found in caches.", "tenant")
@@ -77,7 +80,7 @@ class RouterMetrics:
             self.slo_requests.labels(model, result)
         for counter in (
             *(self.prompt_tokens, self.generation_tokens, self.predicted_tokens, self.cached_tokens),
-            *(self.failovers, self.retries, self.good_tokens),
+            *(self.failovers, self.retries, self.goodput_tokens),
         ):
             counter.labels(model)
 
@@ -89,9 +92,9 @@ class RouterMetrics:
         """Return a model's targets of TTFT and TPOT."""
         return route.target_ttft_s or self.config.slo_ttft_s, route.target_tpot_s or self.config.slo_tpot_s
 
-    def request(self) -> "RequestMeter":
+    def request(self, call: GenerateCall) -> "RequestMeter":
         """Return the meter of a request that arrives now."""
-        return RequestMeter(self)
+        return RequestMeter(self, call)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"weft_router_{name}", text, ("model", *labels), registry=self.registry)
@@ -103,11 +106,13 @@ class RouterMetrics:
 class RequestMeter:
     """Counts one request from its arrival to its one outcome."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
+    def __init__(self, metrics: RouterMetrics, call: GenerateCall) -> None:
         self._metrics = metrics
+        self._call = call
         self._arrived_s = metrics.clock()
-        self._first_s: float | None = None
-        self._last_s = self._arrived_s
+        self._ttft_s: float | None = None
+        self._first_s = self._last_s = self._arrived_s
+        self.request_id = call.request_id[:MAX_REQUEST_ID_CHARS]
         self.num_tokens = 0
         """That came so far."""
         self._itl: Histogram | None = None
@@ -119,13 +124,17 @@ class RequestMeter:
         """0 until the request is known to be valid."""
         self.num_cached_tokens = 0
         """As its usage tells."""
-        self._targets_s = metrics.config.slo_ttft_s, metrics.config.slo_tpot_s
+        self._target_ttft_s, self._target_tpot_s = metrics.config.slo_ttft_s, metrics.config.slo_tpot_s
         self._demand: ModelRoute | None = None
 
     def begin(self, route: ModelRoute) -> None:
         """Note which model it asks for."""
+        call = self._call
         self.model = route.name
-        self._targets_s = self._metrics.targets_s(route)
+        self.tenant = self._metrics.tenants.name(call.tenant, call.cache_salt)
+        ttft_s, tpot_s = self._metrics.targets_s(route)
+        self._target_ttft_s = ttft_s if call.target_ttft_s is None else call.target_ttft_s
+        self._target_tpot_s = tpot_s if call.target_tpot_s is None else call.target_tpot_s
         if route.num_ready:  # that a first replica came late says nothing about how many there should be
             self._demand = route
 
@@ -142,8 +151,9 @@ class RequestMeter:
         if self._itl is None or self._generation_tokens is None:
             self._itl = self._metrics.itl.labels(self.model)
             self._generation_tokens = self._metrics.generation_tokens.labels(self.model)
-            self._metrics.ttft.labels(self.model).observe(now_s - self._arrived_s)
-            self._metrics.tenant_ttft.labels(self.model, self.tenant).observe(now_s - self._arrived_s)
+            self._ttft_s = now_s - self._arrived_s
+            self._metrics.ttft.labels(self.model).observe(self._ttft_s)
+            self._metrics.tenant_ttft.labels(self.model, self.tenant).observe(self._ttft_s)
             self._first_s = self._last_s = now_s
             gaps -= 1  # before the first token there is no gap
         for _ in range(gaps):
@@ -157,10 +167,11 @@ class RequestMeter:
         metrics = self._metrics
         metrics.requests.labels(self.model, outcome).inc()
         self._count_tenant(outcome)
-        tpot_s = None
-        if self._first_s is not None and self.num_tokens > 1:
-            tpot_s = (self._last_s - self._first_s) / (self.num_tokens - 1)
+        e2e_s = metrics.clock() - self._arrived_s
+        tpot_s = (self._last_s - self._first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
         result = self._result(outcome, tpot_s, is_finished=is_finished)
+        if metrics.config.log_requests:
+            log_request(self._record(outcome, result, tpot_s, e2e_s))
         if result is not None:
             metrics.slo_requests.labels(self.model, result).inc()
         if self._demand is not None and result in _SERVED:
@@ -168,23 +179,39 @@ class RequestMeter:
             self._demand.num_on_time += result == "met"
         if not is_finished:
             return
-        metrics.e2e.labels(self.model).observe(metrics.clock() - self._arrived_s)
+        metrics.e2e.labels(self.model).observe(e2e_s)
         if tpot_s is not None:
             metrics.tpot.labels(self.model).observe(tpot_s)
         if result == "met":
-            metrics.good_tokens.labels(self.model).inc(self.num_tokens)
+            metrics.goodput_tokens.labels(self.model).inc(self.num_tokens)
 
     def _result(self, outcome: str, tpot_s: float | None, *, is_finished: bool) -> str | None:
         """Return how the request did by the targets; None when its client ended it, or never began it well."""
-        ttft_s, tpot_target_s = self._targets_s
-        if self._first_s is None:
+        if self._ttft_s is None:
             if outcome == "deadline_exceeded":
                 return "ttft_missed"
-        elif self._first_s - self._arrived_s > ttft_s:
+        elif self._ttft_s > self._target_ttft_s:
             return "ttft_missed"
         if not is_finished:
             return "failed" if outcome in _FAULTS else None
-        return "tpot_missed" if tpot_s is not None and tpot_s > tpot_target_s else "met"
+        return "tpot_missed" if tpot_s is not None and tpot_s > self._target_tpot_s else "met"
+
+    def _record(self, outcome: str, result: str | None, tpot_s: float | None, e2e_s: float) -> RequestRecord:
+        return RequestRecord(
+            request_id=self.request_id,
+            model=self.model,
+            tenant=self.tenant,
+            outcome=outcome,
+            result=result,
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
+            generation_tokens=self.num_tokens,
+            ttft_s=self._ttft_s,
+            tpot_s=tpot_s,
+            e2e_s=e2e_s,
+            target_ttft_s=self._target_ttft_s,
+            target_tpot_s=self._target_tpot_s,
+        )
 
     def _count_tenant(self, outcome: str) -> None:
         metrics, labels = self._metrics, (self.model, self.tenant)

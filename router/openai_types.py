@@ -77,6 +77,8 @@ class GenerationRequest(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     priority: Int32 | None = None
     cache_salt: str | None = None
+    target_ttft_s: float | None = None
+    target_tpot_s: float | None = None
 
     @property
     def num_choices(self) -> int:
@@ -121,6 +123,8 @@ class GenerationRequest(Struct, kw_only=True):
                     sampling=own,
                     priority=self.priority or 0,
                     cache_salt=self.cache_salt or "",
+                    target_ttft_s=self.target_ttft_s,
+                    target_tpot_s=self.target_tpot_s,
                     request_id=f"{response_id}-{prompt_index * self.num_choices + choice}",
                     **prompt,
                 )

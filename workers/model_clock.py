@@ -13,6 +13,7 @@ class _Call(NamedTuple):
     previous_end: Mark | None
     """Where there was work ever since."""
     read_bytes: float
+    flops: float
 
 
 class ModelClock:
@@ -29,28 +30,30 @@ class ModelClock:
         """The model's call of a step comes next on the device."""
         self._begin = self._device.mark()
 
-    def end(self, *, follows: bool, read_bytes: float) -> None:
+    def end(self, *, follows: bool, read_bytes: float, flops: float) -> None:
         """It is over there.
 
         Args:
             follows: there was work all the time since the end of the call before.
             read_bytes: what the model read in it.
+            flops: the operations that it did in it.
         """
         assert self._begin is not None, "begun"
         end = self._device.mark()
-        self._calls.append(_Call(self._begin, end, self._end if follows else None, read_bytes))
+        self._calls.append(_Call(self._begin, end, self._end if follows else None, read_bytes, flops))
         self._end = end
         self._settle()
 
     def _settle(self) -> None:
         """Count the calls that the device is done with."""
         while self._calls:
-            begin, end, previous_end, read_bytes = self._calls[0]
+            begin, end, previous_end, read_bytes, flops = self._calls[0]
             busy_s = end.seconds_since(begin)
             if busy_s is None:
                 return
             self._calls.popleft()
             self._stats.model_busy_s += busy_s
             self._stats.model_read_bytes += read_bytes
+            self._stats.model_flops += flops
             if previous_end is not None:
                 self._stats.model_idle_s += begin.seconds_since(previous_end) or 0.0

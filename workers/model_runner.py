@@ -12,6 +12,7 @@ import torch
 from parallel.collectives import broadcast
 from parallel.decoder import Decoder
 from parallel.device.base import Device
+from parallel.device.energy import GpuEnergy
 from parallel.kernels.base import LayerCache
 from parallel.kernels.cuda_buckets import StepBucket, largest_pieces, largest_steps
 from parallel.kernels.select import select_sampling
@@ -22,6 +23,7 @@ from workers.host_cache import HostCache, make_host_cache
 from workers.inputs import InputBuilder, StepInputs
 from workers.kv_cache import allocate_planes, block_rows, choose_num_blocks, lay_out_caches, num_host_blocks
 from workers.model_clock import ModelClock
+from workers.model_flops import ModelFlops
 from workers.model_reads import ModelReads
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
@@ -71,7 +73,7 @@ class ModelRunner:
         """Every rank keeps what was sampled last in each slot, so that a step can be planned before that is known."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._inputs, self._sampler = self._new_state()
-        self._reads = ModelReads(decoder)
+        self._reads, self._flops = ModelReads(decoder), ModelFlops(decoder)
         self._served_stats = stats or RankStats()
         axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
         self._served_stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
@@ -79,8 +81,11 @@ class ModelRunner:
             "kernels": decoder.kernels.name,
             "attention_backend": decoder.kernels.attention_backend,
             "dtype": str(decoder.dtype).removeprefix("torch."),
+            "quantization": config.quantization,
             "device": device.torch_device.type,
         }
+        self._served_stats.peak_memory_bytes = device.peak_memory_bytes
+        self._served_stats.energy_j = GpuEnergy.of(device.torch_device).read_j
         self._stats = RankStats()
         """Of rehearsals, until there is a cache."""
         self._clock = ModelClock(device, self._stats)
@@ -158,7 +163,11 @@ class ModelRunner:
         hidden = self._decoder(x, inputs.positions, self._caches, metas)
         takes_largest = plan.is_greedy and self._decoder.finds_largest
         given = self._ask_head(hidden, inputs, takes_largest=takes_largest) if samples else None
-        self._clock.end(follows=plan.follows, read_bytes=self._reads.step_bytes(inputs.metas[0]))
+        self._clock.end(
+            follows=plan.follows,
+            read_bytes=self._reads.step_bytes(inputs.metas[0]),
+            flops=self._flops.step_flops(inputs.metas[0], num_sampled=len(inputs.sample_slots)),
+        )
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
         if self._sampler is not None:

@@ -4,7 +4,7 @@ The engine's thread writes, one other thread may read: counters are single numbe
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from workers.request import FinishReason
@@ -94,8 +94,14 @@ class RankStats:
         """Time between two computations of the model in which the scheduler had work all along."""
         self.model_read_bytes = 0.0
         """The least that the model had to read in its busy time: weights, keys and values; experts by expectation."""
+        self.model_flops = 0.0
+        """The operations that it had to do in that time; experts by expectation."""
+        self.peak_memory_bytes: Callable[[], int] | None = None
+        """The most that the rank has held so far: resident on a CPU, allocated on a GPU; None: nobody knows yet."""
+        self.energy_j: Callable[[], float | None] | None = None
+        """What its GPU has used since the driver was loaded, whoever used it; None where nothing tells."""
         self.info: Mapping[str, str] = {}
-        """What it computes with, by label: kernels, attention_backend, dtype, device; empty until it has weights."""
+        """What it computes with, by label (model_runner.py has the labels); empty until it has weights."""
         self.num_recorded_steps = 0
         """Sizes of steps that were recorded as graphs of the device before the first request."""
         self.recording_s = 0.0

@@ -11,6 +11,7 @@ from bench.load.flag_groups import (
     Json,
     LoadFlags,
     PromptFlags,
+    RankFlags,
     ServiceFlags,
     SessionFlags,
     of_output,
@@ -26,6 +27,7 @@ app = typer.Typer(name="bench", help="Measure an engine or a running service.", 
 def serve(
     *,
     service: ServiceFlags,
+    ranks: RankFlags,
     load: LoadFlags,
     dataset: Annotated[
         str, of_prompts(help="random, shared-prefix, sessions, prompts, trace, or a workload: W1, W2, W3.")
@@ -36,8 +38,8 @@ def serve(
     json_file: Json = None,
     plot: Annotated[Path | None, of_output(help="Draw the loads into this folder (PNG).")] = None,
 ) -> None:
-    """Send load to a running service and report latencies, throughput and goodput."""
-    from bench.load.flags import find_idle, parse_dataset, parse_loads, parse_target, parse_targets
+    """Send load to a running service and report latencies, throughput, goodput and how well machines are used."""
+    from bench.load.flags import find_idle, parse_dataset, parse_loads, parse_peak, parse_target, parse_targets
     from bench.load.serve import ServeOptions
     from bench.load.serve_command import run_serve
 
@@ -53,9 +55,10 @@ def serve(
         vocab_size=sessions.vocab_size,
         targets=parse_targets(goals),
         seed=prompts.seed,
+        peak=parse_peak(ranks),
     )
     idle = find_idle([data.kind], prompts, sessions, load)
-    run_serve(options, idle=idle, json_file=json_file, plot=plot)
+    run_serve(options, ranks, idle=idle, json_file=json_file, plot=plot)
 
 
 @app.command()

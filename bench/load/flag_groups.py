@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli_flags import MAX_TIMEOUT_S
+from router.tls import INNER_NAME
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -35,6 +36,33 @@ class ServiceFlags:
     ] = None
     tls_ca: Annotated[Path | None, of_service(help="Authorities of the service's certificate (PEM): speak TLS.")] = None
     timeout: Annotated[float, of_service(min=0.1, max=MAX_TIMEOUT_S, help="Seconds of each request.")] = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFlags:
+    """Who tells what the service's ranks do, and what their machines can."""
+
+    control: Annotated[
+        str | None,
+        of_service(
+            envvar="WEFT_CONTROL",
+            help="host:port of Weft's controller. Default: port 50050 on the host of the service.",
+        ),
+    ] = None
+    control_tls_cert: Annotated[
+        Path | None,
+        of_service(envvar="WEFT_CONTROL_TLS_CERT", metavar="PEM", help="With inner_tls, as for weft status."),
+    ] = None
+    control_tls_key: Annotated[Path | None, of_service(envvar="WEFT_CONTROL_TLS_KEY", metavar="PEM")] = None
+    control_tls_ca: Annotated[Path | None, of_service(envvar="WEFT_CONTROL_TLS_CA", metavar="PEM")] = None
+    control_tls_name: Annotated[str, of_service(envvar="WEFT_CONTROL_TLS_NAME")] = INNER_NAME
+    peak_bandwidth: Annotated[
+        float | None,
+        of_output(
+            min=1e-3, help="GB/s of a GPU's memory, or a CPU node's. Default: measured, where ranks are on CPUs here."
+        ),
+    ] = None
+    peak_flops: Annotated[float | None, of_output(min=1e-3, help="GFLOP/s of a GPU, or a CPU node. Likewise.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

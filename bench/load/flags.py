@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from bench.errors import BenchConfigError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
@@ -15,13 +16,16 @@ from bench.load.flag_groups import (
     GoalFlags,
     LoadFlags,
     PromptFlags,
+    RankFlags,
     ServiceFlags,
     SessionFlags,
 )
 from bench.load.sender import Protocol, Target
 from bench.load.statistics import Targets
+from bench.load.utilization import Peak
 from bench.load.workloads import WORKLOADS
 from cluster.cli_flags import given
+from cluster.defaults import DEFAULT_CONTROL_PORT
 
 DEFAULT_CONCURRENCY = 8
 
@@ -143,6 +147,23 @@ def parse_targets(goals: GoalFlags) -> Targets | None:
         ttft_s=_seconds(goals.ttft_target), tpot_s=_seconds(goals.tpot_target), e2e_s=_seconds(goals.e2e_target)
     )
     return None if targets == Targets() else targets
+
+
+def parse_peak(ranks: RankFlags) -> Peak:
+    """What is known of the ranks' machines."""
+    return Peak(
+        read_bytes_per_s=None if ranks.peak_bandwidth is None else ranks.peak_bandwidth * 1e9,
+        flops_per_s=None if ranks.peak_flops is None else ranks.peak_flops * 1e9,
+    )
+
+
+def find_control(ranks: RankFlags, target: Target) -> tuple[str, int | None]:
+    """Where the controller is, and the port on which it must have a router; any where its address was given."""
+    if ranks.control is not None:
+        return ranks.control, None
+    url = urlsplit(target.address if "://" in target.address else f"grpc://{target.address}")
+    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
+    return f"{host}:{DEFAULT_CONTROL_PORT}", url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
 def find_idle(kinds: Iterable[DatasetKind], *groups: PromptFlags | SessionFlags | LoadFlags) -> list[str]:

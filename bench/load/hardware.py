@@ -1,5 +1,11 @@
-"""What this machine can: the rates at which memory is read and matrices are multiplied, measured in this process."""
+"""What this machine can: the rates at which memory is read and matrices are multiplied, measured in this process.
 
+python -m bench.load.hardware DTYPE QUANTIZATION     those of its CPUs, as JSON, for `weft bench serve`
+"""
+
+import dataclasses
+import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel.device.base import Device
+from parallel.device.cpu import CpuDevice
 from parallel.kernels.select import select_kernels
 
 _ROUNDS = 5
@@ -67,3 +74,9 @@ def best_s(device: Device, work: Callable[[], object]) -> float:
         device.synchronize()
         times.append(time.perf_counter() - start_s)
     return min(times[1:])
+
+
+if __name__ == "__main__":
+    dtype, quantization = sys.argv[1:]
+    ceiling = measure_ceiling(CpuDevice(), getattr(torch, dtype), int8_linears=quantization == "int8")
+    print(json.dumps(dataclasses.asdict(ceiling)))

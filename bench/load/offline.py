@@ -11,7 +11,6 @@ import torch
 
 from bench.load.calls import Call, Chat, Prompt, Session
 from bench.load.datasets import DatasetOptions, make_sessions, take_calls
-from bench.load.energy import GpuEnergy
 from bench.load.engine_run import run_engine
 from bench.load.geometries import find_model
 from bench.load.hardware import Ceiling, measure_ceiling
@@ -21,6 +20,7 @@ from bench.load.watcher import OfflineWatcher
 from bench.machine import Span, Stopwatch
 from cluster.config import build_section
 from parallel.device.base import Device
+from parallel.device.energy import GpuEnergy
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
 from parallel.families.registry import describe_model

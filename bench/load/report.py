@@ -16,6 +16,7 @@ from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
 from bench.load.serve import Outcome, Point, ServeOptions
 from bench.load.statistics import Distribution, Summary, describe_errors
+from bench.load.utilization import Utilization
 from bench.machine import describe_machine, describe_torch
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def print_point(console: Console, point: Point) -> None:
     if point.summary.num_answered:
         console.print(_latency_table(point))
     console.print(_throughput_line(point.summary), highlight=False)
+    if point.utilization is not None:
+        console.print(_utilization_line(point.utilization, point.summary.output_tokens), highlight=False)
     for warning in warnings(point):
         console.print(f"Warning: {warning}", style="yellow", highlight=False, markup=False)
 
@@ -66,6 +69,19 @@ def print_sweep(console: Console, points: Sequence[Point]) -> None:
     """All loads together, where there are several."""
     if len(points) > 1:
         console.print(_sweep_table(points))
+
+
+def print_ranks_unknown(console: Console, outcome: Outcome) -> None:
+    """What is missing from what was told of the ranks, and why."""
+    if outcome.ranks_unknown:
+        num_unknown = sum(point.utilization is None for point in outcome.points)
+        missing, why = f"what the ranks did in {num_unknown} of {len(outcome.points)} loads", outcome.ranks_unknown
+    elif outcome.peak is not None and outcome.peak.unknown:
+        rates = {"MBU": outcome.peak.read_bytes_per_s, "the FLOPs' share": outcome.peak.flops_per_s}
+        missing, why = " and ".join(name for name, rate in rates.items() if rate is None), outcome.peak.unknown
+    else:
+        return
+    console.print(f"Not known: {missing}: {why}", highlight=False, markup=False)
 
 
 def warnings(point: Point) -> list[str]:
@@ -121,7 +137,8 @@ def serve_line(options: ServeOptions, outcome: Outcome) -> str:
     """Everything about a serving benchmark, as one line of JSON."""
     points = [{"name": load_name(point.load), **_plain(point), "warnings": warnings(point)} for point in outcome.points]
     model = None if outcome.model is None else outcome.model.name
-    return _line({"benchmark": "serve", "model": model, "arguments": _plain(options), "points": points})
+    ranks = {"peak": _plain(outcome.peak), "ranks_unknown": outcome.ranks_unknown}
+    return _line({"benchmark": "serve", "model": model, "arguments": _plain(options), "points": points, **ranks})
 
 
 def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:
@@ -201,6 +218,25 @@ def _throughput_line(summary: Summary) -> str:
             f"({good.num_requests / summary.num_requests:.0%} of the requests within the targets)"
         )
     return ", ".join(parts)
+
+
+def _utilization_line(ranks: Utilization, output_tokens: int) -> str:
+    rates = [
+        f"{rate / 1e9:.{digits}f} {unit}"
+        for rate, digits, unit in ((ranks.read_bytes_per_s, 1, "GB/s"), (ranks.flops_per_s, 0, "GFLOP/s"))
+        if rate is not None
+    ]
+    who = "rank" if ranks.num_ranks == 1 else "ranks"
+    parts = [f"{ranks.num_ranks} {who}: the model computed for {ranks.busy_share:.0%} of the time"]
+    if rates:
+        parts[0] += f", at {' and '.join(rates)}{'' if ranks.num_ranks == 1 else ' each'}"
+    shares = (("MBU", ranks.mbu), ("FLOPs", ranks.flop_utilization))
+    parts += [f"{name} {share:.1%}" for name, share in shares if share is not None]
+    if ranks.peak_memory_bytes is not None:
+        parts.append(f"peak memory {ranks.peak_memory_bytes / 1e9:.2f} GB since the start")
+    if ranks.energy_j is not None:
+        parts.append(f"{ranks.energy_j / max(1, output_tokens):.2f} J per output token")
+    return "; ".join(parts)
 
 
 def _sweep_table(points: Sequence[Point]) -> Table:

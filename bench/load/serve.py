@@ -10,11 +10,14 @@ from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load
 from bench.load.calls import Session
 from bench.load.datasets import DatasetOptions, make_sessions, take_calls
-from bench.load.driver import Driver
+from bench.load.driver import Driver, Run
 from bench.load.grpc_sender import connect_grpc
 from bench.load.http_sender import connect_http
+from bench.load.rank_observer import MeasurePeak, RankObserver, measure_peak_here
 from bench.load.sender import Protocol, Sender, ServedModel, Target
+from bench.load.service_ranks import RankSource
 from bench.load.statistics import Summary, Targets, describe_errors, summarize
+from bench.load.utilization import Peak, Utilization
 from bench.load.watcher import ServeWatcher
 
 SMALL_VOCAB_SIZE = 500
@@ -44,6 +47,8 @@ class ServeOptions:
     """Random token ids are below it; None: the model's, or SMALL_VOCAB_SIZE where the service does not tell."""
     targets: Targets | None
     seed: int
+    peak: Peak = field(default_factory=Peak)
+    """What is known of the ranks' machines; the rest is measured, where it can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class Point:
     summary: Summary
     cpu_share: float
     """Of one core, that the load generator took."""
+    utilization: Utilization | None = None
+    """None: not known, or the load was interrupted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,13 +69,22 @@ class Outcome:
 
     model: ServedModel | None = None
     """None: the service was not reached yet."""
+    peak: Peak | None = None
+    """Of the ranks' machines; None: nobody looked yet."""
+    ranks_unknown: str = ""
+    """Why it is not known of some loads what the ranks did; empty: it is, or nobody asked."""
     points: list[Point] = field(default_factory=list)
 
 
 async def measure(
-    options: ServeOptions, watcher: ServeWatcher | None = None, outcome: Outcome | None = None
+    options: ServeOptions,
+    watcher: ServeWatcher | None = None,
+    outcome: Outcome | None = None,
+    *,
+    ranks: RankSource | None = None,
+    measure_peak: MeasurePeak = measure_peak_here,
 ) -> Outcome:
-    """Run all loads and return the outcome; `outcome` is one to fill.
+    """Run all loads and return the outcome; `outcome` is one to fill, `ranks` tells what the service's ranks do.
 
     Raises BenchError when the service cannot be reached, serves no such model, or answers no request of the warm-up;
     BenchConfigError when the dataset cannot be used. Requests that fail later are counted.
@@ -81,21 +97,31 @@ async def measure(
         except TimeoutError:
             message = f"{options.target.address} does not say within {FIND_TIMEOUT_S:g} s which models it serves"
             raise BenchError(message) from None
-        await _Measuring(options, sender, outcome.model, watcher or ServeWatcher(), outcome.points).run()
+        observer = RankObserver(ranks, outcome.model.name, peak=options.peak, measure_peak=measure_peak)
+        await _Measuring(options, sender, observer, watcher or ServeWatcher(), outcome).run()
     return outcome
 
 
 class _Measuring:
     def __init__(
-        self, options: ServeOptions, sender: Sender, model: ServedModel, watcher: ServeWatcher, points: list[Point]
+        self,
+        options: ServeOptions,
+        sender: Sender,
+        observer: RankObserver,
+        watcher: ServeWatcher,
+        outcome: Outcome,
     ) -> None:
+        assert outcome.model is not None, "found"
         self._options = options
         self._sender = sender
-        self._vocab_size = options.vocab_size or model.vocab_size or SMALL_VOCAB_SIZE
+        self._observer = observer
+        self._vocab_size = options.vocab_size or outcome.model.vocab_size or SMALL_VOCAB_SIZE
         self._watcher = watcher
-        self._points = points
+        self._outcome = outcome
 
     async def run(self) -> None:
+        await self._observer.find_peak()
+        self._outcome.peak = self._observer.peak
         if self._options.num_warmup:
             await self._warm_up(self._options.num_warmup)
         for load in self._options.loads:
@@ -114,14 +140,23 @@ class _Measuring:
         options, driver = self._options, self._driver()
         self._watcher.begin(load, options.num_requests)
         sessions = self._sessions(options.seed, options.num_requests)
+        run = None
+        await self._observer.begin()
         try:
-            await driver.run(load, sessions, seed=options.seed, duration_s=options.duration_s)
+            run = await driver.run(load, sessions, seed=options.seed, duration_s=options.duration_s)
+            await self._observer.end()
         finally:  # also when it is interrupted
-            run = driver.so_far()
+            run = run or driver.so_far()
             if run.records:
-                point = Point(load=load, summary=summarize(run.records, options.targets), cpu_share=run.cpu_share)
-                self._points.append(point)
-                self._watcher.end(point)
+                self._tell(load, run)
+
+    def _tell(self, load: Load, run: Run) -> None:
+        summary = summarize(run.records, self._options.targets)
+        utilization = self._observer.utilization(summary.duration_s)
+        point = Point(load=load, summary=summary, cpu_share=run.cpu_share, utilization=utilization)
+        self._outcome.ranks_unknown = self._observer.unknown
+        self._outcome.points.append(point)
+        self._watcher.end(point)
 
     def _driver(self) -> Driver:
         return Driver(self._sender, cache_salt=f"weft-bench-{uuid.uuid4().hex}", on_answer=self._watcher.note)

@@ -7,15 +7,22 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.errors import BenchError
+from bench.load.flag_groups import RankFlags
+from bench.load.flags import find_control
 from bench.load.plots import check_plots, plot_sweep
 from bench.load.progress import ServeProgress
-from bench.load.report import append_line, check_line_file, print_sweep, serve_line, warn_idle
+from bench.load.report import append_line, check_line_file, print_ranks_unknown, print_sweep, serve_line, warn_idle
 from bench.load.serve import Outcome, ServeOptions, measure
+from bench.load.service_ranks import ServiceRanks
+from cluster.cli_connection import connect
+from cluster.control_client import ControlClient
 from workers.cores import give_way
 
 
-def run_serve(options: ServeOptions, *, idle: Sequence[str], json_file: Path | None, plot: Path | None) -> None:
-    """Measure, and tell what was measured; `idle` are flags that say nothing about it.
+def run_serve(
+    options: ServeOptions, ranks: RankFlags, *, idle: Sequence[str], json_file: Path | None, plot: Path | None
+) -> None:
+    """Measure, and tell what was measured; `ranks` says who knows them, `idle` are flags that say nothing about it.
 
     Raises what `measure` raises, and BenchError when no request was answered or a file cannot be written.
     """
@@ -26,9 +33,11 @@ def run_serve(options: ServeOptions, *, idle: Sequence[str], json_file: Path | N
     console, outcome = Console(), Outcome()
     warn_idle(console, idle)
     give_way()  # to a service on the same cores, which is what is measured
+    control, router_port = find_control(ranks, options.target)
     try:
-        with ServeProgress(console) as watcher:
-            asyncio.run(measure(options, watcher, outcome))
+        with ServeProgress(console) as watcher, _connect(control, ranks) as client:
+            source = ServiceRanks(client, router_port=router_port)
+            asyncio.run(measure(options, watcher, outcome, ranks=source))
     finally:
         if outcome.points:
             _tell(options, outcome, console, json_file=json_file, plot=plot)
@@ -40,9 +49,19 @@ def _tell(
     options: ServeOptions, outcome: Outcome, console: Console, *, json_file: Path | None, plot: Path | None
 ) -> None:
     print_sweep(console, outcome.points)
+    print_ranks_unknown(console, outcome)
     if json_file is not None:
         append_line(serve_line(options, outcome), json_file)
     if plot is not None:
         name = "" if outcome.model is None else outcome.model.name
         title = f"{name} over {options.target.protocol}, {options.dataset.kind} prompts"
         console.print(f"Plot: {plot_sweep(outcome.points, plot, title=title)}", highlight=False)
+
+
+def _connect(control: str, ranks: RankFlags) -> ControlClient:
+    """Raises ClusterConfigError when the TLS files cannot be used."""
+    cert, key, ca = (
+        None if file is None else str(file)
+        for file in (ranks.control_tls_cert, ranks.control_tls_key, ranks.control_tls_ca)
+    )
+    return connect(control=control, tls_cert=cert, tls_key=key, tls_ca=ca, tls_name=ranks.control_tls_name)

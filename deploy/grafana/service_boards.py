@@ -20,7 +20,7 @@ OVERVIEW = Board(
                 title="Goodput",
                 text="Generated tokens per second of requests that met both targets.",
                 unit="suffix: tok/s",
-                queries={"goodput": rate("weft_router_good_tokens_total")},
+                queries={"goodput": rate("weft_router_goodput_tokens_total")},
                 is_stat=True,
             ),
             Panel(
@@ -121,7 +121,7 @@ OVERVIEW = Board(
                     "in": rate("weft_router_prompt_tokens_total"),
                     "in, cached": rate("weft_router_cached_tokens_total"),
                     "out": rate("weft_router_generation_tokens_total"),
-                    "out, good": rate("weft_router_good_tokens_total"),
+                    "out, good": rate("weft_router_goodput_tokens_total"),
                 },
             ),
             Panel(

@@ -16,6 +16,7 @@ from bench.load.calls import Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.sender import Protocol, Target
 from bench.load.serve import ServeOptions, measure
+from bench.load.service_ranks import ServiceRanks
 from bench.load.statistics import Targets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -46,10 +47,10 @@ def seen_by(cluster: Cluster) -> tuple[Counter[str], Counter[str]]:
 
 @pytest.mark.parametrize("protocol", list(Protocol))
 async def test_numbers_of_a_bench_fit_together(cluster: Cluster, protocol: Protocol) -> None:
-    before = seen_by(cluster)
+    before, address = seen_by(cluster), address_of(cluster, protocol)
     outcome = await measure(
         ServeOptions(
-            target=Target(protocol=protocol, address=address_of(cluster, protocol), timeout_s=120.0),
+            target=Target(protocol=protocol, address=address, timeout_s=120.0),
             loads=(OpenLoop(rate=20.0), ClosedLoop(concurrency=4)),
             dataset=DATASET,
             num_requests=12,
@@ -58,7 +59,8 @@ async def test_numbers_of_a_bench_fit_together(cluster: Cluster, protocol: Proto
             vocab_size=None,
             targets=Targets(ttft_s=100.0, tpot_s=100.0),
             seed=0,
-        )
+        ),
+        ranks=ServiceRanks(cluster.service.client, router_port=int(address.rpartition(":")[2])),
     )
     points = outcome.points
     for point in points:
@@ -75,6 +77,16 @@ async def test_numbers_of_a_bench_fit_together(cluster: Cluster, protocol: Proto
         assert summary.goodput is not None
         assert summary.goodput.output_rate == summary.output_rate
         assert summary.cached_tokens > 0
+        ranks = point.utilization
+        assert ranks is not None, outcome.ranks_unknown
+        assert ranks.num_ranks == sum(len(group.ranks) for group in cluster.groups())
+        assert 0 < ranks.busy_share < 1
+        assert ranks.peak_memory_bytes is not None
+        assert ranks.peak_memory_bytes > 50e6, "torch alone takes more"
+        assert ranks.energy_j is None, "there is no GPU"
+        assert ranks.mbu is not None, outcome.peak
+        assert ranks.flop_utilization is not None
+        assert ranks.mbu > ranks.flop_utilization > 0, "small batches are bound by memory"
     assert points[0].summary.output_tokens == points[1].summary.output_tokens, "every load sends the same requests"
     num_tokens, num_requests = sum(point.summary.output_tokens for point in points), 24
     ttft_s = sum(point.summary.ttft_s.mean * 12 for point in points if point.summary.ttft_s is not None)

@@ -56,6 +56,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TARGET_TTFT_S_FIELD_NUMBER: _builtins.int
+    TARGET_TPOT_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     text: _builtins.str
@@ -65,6 +67,11 @@ class GenerateRequest(_message.Message):
     """Requests with different salts never share cached prefixes."""
     request_id: _builtins.str
     """Chosen by the client, for logs; the router makes one when it is empty."""
+    target_ttft_s: _builtins.float
+    """Seconds to the first token, and mean seconds of each further one, more than 0: within both, the request counts as
+    goodput. They change nothing else. Unset: the service's own.
+    """
+    target_tpot_s: _builtins.float
     @_builtins.property
     def chat(self) -> Global___ChatPrompt: ...
     @_builtins.property
@@ -82,13 +89,24 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        target_ttft_s: _builtins.float | None = ...,
+        target_tpot_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_target_tpot_s", b"_target_tpot_s", "_target_ttft_s", b"_target_ttft_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "target_tpot_s", b"target_tpot_s", "target_ttft_s", b"target_ttft_s", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target_tpot_s", b"_target_tpot_s", "_target_ttft_s", b"_target_ttft_s", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "target_tpot_s", b"target_tpot_s", "target_ttft_s", b"target_ttft_s", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__target_tpot_s: _TypeAlias = _typing.Literal["target_tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__target_tpot_s: _TypeAlias = _typing.Literal["_target_tpot_s", b"_target_tpot_s"]  # noqa: Y015
+    _WhichOneofReturnType__target_ttft_s: _TypeAlias = _typing.Literal["target_ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__target_ttft_s: _TypeAlias = _typing.Literal["_target_ttft_s", b"_target_ttft_s"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_tpot_s) -> _WhichOneofReturnType__target_tpot_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_ttft_s) -> _WhichOneofReturnType__target_ttft_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError
 from bench.load.calls import Call, Session
-from bench.load.energy import GpuEnergy
 from bench.load.engine_run import run_engine
 from bench.load.geometries import GEOMETRIES, find_model
 from bench.load.model_cost import ModelCost, Work
@@ -18,6 +17,7 @@ from bench.load.records import Usage
 from cluster.cli import app
 from cluster.errors import ClusterConfigError
 from cluster.make_model import make_model
+from parallel.device.energy import GpuEnergy
 from parallel.families.registry import describe_config, describe_model
 from workers.errors import EngineConfigError, InvalidRequestError
 from workers.request import SamplingParams

@@ -34,6 +34,7 @@ def test_steps_and_collectives_are_told_as_they_are_when_asked() -> None:
             ("weft_rank_model_busy_seconds_total", ()): 0,
             ("weft_rank_model_idle_seconds_total", ()): 0,
             ("weft_rank_model_read_bytes_total", ()): 0,
+            ("weft_rank_model_flops_total", ()): 0,
             ("weft_rank_recorded_steps", ()): 0,
             ("weft_rank_recording_seconds", ()): 0,
         }
@@ -48,6 +49,9 @@ def test_steps_and_collectives_are_told_as_they_are_when_asked() -> None:
         stats.model_busy_s += 2.5
         stats.model_idle_s += 0.25
         stats.model_read_bytes += 1e9
+        stats.model_flops += 3e9
+        stats.peak_memory_bytes = lambda: 5_000_000_000
+        stats.energy_j = lambda: None
         stats.info = {"kernels": "cuda", "attention_backend": "flashinfer"}
         stats.num_recorded_steps = 11
         stats.recording_s = 1.5
@@ -58,6 +62,8 @@ def test_steps_and_collectives_are_told_as_they_are_when_asked() -> None:
             ("weft_rank_model_busy_seconds_total", ()): 2.5,
             ("weft_rank_model_idle_seconds_total", ()): 0.25,
             ("weft_rank_model_read_bytes_total", ()): 1e9,
+            ("weft_rank_model_flops_total", ()): 3e9,
+            ("weft_rank_peak_memory_bytes", ()): 5e9,
             ("weft_rank_info", ("flashinfer", "cuda")): 1,
             ("weft_rank_recorded_steps", ()): 11,
             ("weft_rank_recording_seconds", ()): 1.5,
@@ -65,5 +71,7 @@ def test_steps_and_collectives_are_told_as_they_are_when_asked() -> None:
             ("weft_rank_collectives_total", ("tensor", "gather")): 1,
             ("weft_rank_collective_seconds_total", ("tensor",)): 0.5,
         }
+        stats.energy_j = lambda: 2.5
+        assert scrape(listener)["weft_rank_energy_joules_total", ()] == 2.5
     finally:
         listener.close()

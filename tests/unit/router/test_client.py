@@ -137,13 +137,15 @@ async def test_every_option_arrives(client: AsyncClient, dispatch: FakeDispatch)
         "presence_penalty": -0.5, "frequency_penalty": 0.5, "max_tokens": 7, "min_tokens": 2, "logprobs": 3,
         "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
     }  # fmt: skip
-    await client.complete("Hi", **numbers, stop="q", stop_token_ids=[4], priority=-2, cache_salt="pepper")
+    others: dict[str, Any] = {"priority": -2, "cache_salt": "pepper", "target_ttft_s": 0.5, "target_tpot_s": 0.25}
+    await client.complete("Hi", **numbers, **others, stop="q", stop_token_ids=[4])
     await client.complete("Hi", stop=["a", "b"])
 
     first, second = dispatch.calls
     assert {name: getattr(first.sampling, name) for name in numbers} == numbers
     assert (list(first.sampling.stop), list(first.sampling.stop_token_ids)) == (["q"], [4])
-    assert (first.priority, first.cache_salt) == (-2, "pepper")
+    assert {name: getattr(first, name) for name in others} == others
+    assert (second.target_ttft_s, second.target_tpot_s) == (None, None)
     assert list(second.sampling.stop) == ["a", "b"]
     assert [field.name for field, _ in second.sampling.ListFields()] == ["stop"]
 

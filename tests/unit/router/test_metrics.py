@@ -6,7 +6,9 @@ from typing import cast
 import pytest
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import poll, router_config, running_router, text_request
+from weft.v1 import inference_pb2 as pb
 
+from router.call import GenerateCall
 from router.config import MetricsConfig
 from router.directory import ModelRoute, ServedModel
 from router.keys import KeyEntry, Tenant
@@ -40,7 +42,7 @@ def metrics(clock: Clock) -> RouterMetrics:
 
 
 def arrive(metrics: RouterMetrics) -> RequestMeter:
-    meter = metrics.request()
+    meter = metrics.request(GenerateCall(sampling=pb.SamplingParams()))
     meter.model = "m"
     return meter
 
@@ -50,7 +52,7 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("first_s", "gap_s", "outcome", "result", "good_tokens"),
+    ("first_s", "gap_s", "outcome", "result", "goodput_tokens"),
     [
         (1.0, 0.1, "stop", "met", 5),
         (1.01, 0.1, "stop", "ttft_missed", 0),
@@ -72,7 +74,7 @@ def test_targets_decide_what_a_request_counts_as(
     gap_s: float,
     outcome: str,
     result: str | None,
-    good_tokens: int,
+    goodput_tokens: int,
 ) -> None:
     meter = arrive(metrics)
     if first_s is not None:
@@ -85,7 +87,7 @@ def test_targets_decide_what_a_request_counts_as(
         r: value(metrics, "slo_requests_total", result=r) for r in ("met", "ttft_missed", "tpot_missed", "failed")
     }
     assert {r for r, number in results.items() if number} == ({result} if result else set())
-    assert value(metrics, "good_tokens_total") == good_tokens
+    assert value(metrics, "goodput_tokens_total") == goodput_tokens
     assert value(metrics, "requests_total", outcome=outcome) == 1
 
 
@@ -184,8 +186,10 @@ def route(num_ready: int, **targets: float) -> ModelRoute:
     return route
 
 
-def serve(metrics: RouterMetrics, clock: Clock, asked: ModelRoute, *, ttft_s: float, outcome: str = "stop") -> None:
-    meter = metrics.request()
+def serve(
+    metrics: RouterMetrics, clock: Clock, asked: ModelRoute, *, ttft_s: float, outcome: str = "stop", **targets: float
+) -> None:
+    meter = metrics.request(GenerateCall(sampling=pb.SamplingParams(), **targets))
     meter.begin(asked)
     clock.now_s += ttft_s
     meter.receive(1)
@@ -202,6 +206,17 @@ def test_model_may_have_targets_of_its_own(metrics: RouterMetrics, clock: Clock)
     assert value(metrics, "slo_requests_total", result="ttft_missed") == 1
     assert (slow.num_finished, slow.num_on_time) == (1, 1)
     assert (other.num_finished, other.num_on_time) == (1, 0)
+
+
+def test_request_may_have_targets_of_its_own(metrics: RouterMetrics, clock: Clock) -> None:
+    """They go before the model's; one that it leaves out stays what it was."""
+    asked = route(1, target_ttft_s=5.0)
+    serve(metrics, clock, asked, ttft_s=4.0, target_ttft_s=3.0)
+    assert (asked.num_finished, asked.num_on_time) == (1, 0)
+    serve(metrics, clock, asked, ttft_s=6.0, target_ttft_s=7.0)
+    serve(metrics, clock, asked, ttft_s=4.0, target_tpot_s=0.01)
+    assert (asked.num_finished, asked.num_on_time) == (3, 2)
+    assert value(metrics, "goodput_tokens_total") == 2
 
 
 def test_only_what_was_served_counts_for_the_autoscaler(metrics: RouterMetrics, clock: Clock) -> None:

@@ -448,13 +448,15 @@ async def test_every_sampling_field_arrives(http: httpx.AsyncClient, dispatch: F
     }  # fmt: skip
     flags = {"ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True}
     lists = {"stop": ["q", "z"], "stop_token_ids": [4, 5]}
-    await complete(http, **numbers, **flags, **lists, priority=-2, cache_salt="pepper")
+    others = {"priority": -2, "cache_salt": "pepper", "target_ttft_s": 0.5, "target_tpot_s": 1}
+    await complete(http, **numbers, **flags, **lists, **others)
 
     (call,) = dispatch.calls
     arrived = {name: getattr(call.sampling, name) for name in numbers | flags}
     assert arrived == numbers | flags
     assert (list(call.sampling.stop), list(call.sampling.stop_token_ids)) == (["q", "z"], [4, 5])
-    assert (call.priority, call.cache_salt, call.model) == (-2, "pepper", MODEL)
+    assert {name: getattr(call, name) for name in others} == others
+    assert call.model == MODEL
 
 
 async def test_what_is_not_asked_stays_unset(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
@@ -463,6 +465,7 @@ async def test_what_is_not_asked_stays_unset(http: httpx.AsyncClient, dispatch: 
     (call,) = dispatch.calls
     assert call.sampling.ListFields() == []
     assert (call.model, call.priority, call.cache_salt) == ("", 0, "")
+    assert (call.target_ttft_s, call.target_tpot_s) == (None, None)
 
 
 async def test_null_max_tokens_leaves_the_rest_of_the_context(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
@@ -504,6 +507,7 @@ async def test_every_form_of_prompt(
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
         ({"temperature": "hot"}, "temperature", "temperature has"),
         ({"temperature": -1}, "temperature", "temperature is -1.0"),
+        ({"target_tpot_s": "fast"}, "target_tpot_s", "target_tpot_s has"),
         ({"n": 0}, "n", "`int` >= 1"),
         ({"n": MAX_CHOICES + 1}, "n", f"<= {MAX_CHOICES}"),
         ({"prompt": ["a"] * 65, "n": 2}, "n", "make 130 choices; allowed: at most 128"),

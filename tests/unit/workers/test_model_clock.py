@@ -35,9 +35,9 @@ def make_clock(*times_s: float) -> tuple[ModelClock, LateDevice, RankStats]:
     return ModelClock(unchecked, stats), device, stats
 
 
-def call(clock: ModelClock, *, follows: bool, read_bytes: float = 0.0) -> None:
+def call(clock: ModelClock, *, follows: bool, read_bytes: float = 0.0, flops: float = 0.0) -> None:
     clock.begin()
-    clock.end(follows=follows, read_bytes=read_bytes)
+    clock.end(follows=follows, read_bytes=read_bytes, flops=flops)
 
 
 def test_time_between_calls_is_idle_only_where_there_was_work() -> None:
@@ -61,10 +61,10 @@ def test_calls_that_the_device_has_not_come_to_count_later() -> None:
     assert (stats.model_busy_s, stats.model_idle_s) == (4.5, 1.5)
 
 
-def test_what_a_call_reads_counts_with_its_time() -> None:
+def test_what_a_call_reads_and_computes_counts_with_its_time() -> None:
     clock, device, stats = make_clock(1, 3, 4, 5)
-    call(clock, follows=False, read_bytes=100)
-    assert stats.model_read_bytes == 0
+    call(clock, follows=False, read_bytes=100, flops=300)
+    assert (stats.model_read_bytes, stats.model_flops) == (0, 0)
     device.reached_s = 3
-    call(clock, follows=True, read_bytes=7)
-    assert (stats.model_busy_s, stats.model_read_bytes) == (2, 100)
+    call(clock, follows=True, read_bytes=7, flops=9)
+    assert (stats.model_busy_s, stats.model_read_bytes, stats.model_flops) == (2, 100, 300)

@@ -1,4 +1,4 @@
-"""What a rank's model reads in a step: as bench/load/model_cost.py has it of a run, and as its part of the model."""
+"""What a rank's model reads and computes in a step: as bench/load/model_cost.py has it of a run, as its part of it."""
 
 from itertools import product
 from pathlib import Path
@@ -11,12 +11,14 @@ from bench.load.model_cost import ModelCost, Work
 from bench.load.records import Usage
 from parallel.decoder import Decoder
 from parallel.families.registry import describe_config, describe_model
+from parallel.kernels.base import AttentionMeta
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
 from workers.config import CacheConfig, EngineConfig
 from workers.executor import Executor
 from workers.inputs import InputBuilder
+from workers.model_flops import ModelFlops
 from workers.model_reads import ModelReads
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.rank import lead_group
@@ -60,12 +62,21 @@ def run(executor: Executor, plan: StepPlan) -> None:
     executor.collect()
 
 
-def step_bytes(decoder: Decoder, *shares: tuple[int, int]) -> float:
+def step_meta(*shares: tuple[int, int]) -> AttentionMeta:
     """Of a step of new sequences: (start, tokens) of each."""
     builder = InputBuilder(num_slots=len(shares), max_context=64, block_size=16, device=torch.device("cpu"))
     new = [NewSequence(i, [0] * 64, 64, SamplingParams(), []) for i in range(len(shares))]
     scheduled = [ScheduledSequence(i, start, num, [], [], True) for i, (start, num) in enumerate(shares)]
-    return ModelReads(decoder).step_bytes(builder.build(StepPlan(0, [], new, scheduled)).metas[0])
+    return builder.build(StepPlan(0, [], new, scheduled)).metas[0]
+
+
+def step_bytes(decoder: Decoder, *shares: tuple[int, int]) -> float:
+    return ModelReads(decoder).step_bytes(step_meta(*shares))
+
+
+def step_flops(decoder: Decoder, *shares: tuple[int, int]) -> float:
+    """Each sequence samples."""
+    return ModelFlops(decoder).step_flops(step_meta(*shares), num_sampled=len(shares))
 
 
 @pytest.mark.parametrize("config", [{}, {"sliding_window": 4}, EXPERTS], ids=["dense", "window", "experts"])
@@ -84,7 +95,9 @@ def test_a_run_counts_what_the_benchmark_says_of_it(config: dict[str, Any], tmp_
         executor.close()
     cost = ModelCost.of(describe_model(tmp_path), torch.float32)
     usage = Usage(prompt_tokens=6, cached_tokens=0, completion_tokens=3)
-    assert stats.model_read_bytes == pytest.approx(cost.bytes_read(Work(step_tokens=(6, 1, 1), requests=(usage,))))
+    work = Work(step_tokens=(6, 1, 1), requests=(usage,))
+    assert stats.model_read_bytes == pytest.approx(cost.bytes_read(work))
+    assert stats.model_flops == pytest.approx(cost.flops(work))
     assert stats.model_busy_s > 0
 
 
@@ -129,3 +142,21 @@ def test_ranks_that_share_experts_read_those_that_they_have() -> None:
         one, many = (step_bytes(half, (0, num)) - num * 2 * KEY_BYTES / 2 for num in (1, 64))
         assert one == half.weight_sizes.always_bytes + half.weight_sizes.expert_bytes / 2
         assert many == pytest.approx(half.weight_sizes.always_bytes + half.weight_sizes.expert_bytes)
+
+
+@pytest.mark.parametrize("window", [None, 4, 12, 100])
+@pytest.mark.parametrize("shares", [[(2, 1)], [(0, 9)], [(9, 1), (1, 1), (20, 3), (1, 2)], [(3, 1), (2, 7), (11, 2)]])
+def test_every_token_computes_with_what_it_sees(window: int | None, shares: list[tuple[int, int]]) -> None:
+    decoder = make_decoder({"sliding_window": window})
+    num_seen = sum(min(position + 1, window or 64) for start, num in shares for position in range(start, start + num))
+    matrices = decoder.weight_sizes.matrix_elements * sum(num for _, num in shares)
+    products = 2 * (matrices + decoder.weight_sizes.head_elements * len(shares))
+    assert step_flops(decoder, *shares) == products + 2 * num_seen * 4 * 2 * 4
+
+
+@pytest.mark.parametrize(("num_tensor", "num_stages"), product((1, 2), (1, 2)))
+def test_ranks_compute_the_model_together(num_tensor: int, num_stages: int) -> None:
+    ranks = product(range(num_tensor), range(num_stages))
+    meshes = [Mesh(tp=Axis(size=num_tensor, rank=t), pp=Axis(size=num_stages, rank=s)) for t, s in ranks]
+    together = sum(step_flops(make_decoder({}, mesh), (20, 3), (7, 1)) for mesh in meshes)
+    assert together == step_flops(make_decoder({}), (20, 3), (7, 1))
