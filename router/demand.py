@@ -65,7 +65,7 @@ class DemandReporter:
         try:
             while True:
                 now = self._read()
-                models = [_growth(model, told.get(model, _NONE), demand) for model, demand in now.items()]
+                models = [growth(model, told.get(model, _NONE), demand) for model, demand in now.items()]
                 await call.write(control_pb2.ReportDemandRequest(router_id=self._router_id, models=models))
                 told = now
                 await self._pause()
@@ -82,7 +82,8 @@ class DemandReporter:
         await asyncio.sleep(_MIN_GAP_S)
 
 
-def _growth(model: str, before: Demand, now: Demand) -> control_pb2.ModelDemand:
+def growth(model: str, before: Demand, now: Demand) -> control_pb2.ModelDemand:
+    """Return what to report of a model: what is held now, and what ended since the report before."""
     return control_pb2.ModelDemand(
         model=model,
         num_held=now.num_held,
