@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REPORT_S = 2.0
+REPORT_S = 2.0
+"""From one report to the next."""
 _MIN_GAP_S = 0.1  # however many begin to wait
 
 
@@ -57,7 +58,7 @@ class DemandReporter:
                 logger.debug("demand is not reported: %s", error.details())
             except asyncio.InvalidStateError:  # it ended the stream
                 pass
-            await asyncio.sleep(_REPORT_S)
+            await asyncio.sleep(REPORT_S)
 
     async def _report(self, stub: "ControlAsyncStub") -> None:
         call = stub.ReportDemand()
@@ -74,7 +75,7 @@ class DemandReporter:
 
     async def _pause(self) -> None:
         try:
-            async with asyncio.timeout(_REPORT_S):
+            async with asyncio.timeout(REPORT_S):
                 await self._is_urgent.wait()
         except TimeoutError:
             pass
