@@ -128,13 +128,14 @@ class Route(Generic[LinkT]):
 
     def _view(self, links: Sequence[LinkT], hashes: Sequence[bytes]) -> list[ReplicaView]:
         cached = self.index.match(hashes)
+        block_size = self.block_size or 1
         return [
             ReplicaView(
                 replica_id=link.replica_id,
                 num_requests=link.load.num_requests,
                 num_pending_tokens=link.load.num_pending_tokens,
                 num_cached_blocks=cached.get(link.replica_id, 0),
-                block_size=self.block_size or 1,
+                block_size=block_size,
             )
             for link in links
         ]
