@@ -36,6 +36,7 @@ from workers.plan import ModelOutput, SampledToken, StepPlan
 from workers.request import FinishReason, Request, RequestId, SamplingParams
 from workers.scheduler import Scheduler
 
+ALL_POLICIES = ",".join(SchedulingPolicy)
 _VOCAB_SIZE = 32_000
 _BLOCK_SIZE = 16
 

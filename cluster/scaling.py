@@ -7,15 +7,16 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.autoscaler import Autoscaler, Observation
+from cluster.autoscaler import Autoscaler, Decision, Observation
 from cluster.config import ModelSection
 from cluster.demand import Demand, DemandLedger
 from cluster.rank_actor import ReplicaLoad
 
-_LOOK_S = 2.0
+LOOK_S = 2.0
+"""From one look to the next."""
 
 
 class ScaledState(Protocol):
@@ -35,13 +36,28 @@ class ScaledState(Protocol):
         """Want so many replicas; return how many were wanted before."""
 
 
+class Watch:
+    """What was observed of one model, as far back as its autoscaler looks. Pure."""
+
+    def __init__(self, autoscaler: Autoscaler) -> None:
+        self._autoscaler = autoscaler
+        self._observations: deque[Observation] = deque()
+
+    def follow(self, observation: Observation, wanted: int) -> Decision:
+        """Add one observation, and decide."""
+        observations, now_s = self._observations, observation.time_s
+        observations.append(observation)
+        while observations[0].time_s < now_s - self._autoscaler.horizon_s:
+            observations.popleft()
+        return self._autoscaler.decide(list(observations), wanted, now_s)
+
+
 @dataclass(slots=True, kw_only=True)
-class _Watch:
+class _WatchedModel:
     """One model, as long as nobody else changes its number or its rules: then everything is observed anew."""
 
     section: ModelSection
-    autoscaler: Autoscaler
-    observations: deque[Observation] = field(default_factory=deque)
+    watch: Watch
 
 
 class Scaling:
@@ -53,7 +69,7 @@ class Scaling:
         self._state = state
         self._ledger = ledger
         self._clock = clock
-        self._watches: dict[str, _Watch] = {}
+        self._watched: dict[str, _WatchedModel] = {}
 
     async def run(self) -> None:
         """Look every few seconds, and at once when somebody begins to wait, until cancelled."""
@@ -61,7 +77,7 @@ class Scaling:
             if not self._state.is_adopting:
                 await self.look()
             try:
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(LOOK_S):
                     await self._ledger.somebody_waits.wait()
             except TimeoutError:
                 pass
@@ -73,25 +89,22 @@ class Scaling:
         loads = dict(zip(names, await asyncio.gather(*map(self._state.loads, names)), strict=True))
         demands = self._ledger.take()
         sections = self._scaled()  # an operator may have changed them meanwhile
-        self._watches = {name: watch for name, watch in self._watches.items() if name in sections}
+        self._watched = {name: model for name, model in self._watched.items() if name in sections}
         for name, section in sections.items():
             if name in loads:
-                self._follow(name, section, _observe(loads[name], demands.get(name, Demand()), self._clock()))
+                self._follow(name, section, observe(loads[name], demands.get(name, Demand()), self._clock()))
 
     def _scaled(self) -> dict[str, ModelSection]:
         return {name: section for name, section in self._state.sections().items() if section.autoscaling is not None}
 
     def _follow(self, name: str, section: ModelSection, observation: Observation) -> None:
-        watch = self._watches.get(name)
-        if watch is None or watch.section != section:
-            watch = self._watches[name] = _Watch(section=section, autoscaler=_autoscaler(section))
-        watch.observations.append(observation)
-        while watch.observations[0].time_s < observation.time_s - watch.autoscaler.horizon_s:
-            watch.observations.popleft()
-        decision = watch.autoscaler.decide(list(watch.observations), section.replicas, observation.time_s)
+        model = self._watched.get(name)
+        if model is None or model.section != section:
+            model = self._watched[name] = _WatchedModel(section=section, watch=Watch(_autoscaler(section)))
+        decision = model.watch.follow(observation, section.replicas)
         if decision.replicas != section.replicas:
             self._state.scale(name, decision.replicas, reason=decision.reason)
-            watch.section = self._state.sections()[name]
+            model.section = self._state.sections()[name]
 
 
 def _autoscaler(section: ModelSection) -> Autoscaler:
@@ -100,7 +113,8 @@ def _autoscaler(section: ModelSection) -> Autoscaler:
     return Autoscaler(section.autoscaling, min_replicas=section.min_replicas, max_replicas=section.max_replicas)
 
 
-def _observe(loads: Sequence[ReplicaLoad | None], demand: Demand, now_s: float) -> Observation:
+def observe(loads: Sequence[ReplicaLoad | None], demand: Demand, now_s: float) -> Observation:
+    """Add up what the READY replicas (None: it does not say) and the routers tell of a model."""
     told = [load for load in loads if load is not None]
     return Observation(
         time_s=now_s,

@@ -1,19 +1,34 @@
 """The bounded queue in front of the replicas: a place for each request, first come first served, or an early refusal.
 
 A request enters before its prompt is tokenized and starts before a replica is chosen, so everything the router holds
-for clients is bounded by max_in_flight + max_queued. Owned by the event loop.
+for clients is bounded by max_in_flight + max_queued. Owned by the event loop. Who gets a place and who waits is decided
+without it: `take`, `ask` and `give_back` are pure but for the clock.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 from router.config import AdmissionConfig
 from router.errors import DeadlineError, OverloadedError
 
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
+
+
+class Waiter(Protocol):
+    """Who waits for a place in flight: a future, or the simulator's."""
+
+    def done(self) -> bool:
+        """Whether it has its place, or is no longer there."""
+
+    def set_result(self, result: None, /) -> None:
+        """Take the place."""
+
+
+WaiterT = TypeVar("WaiterT", bound=Waiter)
 
 
 class Admission:
@@ -24,7 +39,7 @@ class Admission:
         self._clock = clock
         self._num_entered = 0
         self._num_in_flight = 0
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._waiters: deque[Waiter] = deque()
         self._gap_s = 0.05  # mean time between two requests that end, while some wait
         self._last_end_s: float | None = None
 
@@ -47,6 +62,17 @@ class Admission:
     def enter(self) -> Iterator["Place"]:
         """Hold a place in the queue, and in flight once it was started, for the length of the block.
 
+        Raises as `take`.
+        """
+        place = self.take()
+        try:
+            yield place
+        finally:
+            self.give_back(place)
+
+    def take(self) -> "Place":
+        """Return a place in the queue, to be given back.
+
         Raises:
             OverloadedError: as many requests are in flight and wait as may.
         """
@@ -57,21 +83,32 @@ class Admission:
                 retry_after_s=self.retry_after_s,
             )
         self._num_entered += 1
-        place = Place(self)
-        try:
-            yield place
-        finally:
-            self._num_entered -= 1
-            if place.has_started:
-                self._end()
+        return Place(self)
 
-    async def _start(self, place: "Place", deadline_s: float | None) -> None:
+    def ask(self, place: "Place", make_waiter: Callable[[], WaiterT]) -> WaiterT | None:
+        """Start the request of a place now, if there is one in flight; else let a waiter stand in line, and return it.
+
+        When the waiter has got its place, whoever waited says so by `has_started`.
+        """
         if self._num_in_flight < self.config.max_in_flight and self._next_waiter() is None:
             self._num_in_flight += 1
             place.has_started = True
-            return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            return None
+        waiter = make_waiter()
         self._waiters.append(waiter)
+        return waiter
+
+    def give_back(self, place: "Place") -> None:
+        """End a place; the next that waits gets the one in flight."""
+        self._num_entered -= 1
+        if place.has_started:
+            self._end()
+
+    async def _start(self, place: "Place", deadline_s: float | None) -> None:
+        make_waiter: Callable[[], asyncio.Future[None]] = asyncio.get_running_loop().create_future
+        waiter = self.ask(place, make_waiter)
+        if waiter is None:
+            return
         try:
             async with asyncio.timeout_at(deadline_s):
                 await waiter
@@ -92,7 +129,7 @@ class Admission:
             self._num_in_flight += 1
             waiter.set_result(None)
 
-    def _next_waiter(self) -> asyncio.Future[None] | None:
+    def _next_waiter(self) -> Waiter | None:
         # One that was cancelled stays in the queue until its task runs again.
         return next((waiter for waiter in self._waiters if not waiter.done()), None)
 

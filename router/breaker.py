@@ -31,13 +31,9 @@ class Breaker:
 
     def allows(self, now_s: float) -> bool:
         """Say whether a request may go to the replica now."""
-        match self.state(now_s):
-            case BreakerState.CLOSED:
-                return True
-            case BreakerState.OPEN:
-                return False
-            case BreakerState.HALF_OPEN:
-                return not self._is_probing
+        if self._open_until_s is None:  # asked of each replica for each request
+            return True
+        return now_s >= self._open_until_s and not self._is_probing
 
     def begin(self, now_s: float) -> None:
         """Note that a request goes to the replica; in the half-open state it is the probe."""

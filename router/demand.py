@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REPORT_S = 2.0
+REPORT_S = 2.0
+"""From one report to the next."""
 _MIN_GAP_S = 0.1  # however many begin to wait
 
 
@@ -57,7 +58,7 @@ class DemandReporter:
                 logger.debug("demand is not reported: %s", error.details())
             except asyncio.InvalidStateError:  # it ended the stream
                 pass
-            await asyncio.sleep(_REPORT_S)
+            await asyncio.sleep(REPORT_S)
 
     async def _report(self, stub: "ControlAsyncStub") -> None:
         call = stub.ReportDemand()
@@ -65,7 +66,7 @@ class DemandReporter:
         try:
             while True:
                 now = self._read()
-                models = [_growth(model, told.get(model, _NONE), demand) for model, demand in now.items()]
+                models = [growth(model, told.get(model, _NONE), demand) for model, demand in now.items()]
                 await call.write(control_pb2.ReportDemandRequest(router_id=self._router_id, models=models))
                 told = now
                 await self._pause()
@@ -74,7 +75,7 @@ class DemandReporter:
 
     async def _pause(self) -> None:
         try:
-            async with asyncio.timeout(_REPORT_S):
+            async with asyncio.timeout(REPORT_S):
                 await self._is_urgent.wait()
         except TimeoutError:
             pass
@@ -82,7 +83,8 @@ class DemandReporter:
         await asyncio.sleep(_MIN_GAP_S)
 
 
-def _growth(model: str, before: Demand, now: Demand) -> control_pb2.ModelDemand:
+def growth(model: str, before: Demand, now: Demand) -> control_pb2.ModelDemand:
+    """Return what to report of a model: what is held now, and what ended since the report before."""
     return control_pb2.ModelDemand(
         model=model,
         num_held=now.num_held,

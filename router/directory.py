@@ -1,28 +1,27 @@
 """Which models are served and where: follows the controller's membership, or a fixed list; one link per replica.
 
-Knows models, links and the prefix index of each model; flight.py asks the model's policy who gets a request.
+Knows models and links; route.py says what the links of a model hold, and which of them gets a request.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
-from weft.block_hash import block_hashes, root_hash
-from weft.v1 import control_pb2, replica_pb2
+from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
 from router.config import RouterConfig
-from router.demand import Demand, DemandReporter
+from router.demand import DemandReporter
 from router.errors import ModelNotFoundError, NoReplicaError, RouterConfigError
-from router.policy import Policy, ReplicaView
-from router.prefix_index import PrefixIndex, ReplicaId
+from router.prefix_index import ReplicaId
 from router.prefix_policy import make_policy
 from router.replica import Endpoint, ReplicaLink
+from router.route import Route, ServedModel
 from router.tls import connect
 
 if TYPE_CHECKING:
@@ -39,21 +38,6 @@ _CONTROL_OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """A model as membership names it."""
-
-    name: str
-    path: str
-    max_context: int
-    """0: not known; that of the replicas is taken."""
-    starts_on_demand: bool = False
-    """Its first replica is started when somebody asks."""
-    target_ttft_s: float = 0.0
-    """0: what the router's own settings say, for this and the other target."""
-    target_tpot_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
     """All models and replicas."""
 
@@ -63,89 +47,8 @@ class Membership:
     """Those that finish what they have and get nothing new."""
 
 
-class ModelRoute:
-    """One served model: its links, what they hold, and how one of them is chosen."""
-
-    def __init__(self, served: ServedModel, policy: Policy) -> None:
-        self.name = served.name
-        self.policy = policy
-        self.index = PrefixIndex()
-        self.links: dict[ReplicaId, ReplicaLink] = {}
-        self.block_size: int | None = None
-        """Tokens in a block; None until a replica was connected."""
-        self.vocab_size: int | None = None
-        """Of the model; None until a replica was connected."""
-        self.num_open = 0
-        """Requests that were accepted and have not ended."""
-        self.num_finished = 0
-        """Requests that were served, but those that began while there was no replica."""
-        self.num_on_time = 0
-        """Of those: within both targets."""
-        self._hash_key = b""
-        self._max_replica_context = 0
-        self.update(served)
-
-    @property
-    def max_context(self) -> int:
-        """Longest prompt plus output; 0 while nobody has said it."""
-        return self._max_replica_context or self._max_context
-
-    @property
-    def num_ready(self) -> int:
-        """Replicas that could take a request."""
-        return sum(link.is_ready for link in self.links.values())
-
-    @property
-    def demand(self) -> Demand:
-        """What clients ask of it, for the controller."""
-        num_placed = sum(link.load.num_own_requests for link in self.links.values())
-        return Demand(
-            num_held=max(0, self.num_open - num_placed), num_finished=self.num_finished, num_on_time=self.num_on_time
-        )
-
-    def update(self, served: ServedModel) -> None:
-        """Take over what membership says now."""
-        self.path = served.path
-        self.starts_on_demand = served.starts_on_demand
-        self.target_ttft_s, self.target_tpot_s = served.target_ttft_s, served.target_tpot_s
-        self._max_context = served.max_context
-
-    def accept(self, snapshot: replica_pb2.Snapshot) -> bool:
-        """Learn from a replica's snapshot; False when its blocks are hashed otherwise than those of the others."""
-        self.vocab_size = snapshot.vocab_size or self.vocab_size
-        self._max_replica_context = snapshot.max_context or self._max_replica_context
-        scheme = (snapshot.block_size, snapshot.hash_key)
-        if scheme == (self.block_size, self._hash_key):
-            return True
-        if len(self.index):
-            logger.warning(
-                "replica %s of model %s hashes its blocks otherwise than the others; it gets no request for its cache",
-                snapshot.replica_id,
-                self.name,
-            )
-            return False
-        self.block_size, self._hash_key = scheme
-        return True
-
-    def hash_blocks(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
-        """Return the hashes of the full blocks of a prompt, as the replicas name them."""
-        if self.block_size is None:
-            return []
-        return block_hashes(root_hash(self._hash_key, cache_salt), token_ids, self.block_size)
-
-    def view(self, links: Sequence[ReplicaLink], hashes: Sequence[bytes]) -> list[ReplicaView]:
-        """Return links as a policy sees them."""
-        cached = self.index.match(hashes)
-        return [
-            ReplicaView(
-                replica_id=link.replica_id,
-                num_requests=link.load.num_requests,
-                num_pending_tokens=link.load.num_pending_tokens,
-                num_cached_blocks=cached.get(link.replica_id, 0),
-                block_size=self.block_size or 1,
-            )
-            for link in links
-        ]
+ModelRoute = Route[ReplicaLink]
+"""One served model behind links of this router."""
 
 
 class Directory:

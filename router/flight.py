@@ -1,7 +1,8 @@
 """One request in flight: placed on a replica, read from it, and placed again with its tokens when the replica breaks.
 
 A request is its tokens: the next replica gets the prompt and what was generated, and goes on with exactly the tokens
-and the text that the first would have given. Tokenizing, checking and admission came before (dispatch.py).
+and the text that the first would have given. Tokenizing, checking and admission came before (dispatch.py); where a
+request may go, and for how long it looks, is decided in placing.py.
 """
 
 import asyncio
@@ -18,18 +19,10 @@ from weft.v1 import inference_pb2, replica_pb2
 from router.call import GenerateDelta
 from router.config import FailoverConfig
 from router.directory import Directory, ModelRoute
-from router.errors import (
-    DeadlineError,
-    InvalidRequestError,
-    NoReplicaError,
-    OverloadedError,
-    ReplicaFailedError,
-    RequestFailedError,
-    RouterError,
-)
+from router.errors import DeadlineError, InvalidRequestError, RequestFailedError
 from router.inbox import Ending, Inbox, Received, ReplicaLost
 from router.metrics import RouterMetrics
-from router.policy import RouteRequest
+from router.placing import Placing
 from router.prefix_index import ReplicaId
 from router.replica import ReplicaLink
 from router.spans import Span, TraceContext
@@ -37,8 +30,6 @@ from router.tokenizer_pool import TokenizerPool
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.25
-"""How often a waiting request looks again without being woken: breakers half-open and full queues drain silently."""
 _INLINE_HASH_TOKENS = 8192
 """Prompts up to this length are hashed on the event loop, in less than a millisecond."""
 
@@ -98,19 +89,14 @@ class Flight:
         self._metrics = metrics
         self._span = span
         self._router_id = router_id
-        self._retry_after_s = retry_after_s
         self._generated: list[int] = []
         self._part: _Part | None = None
         self._served_by: list[ReplicaId] = []
-        self._breaks: list[str] = []
-        self._full: set[ReplicaId] = set()
-        self._leaving: set[ReplicaId] = set()
+        self._placing = Placing(config, route.name, retry_after_s)
         self._first_prediction: int | None = None
         self._lost_prefill_s = 0.0
         self._lost_decode_s = 0.0
         self._hashes: list[bytes] | None = None
-        self._seeking_since_s: float | None = None
-        """When it was last without a replica that gives tokens; refusals do not begin the wait anew."""
         route.num_open += 1  # until `close`
 
     async def hold(self) -> None:
@@ -126,7 +112,7 @@ class Flight:
                     self._directory.report_soon()
                     left_s = give_up_s - time.monotonic()
                     if left_s <= 0:
-                        raise self._no_replica_error(self._config.cold_start_wait_s)
+                        raise self._placing.no_replica_error(self._config.cold_start_wait_s)
                     await self._directory.wait_for_change(left_s)
         except TimeoutError:
             raise DeadlineError(
@@ -197,34 +183,14 @@ class Flight:
         return part
 
     async def _place(self) -> _Part:
-        if self._seeking_since_s is None:
-            self._seeking_since_s = time.monotonic()
-        limit_s = self._config.failover_wait_s if self._has_begun else self._config.new_request_wait_s
-        give_up_s = self._seeking_since_s + limit_s
+        self._placing.seek(time.monotonic())
         while True:
             await self._hash()
             now_s = time.monotonic()
-            avoided = self._full | self._leaving
-            links = [
-                link
-                for link in self._route.links.values()
-                if link.replica_id not in avoided and link.takes_requests(now_s)
-            ]
-            if links and now_s <= give_up_s:
+            links = self._placing.find(self._route.links.values(), now_s)
+            if links:
                 return self._submit(links)
-            if self._full and not self._has_begun:
-                raise OverloadedError(
-                    f"all replicas of model {self._route.name!r} are full", retry_after_s=self._retry_after_s()
-                )
-            if now_s >= give_up_s:
-                raise self._no_replica_error(limit_s)
-            self._full.clear()
-            self._leaving.clear()
-            await self._directory.wait_for_change(min(give_up_s - now_s, _POLL_S))
-
-    @property
-    def _has_begun(self) -> bool:
-        return bool(self._generated or self._breaks)
+            await self._directory.wait_for_change(self._placing.wait_s(now_s))
 
     async def _hash(self) -> None:
         """Hash the blocks of prompt and output once for each placing, off the event loop when they are many."""
@@ -242,12 +208,8 @@ class Flight:
     def _submit(self, links: Sequence[ReplicaLink]) -> _Part:
         request, hashes = self._request, self._hashes or []
         num_tokens = len(request.prompt_token_ids) + len(self._generated)
-        views = self._route.view(links, hashes)
-        choice = self._route.policy.choose(RouteRequest(num_tokens=num_tokens, block_hashes=hashes), views)
-        link = self._route.links[choice.replica_id]
-        view = next(view for view in views if view.replica_id == choice.replica_id)
-        # A replica computes at least the last token anew.
-        predicted = min(view.num_cached_blocks * view.block_size, num_tokens - 1)
+        choice = self._route.choose(links, hashes, num_tokens)
+        link, predicted = choice.link, choice.num_cached_tokens
         wire_id = f"{self._router_id}/{next(_wire_numbers)}/{request.request_id}"
         span = self._span.child("weft.replica_call", is_call=True)
         span.set(weft__replica=link.replica_id, weft__choice=choice.reason, weft__predicted_cached_tokens=predicted)
@@ -286,7 +248,7 @@ class Flight:
             part.first_s = part.last_s
             part.span.event("first token")
             self._served_by.append(part.link.replica_id)
-            self._seeking_since_s = None
+            self._placing.note_tokens()
         self._generated.extend(received.token_ids)
 
     def _delta(self, received: Received, finished: inference_pb2.Finished | None) -> GenerateDelta:
@@ -328,13 +290,12 @@ class Flight:
     # When it goes wrong
 
     def _after_break(self, part: _Part, reason: str) -> None:
-        """Count a broken part; the loop places the request anew, unless too many broke."""
+        """Note a broken part; the loop places the request anew, unless too many broke."""
         self._hashes = None
         if part.first_s is not None:
             self._lost_prefill_s += part.first_s - part.submitted_s
             self._lost_decode_s += part.last_s - part.first_s
         self._metrics.failovers.labels(self._route.name).inc()
-        self._breaks.append(f"{part.link.replica_id} ({reason})")
         logger.warning(
             "request %s: replica %s broke after %d tokens: %s",
             part.wire_id,
@@ -342,23 +303,19 @@ class Flight:
             len(self._generated),
             reason,
         )
-        if len(self._breaks) >= self._config.max_attempts:
-            raise ReplicaFailedError(
-                f"{len(self._breaks)} replicas broke under the request; allowed: fewer than "
-                f"{self._config.max_attempts}: {', '.join(self._breaks)}"
-            )
+        self._placing.note_break(part.link.replica_id, reason)
 
     def _after_failure(self, part: _Part, failed: replica_pb2.RequestFailed) -> None:
         """Raise what the failure means to the client, or return when another replica may do better."""
         match _STATUS.get(failed.code):
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 self._metrics.retries.labels(self._route.name).inc()
-                self._full.add(part.link.replica_id)
+                self._placing.note_full(part.link.replica_id)
             case grpc.StatusCode.UNAVAILABLE if part.first_s is None:
                 self._metrics.retries.labels(self._route.name).inc()
-                self._leaving.add(part.link.replica_id)
+                self._placing.note_leaving(part.link.replica_id)
             case grpc.StatusCode.UNAVAILABLE:
-                self._leaving.add(part.link.replica_id)
+                self._placing.note_leaving(part.link.replica_id)
                 self._after_break(part, failed.message)
             case grpc.StatusCode.INVALID_ARGUMENT:
                 raise InvalidRequestError(failed.message)
@@ -374,12 +331,6 @@ class Flight:
 
     def _deadline_error(self) -> DeadlineError:
         return DeadlineError(f"the deadline passed after {len(self._generated)} tokens")
-
-    def _no_replica_error(self, waited_s: float) -> RouterError:
-        text = f"no replica of model {self._route.name!r} was ready for {waited_s:g} s"
-        if self._breaks:
-            return ReplicaFailedError(f"{text}, after the request's replicas broke: {', '.join(self._breaks)}")
-        return NoReplicaError(text)
 
 
 def _end_span(span: Span, ending: Ending) -> None:

@@ -35,6 +35,8 @@ class LoadEstimate:
     @property
     def num_pending_tokens(self) -> int:
         """Prompt tokens still to be computed there."""
+        if not self._unseen:  # of most replicas
+            return self._reported_tokens
         return self._reported_tokens + sum(entry.pending_tokens for entry in self._unseen.values())
 
     @property

@@ -6,6 +6,7 @@ Names begin with weft_router_ and end in their unit. Gauges are read when somebo
 import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Thread
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, start_http_server
@@ -19,6 +20,7 @@ from router.convert import MAX_REQUEST_ID_CHARS
 from router.directory import Directory, ModelRoute
 from router.errors import RouterConfigError
 from router.request_log import RequestRecord, log_request
+from router.route import Route
 from router.tenants import NO_TENANT, TenantNames
 
 _BUCKETS_S = (
@@ -88,7 +90,7 @@ class RouterMetrics:
         """Also report the state of these two."""
         self.registry.register(_StateCollector(self, admission, directory))
 
-    def targets_s(self, route: ModelRoute) -> tuple[float, float]:
+    def targets_s(self, route: Route[Any]) -> tuple[float, float]:
         """Return a model's targets of TTFT and TPOT."""
         return route.target_ttft_s or self.config.slo_ttft_s, route.target_tpot_s or self.config.slo_tpot_s
 
@@ -125,9 +127,9 @@ class RequestMeter:
         self.num_cached_tokens = 0
         """As its usage tells."""
         self._target_ttft_s, self._target_tpot_s = metrics.config.slo_ttft_s, metrics.config.slo_tpot_s
-        self._demand: ModelRoute | None = None
+        self._demand: Route[Any] | None = None
 
-    def begin(self, route: ModelRoute) -> None:
+    def begin(self, route: Route[Any]) -> None:
         """Note which model it asks for."""
         call = self._call
         self.model = route.name

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from router.prefix_index import ReplicaId
 
 
@@ -22,9 +24,8 @@ class RouteRequest:
     """Of the full blocks of those tokens, in order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaView:
-    """A candidate as a policy sees it."""
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A candidate as a policy sees it. A Struct, for one is made for each candidate of each request."""
 
     replica_id: ReplicaId
     num_requests: int = 0

@@ -1,6 +1,6 @@
 """One multiplexed stream to one replica: requests go down, frames come up and are handed to the requests they concern.
 
-A frame is handled once: cache events go to the prefix index, load to the estimate, each output to its request's inbox.
+A frame is handled once: cache events, load and outcomes go to the book (replica_book.py), outputs to their inboxes.
 The first frame is a snapshot. When the stream breaks, the index of this replica and its load are dropped, every request
 on it is handed back (its inbox says so; flight.py continues it), and the link dials again while membership names it.
 """
@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import grpc
 from weft import protocol
@@ -20,20 +19,16 @@ from weft.block_hash import split_hashes
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaStub
 
-from router.breaker import Breaker
 from router.config import BreakerConfig, LinkConfig
 from router.errors import ProtocolError, RouterConfigError
 from router.inbox import Inbox
-from router.load import LoadEstimate
 from router.prefix_index import PrefixIndex, ReplicaId
+from router.replica_book import LinkState, ReplicaBook
 from router.tls import connect
 
 logger = logging.getLogger(__name__)
 
 _Call = grpc.aio.StreamStreamCall[replica_pb2.ConnectRequest, replica_pb2.ConnectResponse]
-
-_REPLICA_FAULTS = frozenset(code.value[0] for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN))
-"""Codes of failed requests that speak against the replica."""
 
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -47,14 +42,6 @@ CHANNEL_OPTIONS = (
 """Of the channel to a replica. Its server must allow a ping every 20 s on a quiet stream."""
 
 
-class LinkState(StrEnum):
-    """Whether a link takes requests."""
-
-    CONNECTING = "connecting"
-    READY = "ready"
-    CLOSED = "closed"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """Where a replica is, as membership says."""
@@ -65,7 +52,7 @@ class Endpoint:
     address: str
 
 
-class ReplicaLink:
+class ReplicaLink(ReplicaBook):
     """The router's end of one replica. `run` owns the connection; the other methods share its event loop."""
 
     def __init__(
@@ -87,41 +74,19 @@ class ReplicaLink:
             accept: called with each snapshot; whether this replica's blocks belong into `index`. Raises ProtocolError.
             on_change: called when the link becomes ready, stops being ready, or ends its last request while retired.
         """
+        super().__init__(endpoint.replica_id, index=index, breaker=breaker, on_change=on_change)
         self.endpoint = endpoint
-        self.replica_id = endpoint.replica_id
-        self.load = LoadEstimate()
-        self.breaker = Breaker(breaker)
-        self.state = LinkState.CONNECTING
-        self.is_draining = False
-        """The replica says that it goes away."""
-        self.is_dismissed = False
-        """The controller says so."""
         self._router_id = router_id
-        self._index = index
         self._config = config
         self._accept = accept
-        self._on_change = on_change
         self._rng = rng
         self._clock = clock
         self._inboxes: dict[str, Inbox] = {}
-        self._unanswered: set[str] = set()
         self._outgoing: deque[replica_pb2.ConnectRequest] = deque()
         self._has_outgoing = asyncio.Event()
-        self._is_indexed = False
-        self._is_retired = False
         self._may_leave = asyncio.Event()
         self._next_frame = 0
         self._last_frame_s = 0.0
-
-    def takes_requests(self, now_s: float) -> bool:
-        """Say whether a new request may come here."""
-        return self.is_ready and self.breaker.allows(now_s)
-
-    @property
-    def is_ready(self) -> bool:
-        """Connected, with a snapshot, and not about to leave."""
-        is_leaving = self.is_draining or self.is_dismissed or self._is_retired
-        return self.state is LinkState.READY and not is_leaving
 
     def submit(self, submit: replica_pb2.Submit, *, num_pending_tokens: int) -> Inbox:
         """Send a request, and return where its outputs will arrive. Only while `takes_requests`; never blocks."""
@@ -129,24 +94,20 @@ class ReplicaLink:
         assert submit.request_id not in self._inboxes
         inbox = Inbox()
         self._inboxes[submit.request_id] = inbox
-        self._unanswered.add(submit.request_id)
-        self.load.submit(submit.request_id, num_pending_tokens)
-        self.breaker.begin(self._clock())
+        self.note_submit(submit.request_id, num_pending_tokens, self._clock())
         self._send(replica_pb2.ConnectRequest(submit=submit))
         return inbox
 
     def abort(self, request_id: str) -> None:
         """End a request here; one that has ended already is left alone. Never blocks."""
         if request_id in self._inboxes:
-            if request_id in self._unanswered:
-                self.breaker.release()
+            self.note_abort(request_id)
             self._forget(request_id)
             self._send(replica_pb2.ConnectRequest(abort=replica_pb2.Abort(request_id=request_id)))
 
     def retire(self) -> None:
         """Take no more requests, do not dial again, and end `run` when the last request here has ended."""
-        self._is_retired = True
-        self._leave_index()  # a new link may join under the same id before this one ends
+        self.note_retired()
         if not self._inboxes:
             self._may_leave.set()
 
@@ -218,15 +179,13 @@ class ReplicaLink:
         if not frame.HasField("snapshot"):
             raise ProtocolError("the first frame holds no snapshot")
         self._check_snapshot(frame.snapshot)
-        self._is_indexed = self._accept(frame.snapshot) and not self._is_retired
+        is_alike = self._accept(frame.snapshot)
         self._next_frame = 0
         self._outgoing.clear()
-        if self._is_indexed:
-            self._index.store(self.replica_id, _split(frame.snapshot.block_hashes))
+        self.note_snapshot(_split(frame.snapshot.block_hashes) if is_alike else None)
         self._handle(frame)
-        self.state = LinkState.READY
         logger.info("replica %s at %s: connected", self.replica_id, self.endpoint.address)
-        self._on_change()
+        self.note_ready()
 
     def _check_snapshot(self, snapshot: replica_pb2.Snapshot) -> None:
         version = snapshot.protocol_version
@@ -257,69 +216,37 @@ class ReplicaLink:
             raise ProtocolError(f"frame {frame.frame} came; wanted: {self._next_frame}")
         self._next_frame += 1
         self._last_frame_s = self._clock()
-        if self._is_indexed:
-            if frame.stored_block_hashes:
-                self._index.store(self.replica_id, _split(frame.stored_block_hashes))
-            if frame.evicted_block_hashes:
-                self._index.evict(self.replica_id, _split(frame.evicted_block_hashes))
+        if frame.stored_block_hashes or frame.evicted_block_hashes:
+            self.note_blocks(_split(frame.stored_block_hashes), _split(frame.evicted_block_hashes))
         for output in frame.outputs:
             self._deliver(output)
         if frame.HasField("load"):
-            self._note_load(frame.load)
+            load = frame.load
+            num_requests = load.num_running + load.num_waiting
+            self.note_load(num_requests, load.num_pending_tokens, is_draining=load.draining)
 
     def _deliver(self, output: replica_pb2.RequestOutput) -> None:
         request_id = output.request_id
         inbox = self._inboxes.get(request_id)
         if inbox is None:
             return  # aborted in the meantime
-        if request_id in self._unanswered:
-            self._unanswered.remove(request_id)
-            self.load.answer(request_id)
-            if not output.HasField("failed"):
-                self.breaker.succeed()
-        if output.HasField("failed"):
-            self._note_failure(output.failed)
+        self.note_output(request_id, output.failed.code if output.HasField("failed") else None, self._clock())
         if inbox.add(output):
+            self.note_end(request_id)
             self._forget(request_id)
-
-    def _note_failure(self, failed: replica_pb2.RequestFailed) -> None:
-        if failed.code in _REPLICA_FAULTS:
-            self.breaker.fail(self._clock())
-        else:
-            self.breaker.release()  # the request's fault, a full queue, or a drain
-
-    def _note_load(self, load: replica_pb2.Load) -> None:
-        self.load.report(load.num_running + load.num_waiting, load.num_pending_tokens)
-        if load.draining != self.is_draining:
-            self.is_draining = load.draining
-            self._on_change()
 
     def _forget(self, request_id: str) -> None:
         del self._inboxes[request_id]
-        self._unanswered.discard(request_id)
-        self.load.end(request_id)
         if self._is_retired and not self._inboxes:
             self._may_leave.set()
 
     def _drop(self, reason: str) -> None:
-        """Leave the ready state: forget what the replica held, and hand its requests back."""
-        was_ready = self.state is LinkState.READY
-        self.state = LinkState.CONNECTING
-        self.is_draining = False
-        self._leave_index()
-        self.load = LoadEstimate()
+        """Leave the ready state, and hand the replica's requests back."""
         self._outgoing.clear()
-        self._unanswered.clear()
         inboxes, self._inboxes = self._inboxes, {}
         for inbox in inboxes.values():
             inbox.lose(reason)
-        if was_ready:
-            self._on_change()
-
-    def _leave_index(self) -> None:
-        if self._is_indexed:
-            self._index.drop(self.replica_id)
-            self._is_indexed = False
+        self.note_disconnected()
 
     def _send(self, message: replica_pb2.ConnectRequest) -> None:
         self._outgoing.append(message)  # bounded by the requests that admission lets in

@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from bench.errors import BenchConfigError
 from bench.load.flag_groups import (
+    ClusterFlags,
     GoalFlags,
     Json,
     LoadFlags,
@@ -17,7 +19,7 @@ from bench.load.flag_groups import (
     of_output,
     of_prompts,
 )
-from cluster.cli_flags import with_flags
+from cluster.cli_flags import given, with_flags
 
 app = typer.Typer(name="bench", help="Measure an engine or a running service.", no_args_is_help=True)
 
@@ -118,6 +120,7 @@ def offline(
         append_line(offline_line(options, result), json_file)
 
 
+@with_flags
 def simulate(
     *,
     trace: Annotated[
@@ -125,11 +128,14 @@ def simulate(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="How many.")] = 2000,
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Requests a second. Default: 8, or those of the trace.")
+        float | None,
+        typer.Option(min=1e-6, help="Requests a second. Default: the trace's; else 8, or 2 a replica."),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Names, with commas.")] = "fcfs,priority,deadline,shortest_remaining,mlfq",
+    policy: Annotated[
+        str | None, typer.Option(help="Of the scheduler: names, with commas. Default: all; in a cluster: fcfs.")
+    ] = None,
     num_seqs: Annotated[int, typer.Option(min=1, help="Sequences running at once.")] = 32,
-    num_blocks: Annotated[int, typer.Option(min=2, help="KV blocks of 16 tokens.")] = 8000,
+    num_blocks: Annotated[int, typer.Option(min=2, help="KV blocks of 16 tokens, or --block-size.")] = 8000,
     batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048,
     promote_after: Annotated[float, typer.Option(min=0, help="Seconds.")] = 60.0,
     deadlines: Annotated[
@@ -139,23 +145,34 @@ def simulate(
     token_us: Annotated[float, typer.Option(min=0, help="Of each token in it.")] = 50.0,
     context_ns: Annotated[float, typer.Option(min=0, help="Of each token that one of these sees.")] = 40.0,
     seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
+    cluster: ClusterFlags,
 ) -> None:
-    """Compare scheduling policies in virtual time: the real scheduler, and steps that take what a formula says."""
-    from bench.simulate import Options, StepCost, parse_policies
-    from bench.simulate import simulate as run_simulation
+    """Compare scheduling policies of a replica, or routing policies of a cluster, in virtual time.
 
-    run_simulation(
-        Options(
-            trace=trace,
-            num_requests=requests,
-            rate=rate,
-            policies=parse_policies(policy),
-            num_seqs=num_seqs,
-            num_blocks=num_blocks,
-            batched_tokens=batched_tokens,
-            promote_after_s=promote_after,
-            has_deadlines=deadlines,
-            cost=StepCost(step_s=step_ms / 1e3, token_s=token_us / 1e6, context_token_s=context_ns / 1e9),
-            seed=seed,
-        )
+    Scheduler, policies and autoscaler are the real ones; steps take what a formula says.
+    """
+    from bench.simulate import ALL_POLICIES, Options, StepCost, parse_policies
+    from bench.simulate import simulate as simulate_replica
+
+    options = Options(
+        trace=trace,
+        num_requests=requests,
+        rate=rate,
+        policies=parse_policies(policy or (ALL_POLICIES if cluster.replicas is None else "fcfs")),
+        num_seqs=num_seqs,
+        num_blocks=num_blocks,
+        batched_tokens=batched_tokens,
+        promote_after_s=promote_after,
+        has_deadlines=deadlines,
+        cost=StepCost(step_s=step_ms / 1e3, token_s=token_us / 1e6, context_token_s=context_ns / 1e9),
+        seed=seed,
     )
+    if cluster.replicas is None:
+        if idle := given(cluster):
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+            raise BenchConfigError(f"{names}: allowed with --replicas")
+        simulate_replica(options)
+    else:
+        from bench.simulate_cluster import parse_cluster, simulate_cluster
+
+        simulate_cluster(parse_cluster(options, cluster))

@@ -16,6 +16,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 of_load = partial(typer.Option, rich_help_panel="Load")
 of_prompts = partial(typer.Option, rich_help_panel="Prompts")
 of_service = partial(typer.Option, rich_help_panel="Service")
+of_cluster = partial(typer.Option, rich_help_panel="Cluster")
 of_output = partial(typer.Option, rich_help_panel="Output")
 
 
@@ -122,6 +123,32 @@ class GoalFlags:
     ttft_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
     tpot_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
     e2e_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFlags:
+    """Of `weft simulate`: a whole cluster in place of one replica."""
+
+    replicas: Annotated[
+        int | None, of_cluster(min=1, help="Simulate routers over so many, and compare routing policies.")
+    ] = None
+    router_policy: Annotated[str, of_cluster(help="Names, with commas.")] = (
+        "round_robin,least_loaded,power_of_two,prefix_affinity"
+    )
+    routers: Annotated[int, of_cluster(min=1, help="In front of them; each gets as many requests.")] = 1
+    autoscale: Annotated[str | None, of_cluster(help="least:most replicas. Default: their number stays.")] = None
+    target_requests: Annotated[float, of_cluster(min=0.01, help="With --autoscale: requests of a replica.")] = 32.0
+    upscale_delay: Annotated[float, of_cluster(min=0, help="With --autoscale: seconds.")] = 15.0
+    downscale_delay: Annotated[float, of_cluster(min=0, help="With --autoscale: seconds.")] = 300.0
+    start_time: Annotated[float, of_cluster(min=0, help="Seconds until a new replica is READY.")] = 30.0
+    fail: Annotated[
+        list[str] | None, of_cluster(help="seconds:replica, from 0: it dies then, and starts anew. May be repeated.")
+    ] = None
+    max_in_flight: Annotated[int, of_cluster(min=1, help="Requests of each router that replicas work on.")] = 1024
+    network_ms: Annotated[float, of_cluster(min=0, help="One way between router and replica.")] = 0.2
+    block_size: Annotated[int, of_cluster(min=1, help="Tokens of a KV block.")] = 16
+    length_scale: Annotated[float, of_cluster(help="Multiplies all lengths of a trace.")] = 1.0
+    copies: Annotated[int, of_cluster(min=1, help="Of the trace, side by side, each with prompts of its own.")] = 1
 
 
 Json = Annotated[Path | None, of_output("--json", help="Append one line of JSON to this file.")]

@@ -13,10 +13,11 @@ from helpers.router_harness import prompt_ids, router_config, running_router, te
 from weft.block_hash import block_hashes, root_hash
 from weft.v1 import control_pb2, replica_pb2
 
-from router.directory import Directory, ModelRoute, ServedModel
+from router.directory import Directory, ModelRoute
 from router.errors import ModelNotFoundError, NoReplicaError
 from router.policy import RoundRobin
 from router.prefix_index import ReplicaId
+from router.route import ServedModel
 
 
 @asynccontextmanager

@@ -10,13 +10,14 @@ from weft.v1 import inference_pb2 as pb
 
 from router.call import GenerateCall
 from router.config import MetricsConfig
-from router.directory import ModelRoute, ServedModel
+from router.directory import ModelRoute
 from router.keys import KeyEntry, Tenant
 from router.load import LoadEstimate
 from router.metrics import RequestMeter, RouterMetrics
 from router.policy import RoundRobin
 from router.prefix_index import ReplicaId
 from router.replica import ReplicaLink
+from router.route import ServedModel
 from router.tenants import NO_TENANT, OTHER_TENANTS, TenantNames
 
 

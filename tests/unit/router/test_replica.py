@@ -13,7 +13,8 @@ from router.config import BreakerConfig, LinkConfig
 from router.errors import ProtocolError
 from router.inbox import Inbox, ReplicaLost
 from router.prefix_index import PrefixIndex, ReplicaId
-from router.replica import Endpoint, LinkState, ReplicaLink
+from router.replica import Endpoint, ReplicaLink
+from router.replica_book import LinkState
 
 
 def link_to(replica: FakeReplica, accept: Callable[[replica_pb2.Snapshot], bool] = lambda _: True) -> ReplicaLink:

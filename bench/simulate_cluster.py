@@ -1,0 +1,246 @@
+"""Routing policies compared over a whole simulated cluster: `weft simulate --replicas N`.
+
+weft simulate --replicas 16                                        conversations with shared prefixes, made by seed
+weft simulate --replicas 16 --trace mooncake_conversation.jsonl.gz --rate 10
+weft simulate --replicas 4 --autoscale 2:32 --fail 60:1 --router-policy prefix_affinity
+
+What runs is in simulated_cluster.py; this file makes the sessions and prints what became of them.
+"""
+
+import dataclasses
+import heapq
+import itertools
+import json
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.errors import BenchConfigError
+from bench.load.calls import Lengths, Session
+from bench.load.dataset_files import TraceLimits, read_trace
+from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take_calls
+from bench.load.flag_groups import ClusterFlags
+from bench.load.statistics import Distribution
+from bench.machine import describe_machine
+from bench.simulate import Options
+from bench.simulated_cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
+from bench.simulated_controller import Autoscaling, FleetSettings
+from bench.simulated_replica import ReplicaSettings
+from cluster.autoscaler import AutoscalerConfig
+from router.config import AdmissionConfig, PolicyName, RouterConfig
+from workers.config import SchedulerConfig
+
+_VOCAB_SIZE = 32_000
+_DEFAULT_RATE = 2.0
+"""Requests a second for each replica, without a trace."""
+_CONVERSATIONS = DatasetOptions(
+    kind=DatasetKind.SESSIONS,
+    inputs=Lengths(low=32, high=512),
+    outputs=Lengths(low=32, high=256),
+    prefix_tokens=1024,
+    num_prefixes=16,
+    turns=Lengths(low=2, high=6),
+    think_s=5.0,
+)
+"""Without a trace."""
+_MEAN_TURNS = 4
+_LARGEST_SHIFT = 0.01
+"""Of the trace's duration, between copies of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """Which requests on which cluster; bench/load/cli.py has the flags."""
+
+    trace: Path | None
+    limits: TraceLimits
+    num_copies: int
+    """Of the trace, side by side, with other prompts in each: clients that share nothing with each other."""
+    num_requests: int
+    """Of each copy."""
+    rate: float | None
+    """Requests a second, of all copies together; None: those of the trace, or 2 a replica."""
+    policies: tuple[PolicyName, ...]
+    num_routers: int
+    max_in_flight: int
+    """Of each router."""
+    fleet: FleetSettings
+    replica: ReplicaSettings
+    seed: int
+
+
+def simulate_cluster(options: ClusterOptions) -> None:
+    """Run every policy on the same sessions; print a table and one line of JSON. Raises BenchConfigError."""
+    for name in ("workers.roster", "router.route"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # the first warns of each preemption
+    outcomes = [
+        SimulatedCluster(make_arrivals(options), _settings(options, policy)).run() for policy in options.policies
+    ]
+    _print(outcomes)
+    settings = {name: str(value) for name, value in dataclasses.asdict(options).items() if name != "policies"}
+    line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
+    print(json.dumps(line))
+
+
+def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:
+    """Return what the flags of `weft simulate` mean for a cluster. Raises BenchConfigError."""
+    if options.has_deadlines or len(options.policies) > 1:
+        raise BenchConfigError("--deadlines, or more than one --policy; allowed: without --replicas")
+    assert flags.replicas is not None
+    scheduler = SchedulerConfig(
+        policy=options.policies[0],
+        max_num_seqs=options.num_seqs,
+        max_num_batched_tokens=options.batched_tokens,
+        promote_after_s=options.promote_after_s,
+    )
+    return ClusterOptions(
+        trace=options.trace,
+        limits=TraceLimits(scale=flags.length_scale),
+        num_copies=flags.copies,
+        num_requests=options.num_requests,
+        rate=options.rate,
+        policies=_parse_policies(flags.router_policy),
+        num_routers=flags.routers,
+        max_in_flight=flags.max_in_flight,
+        fleet=FleetSettings(
+            replicas=flags.replicas,
+            autoscaling=_parse_autoscaling(flags),
+            start_s=flags.start_time,
+            failures=tuple(_parse_failure(each) for each in flags.fail or ()),
+        ),
+        replica=ReplicaSettings(
+            scheduler=scheduler,
+            cost=options.cost,
+            num_blocks=options.num_blocks,
+            block_size=flags.block_size,
+            network_s=flags.network_ms / 1e3,
+        ),
+        seed=options.seed,
+    )
+
+
+def _parse_policies(names: str) -> tuple[PolicyName, ...]:
+    try:
+        return tuple(PolicyName(name) for name in names.split(","))
+    except ValueError:
+        raise BenchConfigError(f"--router-policy is {names!r}; allowed, with commas: {', '.join(PolicyName)}") from None
+
+
+def _parse_autoscaling(flags: ClusterFlags) -> Autoscaling | None:
+    text = flags.autoscale
+    if text is None:
+        return None
+    least, _, most = text.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise BenchConfigError(f"--autoscale is {text!r}; allowed: least:most replicas, such as 2:32, at least 1")
+    assert flags.replicas is not None
+    if not int(least) <= flags.replicas <= int(most):
+        raise BenchConfigError(f"--replicas is {flags.replicas}; allowed with this --autoscale: {least} to {most}")
+    rules = AutoscalerConfig(
+        target_requests=flags.target_requests,
+        upscale_delay_s=flags.upscale_delay,
+        downscale_delay_s=flags.downscale_delay,
+    )
+    return Autoscaling(rules=rules, min_replicas=int(least), max_replicas=int(most))
+
+
+def _parse_failure(text: str) -> tuple[float, int]:
+    seconds, _, replica = text.partition(":")
+    try:
+        time_s, number = float(seconds), int(replica)
+    except ValueError:
+        time_s, number = -1.0, -1
+    if not (0 <= time_s < 1e9 and number >= 0):
+        raise BenchConfigError(f"--fail is {text!r}; allowed: seconds:replica, such as 60:1; the first replica is 0")
+    return time_s, number
+
+
+def _settings(options: ClusterOptions, policy: PolicyName) -> ClusterSettings:
+    admission = AdmissionConfig(max_in_flight=options.max_in_flight)
+    return ClusterSettings(
+        fleet=options.fleet,
+        replica=options.replica,
+        router=RouterConfig(control="simulated", policy=policy, admission=admission),
+        num_routers=options.num_routers,
+        seed=options.seed,
+    )
+
+
+# The requests
+
+
+def make_arrivals(options: ClusterOptions) -> Iterator[Session]:
+    """Return sessions in the order of their times, made as they are wanted."""
+    if options.trace is None:
+        rate = options.rate or _DEFAULT_RATE * options.fleet.replicas
+        return _conversations(options.num_requests, rate, options.seed)
+    return _copies(options, options.trace)
+
+
+def _conversations(num_requests: int, rate: float, seed: int) -> Iterator[Session]:
+    rng, at_s = random.Random(seed), 0.0
+    sessions = make_sessions(_CONVERSATIONS, vocab_size=_VOCAB_SIZE, seed=seed)
+    for session in take_calls(sessions, num_requests):
+        at_s += rng.expovariate(rate / _MEAN_TURNS)
+        yield dataclasses.replace(session, at_s=at_s)
+
+
+def _copies(options: ClusterOptions, trace: Path) -> Iterator[Session]:
+    def read(number: int, limits: TraceLimits) -> Iterator[tuple[float, Session]]:
+        sessions = read_trace(trace, limits=limits, vocab_size=_VOCAB_SIZE, seed=options.seed + number)
+        return ((session.at_s or 0.0, session) for session in itertools.islice(sessions, options.num_requests))
+
+    times_s = [at_s for at_s, _ in read(0, TraceLimits(max_input_tokens=1))]
+    span_s = max(1e-9, times_s[-1] - times_s[0])
+    stretch = 1.0 if options.rate is None else len(times_s) * options.num_copies / options.rate / span_s
+    rng = random.Random(options.seed)
+    shifts_s = [0.0, *(rng.uniform(0, _LARGEST_SHIFT * span_s) for _ in range(options.num_copies - 1))]
+
+    def copy(number: int) -> Iterator[Session]:
+        shift_s = shifts_s[number] - times_s[0]
+        for at_s, session in read(number, options.limits):
+            yield dataclasses.replace(session, at_s=(at_s + shift_s) * stretch)
+
+    return heapq.merge(*map(copy, range(options.num_copies)), key=lambda session: session.at_s or 0.0)
+
+
+# The table
+
+
+def _print(outcomes: Sequence[ClusterOutcome]) -> None:
+    columns = (
+        "policy|tokens/s|TTFT p50|p99|TPOT p50|p99|completion mean|on time|prefix hits|busy|busiest|most requests|"
+        "replica-seconds|replicas|moved|ended otherwise"
+    )
+    table = Table(*columns.split("|"))
+    for each in outcomes:
+        completion = each.completion_s
+        table.add_row(
+            each.policy,
+            f"{each.output_rate:.0f}",
+            *_shown(each.ttft_s, "s", 1.0),
+            *_shown(each.tpot_s, "ms", 1e3),
+            "-" if completion is None else f"{completion.mean:.2f} s",
+            f"{each.on_time_share:.1%}",
+            f"{each.hit_share:.1%}",
+            f"{each.busy_share:.0%}",
+            f"x {each.busy_imbalance:.2f}",
+            f"x {each.load_imbalance:.2f}",
+            f"{each.replica_s:.0f}",
+            f"{each.most_replicas}, {each.last_replicas} at the end" if each.scalings else str(each.last_replicas),
+            str(each.num_moves),
+            ", ".join(f"{number} {end}" for end, number in each.ends.items() if end != "stop") or "0",
+        )
+    Console(width=230).print(table)
+
+
+def _shown(times: Distribution | None, unit: str, factor: float) -> tuple[str, str]:
+    """p50 and p99."""
+    if times is None:
+        return "-", "-"
+    return f"{times.p50 * factor:.2f} {unit}", f"{times.p99 * factor:.2f} {unit}"

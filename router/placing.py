@@ -1,0 +1,108 @@
+"""Which replicas one request may go to next, and when it has looked for long enough. Pure; time is an argument.
+
+Remembers what became of the request so far: the replicas that broke under it, are full or about to leave. Which of the
+candidates gets it, the model's policy says (route.py); flight.py does both, and so does the simulator.
+"""
+
+from collections.abc import Callable, Iterable
+
+from router.config import FailoverConfig
+from router.errors import NoReplicaError, OverloadedError, ReplicaFailedError, RouterError
+from router.prefix_index import ReplicaId
+from router.route import LinkT
+
+_POLL_S = 0.25
+"""How often a waiting request looks again without being woken: breakers half-open and full queues drain silently."""
+
+
+class Placing:
+    """The places of one request, over its whole life."""
+
+    def __init__(self, config: FailoverConfig, model: str, retry_after_s: Callable[[], float]) -> None:
+        """Begin with a request that has been nowhere; `retry_after_s` is the hint for one that is refused."""
+        self._config = config
+        self._model = model
+        self._retry_after_s = retry_after_s
+        self._has_tokens = False
+        self._breaks: list[str] = []
+        self._full: set[ReplicaId] = set()
+        self._leaving: set[ReplicaId] = set()
+        self._seeking_since_s: float | None = None
+        """When it was last without a replica that gives tokens; refusals do not begin the wait anew."""
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._has_tokens or bool(self._breaks)
+
+    @property
+    def _limit_s(self) -> float:
+        return self._config.failover_wait_s if self._has_begun else self._config.new_request_wait_s
+
+    def seek(self, now_s: float) -> None:
+        """Begin to look for a replica, if it does not already."""
+        if self._seeking_since_s is None:
+            self._seeking_since_s = now_s
+
+    def find(self, links: Iterable[LinkT], now_s: float) -> list[LinkT]:
+        """Return those of the model's replicas that the request may go to now; none: wait for `wait_s`, ask again.
+
+        Raises:
+            OverloadedError: all are full, and it has not begun.
+            NoReplicaError, ReplicaFailedError: none took it for too long.
+        """
+        give_up_s = self._give_up_s
+        avoided = self._full | self._leaving
+        found = [link for link in links if link.replica_id not in avoided and link.takes_requests(now_s)]
+        if found and now_s <= give_up_s:
+            return found
+        if self._full and not self._has_begun:
+            raise OverloadedError(
+                f"all replicas of model {self._model!r} are full", retry_after_s=self._retry_after_s()
+            )
+        if now_s >= give_up_s:
+            raise self.no_replica_error(self._limit_s)
+        self._full.clear()
+        self._leaving.clear()
+        return []
+
+    def wait_s(self, now_s: float) -> float:
+        """Return how long to wait before the next look, unless something changes before."""
+        return min(self._give_up_s - now_s, _POLL_S)
+
+    def note_tokens(self) -> None:
+        """Its replica gives tokens."""
+        self._has_tokens = True
+        self._seeking_since_s = None
+
+    def note_full(self, replica_id: ReplicaId) -> None:
+        """A replica refused it because too many wait there."""
+        self._full.add(replica_id)
+
+    def note_leaving(self, replica_id: ReplicaId) -> None:
+        """A replica refused it because it goes away."""
+        self._leaving.add(replica_id)
+
+    def note_break(self, replica_id: ReplicaId, reason: str) -> None:
+        """A replica broke under it.
+
+        Raises:
+            ReplicaFailedError: too many have.
+        """
+        self._breaks.append(f"{replica_id} ({reason})")
+        if len(self._breaks) >= self._config.max_attempts:
+            raise ReplicaFailedError(
+                f"{len(self._breaks)} replicas broke under the request; allowed: fewer than "
+                f"{self._config.max_attempts}: {', '.join(self._breaks)}"
+            )
+
+    def no_replica_error(self, waited_s: float) -> RouterError:
+        """Return what to raise after such a wait."""
+        text = f"no replica of model {self._model!r} was ready for {waited_s:g} s"
+        if self._breaks:
+            return ReplicaFailedError(f"{text}, after the request's replicas broke: {', '.join(self._breaks)}")
+        return NoReplicaError(text)
+
+    @property
+    def _give_up_s(self) -> float:
+        assert self._seeking_since_s is not None, "it does not look for a replica"
+        return self._seeking_since_s + self._limit_s

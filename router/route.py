@@ -1,0 +1,141 @@
+"""One served model as a router sees it: its replicas, what they hold, and which of them gets a request.
+
+Pure. directory.py keeps the links up to date, flight.py asks; the simulator (bench/simulated_router.py) does both.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from weft.block_hash import block_hashes, root_hash
+from weft.v1 import replica_pb2
+
+from router.demand import Demand
+from router.policy import Policy, ReplicaView, RouteRequest
+from router.prefix_index import PrefixIndex, ReplicaId
+from router.replica_book import ReplicaBook
+
+logger = logging.getLogger(__name__)
+
+LinkT = TypeVar("LinkT", bound=ReplicaBook)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as membership names it."""
+
+    name: str
+    path: str
+    max_context: int
+    """0: not known; that of the replicas is taken."""
+    starts_on_demand: bool = False
+    """Its first replica is started when somebody asks."""
+    target_ttft_s: float = 0.0
+    """0: what the router's own settings say, for this and the other target."""
+    target_tpot_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen(Generic[LinkT]):
+    """Where a request goes."""
+
+    link: LinkT
+    reason: str
+    """A short constant for logs and metrics."""
+    num_cached_tokens: int
+    """That the replica should find in its cache."""
+
+
+class Route(Generic[LinkT]):
+    """One served model: its links, what they hold, and how one of them is chosen."""
+
+    def __init__(self, served: ServedModel, policy: Policy) -> None:
+        self.name = served.name
+        self.policy = policy
+        self.index = PrefixIndex()
+        self.links: dict[ReplicaId, LinkT] = {}
+        self.block_size: int | None = None
+        """Tokens in a block; None until a replica was connected."""
+        self.vocab_size: int | None = None
+        """Of the model; None until a replica was connected."""
+        self.num_open = 0
+        """Requests that were accepted and have not ended."""
+        self.num_finished = 0
+        """Requests that were served, but those that began while there was no replica."""
+        self.num_on_time = 0
+        """Of those: within both targets."""
+        self._hash_key = b""
+        self._max_replica_context = 0
+        self.update(served)
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt plus output; 0 while nobody has said it."""
+        return self._max_replica_context or self._max_context
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that could take a request."""
+        return sum(link.is_ready for link in self.links.values())
+
+    @property
+    def demand(self) -> Demand:
+        """What clients ask of it, for the controller."""
+        num_placed = sum(link.load.num_own_requests for link in self.links.values())
+        return Demand(
+            num_held=max(0, self.num_open - num_placed), num_finished=self.num_finished, num_on_time=self.num_on_time
+        )
+
+    def update(self, served: ServedModel) -> None:
+        """Take over what membership says now."""
+        self.path = served.path
+        self.starts_on_demand = served.starts_on_demand
+        self.target_ttft_s, self.target_tpot_s = served.target_ttft_s, served.target_tpot_s
+        self._max_context = served.max_context
+
+    def accept(self, snapshot: replica_pb2.Snapshot) -> bool:
+        """Learn from a replica's snapshot; False when its blocks are hashed otherwise than those of the others."""
+        self.vocab_size = snapshot.vocab_size or self.vocab_size
+        self._max_replica_context = snapshot.max_context or self._max_replica_context
+        scheme = (snapshot.block_size, snapshot.hash_key)
+        if scheme == (self.block_size, self._hash_key):
+            return True
+        if len(self.index):
+            logger.warning(
+                "replica %s of model %s hashes its blocks otherwise than the others; it gets no request for its cache",
+                snapshot.replica_id,
+                self.name,
+            )
+            return False
+        self.block_size, self._hash_key = scheme
+        return True
+
+    def hash_blocks(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """Return the hashes of the full blocks of a prompt, as the replicas name them."""
+        if self.block_size is None:
+            return []
+        return block_hashes(root_hash(self._hash_key, cache_salt), token_ids, self.block_size)
+
+    def choose(self, links: Sequence[LinkT], hashes: Sequence[bytes], num_tokens: int) -> Chosen[LinkT]:
+        """Let the policy choose among links, not none, for a request of so many tokens with these full blocks."""
+        views = self._view(links, hashes)
+        choice = self.policy.choose(RouteRequest(num_tokens=num_tokens, block_hashes=hashes), views)
+        view = next(view for view in views if view.replica_id == choice.replica_id)
+        # A replica computes at least the last token anew.
+        num_cached = min(view.num_cached_blocks * view.block_size, num_tokens - 1)
+        return Chosen(link=self.links[choice.replica_id], reason=choice.reason, num_cached_tokens=num_cached)
+
+    def _view(self, links: Sequence[LinkT], hashes: Sequence[bytes]) -> list[ReplicaView]:
+        cached = self.index.match(hashes)
+        block_size = self.block_size or 1
+        return [
+            ReplicaView(
+                replica_id=link.replica_id,
+                num_requests=link.load.num_requests,
+                num_pending_tokens=link.load.num_pending_tokens,
+                num_cached_blocks=cached.get(link.replica_id, 0),
+                block_size=block_size,
+            )
+            for link in links
+        ]

@@ -1,0 +1,240 @@
+"""A cluster in virtual time: nothing is lost, whatever fails, and the policies do what they are for."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.errors import BenchConfigError
+from bench.load.calls import Call, Session, draw_ids
+from bench.simulated_cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
+from bench.simulated_controller import Autoscaling, FleetSettings
+from bench.simulated_replica import ReplicaSettings, token_at
+from bench.simulated_router import SimulatedFlight
+from cluster.autoscaler import AutoscalerConfig
+from cluster.cli import app
+from router.config import AdmissionConfig, PolicyName, RouterConfig
+from workers.config import SchedulerConfig
+
+SMALL = ReplicaSettings(scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256), num_blocks=120)
+RULES = AutoscalerConfig(target_requests=4, window_s=4, upscale_delay_s=4, downscale_delay_s=20)
+
+
+def conversations(num_sessions: int, *, rate: float, seed: int = 0) -> Iterator[Session]:
+    """Sessions of one to three turns, after one of four system prompts of 20 blocks."""
+    rng, at_s = random.Random(seed), 0.0
+    prefixes = [draw_ids(rng, 320, 1000) for _ in range(4)]
+    for _ in range(num_sessions):
+        at_s += rng.expovariate(rate)
+        prompt, calls = rng.choice(prefixes), []
+        for _ in range(rng.randint(1, 3)):
+            prompt += draw_ids(rng, rng.randint(1, 60), 1000)
+            calls.append(Call(prompt=prompt, num_out=rng.randint(1, 60)))
+        yield Session(calls=tuple(calls), at_s=at_s, think_s=0.5)
+
+
+class Run(SimulatedCluster):
+    """Keeps the requests that have ended."""
+
+    def __init__(self, sessions: Iterator[Session], settings: ClusterSettings) -> None:
+        self.flights: list[SimulatedFlight] = []
+        super().__init__(sessions, settings, self.flights.append)
+
+
+def cluster(
+    sessions: Iterator[Session],
+    policy: PolicyName = PolicyName.PREFIX_AFFINITY,
+    *,
+    replicas: int = 4,
+    num_routers: int = 1,
+    replica: ReplicaSettings = SMALL,
+    admission: AdmissionConfig | None = None,
+    **fleet: object,
+) -> Run:
+    settings = ClusterSettings(
+        fleet=dataclasses.replace(FleetSettings(replicas=replicas, start_s=5.0), **fleet),
+        replica=replica,
+        router=RouterConfig(control="simulated", policy=policy, admission=admission or AdmissionConfig()),
+        num_routers=num_routers,
+    )
+    return Run(sessions, settings)
+
+
+def check_whole(simulated: Run, outcome: ClusterOutcome) -> None:
+    """Every request ended once, with the tokens of an undisturbed run, and nothing is held any more."""
+    assert sum(outcome.ends.values()) == len(simulated.flights)
+    for flight in simulated.flights:
+        num_out = flight.call.num_out if flight.outcome == "stop" else len(flight.generated)
+        assert flight.generated == [token_at(flight.call.prompt, position) for position in range(num_out)]
+    for replica in simulated.controller.ready:
+        replica.scheduler.check_integrity()
+        assert replica.pool.num_free == replica.pool.num_blocks
+    for router in simulated.routers:
+        assert (router.admission.num_in_flight, router.admission.num_queued, router.route.num_open) == (0, 0, 0)
+        assert [link.load.num_requests for link in router.route.links.values()] == [0] * len(router.route.links)
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+def test_same_seed_gives_the_same_outcome(policy: PolicyName) -> None:
+    def run() -> ClusterOutcome:
+        rules = Autoscaling(rules=RULES, min_replicas=2, max_replicas=6)
+        sessions = conversations(60, rate=6)
+        return cluster(sessions, policy, num_routers=2, autoscaling=rules, failures=((4.0, 1),)).run()
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+def test_requests_of_replicas_that_die_go_on_elsewhere_with_their_tokens(policy: PolicyName) -> None:
+    failures = ((3.0, 0), (3.0, 2), (5.0, 1), (12.0, 0))
+    tight = dataclasses.replace(SMALL, num_blocks=60)
+    simulated = cluster(conversations(150, rate=25), policy, num_routers=2, replica=tight, failures=failures)
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    assert outcome.num_moves > 4
+    assert any(flight.num_moves and len(flight.generated) > 1 for flight in simulated.flights)
+    assert set(outcome.ends) == {"stop"}
+    assert outcome.num_preemptions > 0
+
+
+def test_a_request_that_cannot_move_fails_when_it_has_waited_long_enough() -> None:
+    simulated = cluster(conversations(30, rate=20), replicas=1, failures=((0.5, 0),), start_s=500.0)
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    assert outcome.ends["internal"] > 0  # it had begun: two minutes
+    assert outcome.ends["unavailable"] > 0  # it had not: ten seconds
+    assert outcome.num_moves >= outcome.ends["internal"]
+
+
+def test_what_the_routers_cannot_take_is_refused() -> None:
+    simulated = cluster(conversations(80, rate=200), admission=AdmissionConfig(max_in_flight=4, max_queued=6))
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    assert outcome.ends["resource_exhausted"] > 0
+    assert outcome.ends["stop"] >= 10
+
+
+def test_full_replicas_are_passed_over() -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=256, max_waiting=1)
+    replica = dataclasses.replace(SMALL, scheduler=scheduler)
+    simulated = cluster(conversations(40, rate=100), PolicyName.ROUND_ROBIN, replica=replica)
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    assert outcome.ends["resource_exhausted"] > 0
+    assert outcome.num_choices > len(simulated.flights)
+
+
+def test_prefix_affinity_finds_more_in_the_caches_than_round_robin() -> None:
+    shares = {
+        policy: cluster(conversations(200, rate=15), policy, replicas=8).run().hit_share
+        for policy in (PolicyName.PREFIX_AFFINITY, PolicyName.ROUND_ROBIN)
+    }
+
+    assert shares[PolicyName.PREFIX_AFFINITY] > shares[PolicyName.ROUND_ROBIN] + 0.05
+
+
+def bursts() -> Iterator[Session]:
+    """Twenty seconds of many, then two minutes of few."""
+    at_s = 0.0
+    for session in conversations(400, rate=1, seed=4):
+        at_s += 1 / 15 if at_s < 20 else 1.5
+        yield dataclasses.replace(session, at_s=at_s)
+        if at_s > 140:
+            return
+
+
+def test_autoscaler_grows_under_a_burst_and_shrinks_after() -> None:
+    rules = Autoscaling(rules=RULES, min_replicas=1, max_replicas=8)
+    simulated = cluster(bursts(), replicas=1, autoscaling=rules)
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    assert outcome.most_replicas > 3
+    assert outcome.last_replicas == 1
+    assert outcome.scalings[0][0] < 20 < outcome.scalings[-1][0]
+    assert outcome.replica_s < outcome.most_replicas * outcome.duration_s
+    fixed = cluster(bursts(), replicas=1).run()
+    assert outcome.ttft_s is not None
+    assert fixed.ttft_s is not None
+    assert outcome.ttft_s.p90 < 0.7 * fixed.ttft_s.p90
+
+
+def test_requests_on_a_replica_that_leaves_too_soon_move() -> None:
+    few = dataclasses.replace(RULES, target_requests=100, downscale_delay_s=2)
+    rules = Autoscaling(rules=few, min_replicas=1, max_replicas=4)
+    simulated = cluster(conversations(60, rate=8), PolicyName.ROUND_ROBIN, autoscaling=rules, drain_timeout_s=0.0)
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    assert outcome.last_replicas == 1
+    assert outcome.num_moves > 0
+    assert set(outcome.ends) == {"stop"}
+
+
+def test_a_thousand_replicas_serve() -> None:
+    simulated = cluster(conversations(300, rate=600), PolicyName.POWER_OF_TWO, replicas=1000, num_routers=2)
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    assert set(outcome.ends) == {"stop"}
+    assert outcome.num_preemptions == 0
+
+
+# The command
+
+
+def run_command(*arguments: str) -> list[str]:
+    result = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout.splitlines()
+
+
+def test_command_prints_a_table_and_one_line_of_json(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 500 * i, "input_length": 600, "output_length": 8, "hash_ids": [0, i]} for i in range(20)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["--trace", str(trace), "--copies", "3", "--rate", "20", "--fail", "1:0", "--autoscale", "2:4"]
+
+    *table, line = run_command("--replicas", "3", "--router-policy", "round_robin,prefix_affinity", *arguments)
+
+    assert any("prefix_affinity" in row for row in table)
+    outcomes = json.loads(line)["outcomes"]
+    assert [outcome["policy"] for outcome in outcomes] == ["round_robin", "prefix_affinity"]
+    assert [outcome["ends"] for outcome in outcomes] == [{"stop": 60}] * 2
+    assert outcomes[0]["duration_s"] == pytest.approx(3.0, abs=1.0)
+
+
+def test_every_routing_policy_is_simulated_unless_told_otherwise() -> None:
+    outcomes = json.loads(run_command("--replicas", "2", "--requests", "10")[-1])["outcomes"]
+    assert [outcome["policy"] for outcome in outcomes] == list(PolicyName)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fail", "1:0", "--routers", "2"], "--routers, --fail: allowed with --replicas"),
+        (["--replicas", "2", "--router-policy", "best"], "'best'; allowed, with commas: round_robin"),
+        (["--replicas", "2", "--autoscale", "0:4"], "'0:4'; allowed: least:most replicas"),
+        (["--replicas", "9", "--autoscale", "2:4"], "--replicas is 9; allowed with this --autoscale: 2 to 4"),
+        (["--replicas", "2", "--fail", "soon:1"], "'soon:1'; allowed: seconds:replica"),
+        (["--replicas", "2", "--policy", "fcfs,mlfq"], "more than one --policy; allowed: without --replicas"),
+    ],
+)
+def test_wrong_flags_are_refused_with_those_allowed(arguments: list[str], message: str) -> None:
+    with pytest.raises(BenchConfigError, match=message):
+        CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
