@@ -8,6 +8,8 @@ import pytest
 # Before any test module imports torch, ray or huggingface_hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Threads of torch that wait for each other let go of their cores: there are more busy processes than these.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"
