@@ -227,6 +227,7 @@ class Controller:
             adopts=adopts,
             log_level=self._log_level,
             tracing=self._spec.router.tracing,
+            recording=self._spec.router.recording,
             inner_tls=self._spec.inner_tls,
         )
         return Formation(spec, listener, lambda: state.drained_nodes)
