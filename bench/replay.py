@@ -169,7 +169,7 @@ def replay(paths: Sequence[Path], *, as_json: bool) -> None:
     """Replay files, and those in folders, and tell how it went. Raises BenchError where a decision is another one."""
     logging.getLogger("workers.roster").setLevel(logging.ERROR)  # it warns of each preemption
     try:
-        outcomes = [replay_file(path) for path in _files(paths)]
+        outcomes = [replay_file(path) for path in _chosen(paths)]
     except RecordingError as error:
         raise BenchConfigError(str(error)) from error
     if as_json:
@@ -181,8 +181,13 @@ def replay(paths: Sequence[Path], *, as_json: bool) -> None:
         raise BenchError(f"{num_different} of {len(outcomes)} recordings are decided otherwise")
 
 
-def _files(paths: Sequence[Path]) -> list[Path]:
-    files = [file for path in paths for file in (sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path])]
+def files_in(folder: Path) -> list[Path]:
+    """The recordings in a folder."""
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def _chosen(paths: Sequence[Path]) -> list[Path]:
+    files = [file for path in paths for file in (files_in(path) if path.is_dir() else [path])]
     if not files:
         raise RecordingError(f"{', '.join(map(str, paths))}: no recording; wanted: files that end in {SUFFIX}")
     return files
@@ -190,7 +195,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 def _print(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
-        calls = ", ".join(f"{num} {name}" for name, num in outcome.calls.items())
+        calls = ", ".join(f"{num} {name}" for name, num in outcome.calls.items()) or "there is none"
         torn = "; its last frame is torn" if outcome.is_torn else ""
         print(f"{outcome.path}: {outcome.kind}, {outcome.recorded_s:.1f} s, replayed in {outcome.replay_s:.2f} s{torn}")
         print(f"  {outcome.num_equal} of {sum(outcome.calls.values())} decisions are equal: {calls}")

@@ -2,6 +2,7 @@
 the recording.
 """
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,25 @@ from typing import Any, Protocol, assert_never
 import msgspec
 from weft.recording import FrameSink
 
+import cluster.recording
+import router.recording
+import workers.recording
+from cluster.autoscaler import Autoscaler, Observation
+from cluster.recording import AutoscalerMade, Decided, ScalingCall, ScalingRecording, ScalingSetup
+from router.breaker import Breaker
+from router.policy import Policy
+from router.prefix_policy import make_policy
+from router.recording import (
+    BreakerCalled,
+    BreakerMade,
+    PolicyMade,
+    Routed,
+    RouterCall,
+    RouterRecording,
+    RouterSetup,
+)
 from workers.plan import StepPlan
 from workers.recording import (
-    KIND,
     Aborted,
     Added,
     Expired,
@@ -83,4 +100,74 @@ class SchedulerReplay:
         self._pool.take_events()  # else they would pile up
 
 
-KINDS = {KIND: ReplayedKind(header=SchedulerSetup, call=SchedulerCall, build=SchedulerReplay)}
+class RouterReplay:
+    """A router's policies and circuit breakers, without streams and clients."""
+
+    def __init__(self, setup: RouterSetup, sink: FrameSink) -> None:
+        self._setup = setup
+        self._now_s = 0.0
+        self._recording = RouterRecording(setup, sink, clock=lambda: self._now_s)
+        self._policies: dict[int, Policy] = {}
+        self._breakers: dict[int, Breaker] = {}
+
+    def repeat(self, call: RouterCall) -> None:
+        """Call the policy or the breaker as it was called."""
+        self._now_s = call.now_s
+        match call:
+            case PolicyMade():
+                policy = make_policy(self._setup.policy, self._setup.prefix, random.Random(call.seed))
+                self._policies[call.number] = self._recording.policy(call.model, call.seed, policy)
+            case Routed():
+                self._policies[call.number].choose(call.request, call.replicas)
+            case BreakerMade():
+                self._breakers[call.number] = self._recording.breaker(call.replica_id)
+            case BreakerCalled():
+                self._call_breaker(self._breakers[call.number], call.call, call.now_s)
+            case _:
+                assert_never(call)
+
+    @staticmethod
+    def _call_breaker(breaker: Breaker, call: str, now_s: float) -> None:
+        match call:
+            case "allows":
+                breaker.allows(now_s)
+            case "begin":
+                breaker.begin(now_s)
+            case "succeed":
+                breaker.succeed()
+            case "fail":
+                breaker.fail(now_s)
+            case "release":
+                breaker.release()
+            case _:
+                raise ValueError(f"a breaker has no {call!r}")
+
+
+class ScalingReplay:
+    """The autoscaler of each model, without groups."""
+
+    def __init__(self, setup: ScalingSetup, sink: FrameSink) -> None:
+        self._recording = ScalingRecording(sink)
+        self._autoscalers: dict[int, tuple[Autoscaler, deque[Observation]]] = {}
+
+    def repeat(self, call: ScalingCall) -> None:
+        """Let the autoscaler look at what it looked at."""
+        match call:
+            case AutoscalerMade():
+                autoscaler = self._recording.autoscaler(
+                    call.model, call.config, min_replicas=call.min_replicas, max_replicas=call.max_replicas
+                )
+                self._autoscalers[call.number] = autoscaler, deque()
+            case Decided():
+                known, observations = self._autoscalers[call.number]
+                known.remember(observations, call.observation)
+                known.decide(list(observations), call.wanted, call.now_s)
+            case _:
+                assert_never(call)
+
+
+KINDS = {
+    workers.recording.KIND: ReplayedKind(header=SchedulerSetup, call=SchedulerCall, build=SchedulerReplay),
+    router.recording.KIND: ReplayedKind(header=RouterSetup, call=RouterCall, build=RouterReplay),
+    cluster.recording.KIND: ReplayedKind(header=ScalingSetup, call=ScalingCall, build=ScalingReplay),
+}

@@ -8,12 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from cluster.autoscaler import Autoscaler, Observation
 from cluster.config import ModelSection
 from cluster.demand import Demand, DemandLedger
 from cluster.rank_actor import ReplicaLoad
+from cluster.recording import ScalingRecording
 
 _LOOK_S = 2.0
 
@@ -48,10 +50,16 @@ class Scaling:
     """Follows the load of all models. `run` once, on the controller's event loop."""
 
     def __init__(
-        self, state: ScaledState, ledger: DemandLedger, *, clock: Callable[[], float] = time.monotonic
+        self,
+        state: ScaledState,
+        ledger: DemandLedger,
+        *,
+        recording: ScalingRecording | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._ledger = ledger
+        self._recording = recording
         self._clock = clock
         self._watches: dict[str, _Watch] = {}
 
@@ -84,20 +92,18 @@ class Scaling:
     def _follow(self, name: str, section: ModelSection, observation: Observation) -> None:
         watch = self._watches.get(name)
         if watch is None or watch.section != section:
-            watch = self._watches[name] = _Watch(section=section, autoscaler=_autoscaler(section))
-        watch.observations.append(observation)
-        while watch.observations[0].time_s < observation.time_s - watch.autoscaler.horizon_s:
-            watch.observations.popleft()
+            watch = self._watches[name] = _Watch(section=section, autoscaler=self._autoscaler(name, section))
+        watch.autoscaler.remember(watch.observations, observation)
         decision = watch.autoscaler.decide(list(watch.observations), section.replicas, observation.time_s)
         if decision.replicas != section.replicas:
             self._state.scale(name, decision.replicas, reason=decision.reason)
             watch.section = self._state.sections()[name]
 
-
-def _autoscaler(section: ModelSection) -> Autoscaler:
-    assert section.autoscaling is not None
-    assert section.max_replicas is not None
-    return Autoscaler(section.autoscaling, min_replicas=section.min_replicas, max_replicas=section.max_replicas)
+    def _autoscaler(self, name: str, section: ModelSection) -> Autoscaler:
+        assert section.autoscaling is not None
+        assert section.max_replicas is not None
+        make = Autoscaler if self._recording is None else partial(self._recording.autoscaler, name)
+        return make(section.autoscaling, min_replicas=section.min_replicas, max_replicas=section.max_replicas)
 
 
 def _observe(loads: Sequence[ReplicaLoad | None], demand: Demand, now_s: float) -> Observation:

@@ -21,7 +21,7 @@ from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaStub
 
 from router.breaker import Breaker
-from router.config import BreakerConfig, LinkConfig
+from router.config import LinkConfig
 from router.errors import ProtocolError, RouterConfigError
 from router.inbox import Inbox
 from router.load import LoadEstimate
@@ -75,7 +75,7 @@ class ReplicaLink:
         router_id: str,
         index: PrefixIndex,
         config: LinkConfig,
-        breaker: BreakerConfig,
+        breaker: Breaker,
         accept: Callable[[replica_pb2.Snapshot], bool],
         on_change: Callable[[], None],
         rng: random.Random,
@@ -90,7 +90,7 @@ class ReplicaLink:
         self.endpoint = endpoint
         self.replica_id = endpoint.replica_id
         self.load = LoadEstimate()
-        self.breaker = Breaker(breaker)
+        self.breaker = breaker
         self.state = LinkState.CONNECTING
         self.is_draining = False
         """The replica says that it goes away."""

@@ -85,6 +85,8 @@ def test_background_service_generates_stops_and_decides_the_same_again(model_fol
     outcomes = {outcome["kind"]: outcome for outcome in json.loads(replayed.stdout)}
     assert outcomes["scheduler"]["calls"]["add"] == 12
     assert outcomes["scheduler"]["calls"].keys() >= {"add", "abort", "finish", "schedule", "update"}
+    assert outcomes["router"]["calls"]["route"] == 12
+    assert outcomes["autoscaler"]["calls"] == {}, "nothing scales by itself"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -213,7 +213,7 @@ def test_torn_file_is_replayed_up_to_its_last_whole_frame(file: Path) -> None:
 
 def test_recording_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"weft decisions 1 weather\n")
-    with pytest.raises(RecordingError, match="of 'weather'; allowed: scheduler"):
+    with pytest.raises(RecordingError, match="of 'weather'; allowed: scheduler, router, autoscaler"):
         replay_file(tmp_path / "file")
 
 
