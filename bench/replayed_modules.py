@@ -22,11 +22,14 @@ from router.prefix_policy import make_policy
 from router.recording import (
     BreakerCalled,
     BreakerMade,
+    Entered,
+    Left,
     PolicyMade,
     Routed,
     RouterCall,
     RouterRecording,
     RouterSetup,
+    Started,
 )
 from workers.plan import StepPlan
 from workers.recording import (
@@ -101,17 +104,18 @@ class SchedulerReplay:
 
 
 class RouterReplay:
-    """A router's policies and circuit breakers, without streams and clients."""
+    """A router's places, policies and circuit breakers, without streams and clients."""
 
     def __init__(self, setup: RouterSetup, sink: FrameSink) -> None:
         self._setup = setup
         self._now_s = 0.0
         self._recording = RouterRecording(setup, sink, clock=lambda: self._now_s)
+        self._places = self._recording.places()
         self._policies: dict[int, Policy] = {}
         self._breakers: dict[int, Breaker] = {}
 
     def repeat(self, call: RouterCall) -> None:
-        """Call the policy or the breaker as it was called."""
+        """Call what was called, with what it was told."""
         self._now_s = call.now_s
         match call:
             case PolicyMade():
@@ -123,6 +127,12 @@ class RouterReplay:
                 self._breakers[call.number] = self._recording.breaker(call.replica_id)
             case BreakerCalled():
                 self._call_breaker(self._breakers[call.number], call.call, call.now_s)
+            case Entered():
+                self._places.enter()
+            case Started():
+                self._places.start(call.ticket)
+            case Left():
+                self._places.leave(call.ticket, call.now_s)
             case _:
                 assert_never(call)
 

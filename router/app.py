@@ -25,6 +25,7 @@ from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
 from router.model_files import tokenizer_loader
 from router.openai import create_app
+from router.places import Places
 from router.recording import record_router
 from router.server import GrpcListener
 from router.spans import Tracer, make_tracer
@@ -76,7 +77,8 @@ async def run_router(
     recorder = _open_recorder(config)
     recording = None if recorder is None else record_router(config, recorder)
     directory = Directory(config, rng, changed.set, recording)
-    admission = Admission(config.admission, time.monotonic)
+    places = Places(config.admission) if recording is None else recording.places()
+    admission = Admission(places, time.monotonic)
     metrics.watch(admission, directory)
 
     def is_ready() -> bool:

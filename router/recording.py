@@ -1,4 +1,4 @@
-"""Writes down what a router decides: which replica gets a request, and what circuit breakers let through.
+"""Writes down what a router decides: who is let in, which replica gets a request, what circuit breakers let through.
 
 bench/replayed_modules.py decides it again. A policy's ties come from a generator of its own, whose seed is written
 down; what it was told, and what was chosen, is in each frame.
@@ -11,7 +11,9 @@ import msgspec
 from weft.recording import FrameSink
 
 from router.breaker import Breaker
-from router.config import BreakerConfig, PolicyName, PrefixPolicyConfig, RouterConfig
+from router.config import AdmissionConfig, BreakerConfig, PolicyName, PrefixPolicyConfig, RouterConfig
+from router.errors import OverloadedError
+from router.places import Places
 from router.policy import Choice, Policy, ReplicaView, RouteRequest
 from router.prefix_index import ReplicaId
 
@@ -25,6 +27,7 @@ class RouterSetup(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName
     prefix: PrefixPolicyConfig
     breaker: BreakerConfig
+    admission: AdmissionConfig
 
 
 class PolicyMade(msgspec.Struct, frozen=True, array_like=True, tag="policy"):
@@ -72,7 +75,34 @@ class BreakerCalled(msgspec.Struct, frozen=True, array_like=True, tag="breaker c
     is_probing: bool
 
 
-RouterCall = PolicyMade | Routed | BreakerMade | BreakerCalled
+class Entered(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
+    """A request came to the queue."""
+
+    now_s: float
+    ticket: int | None
+    retry_after_s: float | None
+    """It was refused, and told this."""
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """A request asked to be in flight."""
+
+    now_s: float
+    ticket: int
+    is_in_flight: bool
+    """Otherwise it waits."""
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """A request ended."""
+
+    now_s: float
+    ticket: int
+    following: int | None
+    """The ticket of that which is in flight in its place."""
+
+
+RouterCall = PolicyMade | Routed | BreakerMade | BreakerCalled | Entered | Started | Left
 
 
 class RouterRecording:
@@ -85,6 +115,10 @@ class RouterRecording:
         self._num_policies = 0
         self._num_breakers = 0
         sink.begin(KIND, setup)
+
+    def places(self) -> "RecordingPlaces":
+        """Return the router's places, with who gets them written down."""
+        return RecordingPlaces(self._setup.admission, self._sink, self._clock)
 
     def policy(self, model: str, seed: int, policy: Policy) -> "RecordingPolicy":
         """Return a new policy, whose generator has this seed, with its choices written down."""
@@ -101,7 +135,13 @@ class RouterRecording:
 
 def record_router(config: RouterConfig, sink: FrameSink) -> RouterRecording:
     """Return what records a router with this configuration."""
-    setup = RouterSetup(router_id=config.router_id, policy=config.policy, prefix=config.prefix, breaker=config.breaker)
+    setup = RouterSetup(
+        router_id=config.router_id,
+        policy=config.policy,
+        prefix=config.prefix,
+        breaker=config.breaker,
+        admission=config.admission,
+    )
     return RouterRecording(setup, sink)
 
 
@@ -160,3 +200,34 @@ class RecordingBreaker(Breaker):
         self._sink.write(
             BreakerCalled(now_s, self._number, call, allows, self._num_failures, self._open_until_s, self._is_probing)
         )
+
+
+class RecordingPlaces(Places):
+    """Places, and a frame for each call."""
+
+    def __init__(self, config: AdmissionConfig, sink: FrameSink, clock: Callable[[], float]) -> None:
+        super().__init__(config)
+        self._sink = sink
+        self._clock = clock
+
+    def enter(self) -> int:
+        """Return a new ticket; raises OverloadedError."""
+        try:
+            ticket = super().enter()
+        except OverloadedError as error:
+            self._sink.write(Entered(self._clock(), None, error.retry_after_s))
+            raise
+        self._sink.write(Entered(self._clock(), ticket, None))
+        return ticket
+
+    def start(self, ticket: int) -> bool:
+        """Whether the request is in flight now."""
+        is_in_flight = super().start(ticket)
+        self._sink.write(Started(self._clock(), ticket, is_in_flight))
+        return is_in_flight
+
+    def leave(self, ticket: int, now_s: float) -> int | None:
+        """Take back a ticket; return that of the request which is in flight in its place."""
+        following = super().leave(ticket, now_s)
+        self._sink.write(Left(now_s, ticket, following))
+        return following

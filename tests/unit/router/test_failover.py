@@ -244,3 +244,4 @@ async def test_every_request_ends_once_and_whole_under_random_failures(policy: P
     assert replayed.calls["policy"] == 1
     assert replayed.calls["breaker"] == 3
     assert replayed.calls["route"] > 30
+    assert replayed.calls["enter"] == replayed.calls["leave"] == 30
