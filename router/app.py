@@ -77,8 +77,7 @@ async def run_router(
     recorder = _open_recorder(config)
     recording = None if recorder is None else record_router(config, recorder)
     directory = Directory(config, rng, changed.set, recording)
-    places = Places(config.admission) if recording is None else recording.places()
-    admission = Admission(places, time.monotonic)
+    admission = Admission(Places(config.admission) if recording is None else recording.places(), time.monotonic)
     metrics.watch(admission, directory)
 
     def is_ready() -> bool:

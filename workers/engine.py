@@ -114,11 +114,7 @@ class Engine:
         )
         # the last token of a sequence is sampled and never computed
         self.max_context = min(max_context, manager.max_sequence_tokens(max_context) + 1)
-        longest = manager.num_blocks_of(self.max_context - 1)
-        logger.info(
-            "KV cache: a sequence of %d tokens takes up to %d of %d blocks: room for %.1f at once",
-            *(self.max_context, longest, executor.num_blocks, executor.num_blocks / max(1, longest)),
-        )
+        _tell_room(self.max_context, manager)
         self._recorder = recorder
         make_scheduler = Scheduler if recorder is None else partial(RecordingScheduler, sink=recorder)
         self._scheduler = make_scheduler(
@@ -390,6 +386,14 @@ class Engine:
         del self._streams[request_id]
         self.stats.num_failed += 1
         return RequestOutput(request_id=request_id, error=error)
+
+
+def _tell_room(max_context: int, cache: KVCacheManager) -> None:
+    longest = cache.num_blocks_of(max_context - 1)
+    logger.info(
+        "KV cache: a sequence of %d tokens takes up to %d of %d blocks: room for %.1f at once",
+        *(max_context, longest, cache.num_blocks, cache.num_blocks / max(1, longest)),
+    )
 
 
 def build_engine(
