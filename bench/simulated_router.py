@@ -15,12 +15,13 @@ from weft.v1 import control_pb2, inference_pb2, replica_pb2
 
 from bench.simulated_replica import HASH_KEY, Frame, Output, SimulatedReplica
 from bench.simulated_time import VirtualTime
-from router.admission import Admission, Place
+from router.breaker import Breaker
 from router.call import GenerateCall
 from router.config import RouterConfig
 from router.demand import Demand, growth
 from router.errors import OverloadedError, RouterError
 from router.metrics import RouterMetrics
+from router.places import Places
 from router.placing import Placing
 from router.prefix_index import ReplicaId
 from router.prefix_policy import make_policy
@@ -59,9 +60,9 @@ class SimulatedFlight:
         """Times that it went on elsewhere because its replica broke."""
         self._router = router
         self._on_end = on_end
-        self._placing = Placing(router.config.failover, MODEL, lambda: router.admission.retry_after_s)
+        self._placing = Placing(router.config.failover, MODEL, lambda: router.places.retry_after_s)
         self._meter = router.metrics.request(_CALL)
-        self._place: Place | None = None
+        self._ticket: int | None = None
         self._hashes: Sequence[bytes] | None = None
         self._num_parts = 0
         self._is_answered = False
@@ -83,13 +84,21 @@ class SimulatedFlight:
         router = self._router
         self._meter.begin(router.route)
         try:
-            self._place = router.admission.take()
+            self._ticket = router.places.enter()
         except OverloadedError as error:
             self._end(error.code.name.lower())
             return
         router.route.num_open += 1
-        if router.admission.ask(self._place, lambda: _Waiter(lambda: router.time.after(0, self._start))) is None:
-            self._start()
+        if router.places.start(self._ticket):
+            self.start()
+        else:
+            router.waiting[self._ticket] = self
+
+    def start(self) -> None:
+        """It has its place in flight."""
+        self._meter.start()
+        self._placing.seek(self._router.time.now_s)
+        self.seek()
 
     def seek(self) -> None:
         """Look for a replica, now or, where there is none, again later."""
@@ -135,13 +144,6 @@ class SimulatedFlight:
         self._placing.seek(self._router.time.now_s)
         self.seek()
 
-    def _start(self) -> None:
-        assert self._place is not None
-        self._place.has_started = True
-        self._meter.start()
-        self._placing.seek(self._router.time.now_s)
-        self.seek()
-
     def _submit(self, links: Sequence["SimulatedLink"], hashes: Sequence[bytes]) -> None:
         num_tokens = len(self.call.prompt) + len(self.generated)
         choice = self._router.choose(links, hashes, num_tokens)
@@ -171,37 +173,22 @@ class SimulatedFlight:
         assert not self.outcome, f"request {self.number} ended twice: {self.outcome}, {outcome}"
         self.outcome = outcome
         self._hashes = None
-        if self._place is not None:
+        if self._ticket is not None:
             self._router.route.num_open -= 1
-            self._router.admission.give_back(self._place)
+            self._router.give_back(self._ticket)
         self._meter.end(outcome, is_finished=outcome == "stop")
         self._on_end(self)
-
-
-class _Waiter:
-    """Stands in the admission's line in place of a future."""
-
-    def __init__(self, go: Callable[[], None]) -> None:
-        self._go = go
-        self._is_done = False
-
-    def done(self) -> bool:
-        """Whether it has its place."""
-        return self._is_done
-
-    def set_result(self, result: None, /) -> None:
-        """Take the place."""
-        self._is_done = True
-        self._go()
 
 
 class SimulatedLink(ReplicaBook):
     """The router's end of one replica, in place of router/replica.py."""
 
     def __init__(self, replica: SimulatedReplica, router: "SimulatedRouter") -> None:
-        config = router.config
         super().__init__(
-            replica.replica_id, index=router.route.index, breaker=config.breaker, on_change=router.look_again
+            replica.replica_id,
+            index=router.route.index,
+            breaker=Breaker(router.config.breaker),
+            on_change=router.look_again,
         )
         self._replica = replica
         self._router = router
@@ -256,7 +243,9 @@ class SimulatedRouter:
     def __init__(self, config: RouterConfig, time: VirtualTime, rng: random.Random) -> None:
         self.config = config
         self.time = time
-        self.admission = Admission(config.admission, time.clock)
+        self.places = Places(config.admission)
+        self.waiting: dict[int, SimulatedFlight] = {}
+        """By their tickets, until they have their places in flight."""
         self.metrics = RouterMetrics(config.metrics, time.clock)
         served = ServedModel(name=MODEL, path="", max_context=0)
         self.route: Route[SimulatedLink] = Route(served, make_policy(config.policy, config.prefix, rng))
@@ -266,6 +255,13 @@ class SimulatedRouter:
         self._seeking: dict[SimulatedFlight, int] = {}
         self._num_waits = 0
         self._told = Demand(num_held=0, num_finished=0, num_on_time=0)
+
+    def give_back(self, ticket: int) -> None:
+        """A request has ended: who waits longest gets its place."""
+        self.waiting.pop(ticket, None)
+        following = self.places.leave(ticket, self.time.now_s)
+        if following is not None:
+            self.time.after(0, self.waiting.pop(following).start)
 
     def apply(self, replicas: Sequence[SimulatedReplica], draining: frozenset[ReplicaId]) -> None:
         """Follow membership, as Directory.apply does."""

@@ -1,9 +1,10 @@
 """What a step costs beside the model: CPU time of deciding it, of taking its output and of building its inputs.
 
-python -m bench.step_time [--sequences 256,1024,4096] [--policy fcfs,mlfq] [--steps 100]
+python -m bench.step_time [--sequences 256,1024,4096] [--policy fcfs,mlfq] [--steps 100] [--recorded]
 
 All sequences decode, and half as many requests wait, which displace some under policies with levels while there is
-memory for it. The target is 1 ms for 256 sequences, linear beyond.
+memory for it. The target is 1 ms for 256 sequences, linear beyond. With --recorded the scheduler writes down what it
+decides, as `weft serve --record-decisions` has it.
 """
 
 import argparse
@@ -12,10 +13,14 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from weft.recording import Recorder
 
 from bench.load.statistics import percentile
 from bench.machine import describe_machine
@@ -24,6 +29,7 @@ from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.inputs import InputBuilder
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, SampledToken
+from workers.recording import RecordingScheduler
 from workers.request import Request, RequestId, SamplingParams
 from workers.scheduler import Scheduler
 
@@ -51,10 +57,11 @@ class StepTime:
 class Steps:
     """A scheduler and a rank's input builder, with a model that always says the same."""
 
-    def __init__(self, policy: SchedulingPolicy, num_seqs: int, num_steps: int) -> None:
+    def __init__(self, policy: SchedulingPolicy, num_seqs: int, num_steps: int, recorder: Recorder | None) -> None:
         length = _NUM_PROMPT_TOKENS + num_steps + 4 * _NUM_WARM_UP_STEPS
         num_blocks = num_seqs * (length // _BLOCK_SIZE + 2)
-        self._scheduler = Scheduler(
+        make_scheduler = Scheduler if recorder is None else partial(RecordingScheduler, sink=recorder)
+        self._scheduler = make_scheduler(
             SchedulerConfig(
                 policy=policy,
                 max_num_batched_tokens=max(num_seqs, 8192),
@@ -98,9 +105,18 @@ class Steps:
         self._scheduler.add(Request(request_id=RequestId(str(number)), prompt_token_ids=prompt, sampling=sampling), 0.0)
 
 
-def measure(policy: SchedulingPolicy, num_seqs: int, num_steps: int) -> StepTime:
+def measure(policy: SchedulingPolicy, num_seqs: int, num_steps: int, *, recorded: bool = False) -> StepTime:
     """Measure so many steps."""
-    steps = Steps(policy, num_seqs, num_steps)
+    with TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder) / "decisions", max_bytes=1 << 30) if recorded else None
+        steps = Steps(policy, num_seqs, num_steps, recorder)
+        found = _measure(steps, policy, num_seqs, num_steps)
+        if recorder is not None:
+            recorder.close()
+    return found
+
+
+def _measure(steps: Steps, policy: SchedulingPolicy, num_seqs: int, num_steps: int) -> StepTime:
     for _ in range(_NUM_WARM_UP_STEPS):
         steps.run()
     gc.collect()
@@ -124,10 +140,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sequences", type=_integers, default=[256, 1024, 4096], metavar="N,N")
     parser.add_argument("--policy", type=_policies, default=list(SchedulingPolicy), metavar="NAME,NAME")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--recorded", action="store_true")
     options = parser.parse_args(argv)
-    found = [measure(policy, num, options.steps) for num in options.sequences for policy in options.policy]
+    found = [
+        measure(policy, num, options.steps, recorded=options.recorded)
+        for num in options.sequences
+        for policy in options.policy
+    ]
     _print(found)
-    print(json.dumps({"machine": describe_machine(), "steps": options.steps, "times": list(map(asdict, found))}))
+    print(
+        json.dumps(
+            {
+                "machine": describe_machine(),
+                "steps": options.steps,
+                "recorded": options.recorded,
+                "times": list(map(asdict, found)),
+            }
+        )
+    )
 
 
 def _integers(text: str) -> list[int]:

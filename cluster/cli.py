@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from bench.load.cli import app as bench_app
-from bench.load.cli import simulate
+from bench.load.cli import replay, simulate
 from cluster.cli_connection import with_control
 from cluster.cli_flags import MAX_TIMEOUT_S, with_flags
 from cluster.cli_operate import register
@@ -310,6 +310,7 @@ def demo(
 register(app)
 app.add_typer(bench_app)
 app.command()(simulate)
+app.command()(replay)
 
 if __name__ == "__main__":
     main()

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from weft.recording import RecordingConfig
 
 from cluster.autoscaler import AutoscalerConfig
 from cluster.defaults import DEFAULT_CONTROL_METRICS_PORT, DEFAULT_CONTROL_PORT, DEFAULT_HOST
@@ -227,11 +228,21 @@ class RouterSection(_Section):
     failover: FailoverConfig = FailoverConfig()
     metrics: MetricsConfig = MetricsConfig()
 
-    def to_config(self, *, host: str, control: str, tracing: TracingConfig, inner_tls: InnerTls | None) -> RouterConfig:
+    def to_config(
+        self,
+        *,
+        host: str,
+        control: str,
+        tracing: TracingConfig,
+        recording: RecordingConfig,
+        inner_tls: InnerTls | None,
+    ) -> RouterConfig:
         """Return the router's own values."""
         fields = {name: getattr(self, name) for name in RouterSection.model_fields if name != "port"}
         fields["link"] = dataclasses.replace(self.link, tls=inner_tls)
-        return RouterConfig(control=control, host=host, grpc_port=self.port, tracing=tracing, **fields)
+        return RouterConfig(
+            control=control, host=host, grpc_port=self.port, tracing=tracing, recording=recording, **fields
+        )
 
 
 class ControllerSection(_Section):
@@ -268,6 +279,8 @@ class ClusterFile(_Section):
     controller: ControllerSection = ControllerSection()
     tracing: TracingConfig = TracingConfig()
     """Spans of routers and replicas."""
+    recording: RecordingConfig = RecordingConfig()
+    """What replicas, routers and the autoscaler decide, for `weft replay`."""
     inner_tls: InnerTls | None = None
     """Mutual TLS between routers, replicas, the controller and the `weft` command; null: plain text."""
     ray: RaySection = RaySection()
@@ -313,7 +326,13 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
         control_port=file.controller.port,
         control_metrics_port=file.controller.actual_metrics_port,
         inner_tls=file.inner_tls,
-        router=file.router.to_config(host=file.host, control=control, tracing=file.tracing, inner_tls=file.inner_tls),
+        router=file.router.to_config(
+            host=file.host,
+            control=control,
+            tracing=file.tracing,
+            recording=file.recording,
+            inner_tls=file.inner_tls,
+        ),
         ray_address=file.ray.address,
         spare_s=0.0 if file.ray.address is None else file.ray.spare_s,
     )

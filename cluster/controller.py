@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import grpc
 import ray
+from weft.recording import Recorder, RecordingConfig, RecordingError
 
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.control_server import ControlServer, bind_control_port
@@ -25,6 +26,7 @@ from cluster.lifecycle import RestartPolicy
 from cluster.log_reader import LogReader, LogSource
 from cluster.logs import configure_logging, own_log
 from cluster.node_request import NodeRequest, ask_ray
+from cluster.recording import ScalingRecording
 from cluster.router_process import RouterProcess
 from cluster.saved_state import RayStateStore, SavedState, decode, encode
 from cluster.scaling import Scaling
@@ -63,6 +65,7 @@ class Controller:
         self._service: ControlServer | None = None
         self._metrics: ControllerListener | None = None
         self._scaling: Scaling | None = None
+        self._recorder: Recorder | None = None
         self._nodes: NodeRequest | None = None
         """None: the Ray cluster is this machine."""
         self._loop: asyncio.Task[None] | None = None
@@ -143,7 +146,9 @@ class Controller:
             self._state, host=self._spec.host, port=saved.metrics_port or self._spec.control_metrics_port
         )
         demand = DemandLedger()
-        self._scaling = Scaling(self._state, demand)
+        self._recorder = _open_recorder(self._spec.router.recording)
+        recording = None if self._recorder is None else ScalingRecording(self._recorder)
+        self._scaling = Scaling(self._state, demand, recording=recording)
         if self._spec.ray_address is not None:
             self._nodes = NodeRequest(ask_ray, is_successor=saved.num_restarts > 0)
         self._service = ControlServer(
@@ -200,6 +205,8 @@ class Controller:
         self._store.clear()
         await self._service.stop()
         await self._metrics.close()
+        if self._recorder is not None:
+            self._recorder.close()
         if self._spec.spare_s:  # for a next controller and router
             lifetime_s = self._spec.spare_s
             await asyncio.to_thread(
@@ -227,9 +234,18 @@ class Controller:
             adopts=adopts,
             log_level=self._log_level,
             tracing=self._spec.router.tracing,
+            recording=self._spec.router.recording,
             inner_tls=self._spec.inner_tls,
         )
         return Formation(spec, listener, lambda: state.drained_nodes)
+
+
+def _open_recorder(config: RecordingConfig) -> Recorder | None:
+    try:
+        return config.open(CONTROLLER_NAME)
+    except RecordingError as error:  # the others, who cannot either, say so and do not begin
+        logger.error("decisions of the autoscaler are not recorded: %s", error)
+        return None
 
 
 def _is_successor() -> bool:

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from weft.recording import RecordingConfig
 
 from cluster.config import ModelSpec
 from cluster.placement import (
@@ -85,6 +86,7 @@ class FormationSpec:
     """Its processes may run already: take them over, or end what is left of them."""
     log_level: str
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    recording: RecordingConfig = field(default_factory=RecordingConfig)
     inner_tls: InnerTls | None = None
 
 
@@ -242,6 +244,7 @@ class Formation:
                 drain_timeout_s=self._spec.model.drain_timeout_s,
                 log_level=self._spec.log_level,
                 tracing=self._spec.tracing,
+                recording=self._spec.recording,
                 inner_tls=self._spec.inner_tls,
             )
             actor = _RANK_ACTOR.options(

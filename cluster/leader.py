@@ -43,13 +43,19 @@ class Leader:
     async def start(self, config: EngineConfig, progress: Callable[[float], None], stats: RankStats) -> str:
         """Load the model together with the other ranks, serve, and return the replica's host:port.
 
-        Raises RouterConfigError when the TLS files cannot be used.
+        Raises RouterConfigError when the TLS files cannot be used, RecordingError when decisions cannot be recorded.
         """
         tls = self._spec.inner_tls
         if tls is not None:
             tls.check(serves=True)  # before the weights are read
+        recorder = self._spec.recording.open(self._spec.replica_id)
         engine = await asyncio.to_thread(
-            build_engine, config, rendezvous=self._rendezvous, progress=progress, rank_stats=stats
+            build_engine,
+            config,
+            rendezvous=self._rendezvous,
+            progress=progress,
+            rank_stats=stats,
+            recorder=recorder,
         )
         self._load = engine.load
         self._engine = AsyncEngine(engine, on_step=self._on_step, on_failure=self._on_failure)

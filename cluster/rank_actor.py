@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import ray
+from weft.recording import RecordingConfig, RecordingError
 
 from cluster.errors import ClusterError, GroupTerminatedError
 from cluster.imports import import_for_good
@@ -55,6 +56,7 @@ class RankSpec:
     """After SIGTERM, until requests in flight move elsewhere."""
     log_level: str = "warning"
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    recording: RecordingConfig = field(default_factory=RecordingConfig)
     inner_tls: InnerTls | None = None
     """Of the leader's gRPC service, with files of the node that it runs on."""
 
@@ -188,7 +190,7 @@ class RankActor:
         except (GroupTerminatedError, RouterConfigError) as error:  # files may be missing for a moment only
             logger.warning("rank %d of %s ends: %s", self._spec.rank, self._spec.replica_id, error)
             return self._end(Outcome(message=f"rank {self._spec.rank}: {error}"))
-        except (ModelError, EngineConfigError, ClusterError) as error:
+        except (ModelError, EngineConfigError, ClusterError, RecordingError) as error:
             logger.error("rank %d of %s refused: %s", self._spec.rank, self._spec.replica_id, error)
             return self._end(Outcome(message=str(error), is_refusal=True))
         except Exception as error:

@@ -8,12 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from cluster.autoscaler import Autoscaler, Decision, Observation
 from cluster.config import ModelSection
 from cluster.demand import Demand, DemandLedger
 from cluster.rank_actor import ReplicaLoad
+from cluster.recording import ScalingRecording
 
 LOOK_S = 2.0
 """From one look to the next."""
@@ -45,11 +47,8 @@ class Watch:
 
     def follow(self, observation: Observation, wanted: int) -> Decision:
         """Add one observation, and decide."""
-        observations, now_s = self._observations, observation.time_s
-        observations.append(observation)
-        while observations[0].time_s < now_s - self._autoscaler.horizon_s:
-            observations.popleft()
-        return self._autoscaler.decide(list(observations), wanted, now_s)
+        self._autoscaler.remember(self._observations, observation)
+        return self._autoscaler.decide(list(self._observations), wanted, observation.time_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,10 +63,16 @@ class Scaling:
     """Follows the load of all models. `run` once, on the controller's event loop."""
 
     def __init__(
-        self, state: ScaledState, ledger: DemandLedger, *, clock: Callable[[], float] = time.monotonic
+        self,
+        state: ScaledState,
+        ledger: DemandLedger,
+        *,
+        recording: ScalingRecording | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._ledger = ledger
+        self._recording = recording
         self._clock = clock
         self._watched: dict[str, _WatchedModel] = {}
 
@@ -100,17 +105,17 @@ class Scaling:
     def _follow(self, name: str, section: ModelSection, observation: Observation) -> None:
         model = self._watched.get(name)
         if model is None or model.section != section:
-            model = self._watched[name] = _WatchedModel(section=section, watch=Watch(_autoscaler(section)))
+            model = self._watched[name] = _WatchedModel(section=section, watch=Watch(self._autoscaler(name, section)))
         decision = model.watch.follow(observation, section.replicas)
         if decision.replicas != section.replicas:
             self._state.scale(name, decision.replicas, reason=decision.reason)
             model.section = self._state.sections()[name]
 
-
-def _autoscaler(section: ModelSection) -> Autoscaler:
-    assert section.autoscaling is not None
-    assert section.max_replicas is not None
-    return Autoscaler(section.autoscaling, min_replicas=section.min_replicas, max_replicas=section.max_replicas)
+    def _autoscaler(self, name: str, section: ModelSection) -> Autoscaler:
+        assert section.autoscaling is not None
+        assert section.max_replicas is not None
+        make = Autoscaler if self._recording is None else partial(self._recording.autoscaler, name)
+        return make(section.autoscaling, min_replicas=section.min_replicas, max_replicas=section.max_replicas)
 
 
 def observe(loads: Sequence[ReplicaLoad | None], demand: Demand, now_s: float) -> Observation:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -26,6 +27,8 @@ class Setting:
 
     def value(self, flag: Any) -> Any:
         """Of the setting, for the flag's. Raises ClusterConfigError where that is no number."""
+        if isinstance(flag, Path):
+            return str(flag)
         if self.unit is None:
             return flag
         if not math.isfinite(flag):
@@ -172,7 +175,7 @@ class CacheFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFlags:
-    """Where the service listens, how the router chooses, and which Ray cluster it is on."""
+    """Where the service listens, how the router chooses, which Ray cluster it is on, and what is recorded."""
 
     policy: Annotated[
         str | None,
@@ -190,6 +193,13 @@ class NetworkFlags:
         str | None,
         _of_network(help='Ray cluster to join ("auto": of this machine); default: a local one.'),
         Setting("ray.address"),
+    ] = None
+    record_decisions: Annotated[
+        Path | None,
+        _of_network(
+            metavar="FOLDER", resolve_path=True, help="Where each process writes what it decides, for `weft replay`."
+        ),
+        Setting("recording.folder"),
     ] = None
     take_over: Annotated[
         bool, _of_network("--take-over", help="Go on with the service that the Ray cluster has already.")

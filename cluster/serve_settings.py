@@ -10,6 +10,7 @@ from cluster.errors import ClusterConfigError
 
 _FLAG_NAMES = {
     "router.policy": "--policy",
+    "recording.folder": "--record-decisions",
     "models[0].path": "--model",
     "models[0].scheduler.policy": "--scheduling-policy",
     "models[0].cache.dtype": "--kv-cache-dtype",

@@ -6,8 +6,10 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import uvloop
+from weft.recording import RecordingConfig
 
 from router.app import BoundAddresses, run_router
 from router.config import LinkConfig, MetricsConfig, PolicyName, RouterConfig, StaticModel, TraceProtocol, TracingConfig
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PROTOCOL", help=f"one of {', '.join(TraceProtocol)} (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--trace-ratio", type=float, default=1.0, metavar="R", help="part of requests to trace, 0 to 1")
+    parser.add_argument("--record-decisions", metavar="FOLDER", help="where to write what is decided, for weft replay")
     parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="for requests in flight at the end")
     parser.add_argument("--unready", type=float, default=0.0, metavar="S", help="before: not ready, but still serving")
     parser.add_argument("--log-requests", action="store_true", help="a line of JSON for each request that ended")
@@ -107,9 +110,14 @@ def _config(options: argparse.Namespace) -> RouterConfig:
         tracing=TracingConfig(
             endpoint=options.trace_endpoint, protocol=options.trace_protocol, sample_ratio=options.trace_ratio
         ),
+        recording=_recording(options.record_decisions),
         grace_s=options.grace,
         unready_s=options.unready,
     )
+
+
+def _recording(folder: str | None) -> RecordingConfig:
+    return RecordingConfig(folder=None if folder is None else str(Path(folder).absolute()))
 
 
 def _tls(options: argparse.Namespace) -> TlsFiles | None:

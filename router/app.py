@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from weft.recording import Recorder, RecordingError
 
 from router.admission import Admission
 from router.config import RouterConfig
@@ -24,6 +25,8 @@ from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
 from router.model_files import tokenizer_loader
 from router.openai import create_app
+from router.places import Places
+from router.recording import record_router
 from router.server import GrpcListener
 from router.spans import Tracer, make_tracer
 from router.tls import TlsFiles
@@ -62,7 +65,8 @@ async def run_router(
         tracer: makes the spans of requests; None: what the configuration says.
 
     Raises:
-        RouterConfigError: a port is taken, TLS files cannot be used, or tracing is on and not installed.
+        RouterConfigError: a port is taken, TLS files or the folder for recordings cannot be used, or tracing is on and
+            not installed.
     """
     if config.link.tls is not None:
         config.link.tls.check(serves=False)
@@ -70,8 +74,10 @@ async def run_router(
     metrics = RouterMetrics(config.metrics)
     rng = random.Random()
     changed = asyncio.Event()
-    directory = Directory(config, rng, changed.set)
-    admission = Admission(config.admission, time.monotonic)
+    recorder = _open_recorder(config)
+    recording = None if recorder is None else record_router(config, recorder)
+    directory = Directory(config, rng, changed.set, recording)
+    admission = Admission(Places(config.admission) if recording is None else recording.places(), time.monotonic)
     metrics.watch(admission, directory)
 
     def is_ready() -> bool:
@@ -81,6 +87,8 @@ async def run_router(
         pool = TokenizerPool(load_tokenizer or tokenizer_loader(config), num_threads=config.tokenizer_threads)
         stack.callback(pool.close)
         stack.callback(tracer.close)
+        if recorder is not None:
+            stack.callback(recorder.close)
         dispatcher = Dispatcher(
             config, directory=directory, admission=admission, pool=pool, metrics=metrics, rng=rng, tracer=tracer
         )
@@ -98,6 +106,13 @@ async def run_router(
             logger.info("router %s stops", config.router_id)
             changed.set()  # readiness goes first; HTTP looks at `stop` itself
             await asyncio.sleep(config.unready_s)
+
+
+def _open_recorder(config: RouterConfig) -> Recorder | None:
+    try:
+        return config.recording.open(config.router_id)
+    except RecordingError as error:
+        raise RouterConfigError(f"recording: {error}") from error
 
 
 def _listen_metrics(config: RouterConfig, metrics: RouterMetrics, stack: ExitStack) -> MetricsListener | None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from weft.recording import RecordingConfig
+
 from router.errors import RouterConfigError
 from router.tls import InnerTls, TlsFiles
 
@@ -199,6 +201,8 @@ class RouterConfig:
     failover: FailoverConfig = field(default_factory=FailoverConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    recording: RecordingConfig = field(default_factory=RecordingConfig)
+    """What is decided here, for `weft replay`."""
 
     def __post_init__(self) -> None:
         if (self.control is None) == (not self.models):

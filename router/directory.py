@@ -15,11 +15,14 @@ import grpc
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
+from router.breaker import Breaker
 from router.config import RouterConfig
 from router.demand import DemandReporter
 from router.errors import ModelNotFoundError, NoReplicaError, RouterConfigError
+from router.policy import Policy
 from router.prefix_index import ReplicaId
 from router.prefix_policy import make_policy
+from router.recording import RouterRecording
 from router.replica import Endpoint, ReplicaLink
 from router.route import Route, ServedModel
 from router.tls import connect
@@ -54,17 +57,25 @@ ModelRoute = Route[ReplicaLink]
 class Directory:
     """The models served now. `run` follows membership and owns the links' tasks; all on one event loop."""
 
-    def __init__(self, config: RouterConfig, rng: random.Random, on_change: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        rng: random.Random,
+        on_change: Callable[[], None] | None = None,
+        recording: RouterRecording | None = None,
+    ) -> None:
         """Make an empty directory.
 
         Args:
             config: where to look, and the settings of links and policies.
             rng: for backoff and policies.
             on_change: called when a replica becomes ready or stops being ready, and when models come or go.
+            recording: what writes down whatever policies and breakers decide.
         """
         self._config = config
         self._rng = rng
         self._on_change = on_change
+        self._recording = recording
         self._changed = asyncio.Event()
         self._routes: dict[str, ModelRoute] = {}
         self._is_known = False
@@ -128,8 +139,7 @@ class Directory:
             if served.name in self._routes:
                 self._routes[served.name].update(served)
             else:
-                policy = make_policy(self._config.policy, self._config.prefix, self._rng)
-                self._routes[served.name] = ModelRoute(served, policy)
+                self._routes[served.name] = ModelRoute(served, self._make_policy(served.name))
         names = {served.name for served in membership.models}
         wanted = {(each.model, each.replica_id): each for each in membership.replicas if each.model in names}
         for route in self._routes.values():
@@ -147,6 +157,14 @@ class Directory:
         self._is_known = True
         self._notify()
 
+    def _make_policy(self, model: str) -> Policy:
+        seed = self._rng.getrandbits(64)  # a generator of its own: nobody else draws from it between two choices
+        policy = make_policy(self._config.policy, self._config.prefix, random.Random(seed))
+        return policy if self._recording is None else self._recording.policy(model, seed, policy)
+
+    def _make_breaker(self, replica_id: ReplicaId) -> Breaker:
+        return Breaker(self._config.breaker) if self._recording is None else self._recording.breaker(replica_id)
+
     def _add(self, endpoint: Endpoint) -> None:
         route = self._routes[endpoint.model]
         if endpoint.replica_id in route.links:
@@ -156,7 +174,7 @@ class Directory:
             router_id=self._config.router_id,
             index=route.index,
             config=self._config.link,
-            breaker=self._config.breaker,
+            breaker=self._make_breaker(endpoint.replica_id),
             accept=route.accept,
             on_change=self._notify,
             rng=self._rng,

@@ -19,7 +19,8 @@ from weft.block_hash import split_hashes
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaStub
 
-from router.config import BreakerConfig, LinkConfig
+from router.breaker import Breaker
+from router.config import LinkConfig
 from router.errors import ProtocolError, RouterConfigError
 from router.inbox import Inbox
 from router.prefix_index import PrefixIndex, ReplicaId
@@ -62,7 +63,7 @@ class ReplicaLink(ReplicaBook):
         router_id: str,
         index: PrefixIndex,
         config: LinkConfig,
-        breaker: BreakerConfig,
+        breaker: Breaker,
         accept: Callable[[replica_pb2.Snapshot], bool],
         on_change: Callable[[], None],
         rng: random.Random,

@@ -10,7 +10,6 @@ from enum import StrEnum
 from grpc import StatusCode
 
 from router.breaker import Breaker
-from router.config import BreakerConfig
 from router.load import LoadEstimate
 from router.prefix_index import PrefixIndex, ReplicaId
 
@@ -30,12 +29,12 @@ class ReplicaBook:
     """One replica as one router sees it."""
 
     def __init__(
-        self, replica_id: ReplicaId, *, index: PrefixIndex, breaker: BreakerConfig, on_change: Callable[[], None]
+        self, replica_id: ReplicaId, *, index: PrefixIndex, breaker: Breaker, on_change: Callable[[], None]
     ) -> None:
         """Know nothing yet; `on_change` is called when the replica becomes ready or stops being ready."""
         self.replica_id = replica_id
         self.load = LoadEstimate()
-        self.breaker = Breaker(breaker)
+        self.breaker = breaker
         self.state = LinkState.CONNECTING
         self.is_draining = False
         """The replica says that it goes away."""

@@ -42,6 +42,11 @@ class BlockPool:
         self._evicted: dict[bytes, None] = {}
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks that the host tier can hold."""
+        return self._host.num_slots
+
+    @property
     def num_free(self) -> int:
         """Blocks that `allocate` could give."""
         return len(self._free)

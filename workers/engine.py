@@ -6,10 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from weft.recording import Recorder
 
 from parallel.errors import ConfigError
 from parallel.families.registry import describe_model
@@ -22,6 +24,7 @@ from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import StepPlan
 from workers.rank import Progress, Rendezvous, lead_group
+from workers.recording import RecordingScheduler
 from workers.request import Finish, FinishReason, Request, RequestId, RequestOutput, Usage
 from workers.scheduler import Scheduler, TokenOutput
 from workers.sequence import Sequence
@@ -83,7 +86,9 @@ class Engine:
         max_context: int,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
+        """`recorder`: where what the scheduler decides goes; it is closed with the engine."""
         self.config = config
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -109,12 +114,10 @@ class Engine:
         )
         # the last token of a sequence is sampled and never computed
         self.max_context = min(max_context, manager.max_sequence_tokens(max_context) + 1)
-        longest = manager.num_blocks_of(self.max_context - 1)
-        logger.info(
-            "KV cache: a sequence of %d tokens takes up to %d of %d blocks: room for %.1f at once",
-            *(self.max_context, longest, executor.num_blocks, executor.num_blocks / max(1, longest)),
-        )
-        self._scheduler = Scheduler(
+        _tell_room(self.max_context, manager)
+        self._recorder = recorder
+        make_scheduler = Scheduler if recorder is None else partial(RecordingScheduler, sink=recorder)
+        self._scheduler = make_scheduler(
             config.scheduler,
             manager,
             max_context=self.max_context,
@@ -232,6 +235,8 @@ class Engine:
 
     def check(self) -> None:
         """Raise GroupFailedError when a rank is gone; for moments with nothing to do."""
+        if self._recorder is not None:
+            self._recorder.flush()
         self._executor.check()
 
     def check_integrity(self) -> None:
@@ -240,6 +245,8 @@ class Engine:
 
     def close(self) -> None:
         """End the ranks."""
+        if self._recorder is not None:
+            self._recorder.close()
         self._executor.close()
 
     def _accept(self, request: Request) -> None:
@@ -381,12 +388,21 @@ class Engine:
         return RequestOutput(request_id=request_id, error=error)
 
 
+def _tell_room(max_context: int, cache: KVCacheManager) -> None:
+    longest = cache.num_blocks_of(max_context - 1)
+    logger.info(
+        "KV cache: a sequence of %d tokens takes up to %d of %d blocks: room for %.1f at once",
+        *(max_context, longest, cache.num_blocks, cache.num_blocks / max(1, longest)),
+    )
+
+
 def build_engine(
     config: EngineConfig,
     *,
     rendezvous: Rendezvous | None = None,
     progress: Progress | None = None,
     rank_stats: RankStats | None = None,
+    recorder: Recorder | None = None,
 ) -> Engine:
     """Load everything and return the engine of a group whose rank 0 is this process.
 
@@ -395,6 +411,7 @@ def build_engine(
         rendezvous: where the group's other ranks come; None when there are none.
         progress: called with the fraction of this rank's weights read so far.
         rank_stats: where to note what rank 0 does.
+        recorder: where to write down what the scheduler decides; None: nowhere.
 
     Raises:
         ModelError, EngineConfigError: the model folder or the settings cannot be used.
@@ -412,6 +429,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         max_context=config.max_context or description.max_context,
         vocab_size=description.vocab_size,
+        recorder=recorder,
     )
 
 

@@ -54,6 +54,7 @@ class KVCacheManager:
     ) -> None:
         """`windows` as in LayerGroups; `max_chunk_tokens` is the most that the scheduler computes of one sequence."""
         self.block_size = block_size
+        self.windows = windows
         self._pool = pool
         self._hash_key = hash_key
         self._num_groups = len(windows)
@@ -73,6 +74,16 @@ class KVCacheManager:
     def num_blocks(self) -> int:
         """Blocks in the pool."""
         return self._pool.num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks that the host tier can hold."""
+        return self._pool.num_host_blocks
+
+    @property
+    def has_prefix_caching(self) -> bool:
+        """Whether sequences share equal prefixes."""
+        return self._pool.enable_prefix_caching
 
     @property
     def num_free_blocks(self) -> int:

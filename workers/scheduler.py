@@ -152,7 +152,7 @@ class Scheduler:
         """End a sequence for its client and return it, `finish` set to ABORT; None when no such sequence goes on."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self.finish(sequence, FinishReason.ABORT, now_s)
+            self._finish(sequence, FinishReason.ABORT, now_s)
         return sequence
 
     def has_expired(self, now_s: float) -> bool:
@@ -168,7 +168,7 @@ class Scheduler:
         for sequence in list(self._sequences.values()):
             deadline_s = sequence.request.deadline_s
             if deadline_s is not None and deadline_s <= now_s:
-                self.finish(sequence, FinishReason.ABORT, now_s)
+                self._finish(sequence, FinishReason.ABORT, now_s)
                 expired.append(sequence)
             else:
                 self._watch_deadline(sequence)
@@ -178,9 +178,7 @@ class Scheduler:
         self, sequence: Sequence, reason: FinishReason, now_s: float, *, stop_string: str | None = None
     ) -> Finish:
         """End a sequence for a reason that the caller found (a stop string, say); it must not have ended before."""
-        sequence.finish = make_finish(sequence, reason, now_s, stop_string=stop_string)
-        self._end(sequence)
-        return sequence.finish
+        return self._finish(sequence, reason, now_s, stop_string=stop_string)
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """Return the next step; None when there is nothing to do, or nothing that is not in flight.
@@ -353,10 +351,9 @@ class Scheduler:
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
         if token_id in sequence.stop_token_ids and sequence.num_output_tokens > sequence.request.sampling.min_tokens:
-            sequence.finish = make_finish(sequence, FinishReason.STOP, now_s, stop_token_id=token_id)
-            self._end(sequence)
+            self._finish(sequence, FinishReason.STOP, now_s, stop_token_id=token_id)
         elif len(sequence.token_ids) >= sequence.max_num_tokens:
-            self.finish(sequence, FinishReason.LENGTH, now_s)
+            self._finish(sequence, FinishReason.LENGTH, now_s)
         return TokenOutput(sequence=sequence, token_id=token_id, logprobs=token.logprobs, finish=sequence.finish)
 
     # The end of a sequence
@@ -365,6 +362,20 @@ class Scheduler:
         deadline_s = sequence.request.deadline_s
         if deadline_s is not None and (self._next_deadline_s is None or deadline_s < self._next_deadline_s):
             self._next_deadline_s = deadline_s
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now_s: float,
+        *,
+        stop_string: str | None = None,
+        stop_token_id: int | None = None,
+    ) -> Finish:
+        finish = make_finish(sequence, reason, now_s, stop_string=stop_string, stop_token_id=stop_token_id)
+        sequence.finish = finish
+        self._end(sequence)
+        return finish
 
     def _end(self, sequence: Sequence) -> None:
         """Take an ended sequence off the books. What it holds is given back now, or when its step in flight returns."""

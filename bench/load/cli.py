@@ -1,4 +1,4 @@
-"""`weft bench`: its commands, and `weft simulate`. What a command needs is imported when it runs."""
+"""`weft bench`: its commands, `weft simulate` and `weft replay`. What a command needs is imported when it runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -176,3 +176,16 @@ def simulate(
         from bench.simulate_cluster import parse_cluster, simulate_cluster
 
         simulate_cluster(parse_cluster(options, cluster))
+
+
+def replay(
+    *,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE|FOLDER...", help="Recordings, or folders of them.", exists=True)
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Decide again what `weft serve --record-decisions` recorded; exit code 1 where a decision is another one."""
+    from bench.replay import replay as run_replay
+
+    run_replay(files, as_json=as_json)

@@ -1,5 +1,6 @@
 """`weft serve` as users run it: in the background, in the foreground until a signal, and with what cannot work."""
 
+import asyncio
 import json
 import shutil
 import signal
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers.live_cluster import wait_until
+from helpers.live_cluster import Ask, ask_together, wait_until
+
+from router.client import Client
+from router.client_values import Options
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -44,9 +48,22 @@ def runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_background_service_generates_and_stops(model_folder: Path, tmp_path: Path) -> None:
+def ask(router: str) -> None:
+    """Send requests that share a prefix, wait for each other, end by stop strings and are given up."""
+    texts = ["Once upon a time", "Once upon a time there was", "The"]
+    options: list[Options] = [{"max_tokens": 40}, {"max_tokens": 40, "stop": ["e"]}, {"priority": 1}]
+    asyncio.run(ask_together(router, [Ask(prompt=text, options=each) for text in texts for each in options]))
+    with Client(router) as client:
+        client.complete("Once upon a time", max_tokens=5)
+        stream = client.generate("Once upon a time", max_tokens=600, ignore_eos=True)
+        next(stream)
+        stream.close()
+
+
+def test_background_service_generates_stops_and_decides_the_same_again(model_folder: Path, tmp_path: Path) -> None:
     control = f"127.0.0.1:{free_port()}"
     flags = ("--control-port", control.rpartition(":")[2], "--detach", "--log-file", str(tmp_path / "log"), *ANY_PORTS)
+    flags += ("--record-decisions", str(tmp_path / "decisions"), "--max-num-seqs", "4", "--num-blocks", "40")
     with nothing_left() as pids:
         started = weft("serve", str(model_folder), *flags)
         assert started.returncode == 0, started.stderr
@@ -59,9 +76,17 @@ def test_background_service_generates_and_stops(model_folder: Path, tmp_path: Pa
             pids |= {process.pid for process in ancestors if process.pid != 1}
             said = weft("generate", "Once upon a time", "--router", status["routers"][0]["grpc_address"], "--json")
             assert json.loads(said.stdout)["usage"]["completion_tokens"] > 0
+            ask(status["routers"][0]["grpc_address"])
         finally:
             stopped = weft("stop", "--control", control)
         assert stopped.returncode == 0, stopped.stderr
+    replayed = weft("replay", str(tmp_path / "decisions"), "--json")
+    assert replayed.returncode == 0, replayed.stdout
+    outcomes = {outcome["kind"]: outcome for outcome in json.loads(replayed.stdout)}
+    assert outcomes["scheduler"]["calls"]["add"] == 12
+    assert outcomes["scheduler"]["calls"].keys() >= {"add", "abort", "finish", "schedule", "update"}
+    assert outcomes["router"]["calls"]["route"] == 12
+    assert outcomes["autoscaler"]["calls"] == {}, "nothing scales by itself"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 from torch._C._distributed_c10d import TCPStore
+from weft.recording import Recorder
 
 from helpers.fake_model import VOCAB_SIZE, FakeModel
 from helpers.gloo_pool import GlooPool
@@ -106,6 +107,7 @@ def fake_engine(
     eos_token_ids: frozenset[int] = frozenset(),
     max_context: int = 200,
     clock: Callable[[], float] | None = None,
+    recorder: Recorder | None = None,
     **scheduler: Any,
 ) -> Engine:
     """An engine over the fake model, with blocks of four tokens."""
@@ -123,6 +125,7 @@ def fake_engine(
         max_context=max_context,
         vocab_size=VOCAB_SIZE,
         clock=clock or (lambda: next(clock_s) / 1000),
+        recorder=recorder,
     )
 
 

@@ -1,7 +1,10 @@
 """A scheduler that drives the fake model, with several plans in flight, and the record of what its requests got."""
 
 from collections import deque
+from functools import partial
 from typing import Any
+
+from weft.recording import FrameSink
 
 from helpers.fake_model import FakeModel
 from workers.block_pool import BlockPool
@@ -9,6 +12,7 @@ from workers.config import SchedulerConfig
 from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, StepPlan
+from workers.recording import RecordingScheduler
 from workers.request import FinishReason, Request, RequestId, SamplingParams
 from workers.scheduler import Scheduler, TokenOutput
 from workers.sequence import Sequence
@@ -41,6 +45,7 @@ class ScheduledModel:
         enable_prefix_caching: bool = True,
         windows: tuple[int | None, ...] = (None,),
         num_host_blocks: int = 0,
+        sink: FrameSink | None = None,
         **config: Any,
     ) -> None:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
@@ -56,7 +61,8 @@ class ScheduledModel:
             windows=windows,
             max_chunk_tokens=self.config.max_chunk_tokens,
         )
-        self.scheduler = Scheduler(
+        make_scheduler = Scheduler if sink is None else partial(RecordingScheduler, sink=sink)
+        self.scheduler = make_scheduler(
             self.config,
             self.cache,
             max_context=max_context,

@@ -2,6 +2,8 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from helpers.fake_model import VOCAB_SIZE, run_alone
@@ -9,7 +11,9 @@ from helpers.scheduling import ScheduledModel, make_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from weft.recording import Recorder
 
+from bench.replay import replay_file
 from workers.config import SchedulingPolicy
 from workers.errors import InvalidRequestError, QueueFullError
 from workers.plan import StepPlan
@@ -102,6 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         **settings: Any,
     ) -> None:
         max_in_flight, looks_ahead = plans
+        self.folder = TemporaryDirectory()
+        self.recorder = Recorder(Path(self.folder.name) / "decisions", max_bytes=1 << 24)
         self.served = ScheduledModel(
             num_blocks=num_blocks * len(windows),
             windows=windows,
@@ -112,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting=8,
             max_in_flight=max_in_flight,
             looks_ahead=looks_ahead,
+            sink=self.recorder,
             **settings,
         )
         self.max_in_flight, self.looks_ahead = max_in_flight, looks_ahead
@@ -222,6 +229,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_tokens(request, served.tokens[name], served.ends[name])
         assert served.cache.num_free_blocks == served.cache.num_blocks
         assert served.scheduler.num_in_flight == served.scheduler.num_pending_tokens == 0
+        self.check_recording()
+
+    def check_recording(self) -> None:
+        self.recorder.close()
+        outcome = replay_file(self.recorder.path)
+        self.folder.cleanup()
+        assert outcome.difference is None
+        assert sum(outcome.calls.values()) >= len(self.requests), "everything is in it"
 
     def check_tokens(self, request: Request, tokens: list[int], end: FinishReason | str) -> None:
         expected = expected_tokens(request)

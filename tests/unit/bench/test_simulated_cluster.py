@@ -74,7 +74,7 @@ def check_whole(simulated: Run, outcome: ClusterOutcome) -> None:
         replica.scheduler.check_integrity()
         assert replica.pool.num_free == replica.pool.num_blocks
     for router in simulated.routers:
-        assert (router.admission.num_in_flight, router.admission.num_queued, router.route.num_open) == (0, 0, 0)
+        assert (router.places.num_in_flight, router.places.num_queued, router.route.num_open) == (0, 0, 0)
         assert [link.load.num_requests for link in router.route.links.values()] == [0] * len(router.route.links)
 
 

@@ -94,7 +94,10 @@ def test_each_model_has_its_own_hash_key() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"modle": []}, "modle: unknown key; allowed: models, host, router, controller, tracing, inner_tls, ray"),
+        (
+            {"modle": []},
+            "modle: unknown key; allowed: models, host, router, controller, tracing, recording, inner_tls",
+        ),
         ({"router": {"prot": 1}}, "router.prot: unknown key; allowed: port, http_port, metrics_port, tls, api_keys"),
         ({"models": [{"tensor": 2}]}, "models[0].tensor: unknown key; allowed: path, name, replicas, tensor_parallel"),
         (
@@ -176,7 +179,8 @@ def test_every_engine_and_router_setting_can_be_written() -> None:
     engine_only = {"model", "hash_key", "parallel"}
     engine = {field.name for field in dataclasses.fields(EngineConfig)} - engine_only
     assert engine <= set(ModelSection.model_fields)
-    router_only = {"router_id", "control", "models", "host", "grpc_port"} | {"tracing"}  # a section of its own
+    sections = {"tracing", "recording"}  # of their own
+    router_only = {"router_id", "control", "models", "host", "grpc_port"} | sections
     router = {field.name for field in dataclasses.fields(RouterConfig)} - router_only
     assert router <= set(RouterSection.model_fields)
 

@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from helpers.cluster import FakeClock, FakeLife, FakeRouter, Formations, turns
+from weft.recording import Recorder, Recording
 from weft.v1 import control_pb2
 
+from bench.replay import replay_file
 from cluster.config import build_spec
 from cluster.demand import DemandLedger, RouterDemand
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import RestartPolicy
 from cluster.rank_actor import Outcome, ReplicaLoad
+from cluster.recording import AutoscalerMade, ScalingCall, ScalingRecording, ScalingSetup
 from cluster.saved_state import SavedState, decode, encode
 from cluster.scaling import Scaling
 from cluster.wanted_state import WantedState
@@ -47,6 +51,7 @@ class Service:
     saved: bytes = encode(SavedState())
     num_running: int = 0
     routers: list[RouterDemand] = field(default_factory=list)
+    recording: ScalingRecording | None = None
 
     async def begin(self, **settings: Any) -> "Service":
         await self.start_controller()
@@ -69,7 +74,7 @@ class Service:
         self.ledger = DemandLedger()
         self.streams = ExitStack()  # they end with the controller
         self.routers = [self.streams.enter_context(self.ledger.router()) for _ in range(2)]
-        self.scaling = Scaling(self.state, self.ledger, clock=self.clock)
+        self.scaling = Scaling(self.state, self.ledger, recording=self.recording, clock=self.clock)
         self.state.reconcile()
         await turns()
         for life in self.forms.lives:
@@ -117,6 +122,34 @@ class Service:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return tmp_path
+
+
+async def test_recorded_decisions_are_made_again(folder: Path, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "file", max_bytes=1 << 24)
+    service = await Service(folder, recording=ScalingRecording(recorder)).begin(min_replicas=1)
+    service.num_running = 25
+    await service.run(20)
+    await service.apply(min_replicas=2, replicas=3)
+    service.num_running = 0
+    await service.run(90)
+    assert service.wanted == 2
+    recorder.close()
+    outcome = replay_file(tmp_path / "file")
+    assert outcome.difference is None
+    assert outcome.calls["autoscaler"] > 1
+    assert outcome.calls["decide"] > 40
+
+    recording = Recording(tmp_path / "file")
+    recording.read_header(ScalingSetup)
+    frames = list(recording.read_frames(ScalingCall))
+    changed = Recorder(tmp_path / "changed", max_bytes=1 << 24)
+    changed.begin("autoscaler", ScalingSetup())
+    for frame in frames:
+        changed.write(msgspec.structs.replace(frame, max_replicas=2) if isinstance(frame, AutoscalerMade) else frame)
+    changed.close()
+    difference = replay_file(tmp_path / "changed").difference
+    assert difference is not None
+    assert (difference.place, difference.recorded, difference.now) == ("decision.replicas", "3", "2")
 
 
 async def test_load_scales_up_and_down_by_way_of_draining(folder: Path) -> None:

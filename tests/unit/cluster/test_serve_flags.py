@@ -1,10 +1,12 @@
 """The flags of `weft serve` become the settings of a cluster file."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 from typer.testing import CliRunner
+from weft.recording import RecordingConfig
 
 from cluster.cli import app
 from cluster.config import build_spec
@@ -71,11 +73,19 @@ def test_settings_of_flags_are_those_of_a_cluster_file() -> None:
         host_cache_gb=0.5,
     )
     network = NetworkFlags(
-        policy="round_robin", host="127.0.0.1", port=1, http_port=2, metrics_port=3, control_port=4, ray_address="auto"
+        policy="round_robin",
+        host="127.0.0.1",
+        port=1,
+        http_port=2,
+        metrics_port=3,
+        control_port=4,
+        ray_address="auto",
+        record_decisions=Path("/var/decisions"),
     )
     spec = build_spec(merge_settings("weft-tiny", settings_of(model, cache, network)))
     (served,) = spec.models
     assert (served.name, served.replicas, spec.ray_address) == ("m", 3, "auto")
+    assert spec.router.recording == RecordingConfig(folder="/var/decisions")
     assert served.engine.parallel.tensor_parallel == 2
     assert served.engine.scheduler.max_num_seqs == 7
     assert served.engine.cache.host_cache_bytes == 2**29

@@ -8,10 +8,11 @@ import pytest
 from router.admission import Admission
 from router.config import AdmissionConfig
 from router.errors import DeadlineError, OverloadedError
+from router.places import Places
 
 
 def admission(max_in_flight: int, max_queued: int) -> Admission:
-    return Admission(AdmissionConfig(max_in_flight=max_in_flight, max_queued=max_queued), lambda: 0.0)
+    return Admission(Places(AdmissionConfig(max_in_flight=max_in_flight, max_queued=max_queued)), lambda: 0.0)
 
 
 async def settle() -> None:

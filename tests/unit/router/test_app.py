@@ -15,7 +15,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import poll, router_config, running_router, text_request
+from weft.recording import RecordingConfig
 
+from router.__main__ import _config, _parser
 from router.config import AdmissionConfig, PolicyName, RouterConfig
 from router.errors import RouterConfigError
 from router.server import READINESS_SERVICE
@@ -186,3 +188,18 @@ def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str
 
 def test_prefix_affinity_is_the_default() -> None:
     assert RouterConfig(control="x:1").policy is PolicyName.PREFIX_AFFINITY
+
+
+async def test_folder_where_nothing_can_be_recorded_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = router_config("x:1", recording=RecordingConfig(folder=str(tmp_path / "file")))
+    with pytest.raises(RouterConfigError, match="recording: "):
+        async with running_router(config):
+            pass
+
+
+def test_flag_of_a_router_by_itself_names_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = _parser().parse_args(["--control", "x:1", "--record-decisions", "decisions"])
+    assert _config(options).recording == RecordingConfig(folder=str(tmp_path / "decisions"))
+    assert _config(_parser().parse_args(["--control", "x:1"])).recording.folder is None

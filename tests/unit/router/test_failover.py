@@ -4,13 +4,16 @@ import asyncio
 import random
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 import grpc
 import pytest
 from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
 from helpers.router_harness import Answer, RunningRouter, prompt_ids, router_config, running_router, text_request, until
+from weft.recording import RecordingConfig
 from weft.v1 import inference_pb2 as pb
 
+from bench.replay import files_in, replay_file
 from router.config import FailoverConfig, LinkConfig, PolicyName
 
 
@@ -197,9 +200,9 @@ async def test_draining_replica_keeps_its_requests_and_gets_no_new_ones() -> Non
     assert (len(first.submits), len(second.submits)) == (1, 2)
 
 
-@pytest.mark.parametrize("run", range(4))
-async def test_every_request_ends_once_and_whole_under_random_failures(run: int) -> None:
-    rng = random.Random(run)
+@pytest.mark.parametrize("policy", PolicyName)
+async def test_every_request_ends_once_and_whole_under_random_failures(policy: PolicyName, tmp_path: Path) -> None:
+    rng = random.Random(policy)
 
     def fail_sometimes(replica: FakeReplica) -> None:
         if rng.random() < 0.05:
@@ -212,6 +215,8 @@ async def test_every_request_ends_once_and_whole_under_random_failures(run: int)
         config = router_config(
             *(replica.address for replica in replicas),
             failover=FailoverConfig(max_attempts=1000, new_request_wait_s=10, failover_wait_s=10),
+            policy=policy,
+            recording=RecordingConfig(folder=str(tmp_path)),
             metrics_port=0,
         )
         router = await stack.enter_async_context(running_router(config))
@@ -234,3 +239,9 @@ async def test_every_request_ends_once_and_whole_under_random_failures(run: int)
     assert outcomes["length"] >= 25
     assert outcomes.keys() <= {"length", "cancelled"}
     assert sum(replica.num_connections for replica in replicas) > 6, "the failures did happen"
+    (replayed,) = map(replay_file, files_in(tmp_path))
+    assert replayed.difference is None
+    assert replayed.calls["policy"] == 1
+    assert replayed.calls["breaker"] == 3
+    assert replayed.calls["route"] > 30
+    assert replayed.calls["enter"] == replayed.calls["leave"] == 30

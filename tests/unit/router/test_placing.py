@@ -2,6 +2,7 @@
 
 import pytest
 
+from router.breaker import Breaker
 from router.config import BreakerConfig, FailoverConfig
 from router.errors import NoReplicaError, OverloadedError, ReplicaFailedError
 from router.placing import Placing
@@ -13,7 +14,8 @@ A, B = ReplicaId("a"), ReplicaId("b")
 
 
 def ready(replica_id: ReplicaId) -> ReplicaBook:
-    book = ReplicaBook(replica_id, index=PrefixIndex(), breaker=BreakerConfig(max_failures=1), on_change=lambda: None)
+    breaker = Breaker(BreakerConfig(max_failures=1))
+    book = ReplicaBook(replica_id, index=PrefixIndex(), breaker=breaker, on_change=lambda: None)
     book.note_snapshot([])
     book.note_ready()
     return book

@@ -9,6 +9,7 @@ from helpers.fake_replica import FakeReplica
 from helpers.router_harness import until
 from weft.v1 import inference_pb2, replica_pb2
 
+from router.breaker import Breaker
 from router.config import BreakerConfig, LinkConfig
 from router.errors import ProtocolError
 from router.inbox import Inbox, ReplicaLost
@@ -23,7 +24,7 @@ def link_to(replica: FakeReplica, accept: Callable[[replica_pb2.Snapshot], bool]
         router_id="router-0",
         index=PrefixIndex(),
         config=LinkConfig(backoff_s=0.01, max_backoff_s=0.05),
-        breaker=BreakerConfig(),
+        breaker=Breaker(BreakerConfig()),
         accept=accept,
         on_change=lambda: None,
         rng=random.Random(0),
