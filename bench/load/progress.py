@@ -47,6 +47,10 @@ class _Bars:
 class ServeProgress(_Bars, ServeWatcher):
     """A bar for each load while it runs, and then its numbers."""
 
+    def prepare(self, what: str) -> None:
+        """See ServeWatcher."""
+        self._show(what, None)
+
     def begin(self, load: Load | None, num_requests: int | None) -> None:
         """See ServeWatcher."""
         self._show("warm-up" if load is None else load_name(load), num_requests)

@@ -120,6 +120,7 @@ class _Measuring:
         self._outcome = outcome
 
     async def run(self) -> None:
+        self._watcher.prepare("measure the machine")
         await self._observer.find_peak()
         self._outcome.peak = self._observer.peak
         if self._options.num_warmup:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 class ServeWatcher:
     """Of a serving benchmark."""
 
+    def prepare(self, what: str) -> None:
+        """Something begins that comes before the loads, and takes a while."""
+
     def begin(self, load: Load | None, num_requests: int | None) -> None:
         """A load of so many requests (None: nobody knows) begins; None: the warm-up."""
 

@@ -200,6 +200,24 @@ REPLICAS = Board(
                 },
             ),
             Panel(
+                title="Operations of the model",
+                text="What a rank's model must compute in its steps (matrix products and attention; experts by "
+                "expectation) over the time in which it computes.",
+                unit="flops",
+                queries={
+                    "{{replica}}/{{rank}}": share(
+                        rate("weft_rank_model_flops_total", REPLICA, by="replica, rank"),
+                        rate("weft_rank_model_busy_seconds_total", REPLICA, by="replica, rank"),
+                    )
+                },
+            ),
+            Panel(
+                title="Peak memory of ranks",
+                text="The most that a rank has held since its start: resident on a CPU, allocated on a GPU.",
+                unit="bytes",
+                queries={"{{replica}}/{{rank}}": f"weft_rank_peak_memory_bytes{{{REPLICA}}}"},
+            ),
+            Panel(
                 title="Time in collectives",
                 text="Part of the rank's time in steps. On a CPU the slow rank of a group is the one that waits least.",
                 unit="percentunit",

@@ -59,7 +59,14 @@ def _rank() -> RankCollector:
     stats, axis = RankStats(), Axis(size=2)
     axis.counts["all_reduce"] = 1
     stats.axes = {"tensor": axis}
-    stats.info = {"kernels": "cpu", "attention_backend": "torch", "dtype": "float32", "device": "cpu"}
+    stats.info = {
+        "kernels": "cpu",
+        "attention_backend": "torch",
+        "dtype": "float32",
+        "quantization": "none",
+        "device": "cpu",
+    }
+    stats.peak_memory_bytes = lambda: 1
     return RankCollector(stats, loaded_ratio=lambda: 1.0, labels={"model": "m", "replica": "m-0.1", "rank": "0"})
 
 

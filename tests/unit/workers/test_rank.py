@@ -45,7 +45,17 @@ def test_a_rank_says_what_it_computes_with() -> None:
         cache=CacheConfig(num_blocks=8),
     )
     lead_group(config, stats=stats).close()
-    assert stats.info == {"kernels": "cpu", "attention_backend": "torch", "dtype": "bfloat16", "device": "cpu"}
+    assert stats.info == {
+        "kernels": "cpu",
+        "attention_backend": "torch",
+        "dtype": "bfloat16",
+        "quantization": "none",
+        "device": "cpu",
+    }
+    assert stats.peak_memory_bytes is not None
+    assert stats.peak_memory_bytes() > 50e6, "torch alone takes more"
+    assert stats.energy_j is not None
+    assert stats.energy_j() is None, "there is no GPU"
 
 
 def interfaces() -> dict[str, str]:
