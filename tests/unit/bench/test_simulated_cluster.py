@@ -186,7 +186,7 @@ def test_requests_on_a_replica_that_leaves_too_soon_move() -> None:
 
 
 def test_a_thousand_replicas_serve() -> None:
-    simulated = cluster(conversations(300, rate=600), PolicyName.POWER_OF_TWO, replicas=1000, num_routers=2)
+    simulated = cluster(conversations(150, rate=600), PolicyName.POWER_OF_TWO, replicas=1000, num_routers=2)
 
     outcome = simulated.run()
 
