@@ -29,7 +29,8 @@ import cluster.default_model
 from bench.machine import Span, Stopwatch, describe_machine, describe_torch
 from parallel.random_model import write_random_model
 from workers.config import EngineConfig
-from workers.engine import Engine, build_engine
+from workers.engine import Engine
+from workers.engine_builder import build_engine
 from workers.request import Request, RequestId, SamplingParams
 
 GEOMETRY: dict[str, Any] = {

@@ -21,7 +21,8 @@ from rich.table import Table
 from bench.machine import describe_machine
 from parallel.families.registry import describe_model
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
-from workers.engine import Engine, build_engine
+from workers.engine import Engine
+from workers.engine_builder import build_engine
 from workers.request import Request, RequestId, SamplingParams
 
 _BLOCK_SIZE = 16

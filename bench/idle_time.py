@@ -26,7 +26,8 @@ from bench.load.geometries import find_model
 from bench.machine import describe_machine
 from cluster.config import build_section
 from workers.config import EngineConfig
-from workers.engine import Engine, build_engine
+from workers.engine import Engine
+from workers.engine_builder import build_engine
 from workers.rank import Rendezvous, follow_group
 from workers.request import SamplingParams
 from workers.stats import RankStats

@@ -22,7 +22,8 @@ from parallel.kernels.base import AttentionMeta, LayerCache, PackedLinear, RunLa
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
 from workers.config import EngineConfig
-from workers.engine import Engine, read_eos_token_ids
+from workers.engine import Engine
+from workers.engine_builder import read_eos_token_ids
 from workers.executor import LocalExecutor
 from workers.model_runner import ModelRunner
 from workers.stats import RankStats

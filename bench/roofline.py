@@ -34,7 +34,8 @@ from cluster.operate import parse_settings
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
 from parallel.families.registry import describe_model
-from workers.engine import Engine, build_engine
+from workers.engine import Engine
+from workers.engine_builder import build_engine
 from workers.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

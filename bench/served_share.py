@@ -40,7 +40,7 @@ from bench.machine import describe_machine
 from bench.process_tree import find_tree
 from cluster.config import build_section
 from workers.cores import give_way
-from workers.engine import build_engine
+from workers.engine_builder import build_engine
 from workers.request import SamplingParams
 
 _PR_SET_CHILD_SUBREAPER = 36

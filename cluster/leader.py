@@ -11,7 +11,8 @@ from cluster.replica_server import ReplicaInfo, ReplicaServer
 from router.spans import make_tracer
 from workers.async_engine import AsyncEngine
 from workers.config import EngineConfig
-from workers.engine import Engine, EngineLoad, StepResult, build_engine
+from workers.engine import Engine, EngineLoad, StepResult
+from workers.engine_builder import build_engine
 from workers.rank import Rendezvous
 from workers.stats import RankStats
 

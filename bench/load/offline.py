@@ -27,7 +27,8 @@ from parallel.families.registry import describe_model
 from router.call import ChatMessage
 from router.tokenizer import ModelTokenizer
 from workers.config import EngineConfig
-from workers.engine import Engine, build_engine
+from workers.engine import Engine
+from workers.engine_builder import build_engine
 from workers.errors import EngineConfigError
 from workers.request import SamplingParams
 from workers.stats import RankStats

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from bench.peers.worker import Answer, Job, Loaded, Setup, packages, serve_worker
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
-from workers.engine import Engine, build_engine
+from workers.engine import Engine
+from workers.engine_builder import build_engine
 from workers.request import Request, RequestId, RequestOutput, SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -30,7 +30,8 @@ from helpers.tiny_models import FAMILIES, load_original, tiny_model
 
 from parallel.families.registry import describe_model
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
-from workers.engine import Engine, read_eos_token_ids
+from workers.engine import Engine
+from workers.engine_builder import read_eos_token_ids
 from workers.errors import GroupFailedError
 from workers.executor import Executor
 from workers.model_runner import ModelRunner, StepWork

@@ -10,7 +10,8 @@ from helpers.engines import FakeExecutor, Outcome, fake_engine, letter_pieces, r
 from helpers.fake_model import run_alone
 
 from parallel.errors import ConfigError
-from workers.engine import Engine, read_eos_token_ids
+from workers.engine import Engine
+from workers.engine_builder import read_eos_token_ids
 from workers.errors import GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache import num_blocks_within
 from workers.plan import StepPlan

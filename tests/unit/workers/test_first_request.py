@@ -8,7 +8,7 @@ from cluster.models import DEFAULT_MODEL, PACKAGED
 _ENGINE = """
 import sys
 from workers.config import CacheConfig, EngineConfig
-from workers.engine import build_engine
+from workers.engine_builder import build_engine
 from workers.request import Request, RequestId, SamplingParams
 
 cache = CacheConfig(num_blocks=16)

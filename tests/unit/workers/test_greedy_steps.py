@@ -12,7 +12,8 @@ from parallel.embedding import VocabParallelHead
 from parallel.kernels.base import SearchedLinear
 from parallel.kernels.select import select_kernels
 from workers.config import CacheConfig, EngineConfig
-from workers.engine import Engine, build_engine
+from workers.engine import Engine
+from workers.engine_builder import build_engine
 from workers.request import Request, RequestId, SamplingParams
 
 PROMPTS = {f"greedy {i}": tuple(range(7 * i, 11 * i + 5)) for i in range(5)}

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.default_model import corpus
 from workers.config import CacheConfig, EngineConfig
-from workers.engine import build_engine
+from workers.engine_builder import build_engine
 from workers.errors import EngineConfigError
 from workers.request import Request, RequestId, SamplingParams
 

@@ -1,0 +1,77 @@
+"""From settings and a model folder to an engine whose ranks have their weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.recording import Recorder
+
+from parallel.errors import ConfigError
+from parallel.families.registry import describe_model
+from workers.config import EngineConfig
+from workers.engine import Engine
+from workers.rank import Progress, Rendezvous, lead_group
+from workers.stats import RankStats
+from workers.tokenizer import load_token_table
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    rendezvous: Rendezvous | None = None,
+    progress: Progress | None = None,
+    rank_stats: RankStats | None = None,
+    recorder: Recorder | None = None,
+) -> Engine:
+    """Load everything and return the engine of a group whose rank 0 is this process.
+
+    Args:
+        config: the same on all ranks.
+        rendezvous: where the group's other ranks come; None when there are none.
+        progress: called with the fraction of this rank's weights read so far.
+        rank_stats: where to note what rank 0 does.
+        recorder: where to write down what the scheduler decides; None: nowhere.
+
+    Raises:
+        ModelError, EngineConfigError: the model folder or the settings cannot be used.
+        GroupFailedError: another rank could not start.
+    """
+    folder = Path(config.model)
+    description = describe_model(folder)
+    tokens = load_token_table(folder)
+    eos_token_ids = read_eos_token_ids(folder)
+    executor = lead_group(config, rendezvous=rendezvous, progress=progress, stats=rank_stats)
+    return Engine(
+        config,
+        executor,
+        tokens=tokens,
+        eos_token_ids=eos_token_ids,
+        max_context=config.max_context or description.max_context,
+        vocab_size=description.vocab_size,
+        recorder=recorder,
+    )
+
+
+def read_eos_token_ids(folder: Path) -> frozenset[int]:
+    """Return the ids that end a text: those of generation_config.json, else those of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        if isinstance(ids, int):
+            return frozenset([ids])
+        if isinstance(ids, list) and all(isinstance(token_id, int) for token_id in ids):
+            return frozenset(ids)
+        if ids is not None:
+            raise ConfigError(f"{folder / name}: eos_token_id is {ids!r}; allowed: an id or a list of ids")
+    return frozenset()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no JSON object")
+    return content
