@@ -6,19 +6,18 @@ that belong to the engine and the router are those packages' own dataclasses, so
 
 import dataclasses
 import json
-import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from weft.recording import RecordingConfig
 
 from cluster.autoscaler import AutoscalerConfig
+from cluster.config_faults import describe_faults
 from cluster.defaults import DEFAULT_CONTROL_METRICS_PORT, DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
@@ -297,8 +296,8 @@ def load_cluster_file(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        seen = type(data).__name__
-        raise ClusterConfigError(f"{path}: a {seen}; allowed: a mapping with the keys {_keys(ClusterFile)}")
+        seen, keys = type(data).__name__, ", ".join(ClusterFile.model_fields)
+        raise ClusterConfigError(f"{path}: a {seen}; allowed: a mapping with the keys {keys}")
     return data
 
 
@@ -343,8 +342,7 @@ def _validate(kind: type[_SectionT], data: Mapping[str, Any]) -> _SectionT:
         # Through JSON: strict mode there takes mappings for dataclasses and names for enums, and coerces nothing else.
         return kind.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        faults = _innermost(error.errors())
-        raise ClusterConfigError("\n".join(_describe(kind, fault) for fault in faults)) from error
+        raise ClusterConfigError(describe_faults(kind, error)) from error
 
 
 def _check_unique(models: list[ModelSpec]) -> None:
@@ -385,60 +383,3 @@ def _check_inner_tls(file: ClusterFile) -> None:
         path = getattr(file.inner_tls, name)
         if not Path(path).is_absolute():
             raise ClusterConfigError(f"inner_tls.{name}: {path!r}; allowed: an absolute path, the same on every node")
-
-
-def _innermost(faults: Sequence[Any]) -> list[Any]:
-    """Leave out what only follows from a fault further inside, such as a list left without valid entries."""
-    places = [fault["loc"] for fault in faults]
-    return [
-        fault
-        for fault, place in zip(faults, places, strict=True)
-        if not any(len(other) > len(place) and other[: len(place)] == place for other in places)
-    ]
-
-
-def _describe(kind: type[_Section], fault: Any) -> str:
-    path = _dotted(fault["loc"])
-    match fault["type"]:
-        case "extra_forbidden" | "unexpected_keyword_argument":
-            return f"{path}: unknown key; allowed: {_keys(_section_at(kind, fault['loc'][:-1]))}"
-        case "missing":
-            return f"{path}: missing"
-        case "too_short":
-            return f"{path}: {_shown(fault['input'])}; allowed: at least {fault['ctx']['min_length']} entries"
-        case "value_error":
-            return f"{path}: {fault['ctx']['error']}"
-        case _:
-            allowed = fault["msg"].removeprefix("Input should be ")
-            return f"{path}: {_shown(fault['input'])}; allowed: {allowed}"
-
-
-def _dotted(loc: tuple[str | int, ...]) -> str:
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc]
-    return "".join(parts).removeprefix(".") or "the file"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _section_at(kind: type[_Section], loc: tuple[str | int, ...]) -> Any:
-    section: Any = kind
-    for part in loc:
-        section = _field_types(section)[part] if isinstance(part, str) else get_args(section)[0]
-        if isinstance(section, UnionType):
-            section = get_args(section)[0]  # `... | None`
-    return section
-
-
-def _field_types(section: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(section):
-        return {field.name: field.type for field in dataclasses.fields(section)}
-    return {name: field.annotation for name, field in section.model_fields.items()}
-
-
-def _keys(section: Any) -> str:
-    return ", ".join(_field_types(section))
