@@ -286,9 +286,9 @@ def simulate(options: Options) -> None:
         )
         outcomes.append(Simulation(jobs, config, options.cost, num_blocks=options.num_blocks).run())
     _print(outcomes)
-    settings = {name: str(value) for name, value in dataclasses.asdict(options).items() if name != "policies"}
+    settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "policies"}
     line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
-    print(json.dumps(line))
+    print(json.dumps(line, default=str))
 
 
 def parse_policies(names: str) -> tuple[SchedulingPolicy, ...]:

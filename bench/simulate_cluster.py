@@ -82,9 +82,9 @@ def simulate_cluster(options: ClusterOptions) -> None:
         SimulatedCluster(make_arrivals(options), _settings(options, policy)).run() for policy in options.policies
     ]
     _print(outcomes)
-    settings = {name: str(value) for name, value in dataclasses.asdict(options).items() if name != "policies"}
+    settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "policies"}
     line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
-    print(json.dumps(line))
+    print(json.dumps(line, default=str))
 
 
 def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:
