@@ -1,14 +1,13 @@
 """A whole router: ports, overload, metrics, the HTTP face beside gRPC, and an orderly end."""
 
 import asyncio
-import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -73,17 +72,6 @@ async def test_counters_equal_the_usage_that_clients_saw() -> None:
             assert await router.metric(f"weft_router_{name}_seconds_count", model="tiny") == count, name
         assert await router.metric("weft_router_replica_ready", model="tiny", replica=a.address) == 1
         assert await router.metric("weft_router_requests_in_flight") == 0
-
-
-async def test_http_front_serves_the_same_models() -> None:
-    async with FakeReplica("a") as a, running_router(router_config(a.address, http_port=0)) as router:
-        await router.wait_ready(1)
-        body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 6, "seed": 1}).encode()
-        request = Request(f"http://{router.addresses.http}/v1/completions", body, {"content-type": "application/json"})
-        answer = await asyncio.to_thread(lambda: json.load(urlopen(request, timeout=10)))
-        over_grpc = await router.generate(text_request("hello", max_tokens=6))
-    assert answer["choices"][0]["text"] == over_grpc.text
-    assert answer["usage"]["completion_tokens"] == 6
 
 
 async def test_http_answers_are_dated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
