@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import poll, router_config, running_router, text_request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from weft.recording import RecordingConfig
 
 from router.__main__ import _config, _parser
@@ -72,6 +75,24 @@ async def test_counters_equal_the_usage_that_clients_saw() -> None:
             assert await router.metric(f"weft_router_{name}_seconds_count", model="tiny") == count, name
         assert await router.metric("weft_router_replica_ready", model="tiny", replica=a.address) == 1
         assert await router.metric("weft_router_requests_in_flight") == 0
+
+
+async def test_http_sends_without_waiting_for_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted: list[socket.socket] = []
+    accept = HttpToolsProtocol.connection_made
+
+    def note(self: HttpToolsProtocol, transport: asyncio.Transport) -> None:
+        accepted.append(transport.get_extra_info("socket"))
+        accept(self, transport)
+
+    monkeypatch.setattr(HttpToolsProtocol, "connection_made", note)
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", verify=False) as http,
+    ):
+        await http.get("/health")
+        assert accepted[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_http_answers_are_dated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
