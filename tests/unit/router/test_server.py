@@ -1,4 +1,4 @@
-"""The gRPC face: what a good call gives, and the status and the message of each bad one."""
+"""The gRPC face: what a good call gives, and what only gRPC has; what HTTP has too is in test_conformance.py."""
 
 import asyncio
 
