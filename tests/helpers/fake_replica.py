@@ -1,6 +1,7 @@
 """A replica without a model: a real gRPC server of weft.v1.Replica whose engine is a script.
 
-Tokens are a pure function of prompt, seed and position; text comes in threes, as characters of several tokens would.
+Tokens are a pure function of prompt, seed and position; text comes in threes, as characters of several tokens would,
+and all at once where a stop string may cut it.
 Nothing happens by time: steps are free, or given one by one; streams break, frames vanish and requests fail on command.
 """
 
@@ -32,6 +33,18 @@ def token_at(prompt: Sequence[int], seed: int, position: int) -> int:
 def expected_tokens(prompt: Sequence[int], seed: int, num_tokens: int) -> list[int]:
     """Return the output of a request that nothing disturbs."""
     return [token_at(prompt, seed, i) for i in range(num_tokens)]
+
+
+def stop_of(sampling: pb.SamplingParams, tokens: Sequence[int]) -> tuple[str, replica_pb2.RequestFinished] | None:
+    """Return the whole text and how it ended, where the last token met a condition to stop."""
+    text = "".join(map(chr, tokens))
+    for stop in sampling.stop:
+        if stop in text:
+            end = text.index(stop) + len(stop) * sampling.include_stop_str_in_output
+            return text[:end], replica_pb2.RequestFinished(reason=pb.FINISH_REASON_STOP, stop_string=stop)
+    if tokens[-1] in sampling.stop_token_ids or (tokens[-1] == EOS and not sampling.ignore_eos):
+        return text[:-1], replica_pb2.RequestFinished(reason=pb.FINISH_REASON_STOP, stop_token_id=tokens[-1])
+    return None
 
 
 def certain_text(token_ids: Sequence[int], *, is_over: bool = False) -> str:
@@ -90,6 +103,8 @@ class FakeReplica(ReplicaServicer):
         """New requests fail with this code."""
         self.protocol_version = protocol.VERSION
         self.finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_LENGTH
+        self.eos_position: int | None = None
+        """At this position of the output comes the end-of-sequence token."""
         self.is_draining = False
         self.before_step: Callable[[], None] = lambda: None
         self.num_steps = 0
@@ -275,17 +290,21 @@ class FakeReplica(ReplicaServicer):
         return outputs
 
     def _next_output(self, request_id: str, sequence: FakeSequence) -> replica_pb2.RequestOutput:
-        submit, tokens = sequence.submit, sequence.tokens
-        before = certain_text(tokens)
-        tokens.append(token_at(submit.prompt_token_ids, submit.sampling.seed, len(tokens)))
-        is_over = len(tokens) >= submit.sampling.max_tokens
-        output = replica_pb2.RequestOutput(
-            request_id=request_id,
-            token_ids=tokens[-1:],
-            text=certain_text(tokens, is_over=is_over)[len(before) :],
-        )
-        if submit.sampling.HasField("logprobs"):
-            output.logprobs.add(chosen=pb.Logprob(token_id=tokens[-1], logprob=-0.5))
+        submit, tokens, sampling = sequence.submit, sequence.tokens, sequence.submit.sampling
+        before = "" if sampling.stop else certain_text(tokens)
+        is_eos = len(tokens) == self.eos_position
+        tokens.append(EOS if is_eos else token_at(submit.prompt_token_ids, sampling.seed, len(tokens)))
+        stopped = stop_of(sampling, tokens)
+        is_over = stopped is not None or len(tokens) >= sampling.max_tokens
+        text = certain_text(tokens, is_over=is_over)
+        if stopped is not None:
+            text = stopped[0]
+        elif sampling.stop and not is_over:
+            text = ""  # of a text that may yet be cut, nothing is certain
+        output = replica_pb2.RequestOutput(request_id=request_id, token_ids=tokens[-1:], text=text[len(before) :])
+        if sampling.HasField("logprobs"):
+            top = [pb.Logprob(token_id=tokens[-1] + i, logprob=-0.5 - i) for i in range(sampling.logprobs)]
+            output.logprobs.add(chosen=pb.Logprob(token_id=tokens[-1], logprob=-0.5), top=top)
         if is_over:
             usage = pb.Usage(
                 prompt_tokens=len(submit.prompt_token_ids),
@@ -298,6 +317,8 @@ class FakeReplica(ReplicaServicer):
             output.finished.CopyFrom(  # type: ignore[no-untyped-call]
                 replica_pb2.RequestFinished(reason=self.finish_reason, usage=usage)
             )
+            if stopped is not None:
+                output.finished.MergeFrom(stopped[1])
         return output
 
     def _hashes(self, submit: replica_pb2.Submit) -> list[bytes]:

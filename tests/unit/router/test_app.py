@@ -1,20 +1,22 @@
 """A whole router: ports, overload, metrics, the HTTP face beside gRPC, and an orderly end."""
 
 import asyncio
-import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import poll, router_config, running_router, text_request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from weft.recording import RecordingConfig
 
 from router.__main__ import _config, _parser
@@ -75,15 +77,22 @@ async def test_counters_equal_the_usage_that_clients_saw() -> None:
         assert await router.metric("weft_router_requests_in_flight") == 0
 
 
-async def test_http_front_serves_the_same_models() -> None:
-    async with FakeReplica("a") as a, running_router(router_config(a.address, http_port=0)) as router:
-        await router.wait_ready(1)
-        body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 6, "seed": 1}).encode()
-        request = Request(f"http://{router.addresses.http}/v1/completions", body, {"content-type": "application/json"})
-        answer = await asyncio.to_thread(lambda: json.load(urlopen(request, timeout=10)))
-        over_grpc = await router.generate(text_request("hello", max_tokens=6))
-    assert answer["choices"][0]["text"] == over_grpc.text
-    assert answer["usage"]["completion_tokens"] == 6
+async def test_http_sends_without_waiting_for_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted: list[socket.socket] = []
+    accept = HttpToolsProtocol.connection_made
+
+    def note(self: HttpToolsProtocol, transport: asyncio.Transport) -> None:
+        accepted.append(transport.get_extra_info("socket"))
+        accept(self, transport)
+
+    monkeypatch.setattr(HttpToolsProtocol, "connection_made", note)
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", verify=False) as http,
+    ):
+        await http.get("/health")
+        assert accepted[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_http_answers_are_dated_anew(monkeypatch: pytest.MonkeyPatch) -> None:

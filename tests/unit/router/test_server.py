@@ -1,4 +1,4 @@
-"""The gRPC face: what a good call gives, and the status and the message of each bad one."""
+"""The gRPC face: what a good call gives, and what only gRPC has; what HTTP has too is in test_conformance.py."""
 
 import asyncio
 
@@ -27,50 +27,17 @@ def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
     return pb.GenerateRequest(model="tiny", chat=pb.ChatPrompt(messages=turns))
 
 
-def ids(*token_ids: int, **values: object) -> pb.GenerateRequest:
-    sampling = pb.SamplingParams(**values)  # type: ignore[arg-type]
-    return pb.GenerateRequest(model="tiny", token_ids=pb.TokenIds(ids=token_ids), sampling=sampling)
-
-
 BAD_INPUTS = {
     "no prompt": (pb.GenerateRequest(model="tiny"), "the request has no prompt; allowed: text, chat or token_ids"),
-    "empty text": (tiny(text=""), "the prompt is empty; allowed: at least one token"),
-    "no token ids": (ids(), "the prompt is empty; allowed: at least one token"),
-    "no messages": (chat(), "the chat has no messages; allowed: at least one"),
-    "no role": (chat(("user", "hi"), ("", "hm")), "message 1 of the chat has no role; allowed: a role that the"),
-    "strange role": (chat(("wizard", "hi")), "role is 'wizard'; allowed: system, user, assistant"),
-    "too long": (ids(*[1] * 512), "the prompt has 512 tokens; allowed: at most 511, so that one more fits into"),
-    "max_tokens too many": (
-        ids(1, 2, 3, max_tokens=510),
-        "max_tokens is 510 after a prompt of 3 tokens; allowed: at most 509, what is left of the model's context of",
-    ),
-    "id out of range": (ids(1, 300, 5), "token_ids[1] is 300; allowed: 0 to 299, the model's vocabulary"),
-    "stop id out of range": (sampled(stop_token_ids=[900]), "stop_token_ids[0] is 900; allowed: 0 to 299"),
-    "temperature negative": (sampled(temperature=-1), "temperature is -1.0; allowed: a finite number, at least 0"),
     "temperature nan": (sampled(temperature=NAN), "temperature is nan; allowed: a finite number, at least 0"),
     "temperature inf": (sampled(temperature=float("inf")), "temperature is inf; allowed: a finite number"),
-    "target 0": (tiny(target_ttft_s=0), "target_ttft_s is 0.0; allowed: a finite number, more than 0"),
     "target nan": (tiny(target_tpot_s=NAN), "target_tpot_s is nan; allowed: a finite number, more than 0"),
     "target inf": (tiny(target_tpot_s=float("inf")), "target_tpot_s is inf; allowed: a finite number, more than 0"),
-    "top_p 0": (sampled(top_p=0), "top_p is 0.0; allowed: more than 0, at most 1"),
     "top_p nan": (sampled(top_p=NAN), "top_p is nan; allowed: more than 0, at most 1"),
-    "top_k": (sampled(top_k=-2), "top_k is -2; allowed: at least 1, or 0 or -1 for off"),
-    "min_p": (sampled(min_p=1.1), "min_p is 1.1; allowed: 0 to 1"),
-    "repetition_penalty": (sampled(repetition_penalty=0), "repetition_penalty is 0.0; allowed: more than 0, at most 2"),
-    "presence_penalty": (sampled(presence_penalty=-2.5), "presence_penalty is -2.5; allowed: -2 to 2"),
     "frequency_penalty": (sampled(frequency_penalty=NAN), "frequency_penalty is nan; allowed: -2 to 2"),
-    "max_tokens 0": (sampled(max_tokens=0), "max_tokens is 0; allowed: at least 1"),
-    "min_tokens": (sampled(min_tokens=-1), "min_tokens is -1; allowed: at least 0"),
-    "min over max": (sampled(min_tokens=5, max_tokens=4), "min_tokens is 5; allowed: at most max_tokens (4)"),
-    "min_tokens too many": (
-        sampled(min_tokens=600),
-        "min_tokens is 600 after a prompt of 3 tokens; allowed: at most 509",
-    ),
-    "logprobs": (sampled(logprobs=21), "logprobs is 21; allowed: 0 to 20"),
-    "many stops": (sampled(stop=["x"] * 17), "stop has 17 strings; allowed: at most 16"),
-    "empty stop": (sampled(stop=["x", ""]), "stop holds a string of 0 characters; allowed: 1 to 1024"),
     "long id": (tiny(request_id="x" * 129), "request_id has 129 characters; allowed: at most 128"),
 }
+"""What only gRPC can ask for; the rest is in test_conformance.py."""
 
 
 async def test_bad_input_is_refused_with_what_was_seen_and_what_is_allowed() -> None:
@@ -84,14 +51,6 @@ async def test_bad_input_is_refused_with_what_was_seen_and_what_is_allowed() -> 
         answer = await router.generate(text_request("hi"))
     assert answer.num_finished == 1, "bad requests disturb no good one"
     assert len(a.submits) == 1, "no bad request reaches a replica"
-
-
-async def test_unknown_model_is_not_found_and_lists_those_served() -> None:
-    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await router.generate(tiny(model="gpt"))
-    assert error.value.code() is grpc.StatusCode.NOT_FOUND
-    assert error.value.details() == "model is 'gpt'; served: 'tiny'"
 
 
 async def test_message_over_the_cap_is_refused() -> None:
@@ -165,19 +124,6 @@ async def test_tokenize_and_detokenize() -> None:
     assert bytes(rendered.token_ids) == b"<user>hi"
     assert text.text == "hi"
     assert error.value.details() == "token_ids[0] is 300; allowed: 0 to 299, the model's vocabulary"
-
-
-async def test_cancel_reaches_the_replica() -> None:
-    async with FakeReplica("a", paused=True) as a, running_router(router_config(a.address)) as router:
-        await router.wait_ready(1)
-        call = router.stub.Generate(text_request("hello"))
-        reading = asyncio.ensure_future(call.read())
-        await a.wait_until(lambda: a.num_requests == 1)
-        await a.step()
-        await reading
-        call.cancel()
-        await a.wait_until(lambda: a.num_requests == 0)
-    assert a.aborts == [a.submits[0].request_id]
 
 
 async def test_deadline_aborts_on_the_replica_and_travels_with_the_request() -> None:
