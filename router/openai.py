@@ -159,12 +159,16 @@ class _Front:
     def _caller(self, request: Request) -> "_Caller":
         """Who asks, and what for. Raises UnauthenticatedError."""
         trace_context = read_context(request.headers.items()) if self._reads_trace_context else ()
-        return _Caller(tenant=self._identify(request), trace_context=trace_context)
+        return _Caller(
+            tenant=self._identify(request),
+            trace_context=trace_context,
+            request_id=request.headers.get("x-request-id") or uuid.uuid4().hex,
+        )
 
     def _exchange(
         self, asked: CompletionRequest | ChatCompletionRequest, kind: type[Renderer], caller: "_Caller"
     ) -> "_Exchange":
-        response_id = kind.id_prefix + uuid.uuid4().hex
+        response_id = kind.id_prefix + caller.request_id
         calls = tuple(
             replace(call, tenant=caller.tenant, trace_context=caller.trace_context) for call in asked.calls(response_id)
         )
@@ -188,6 +192,8 @@ class _Caller(NamedTuple):
 
     tenant: Tenant | None
     trace_context: TraceContext
+    request_id: str
+    """The client's, or a new one."""
 
 
 class _Exchange:

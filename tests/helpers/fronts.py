@@ -173,7 +173,8 @@ class HttpFront:
         path, body = _to_json(request)
         if self._is_stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        async with self._http.stream("POST", path, json=body, headers=_headers(key)) as response:
+        headers = _headers(key) | ({"x-request-id": request.request_id} if request.request_id else {})
+        async with self._http.stream("POST", path, json=body, headers=headers) as response:
             if response.status_code != 200:
                 raise _refusal(response, await response.aread())
             if not self._is_stream:
@@ -222,7 +223,7 @@ def _to_json(request: pb.GenerateRequest) -> tuple[str, dict[str, Any]]:
 
 
 _PLAIN_FIELDS = ("model", "priority", "cache_salt", "target_ttft_s", "target_tpot_s")
-"""What both fronts call alike. `request_id` is not among them: over HTTP the router makes one."""
+"""What both fronts call alike. `request_id` is not among them: over HTTP it is a header."""
 
 
 def _fields(message: Message) -> dict[str, Any]:

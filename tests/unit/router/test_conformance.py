@@ -138,6 +138,20 @@ async def test_router_logs_the_request_id_that_the_client_sees(name: str, caplog
     assert line["request_id"] in (answer.request_id, f"{answer.request_id}-0")  # HTTP numbers its choices
 
 
+@each_front
+async def test_request_id_is_the_one_that_the_client_chose(name: str) -> None:
+    async with FakeReplica("a") as a, serving(a) as fronts:
+        request = hello()
+        request.request_id = "order-7"
+        answer = await ask(fronts[name], request)
+        assert answer.request_id in ("order-7", "cmpl-order-7")
+        assert f"/{answer.request_id}" in a.submits[0].request_id
+        request.request_id = "x" * 129
+        with pytest.raises(RefusedError, match=r"request_id has 1\d\d characters; allowed: at most 128") as error:
+            await ask(fronts[name], request)
+        assert error.value.code is StatusCode.INVALID_ARGUMENT
+
+
 async def test_targets_are_those_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
     request = hello()
     request.target_ttft_s, request.target_tpot_s = 1e-12, 1000.25

@@ -223,6 +223,21 @@ async def test_openai_streamed_logprobs_equal_whole_ones(client: openai.AsyncOpe
         assert joined == getattr(whole, field)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openai_request_id_is_the_clients(
+    client: openai.AsyncOpenAI, dispatch: FakeDispatch, *, stream: bool
+) -> None:
+    """For both to find it in their logs; without one each answer has a new one."""
+    ids = []
+    for headers in ({"X-Request-Id": "order-7"}, {}, {}):
+        answer = await client.completions.create(model=MODEL, prompt="ab", stream=stream, extra_headers=headers)
+        found = {chunk.id async for chunk in answer} if stream else {answer.id}
+        ids += found
+        assert dispatch.calls[-1].request_id == f"{ids[-1]}-0"
+    assert ids[0] == "cmpl-order-7"
+    assert len({*ids}) == 3
+
+
 async def test_openai_choices_and_their_seeds(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
     answer = await client.completions.create(model=MODEL, prompt=["a", "a"], n=2, seed=2**63 - 1, stop=[" w", "o"])
 
