@@ -1,4 +1,4 @@
-"""Writes down every call of a replica's scheduler, and what it decided; bench/replay_scheduler.py decides it again.
+"""Writes down every call of a replica's scheduler, and what it decided; bench/replayed_modules.py decides it again.
 
 A frame has what the scheduler was told, and its answer: the whole plan, the ends, the refusal. One that raises answers
 with the name of the exception. The block hash's key is left out, for nothing that is decided depends on it.
