@@ -14,8 +14,8 @@ from weft.recording import FrameSink
 import cluster.recording
 import router.recording
 import workers.recording
-from cluster.autoscaler import Autoscaler, Observation
 from cluster.recording import AutoscalerMade, Decided, ScalingCall, ScalingRecording, ScalingSetup
+from cluster.scaling import Watch
 from router.breaker import Breaker
 from router.policy import Policy
 from router.prefix_policy import make_policy
@@ -158,7 +158,7 @@ class ScalingReplay:
 
     def __init__(self, setup: ScalingSetup, sink: FrameSink) -> None:
         self._recording = ScalingRecording(sink)
-        self._autoscalers: dict[int, tuple[Autoscaler, deque[Observation]]] = {}
+        self._watches: dict[int, Watch] = {}
 
     def repeat(self, call: ScalingCall) -> None:
         """Let the autoscaler look at what it looked at."""
@@ -167,11 +167,9 @@ class ScalingReplay:
                 autoscaler = self._recording.autoscaler(
                     call.model, call.config, min_replicas=call.min_replicas, max_replicas=call.max_replicas
                 )
-                self._autoscalers[call.number] = autoscaler, deque()
+                self._watches[call.number] = Watch(autoscaler)
             case Decided():
-                known, observations = self._autoscalers[call.number]
-                known.remember(observations, call.observation)
-                known.decide(list(observations), call.wanted, call.now_s)
+                self._watches[call.number].follow(call.observation, call.wanted)
             case _:
                 assert_never(call)
 

@@ -99,12 +99,6 @@ class Autoscaler:
         config = self._config
         return max(config.upscale_delay_s, config.downscale_delay_s, config.idle_s) + config.window_s
 
-    def remember(self, observations: deque[Observation], latest: Observation) -> None:
-        """Add the latest observation, and drop those that are too old."""
-        observations.append(latest)
-        while observations[0].time_s < latest.time_s - self.horizon_s:
-            observations.popleft()
-
     def decide(self, observations: Sequence[Observation], wanted: int, now_s: float) -> Decision:
         """What follows from these observations, oldest first, where `wanted` replicas are wanted now.
 

@@ -100,7 +100,7 @@ def drain_target(
 def this_node(client: ControlClient) -> str:
     """Return the address of the node that is on this machine. Raises ControllerError."""
     addresses = {node.address for node in client.status().nodes}
-    here = sorted(address for address in addresses if _is_of_this_machine(address))
+    here = sorted(address for address in addresses if is_of_this_machine(address))
     if len(here) != 1:
         seen = f"{', '.join(here)} are" if here else f"none of {', '.join(sorted(addresses)) or 'no nodes'} is"
         raise ControllerError(f"{seen} on this machine; allowed with --this-node: one node, else name it")
@@ -172,8 +172,8 @@ def _wait(
         time.sleep(_POLL_S)
 
 
-def _is_of_this_machine(address: str) -> bool:
-    """Only an address of one of its own interfaces can be bound."""
+def is_of_this_machine(address: str) -> bool:
+    """Whether it is an address of this machine: only an address of one of its own interfaces can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

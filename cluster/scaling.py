@@ -47,8 +47,11 @@ class Watch:
 
     def follow(self, observation: Observation, wanted: int) -> Decision:
         """Add one observation, and decide."""
-        self._autoscaler.remember(self._observations, observation)
-        return self._autoscaler.decide(list(self._observations), wanted, observation.time_s)
+        observations, now_s = self._observations, observation.time_s
+        observations.append(observation)
+        while observations[0].time_s < now_s - self._autoscaler.horizon_s:
+            observations.popleft()
+        return self._autoscaler.decide(list(observations), wanted, now_s)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from bench.load.service_ranks import RankSource
 from bench.load.utilization import Peak, RankCounters, RanksUnknownError, Utilization, compare
+from cluster.operate import is_of_this_machine
 
 MeasurePeak = Callable[[RankCounters], Awaitable[Peak]]
 """Of this machine, for a rank like that."""
@@ -41,7 +41,7 @@ class RankObserver:
             return
         if any(rank.device != "cpu" for rank in ranks.values()):
             self.peak = replace(self.peak, unknown=f"the ranks have the GPUs to themselves; {_FLAGS}")
-        elif not all(_is_here(rank.node) for rank in ranks.values()):
+        elif not all(is_of_this_machine(rank.node) for rank in ranks.values()):
             self.peak = replace(self.peak, unknown=f"the ranks are not on this machine; {_FLAGS}")
         else:
             self.peak = _complete(self.peak, await self._measure_peak(next(iter(ranks.values()))))
@@ -101,14 +101,3 @@ def _complete(given: Peak, measured: Peak) -> Peak:
         read_bytes_per_s=given.read_bytes_per_s or measured.read_bytes_per_s,
         flops_per_s=given.flops_per_s or measured.flops_per_s,
     )
-
-
-def _is_here(address: str) -> bool:
-    """Whether it is an address of this machine: only those can be bound."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
