@@ -1,5 +1,6 @@
 """The CPU as a device: memory belongs to every process of the machine, or of the container that limits it."""
 
+import logging
 import os
 import resource
 import sys
@@ -14,6 +15,10 @@ from torch import Tensor
 _PROC_SELF = Path("/proc/self")
 _MEMORY_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_SLOW_IN_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
+"""CPU capabilities, as torch names them, whose bfloat16 products are many times slower than those of float32."""
+
+logger = logging.getLogger(__name__)
 
 
 class CpuMark(NamedTuple):
@@ -34,8 +39,13 @@ class CpuDevice:
     works_by_itself = False
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        """That of the checkpoint; float32 for float16, in which few CPUs compute."""
-        return torch.float32 if checkpoint_dtype is torch.float16 else checkpoint_dtype
+        """That of the checkpoint; float32 for what this CPU is slow in: float16, and bfloat16 without AVX512."""
+        capability = torch.backends.cpu.get_cpu_capability()
+        is_slow = checkpoint_dtype is torch.float16 or capability in _SLOW_IN_BFLOAT16
+        if not is_slow or checkpoint_dtype is torch.float32:
+            return checkpoint_dtype
+        logger.info("float32 for weights in %s, in which this CPU (%s) is slow", checkpoint_dtype, capability)
+        return torch.float32
 
     def total_memory_bytes(self) -> int:
         """The machine's memory, or less where a container is limited to less."""

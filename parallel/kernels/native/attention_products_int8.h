@@ -284,7 +284,7 @@ inline void sum_packed_values_by_tiles(const int8_t* packed, int num_tokens, con
 #endif
 
 // `Numbers` of panels_vectors.h: signed queries, unsigned keys.
-struct SignedFours {
+struct SignedFours : Alike {
     using Sum = int32_t;
     using Vector = __m512i;
 

@@ -10,6 +10,9 @@
 
 namespace weft {
 
+// A pair, in all lanes.
+inline __m512i two_of(const BFloat16* x) { return Alike::left(reinterpret_cast<const char*>(x)); }
+
 // The keys of some heads, side by side in memory, each as a packed matrix [num_tokens, head_dim], one after the other. The
 // first head of token i begins at keys + offsets[i]. All heads of a few tokens are packed before the next tokens, since so
 // they lie. Meanwhile the keys of later tokens are asked for, and the values of these.
@@ -85,12 +88,6 @@ class Upcoming {
     const BFloat16 *next_ = nullptr, *end_ = nullptr;
 };
 
-inline __m512i two_of(const BFloat16* x) {
-    int32_t two;
-    std::memcpy(&two, x, sizeof(two));
-    return _mm512_set1_epi32(two);
-}
-
 // Scores of one row of q with 16 tokens. By tiles the keys are the left side of the product as they lie, q is the only column of
 // the right one; by vectors keys are transposed on their way.
 inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride, const BFloat16* q, int head_dim) {
@@ -106,20 +103,21 @@ inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride,
         return;
     }
 #endif
-    __m512 sums{};
+    Floats sums{};
     for (int dim = 0; dim < head_dim; dim += STEP) {
         __m512i rows[TILE];
         for (int i = 0; i < TILE; i++) rows[i] = _mm512_loadu_si512(keys + i * token_stride + dim);
         transpose_pairs(rows);
-        for (int pair = 0; pair < TILE; pair++) sums = Pairs::add(sums, two_of(q + dim + 2 * pair), rows[pair]);
+        for (int pair = 0; pair < TILE; pair++) sums = add_products(sums, two_of(q + dim + 2 * pair), rows[pair]);
     }
-    _mm512_storeu_ps(scores, sums);
+    store(scores, sums);
 }
 
 inline void round_to_bfloat16(float* x, int count) {
-    for (int i = 0; i < count; i += LANES) {
-        const __m512i rounded = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
-        _mm512_storeu_ps(x + i, (__m512)_mm512_slli_epi32(rounded, 16));
+    for (int i = 0; i < count; i += 2 * LANES) {
+        Floats first = load(x + i), second = load(x + i + LANES);
+        round_two<BFloat16>(first, second);
+        store_two(x + i, first, second, false);
     }
 }
 
@@ -135,8 +133,8 @@ inline void round_weights(float* weights, int count) {
 template <int LINES>
 void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const BFloat16* weights, int num_tokens,
                          Upcoming& upcoming) {
-    __m512 sums[2 * LINES];
-    for (int i = 0; i < 2 * LINES; i++) sums[i] = _mm512_loadu_ps(totals + i * LANES);
+    Floats sums[2 * LINES];
+    for (int i = 0; i < 2 * LINES; i++) sums[i] = load(totals + i * LANES);
     for (int token = 0; token < num_tokens; token += 2) {
         upcoming.ask(2 * LINES);
         const BFloat16* even = values + offsets[token];
@@ -144,11 +142,11 @@ void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* o
         const __m512i two = two_of(weights + token);
         for (int line = 0; line < LINES; line++) {
             const __m512i a = _mm512_loadu_si512(even + line * STEP), b = _mm512_loadu_si512(odd + line * STEP);
-            sums[2 * line] = Pairs::add(sums[2 * line], two, _mm512_unpacklo_epi16(a, b));
-            sums[2 * line + 1] = Pairs::add(sums[2 * line + 1], two, _mm512_unpackhi_epi16(a, b));
+            sums[2 * line] = add_products(sums[2 * line], two, _mm512_unpacklo_epi16(a, b));
+            sums[2 * line + 1] = add_products(sums[2 * line + 1], two, _mm512_unpackhi_epi16(a, b));
         }
     }
-    for (int i = 0; i < 2 * LINES; i++) _mm512_storeu_ps(totals + i * LANES, sums[i]);
+    for (int i = 0; i < 2 * LINES; i++) store(totals + i * LANES, sums[i]);
 }
 
 // The same beside matrix tiles, with the bits of one of their steps: even and odd tokens apart. Of each 32 dims `totals` has the

@@ -7,10 +7,6 @@
 #include <cmath>
 #include <cstring>
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 #include "cache_int8.h"
 #include "vector.h"
 
@@ -48,12 +44,11 @@ inline Floats multiply(const float* q, const float* key, int runtime_head_dim) {
 template <int HEAD_DIM>
 inline Floats multiply(const BFloat16* q, const BFloat16* key, int runtime_head_dim) {
     const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
-#ifdef __AVX512BF16__  // two products a lane, exact, summed in float32
+#ifdef WEFT_HAS_PAIRS
     if (head_dim % (2 * LANES) == 0) {
         Floats total{};
         for (int dim = 0; dim < head_dim; dim += 2 * LANES)
-            total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_loadu_si512(key + dim),
-                                             (__m512bh)_mm512_loadu_si512(q + dim));
+            total = add_products(total, _mm512_loadu_si512(key + dim), _mm512_loadu_si512(q + dim));
         return total;
     }
 #endif

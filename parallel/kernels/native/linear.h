@@ -17,17 +17,16 @@ void multiply_tile(const T* x, int64_t x_row_stride, const T* weight, int num_in
     static_assert(ROWS * OUTS == LANES);
     Floats totals[LANES] = {};
     int i = 0;
-#ifdef __AVX512BF16__
+#ifdef WEFT_HAS_PAIRS
     if constexpr (sizeof(T) == 2)
         for (; i + 2 * LANES <= num_in; i += 2 * LANES)
 #pragma GCC unroll 16  // else GCC keeps the sums in memory
             for (int o = 0; o < OUTS; o++) {
-                const __m512bh w = (__m512bh)_mm512_loadu_si512(weight + int64_t(o) * num_in + i);
+                const __m512i w = _mm512_loadu_si512(weight + int64_t(o) * num_in + i);
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++) {
-                    const __m512bh other = (__m512bh)_mm512_loadu_si512(x + row * x_row_stride + i);
-                    Floats& total = totals[row * OUTS + o];
-                    total = (Floats)_mm512_dpbf16_ps((__m512)total, w, other);
+                    const __m512i other = _mm512_loadu_si512(x + row * x_row_stride + i);
+                    totals[row * OUTS + o] = add_products(totals[row * OUTS + o], w, other);
                 }
             }
 #endif

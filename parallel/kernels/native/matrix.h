@@ -2,11 +2,14 @@
 //
 // The matrix [out, in] is cut into panels of 32 outputs, a panel into steps of 32 inputs, a step into two tiles of 16
 // outputs; in a tile the pairs of inputs follow each other, [pair][output][2]. So a tile is the right-hand operand of a
-// tile product (AMX), each of its rows that of a vector one (AVX512_BF16), and a panel is read from front to back.
+// tile product (AMX), each of its rows that of a vector one, and a panel is read from front to back. A vector product takes
+// the pairs as they are (AVX512_BF16), or as float32, half of each at a time (AVX512), which a CPU may do faster.
 
 #pragma once
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__) && defined(__AVX512BW__)
+#include "vector.h"
+
+#ifdef WEFT_HAS_PAIRS
 #define WEFT_HAS_PACKED_MATRIX
 
 #include <algorithm>
@@ -15,7 +18,6 @@
 #include "amx.h"
 #include "panels_vectors.h"
 #include "threads.h"
-#include "vector.h"
 
 namespace weft {
 
@@ -72,17 +74,57 @@ inline void pack_left(BFloat16* packed, LeftRows left, int num_in, Team& team) {
     });
 }
 
-// `Numbers` of panels_vectors.h.
-struct Pairs {
+// `Numbers` of panels_vectors.h, of rows in bf16.
+struct Pairs : Alike {
     using Sum = float;
-    using Vector = __m512;
+    using Vector = Floats;
 
-    static Vector add(Vector sums, __m512i two, __m512i right) { return _mm512_dpbf16_ps(sums, (__m512bh)two, (__m512bh)right); }
+    static Vector add(Vector sums, __m512i left, __m512i right) { return add_products(sums, left, right); }
 };
 
+// Of rows in float32.
+struct PairsOfFloats {
+    using Sum = float;
+    using Vector = Floats;
+    static constexpr int LEFT_BYTES = 8;
+
+    static Halves left(const char* from) {
+        float two[2];
+        std::memcpy(two, from, sizeof(two));
+        return {broadcast(two[0]), broadcast(two[1])};
+    }
+    static Halves right(const char* from) { return Halves::of(_mm512_loadu_si512(from)); }
+    static Vector add(Vector sums, const Halves& left, const Halves& right) { return add_products(sums, left, right); }
+};
+
+// Whether rows are best multiplied in float32. Intel's CPUs begin a product of pairs every second cycle, and two of float32 in each.
+inline bool are_floats_faster() {
+#ifdef __AVX512BF16__
+    static const bool are = __builtin_cpu_is("intel");
+    return are;
+#else
+    return true;
+#endif
+}
+
+// Rows in float32, [steps][rows][32 inputs], until this thread calls it again.
+inline LeftVectors in_float32(const LeftVectors& left, int num_steps) {
+    static thread_local Buffer<float> buffer;
+    float* const values = buffer.room(size_t(num_steps) * left.num_rows * STEP);
+    float* to = values;
+    for (int step = 0; step < num_steps; step++)
+        for (int row = 0; row < left.num_rows; row++, to += STEP) {
+            const auto* from = reinterpret_cast<const BFloat16*>(left.row(row) + step * left.step_stride);
+            store_two(to, load(from), load(from + LANES), false);
+        }
+    constexpr int64_t ROW_BYTES = STEP * sizeof(float);
+    return {reinterpret_cast<const char*>(values), ROW_BYTES, left.num_rows * ROW_BYTES, left.num_rows};
+}
+
 // `Product` of bf16; see panels.h.
+template <class N = Pairs>
 struct Products {
-    using Numbers = Pairs;
+    using Numbers = N;
     using Sum = float;
     using Value = BFloat16;
     PackedMatrix matrix;
@@ -119,7 +161,7 @@ constexpr int MULTIPLY_SECTIONS = 2;  // of a team, at most
 template <bool IS_GATED, class Result>
 void multiply_by_tiles(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
     const bool is_streamed = result.is_streamed(left.count);
-    const Products products{matrix};
+    const Products<> products{matrix};
     const Parts parts = left.is_packed ? Parts::of(products.num_steps()) : Parts::whole(products.num_steps());
     int last_row = -1;  // that this thread has read
     const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
@@ -143,13 +185,20 @@ void multiply_by_tiles(const Result& result, LeftRows left, const PackedMatrix& 
 
 #endif
 
-template <bool IS_GATED, class Result>
+// Some rows from `row` on, of one block.
+inline LeftVectors vectors_of(const LeftRows& left, int row, int count, int num_in) {
+    if (!left.is_packed) return {reinterpret_cast<const char*>(left.x + row * left.stride), left.stride * int64_t(sizeof(BFloat16)), 64, count};
+    const BFloat16* const block = left.x + row / ROWS * ROWS * int64_t(num_in);
+    return {reinterpret_cast<const char*>(block + row % ROWS * STEP), 64, STEP_BYTES, count};
+}
+
+template <bool IS_GATED, class Numbers, class Result>
 void multiply_by_vectors(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
     const bool is_streamed = result.is_streamed(left.count);
-    const Products products{matrix};
-    const auto rows_from = [=](int row) -> LeftVectors {
-        if (left.is_packed) return {reinterpret_cast<const char*>(left.x + int64_t(row) * matrix.num_in), 64, STEP_BYTES, ROWS};
-        return {reinterpret_cast<const char*>(left.x + row * left.stride), left.stride * int64_t(sizeof(BFloat16)), 64, ROWS};
+    const Products<Numbers> products{matrix};
+    const auto rows_from = [=](int row, int count) {
+        const LeftVectors rows = vectors_of(left, row, count, matrix.num_in);
+        return Numbers::LEFT_BYTES > 4 ? in_float32(rows, products.num_steps()) : rows;
     };
     const auto work = [=](int row, int rows, int64_t begin, int64_t end, int64_t following) {
         const auto out = result.share(row, rows, begin, end);
@@ -171,7 +220,8 @@ void multiply(const Result& result, LeftRows left, const PackedMatrix& matrix, B
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) return multiply_by_tiles<IS_GATED>(result, left, matrix, team);
 #endif
-    multiply_by_vectors<IS_GATED>(result, left, matrix, team);
+    if (are_floats_faster()) return multiply_by_vectors<IS_GATED, PairsOfFloats>(result, left, matrix, team);
+    multiply_by_vectors<IS_GATED, Pairs>(result, left, matrix, team);
 }
 
 }  // namespace weft

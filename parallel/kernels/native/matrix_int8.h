@@ -96,7 +96,7 @@ inline Floats scaled(__m512i sums, float scale, const Matrix<T>& matrix, int64_t
 }
 
 // `Numbers` of panels_vectors.h; rows are unsigned.
-struct Fours {
+struct Fours : Alike {
     using Sum = int32_t;
     using Vector = __m512i;
 
@@ -182,8 +182,8 @@ void multiply(const Result& result, const Left& left, const Matrix<T>& matrix, T
 #endif
     const bool is_streamed = result.is_streamed(left.num_rows);
     const Products<T> products{matrix, left.scales, true};
-    const auto rows_from = [&](int row) -> LeftVectors {
-        return {reinterpret_cast<const char*>(left.row(row)), STEP, left.step_stride(), Left::ROWS};
+    const auto rows_from = [&](int row, int count) -> LeftVectors {
+        return {reinterpret_cast<const char*>(left.row(row)), STEP, left.step_stride(), count};
     };
     const auto work = [&](int row, int rows, int64_t begin, int64_t end, int64_t following) {
         const auto out = result.share(row, rows, begin, end);

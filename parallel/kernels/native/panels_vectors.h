@@ -5,7 +5,10 @@
 //
 // What is multiplied is told by `Numbers`:
 //     Sum, Vector             a sum, and 16 of them in a register
-//     add(sums, four, right)  adds four bytes of a row, in all lanes, times those of 16 outputs
+//     LEFT_BYTES              that a row has for each four of an output
+//     left(from)              those, in all lanes
+//     right(from)             four bytes of each of 16 outputs
+//     add(sums, left, right)  adds their products
 
 #pragma once
 
@@ -17,7 +20,19 @@ namespace weft {
 
 constexpr int MOST_VECTOR_ROWS = 12;  // whose sums fill 24 of the 32 registers
 
-// Up to 32 rows, 64 bytes of each a step. Strides in bytes.
+// `Numbers` whose rows are as their outputs are.
+struct Alike {
+    static constexpr int LEFT_BYTES = 4;
+
+    static __m512i left(const char* from) {
+        int32_t four;
+        std::memcpy(&four, from, sizeof(four));
+        return _mm512_set1_epi32(four);
+    }
+    static __m512i right(const char* from) { return _mm512_loadu_si512(from); }
+};
+
+// Up to 32 rows, 16 * LEFT_BYTES of each a step. Strides in bytes.
 struct LeftVectors {
     const char* first;
     int64_t row_stride, step_stride;
@@ -63,13 +78,10 @@ void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, 
                 _mm_prefetch(ahead + run * 64, _MM_HINT_T0);
                 _mm_prefetch(ahead + run * 64 + STEP_BYTES / 2, _MM_HINT_T0);
             }
-            const __m512i first = _mm512_loadu_si512(values + run * 64);
-            const __m512i second = _mm512_loadu_si512(values + run * 64 + to_second);
+            const auto first = Numbers::right(values + run * 64), second = Numbers::right(values + run * 64 + to_second);
 #pragma GCC unroll 16  // else GCC keeps the sums in memory
             for (int i = 0; i < NUM_ROWS; i++) {
-                int32_t four;
-                std::memcpy(&four, row + i * row_stride + run * 4, sizeof(four));
-                const __m512i all = _mm512_set1_epi32(four);
+                const auto all = Numbers::left(row + i * row_stride + run * Numbers::LEFT_BYTES);
                 totals[i][0] = Numbers::add(totals[i][0], all, first);
                 totals[i][1] = Numbers::add(totals[i][1], all, second);
             }
@@ -105,8 +117,8 @@ void for_each_part(int num_rows, const Work& work) {
     }
 }
 
-// Rows times panels [begin, end) of the result. rows(i): LeftVectors of the 32 rows from i on. A panel passes once for each part
-// of the rows, and meanwhile the next one comes to the second-level cache, an equal part of it each time.
+// Rows times panels [begin, end) of the result. rows(i, count): LeftVectors of so many from i on. A panel passes once for each
+// part of the rows, and meanwhile the next one comes to the second-level cache, an equal part of it each time.
 template <bool IS_GATED, class Product, class Rows>
 void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int first_row, int num_rows, const Rows& rows,
                               const Product& product, int64_t begin, int64_t end, int64_t following, bool is_streamed) {
@@ -124,9 +136,8 @@ void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int fi
                 const auto multiply = [&](const LeftVectors& left, int64_t current, int64_t after, Ahead& meanwhile) {
                     multiply_vectors<Numbers>(sums, PANEL, left, {product.panel(current)}, Far{product.panel(after), &meanwhile}, num_steps);
                 };
-                LeftVectors left = rows(first_row + block);
-                left.first = left.row(first), left.num_rows = count;
                 const int row = first_row + block + first;
+                const LeftVectors left = rows(row, count);
                 const int64_t after = ++part < num_parts ? panel : next;
                 if (IS_GATED) {
                     multiply(left, panel, ups, ahead);

@@ -10,6 +10,9 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define WEFT_HAS_PAIRS
+#endif
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -249,6 +252,30 @@ inline Floats exponential_from(Floats x, float scale, float most) {
 #endif
     return exponential(x * scale - most);
 }
+
+#ifdef WEFT_HAS_PAIRS
+// The first and the second bf16 of each lane, as float32.
+struct Halves {
+    Floats first, second;
+
+    static Halves of(__m512i pairs) {
+        return {(Floats)_mm512_slli_epi32(pairs, 16), (Floats)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)))};
+    }
+};
+
+inline Floats add_products(Floats sums, const Halves& a, const Halves& b) {
+    return (Floats)_mm512_fmadd_ps((__m512)a.second, (__m512)b.second, _mm512_fmadd_ps((__m512)a.first, (__m512)b.first, (__m512)sums));
+}
+
+// Adds both products of each lane's pairs of bf16, which are exact, in float32.
+inline Floats add_products(Floats sums, __m512i a, __m512i b) {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+    return add_products(sums, Halves::of(a), Halves::of(b));
+#endif
+}
+#endif
 
 #ifdef __AVX512F__
 // Rows [0, 16) of 16 pairs of bf16, or of float32, become columns.

@@ -20,13 +20,13 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return NativeCpuKernels.build()
 
 
-@pytest.fixture(scope="module", params=["tiles", "vectors"])
+@pytest.fixture(scope="module", params=["", "-mno-amx-tile", "-mno-amx-tile -mno-avx512bf16"])
 def library(request: pytest.FixtureRequest) -> Path:
-    """The compiled ones, for this CPU and for one without matrix tiles; both stay in the user's cache."""
+    """The compiled ones, for this CPU, without its matrix tiles, and without its products of bfloat16 pairs too; all
+    stay in the user's cache."""
     _require_compiler()
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "vectors":
-            patch.setattr(build, "_FLAGS", (*build._FLAGS, "-mno-amx-tile"))
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, *request.param.split()))
         return build.build_library()
 
 

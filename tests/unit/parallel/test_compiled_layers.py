@@ -124,6 +124,8 @@ def compiled(decoder: Decoder) -> CompiledLayers:
 def test_compiled_layers_give_the_same_bits(
     name: str, recorded: int, int8_linears: bool, int8_cache: bool, tmp_path: Path
 ) -> None:
+    if int8_cache and not NativeCpuKernels.build()._operations[torch.bfloat16].has_dot_products(64, True):
+        pytest.skip("this CPU has no dot products of 8 bits: single operations leave chunks to torch")
     config = CONFIG | COMPILED[name] | ({"head_dim": 64} if int8_cache else {})
     decoders = [
         load(tmp_path / "model", config, build(kind), int8_linears=int8_linears, int8_cache=int8_cache)
@@ -138,7 +140,8 @@ def test_compiled_layers_give_the_same_bits(
     for one, other in zip(*caches, strict=True):
         assert torch.equal(one.k_BPKH, other.k_BPKH)
         assert torch.equal(one.v_BPKH, other.v_BPKH)
-    assert compiled(decoders[0])._program is not None
+    is_compiled = not int8_linears or bool(NativeCpuKernels.build()._int8)  # a CPU may multiply no vectors of 8 bits
+    assert (compiled(decoders[0])._program is not None) == is_compiled
 
 
 def test_new_caches_are_followed(tmp_path: Path) -> None:

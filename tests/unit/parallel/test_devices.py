@@ -42,14 +42,20 @@ def test_peak_memory_sees_what_was_freed_until_reset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "computed"),
+    ("capability", "stored", "computed"),
     [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
+        ("AVX512", torch.float32, torch.float32),
+        ("AVX512", torch.bfloat16, torch.bfloat16),
+        ("AVX512", torch.float16, torch.float32),
+        ("AVX2", torch.float32, torch.float32),
+        ("AVX2", torch.bfloat16, torch.float32),
+        ("AVX2", torch.float16, torch.float32),
     ],
 )
-def test_cpu_computes_in_the_dtype_of_the_checkpoint_except_float16(stored: torch.dtype, computed: torch.dtype) -> None:
+def test_cpu_computes_in_the_dtype_of_the_checkpoint_unless_it_is_slow_in_it(
+    capability: str, stored: torch.dtype, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert CpuDevice().default_dtype(stored) is computed
 
 

@@ -30,7 +30,7 @@ def operations(library: Path) -> dict[torch.dtype, Operations]:
 
 @pytest.fixture(scope="module")
 def programs(library: Path) -> Programs:
-    return load_programs(library) or pytest.skip("this CPU has no products of bfloat16 pairs")
+    return load_programs(library) or pytest.skip("this CPU has no packed products")
 
 
 @pytest.fixture
