@@ -106,7 +106,7 @@ class SimulatedFlight:
         if self._hashes is None:
             self._hashes = router.route.hash_blocks((*self.call.prompt, *self.generated), "")
         try:
-            links = self._placing.find(router.route.links.values(), now_s)
+            links = self._placing.find(router.route, now_s)
         except RouterError as error:
             self._end(error.code.name.lower())
             return
@@ -188,7 +188,7 @@ class SimulatedLink(ReplicaBook):
             replica.replica_id,
             index=router.route.index,
             breaker=Breaker(router.config.breaker),
-            on_change=router.look_again,
+            on_change=router.note_change,
         )
         self._replica = replica
         self._router = router
@@ -268,11 +268,11 @@ class SimulatedRouter:
         wanted = {replica.replica_id: replica for replica in replicas}
         links = self.route.links
         for replica_id in [each for each in links if each not in wanted]:
-            links.pop(replica_id).note_retired()
+            self.route.remove(replica_id).note_retired()
         for replica_id, replica in wanted.items():
             if replica_id not in links:
                 self._join(replica)
-            links[replica_id].is_dismissed = replica_id in draining
+            links[replica_id].note_dismissed(replica_id in draining)
         self.look_again()
 
     def choose(self, links: Sequence[SimulatedLink], hashes: Sequence[bytes], num_tokens: int) -> Chosen[SimulatedLink]:
@@ -295,6 +295,11 @@ class SimulatedRouter:
 
         self.time.after(wait_s, look)
 
+    def note_change(self) -> None:
+        """A link takes requests now that did not, or the other way round."""
+        self.route.note_change()
+        self.look_again()
+
     def look_again(self) -> None:
         """Something changed for those that look for a replica."""
         for flight in list(self._seeking):
@@ -308,7 +313,7 @@ class SimulatedRouter:
 
     def _join(self, replica: SimulatedReplica) -> None:
         link = SimulatedLink(replica, self)
-        self.route.links[replica.replica_id] = link
+        self.route.add(link)
         settings = replica.settings
         self.route.accept(
             replica_pb2.Snapshot(

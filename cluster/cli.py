@@ -178,6 +178,10 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option()] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
+    target_ttft: Annotated[
+        float | None, typer.Option(help="Seconds: counts as goodput with a first token by then.")
+    ] = (None),
+    target_tpot: Annotated[float | None, typer.Option(help="Likewise, for each further token.")] = None,
     timeout: Timeout = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -186,7 +190,9 @@ def generate(
 
     if system is not None and not chat:
         raise ClusterConfigError("--system: a prompt that is no chat has none; allowed: with --chat")
-    sampling: dict[str, Any] = {
+    options: dict[str, Any] = {
+        "target_ttft_s": target_ttft,
+        "target_tpot_s": target_tpot,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -210,7 +216,7 @@ def generate(
         stream=stream and not as_json,
         as_json=as_json,
         timeout_s=timeout,
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        options={name: value for name, value in options.items() if value is not None},
     )
 
 

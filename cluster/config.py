@@ -71,6 +71,8 @@ class ClusterSpec:
     inner_tls: InnerTls | None
     """Of every gRPC connection inside the cluster, the router's included; None: plain text."""
     router: RouterConfig
+    """Of each of them, but for ports and ids."""
+    num_routers: int
     ray_address: str | None
     """None: a local Ray is started for this service alone."""
     spare_s: float = 0.0
@@ -215,6 +217,8 @@ class RouterSection(_Section):
     """Of the gRPC and HTTP listeners; null: plain text."""
     api_keys: str | None = None
     """File of the API keys (docs/security.md); null: everybody may ask."""
+    num_routers: Annotated[int, Field(ge=1)] = 1
+    """Processes that share `port` and `http_port`; each has a metrics port of its own, the first one `metrics_port`."""
     policy: PolicyName = PolicyName.PREFIX_AFFINITY
     max_message_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
     tokenizer_threads: Annotated[int, Field(ge=1)] = 2
@@ -237,10 +241,17 @@ class RouterSection(_Section):
         inner_tls: InnerTls | None,
     ) -> RouterConfig:
         """Return the router's own values."""
-        fields = {name: getattr(self, name) for name in RouterSection.model_fields if name != "port"}
+        own = ("num_routers", "port")
+        fields = {name: getattr(self, name) for name in RouterSection.model_fields if name not in own}
         fields["link"] = dataclasses.replace(self.link, tls=inner_tls)
         return RouterConfig(
-            control=control, host=host, grpc_port=self.port, tracing=tracing, recording=recording, **fields
+            control=control,
+            host=host,
+            grpc_port=self.port,
+            shares_ports=self.num_routers > 1,
+            tracing=tracing,
+            recording=recording,
+            **fields,
         )
 
 
@@ -332,6 +343,7 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
             recording=file.recording,
             inner_tls=file.inner_tls,
         ),
+        num_routers=file.router.num_routers,
         ray_address=file.ray.address,
         spare_s=0.0 if file.ray.address is None else file.ray.spare_s,
     )

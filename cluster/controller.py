@@ -28,8 +28,9 @@ from cluster.logs import configure_logging, own_log
 from cluster.node_request import NodeRequest, ask_ray
 from cluster.recording import ScalingRecording
 from cluster.router_process import RouterProcess
-from cluster.saved_state import RayStateStore, SavedState, decode, encode
+from cluster.saved_state import RayStateStore, RouterPorts, SavedState, decode, encode
 from cluster.scaling import Scaling
+from cluster.shared_ports import SharedPort
 from cluster.spares import SpareKind, leave_spares, take_spare
 from cluster.wanted_state import WantedState
 from workers.cores import give_way
@@ -66,6 +67,7 @@ class Controller:
         self._metrics: ControllerListener | None = None
         self._scaling: Scaling | None = None
         self._recorder: Recorder | None = None
+        self._shared_ports: list[SharedPort] = []
         self._nodes: NodeRequest | None = None
         """None: the Ray cluster is this machine."""
         self._loop: asyncio.Task[None] | None = None
@@ -121,21 +123,9 @@ class Controller:
 
     def _create(self, saved: SavedState, address: str) -> None:
         saved = replace(saved, control_port=int(address.rpartition(":")[2]))
-        config = replace(self._spec.router, control=address)
-        if saved.router is not None:
-            ports = saved.router
-            config = replace(config, grpc_port=ports.grpc, http_port=ports.http, metrics_port=ports.metrics)
-        router = RouterProcess(
-            config,
-            log_level=self._log_level,
-            policy=RestartPolicy(),
-            clock=time.monotonic,
-            on_change=self._changed.set,
-            adopts=saved.router is not None,
-        )
         self._state = WantedState(
             saved,
-            router=router,
+            routers=self._make_routers(saved, address),
             form=self._form,
             save=self._save,
             nodes=cluster_nodes,
@@ -159,6 +149,49 @@ class Controller:
             metrics_address=self._metrics.address,
             num_restarts=saved.num_restarts,
         )
+
+    def _make_routers(self, saved: SavedState, address: str) -> list[RouterProcess]:
+        """Want routers on the ports of those of the controller before, or else on the ones that they are to have."""
+        ports = saved.routers
+        if not ports:
+            first = self._hold_ports() if self._spec.num_routers > 1 else self._wanted_ports()
+            others = first if first.metrics is None else replace(first, metrics=0)
+            ports = {f"router-{number}": others if number else first for number in range(self._spec.num_routers)}
+        return [
+            RouterProcess(
+                replace(
+                    self._spec.router,
+                    router_id=router_id,
+                    control=address,
+                    grpc_port=each.grpc,
+                    http_port=each.http,
+                    metrics_port=each.metrics,
+                ),
+                log_level=self._log_level,
+                policy=RestartPolicy(),
+                clock=time.monotonic,
+                on_change=self._changed.set,
+                adopts=router_id in saved.routers,
+            )
+            for router_id, each in ports.items()
+        ]
+
+    def _wanted_ports(self) -> RouterPorts:
+        config = self._spec.router
+        return RouterPorts(grpc=config.grpc_port, http=config.http_port, metrics=config.metrics_port)
+
+    def _hold_ports(self) -> RouterPorts:
+        """Take the ports that routers share as long as this controller lives; its successors leave them to the routers.
+
+        Raises:
+            StartError: one is taken.
+        """
+        ports, host = self._wanted_ports(), self._spec.host
+        self._shared_ports = [SharedPort("router.port", host, ports.grpc)]
+        if ports.http is not None:
+            self._shared_ports.append(SharedPort("router.http_port", host, ports.http))
+        grpc_port, *others = [each.port for each in self._shared_ports]
+        return replace(ports, grpc=grpc_port, http=others[0] if others else None)
 
     async def _begin(self, listener: grpc.aio.Server) -> None:
         assert self._service is not None
@@ -207,10 +240,10 @@ class Controller:
         await self._metrics.close()
         if self._recorder is not None:
             self._recorder.close()
-        if self._spec.spare_s:  # for a next controller and router
-            lifetime_s = self._spec.spare_s
+        if self._spec.spare_s:  # for a next controller and its routers
+            count, lifetime_s = 1 + self._spec.num_routers, self._spec.spare_s
             await asyncio.to_thread(
-                leave_spares, self._own_log.node_id, SpareKind.SERVICE, count=2, lifetime_s=lifetime_s
+                leave_spares, self._own_log.node_id, SpareKind.SERVICE, count=count, lifetime_s=lifetime_s
             )
 
     def _save(self, state: SavedState) -> None:

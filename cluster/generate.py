@@ -25,19 +25,19 @@ def generate(
     stream: bool,
     as_json: bool,
     timeout_s: float,
-    sampling: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     """Print what the service makes of the prompt: text as it comes, all at the end, or one JSON object.
 
     Raises:
         RequestError: the router cannot be reached or refused the request.
     """
-    options: Options = {"model": model, "timeout_s": timeout_s, **sampling}  # type: ignore[typeddict-item]
+    asked: Options = {"model": model, "timeout_s": timeout_s, **options}  # type: ignore[typeddict-item]
     messages = _conversation(prompt, system) if is_chat else None
     collector, has_shown = Collector(), False
     try:
         with Client(router, api_key=api_key, credentials=credentials(tls_ca)) as client:
-            for delta in client.generate(None if is_chat else prompt, messages=messages, **options):
+            for delta in client.generate(None if is_chat else prompt, messages=messages, **asked):
                 collector.add(delta)
                 if stream:
                     print(delta.text, end="", flush=True)

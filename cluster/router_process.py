@@ -40,11 +40,11 @@ class RouterProcess:
         self.is_adopting = adopts
         """It is not known yet whether its last life goes on."""
         self.lifecycle = Lifecycle(policy, clock())
+        self.router_id = config.router_id
         self._config = config
         self._log_level = log_level
         self._clock = clock
         self._on_change = on_change
-        self._has_ports = adopts
         self._actor: Any = None
         self._place: RouterPlace | None = None
         self._task: asyncio.Task[str] | None = None
@@ -54,7 +54,7 @@ class RouterProcess:
         now_s = self._clock()
         if self._task is not None and self._task.done():
             reason = self._task.result()
-            logger.warning("router %s ended: %s", self._config.router_id, reason)
+            logger.warning("router %s ended: %s", self.router_id, reason)
             self._task = self._place = None
             self.is_adopting = False
             self.lifecycle.failed(reason, now_s)
@@ -79,11 +79,9 @@ class RouterProcess:
         self.lifecycle.stopped(self._clock())
 
     @property
-    def ports(self) -> RouterPorts | None:
-        """Where it listens in every life; None until the first has begun."""
+    def ports(self) -> RouterPorts:
+        """Where it listens in every life."""
         config = self._config
-        if not self._has_ports:
-            return None
         return RouterPorts(grpc=config.grpc_port, http=config.http_port, metrics=config.metrics_port)
 
     def log_sources(self) -> list[LogSource]:
@@ -93,7 +91,7 @@ class RouterProcess:
         place = self._place
         return [
             LogSource(
-                name=self._config.router_id,
+                name=self.router_id,
                 belongs_to=frozenset({"router"}),
                 node_id=place.node_id,
                 path=place.log_file,
@@ -103,7 +101,7 @@ class RouterProcess:
     def status(self) -> control_pb2.RouterStatus:
         """Tell where the router is and whether it lives."""
         status = control_pb2.RouterStatus(
-            router_id=self._config.router_id,
+            router_id=self.router_id,
             alive=self.lifecycle.state is GroupState.READY,
             detail=self.lifecycle.detail,
             restarts=self.lifecycle.restarts,
@@ -137,7 +135,7 @@ class RouterProcess:
         actor = _ROUTER_ACTOR.options(
             num_cpus=0,
             max_restarts=0,
-            name=self._config.router_id,
+            name=self.router_id,
             lifetime="detached",  # else it would end with the controller
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
         )
@@ -148,7 +146,7 @@ class RouterProcess:
     async def _find(self) -> bool:
         """Take over the router that a former controller started; whether it is there and had begun."""
         try:
-            self._actor = await asyncio.to_thread(ray.get_actor, self._config.router_id)
+            self._actor = await asyncio.to_thread(ray.get_actor, self.router_id)
         except ValueError:
             return False
         return bool(await self._actor.has_begun.remote())
@@ -170,7 +168,6 @@ class RouterProcess:
                 http_port=_port(place.http_address) if place.http_address else None,
                 metrics_port=_port(place.metrics_address) if place.metrics_address else None,
             )
-            self._has_ports = True
             self.lifecycle.ready(self._clock())
             self._on_change()
         finally:

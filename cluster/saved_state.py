@@ -36,7 +36,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterPorts:
-    """Where a router listens, so that its next life does as well."""
+    """Where a router listens, so that its next life does as well; 0: any free port, for it has not begun."""
 
     grpc: int
     http: int | None
@@ -51,7 +51,8 @@ class SavedState:
     """That the routers and operators know; None: nothing was saved yet."""
     metrics_port: int | None = None
     """Of the controller, that Prometheus knows."""
-    router: RouterPorts | None = None
+    routers: dict[str, RouterPorts] = field(default_factory=dict)
+    """By their ids. One that is named here may not exist yet."""
     num_restarts: int = 0
     """Of the controller."""
     models: dict[str, WantedModel] = field(default_factory=dict)

@@ -127,10 +127,11 @@ def print_addresses(
             shape = f"{model.wanted_replicas} x ({split})"
         scales = f", scaling from {bounds(model)}" if bounds(model) else ""
         console.print(f"Serving {model.name}: {shape}{scales}", highlight=False)
+    for address in dict.fromkeys(router.grpc_address for router in status.routers):
+        console.print(f"  gRPC        {address}", highlight=False)
+    for address in dict.fromkeys(router.http_address for router in status.routers if router.http_address):
+        console.print(f"  OpenAI HTTP http://{address}/v1", highlight=False)
     for router in status.routers:
-        console.print(f"  gRPC        {router.grpc_address}", highlight=False)
-        if router.http_address:
-            console.print(f"  OpenAI HTTP http://{router.http_address}/v1", highlight=False)
         if router.metrics_address:
             console.print(f"  metrics     http://{router.metrics_address}/metrics", highlight=False)
     console.print(f"  control     {control}", highlight=False)

@@ -183,6 +183,11 @@ class NetworkFlags:
         Setting("router.policy"),
     ] = None
     host: Annotated[str | None, _of_network(help="Address to listen on; default: loopback."), Setting("host")] = None
+    routers: Annotated[
+        int | None,
+        _of_network(help="Router processes, on the same gRPC and HTTP ports."),
+        Setting("router.num_routers"),
+    ] = None
     port: Annotated[int | None, _of_network(help="gRPC; 0: any."), Setting("router.port")] = None
     http_port: Annotated[int | None, _of_network(help="OpenAI HTTP; 0: any."), Setting("router.http_port")] = None
     metrics_port: Annotated[

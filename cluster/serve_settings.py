@@ -9,6 +9,7 @@ from cluster.config import load_cluster_file
 from cluster.errors import ClusterConfigError
 
 _FLAG_NAMES = {
+    "router.num_routers": "--routers",
     "router.policy": "--policy",
     "recording.folder": "--record-decisions",
     "models[0].path": "--model",

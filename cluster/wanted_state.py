@@ -41,12 +41,16 @@ class WantedRouter(Protocol):
     """One router over all of its lives: router_process.RouterProcess, or a double in tests."""
 
     @property
+    def router_id(self) -> str:
+        """Its name, over all of its lives."""
+
+    @property
     def is_adopting(self) -> bool:
         """It is not known yet whether its last life goes on."""
 
     @property
-    def ports(self) -> RouterPorts | None:
-        """Where it listens in every life; None until the first has begun."""
+    def ports(self) -> RouterPorts:
+        """Where it listens in every life."""
 
     def reconcile(self) -> None:
         """Start it when it should be; never blocks."""
@@ -62,13 +66,13 @@ class WantedRouter(Protocol):
 
 
 class WantedState:
-    """The models, their groups and the router. Implements control_server.ControlState and scaling.ScaledState."""
+    """The models, their groups and the routers. Implements control_server.ControlState and scaling.ScaledState."""
 
     def __init__(
         self,
         saved: SavedState,
         *,
-        router: WantedRouter,
+        routers: Sequence[WantedRouter],
         form: Form,
         save: Callable[[SavedState], None],
         nodes: Callable[[], list[NodeResources]],
@@ -80,7 +84,7 @@ class WantedState:
 
         Args:
             saved: its groups may live, and are adopted.
-            router: in front of the models.
+            routers: in front of the models.
             form: makes one life of a group.
             save: keeps what a successor must know; it is kept when the call returns.
             nodes: of the Ray cluster; blocks for a moment.
@@ -89,7 +93,7 @@ class WantedState:
             clock: monotonic seconds.
         """
         self._saved = saved
-        self._router = router
+        self._routers = routers
         self._form = form
         self._save_state = save
         self._nodes = nodes
@@ -110,8 +114,8 @@ class WantedState:
 
     @property
     def is_adopting(self) -> bool:
-        """It is not known yet of every group and the router whether it outlived the former controller."""
-        return self._router.is_adopting or any(group.is_adopting for group in self._groups)
+        """It is not known yet of every group and router whether it outlived the former controller."""
+        return any(router.is_adopting for router in self._routers) or any(group.is_adopting for group in self._groups)
 
     @property
     def drained_nodes(self) -> frozenset[str]:
@@ -124,7 +128,7 @@ class WantedState:
         return sum(model.replicas * model.spec.engine.parallel.world_size for model in self._models.values())
 
     def reconcile(self) -> None:
-        """Bring every group and the router nearer to what is wanted."""
+        """Bring every group and router nearer to what is wanted."""
         if self._is_stopping:
             return
         num_groups = len(self._groups)
@@ -135,8 +139,9 @@ class WantedState:
             self._save()
         for group in self._groups:
             group.reconcile()
-        self._router.reconcile()
-        if self._router.ports != self._saved.router:
+        for router in self._routers:
+            router.reconcile()
+        if self._router_ports() != self._saved.routers:
             self._save()
 
     # What operators and autoscalers want
@@ -229,13 +234,13 @@ class WantedState:
         return node_id
 
     async def shut_down(self, grace_s: float) -> None:
-        """Stop the router, which finishes its requests, then the groups, which finish those of routers elsewhere.
+        """Stop the routers, which finish their requests, then the groups, which finish those of routers elsewhere.
 
         Both together take at most `grace_s`.
         """
         self._is_stopping = True
         give_up_s = self._clock() + grace_s
-        await self._router.stop(grace_s)
+        await asyncio.gather(*(router.stop(grace_s) for router in self._routers))
         left_s = max(0.0, give_up_s - self._clock())
         await asyncio.gather(*(group.stop(grace_s=left_s) for group in self._groups))
         self.is_stopped = True
@@ -276,7 +281,7 @@ class WantedState:
 
     def router_statuses(self) -> list[control_pb2.RouterStatus]:
         """Every router."""
-        return [self._router.status()]
+        return [router.status() for router in self._routers]
 
     async def node_statuses(self) -> list[control_pb2.NodeStatus]:
         """Every node of the Ray cluster that lives."""
@@ -285,7 +290,8 @@ class WantedState:
 
     def log_sources(self) -> list[LogSource]:
         """The logs of every process that runs now."""
-        return [source for group in self._groups for source in group.log_sources()] + self._router.log_sources()
+        sources = [group.log_sources() for group in self._groups] + [router.log_sources() for router in self._routers]
+        return [source for each in sources for source in each]
 
     def _model_status(self, name: str) -> control_pb2.ModelStatus:
         model = self._models.get(name)
@@ -372,10 +378,13 @@ class WantedState:
             raise NotServedError(f"no replica or node is {target!r}; replicas: {replicas}; nodes: {addresses}")
         return found[0]
 
+    def _router_ports(self) -> dict[str, RouterPorts]:
+        return {router.router_id: router.ports for router in self._routers}
+
     def _save(self) -> None:
         self._saved = replace(
             self._saved,
-            router=self._router.ports,
+            routers=self._router_ports(),
             models=self._models,
             groups=tuple(group.record for group in self._groups),
             next_numbers=self._next_numbers,

@@ -29,7 +29,6 @@ from router.places import Places
 from router.recording import record_router
 from router.server import GrpcListener
 from router.spans import Tracer, make_tracer
-from router.tls import TlsFiles
 from router.tokenizer_pool import Tokenizer, TokenizerPool
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ async def run_router(
         addresses = BoundAddresses(
             grpc=grpc.address, http=http.address if http else None, metrics=page.address if page else None
         )
-        async with _serving(grpc, http, directory, changed, is_ready, keys=keys, grace_s=config.grace_s):
+        async with _serving(config, grpc, http, directory, changed, is_ready, keys=keys):
             logger.info("router %s serves %s", config.router_id, addresses)
             on_ready(addresses)
             await stop.wait()
@@ -143,7 +142,7 @@ def _listen_http(
         keys=keys,
         reads_trace_context=reads_trace_context,
     )
-    listener = _HttpListener(app, host=config.host, port=config.http_port, grace_s=config.grace_s, tls=config.tls)
+    listener = _HttpListener(app, config, port=config.http_port)
     stack.callback(listener.close)
     return listener
 
@@ -156,6 +155,7 @@ def _listen_grpc(
         host=config.host,
         port=config.grpc_port,
         max_message_bytes=config.max_message_bytes,
+        shares_port=config.shares_ports,
         tls=config.tls,
         keys=keys,
         reads_trace_context=reads_trace_context,
@@ -164,6 +164,7 @@ def _listen_grpc(
 
 @asynccontextmanager
 async def _serving(
+    config: RouterConfig,
     grpc: GrpcListener,
     http: "_HttpListener | None",
     directory: Directory,
@@ -171,13 +172,14 @@ async def _serving(
     is_ready: Callable[[], bool],
     *,
     keys: KeyRing | None,
-    grace_s: float,
 ) -> AsyncIterator[None]:
     """Follow the replicas and serve for the length of the block; then stop in the order in which nobody is cut off."""
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(directory.run(), name="directory")
         showing = tasks.create_task(_show_readiness(is_ready, changed, grpc), name="readiness")
         reloading = tasks.create_task(keys.follow(), name="keys") if keys else None
+        if config.shares_ports:  # else it would refuse what the others could serve
+            await _wait_ready(directory, config.failover.new_request_wait_s)
         await grpc.start()
         serving = tasks.create_task(http.serve(), name="http") if http else None
         try:
@@ -189,12 +191,20 @@ async def _serving(
             await grpc.set_ready(False)
             if http is not None:
                 http.stop()
-            await grpc.stop(grace_s)
+            await grpc.stop(config.grace_s)
             if serving is not None:
                 await asyncio.wait((serving,))
             following.cancel()
             if reloading is not None:
                 reloading.cancel()
+
+
+async def _wait_ready(directory: Directory, limit_s: float) -> None:
+    """Return when some replica takes requests, or after a while."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while not directory.is_ready:
+                await directory.wait_for_change(limit_s)
 
 
 async def _show_readiness(is_ready: Callable[[], bool], changed: asyncio.Event, grpc: GrpcListener) -> None:
@@ -207,10 +217,11 @@ async def _show_readiness(is_ready: Callable[[], bool], changed: asyncio.Event, 
 class _HttpListener:
     """uvicorn in our event loop, on a socket that is bound before anything starts."""
 
-    def __init__(self, app: Starlette, *, host: str, port: int, grace_s: float, tls: TlsFiles | None) -> None:
+    def __init__(self, app: Starlette, router: RouterConfig, *, port: int) -> None:
         """Bind. Raises RouterConfigError when the port is taken."""
-        self._socket = _bind(host, port)
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._socket = _bind(router.host, port, shares_port=router.shares_ports)
+        self.address = f"{router.host}:{self._socket.getsockname()[1]}"
+        tls = router.tls
         self.has_started = asyncio.Event()
         settings = uvicorn.Config(
             app,
@@ -221,7 +232,7 @@ class _HttpListener:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=math.ceil(grace_s),
+            timeout_graceful_shutdown=math.ceil(router.grace_s),
             ssl_certfile=tls.cert_file if tls else None,
             ssl_keyfile=tls.key_file if tls else None,
             ssl_ca_certs=tls.ca_file if tls else None,
@@ -273,13 +284,14 @@ class _QuietServer(uvicorn.Server):
         self._has_started.set()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, *, shares_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With this protocol asyncio sets TCP_NODELAY, as uvloop always does; without that, the body of an answer waits for
     # the client's delayed acknowledgement of its head: 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares_port))
         bound.bind((host, port))
     except OSError as error:
         bound.close()

@@ -23,6 +23,11 @@ class Breaker:
         self._open_until_s: float | None = None
         self._is_probing = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it lets everything through, whatever the time."""
+        return self._open_until_s is None
+
     def state(self, now_s: float) -> BreakerState:
         """Return what the breaker lets through now."""
         if self._open_until_s is None:

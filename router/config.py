@@ -181,6 +181,9 @@ class RouterConfig:
     """OpenAI-compatible HTTP; None: off."""
     metrics_port: int | None = 9464
     """Prometheus; None: off."""
+    shares_ports: bool = False
+    """Other routers of the same service listen on the gRPC and the HTTP port too (SO_REUSEPORT); False: a port that is
+    taken is an error. Whoever sets it has seen to it that the ports are nobody else's (cluster/shared_ports.py)."""
     tls: TlsFiles | None = None
     """Of the gRPC and HTTP listeners; None: plain text."""
     api_keys: str | None = None

@@ -9,6 +9,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -145,12 +146,11 @@ class Directory:
         for route in self._routes.values():
             for link in list(route.links.values()):
                 if wanted.get((route.name, link.replica_id)) != link.endpoint:
-                    del route.links[link.replica_id]
-                    link.retire()
+                    route.remove(link.replica_id).retire()
         for endpoint in wanted.values():
             self._add(endpoint)
             link = self._routes[endpoint.model].links[endpoint.replica_id]
-            link.is_dismissed = endpoint.replica_id in membership.draining
+            link.note_dismissed(endpoint.replica_id in membership.draining)
         for name, route in self._routes.items():
             route.starts_on_demand &= name in names  # else a request that waits for it would wait on
         self._routes = {name: route for name, route in self._routes.items() if name in names}
@@ -176,12 +176,16 @@ class Directory:
             config=self._config.link,
             breaker=self._make_breaker(endpoint.replica_id),
             accept=route.accept,
-            on_change=self._notify,
+            on_change=partial(self._note_change, route),
             rng=self._rng,
         )
-        route.links[endpoint.replica_id] = link
+        route.add(link)
         assert self._tasks is not None
         self._tasks.create_task(link.run(), name=f"replica {endpoint.replica_id}")
+
+    def _note_change(self, route: ModelRoute) -> None:
+        route.note_change()
+        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()

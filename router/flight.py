@@ -187,7 +187,7 @@ class Flight:
         while True:
             await self._hash()
             now_s = time.monotonic()
-            links = self._placing.find(self._route.links.values(), now_s)
+            links = self._placing.find(self._route, now_s)
             if links:
                 return self._submit(links)
             await self._directory.wait_for_change(self._placing.wait_s(now_s))

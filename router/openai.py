@@ -6,11 +6,12 @@
 
 A request's errors keep their HTTP status in streams too: nothing is sent before the first delta. An error after it
 comes as an `error` event, and the stream then ends without `[DONE]`. When a client goes away, its calls are aborted at
-once, whether it streams or waits.
+once, whether it streams or waits; so they are at its deadline, which the header X-Request-Timeout gives in seconds.
 """
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -28,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from router.call import Dispatch, GenerateDelta
-from router.errors import ModelNotFoundError, RouterError
+from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
 from router.keys import KeyRing, Tenant
 from router.openai_render import (
     ChatRenderer,
@@ -50,6 +51,8 @@ T = TypeVar("T")
 Deltas = AsyncGenerator[tuple[int, GenerateDelta], None]
 
 _CLIENT_CLOSED_REQUEST = 499
+_TIMEOUT_HEADER = "X-Request-Timeout"
+_MAX_TIMEOUT_S = 1e9  # as the command line's for gRPC
 _DRAIN_FACTOR = 16
 """A body too long is read on to this many times the limit, and dropped: clients that are cut off while they still send
 see a broken connection, not the answer."""
@@ -157,12 +160,13 @@ class _Front:
         return None if self._keys is None else self._keys.identify(request.headers.get("authorization"))
 
     def _caller(self, request: Request) -> "_Caller":
-        """Who asks, and what for. Raises UnauthenticatedError."""
+        """Who asks, and what the headers say besides. Raises UnauthenticatedError, InvalidRequestError."""
         trace_context = read_context(request.headers.items()) if self._reads_trace_context else ()
         return _Caller(
             tenant=self._identify(request),
             trace_context=trace_context,
             request_id=request.headers.get("x-request-id") or uuid.uuid4().hex,
+            timeout_s=_read_timeout(request.headers.get(_TIMEOUT_HEADER)),
         )
 
     def _exchange(
@@ -170,7 +174,8 @@ class _Front:
     ) -> "_Exchange":
         response_id = kind.id_prefix + caller.request_id
         calls = tuple(
-            replace(call, tenant=caller.tenant, trace_context=caller.trace_context) for call in asked.calls(response_id)
+            replace(call, tenant=caller.tenant, trace_context=caller.trace_context, timeout_s=caller.timeout_s)
+            for call in asked.calls(response_id)
         )
         renderer = kind(
             calls,
@@ -194,6 +199,8 @@ class _Caller(NamedTuple):
     trace_context: TraceContext
     request_id: str
     """The client's, or a new one."""
+    timeout_s: float | None
+    """From now to the client's deadline."""
 
 
 class _Exchange:
@@ -302,6 +309,22 @@ async def _pump(
         await queue.put(error)
     else:
         await queue.put(None)
+
+
+def _read_timeout(text: str | None) -> float | None:
+    """Return the seconds of the header. Raises InvalidRequestError."""
+    if text is None:
+        return None
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise InvalidRequestError(
+            f"{_TIMEOUT_HEADER} is {text!r}; allowed: seconds, more than 0 and at most {_MAX_TIMEOUT_S:.0f}",
+            field=_TIMEOUT_HEADER,
+        )
+    return timeout_s
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

@@ -4,12 +4,12 @@ Remembers what became of the request so far: the replicas that broke under it, a
 candidates gets it, the model's policy says (route.py); flight.py does both, and so does the simulator.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from router.config import FailoverConfig
 from router.errors import NoReplicaError, OverloadedError, ReplicaFailedError, RouterError
 from router.prefix_index import ReplicaId
-from router.route import LinkT
+from router.route import LinkT, Route
 
 _POLL_S = 0.25
 """How often a waiting request looks again without being woken: breakers half-open and full queues drain silently."""
@@ -43,7 +43,7 @@ class Placing:
         if self._seeking_since_s is None:
             self._seeking_since_s = now_s
 
-    def find(self, links: Iterable[LinkT], now_s: float) -> list[LinkT]:
+    def find(self, route: Route[LinkT], now_s: float) -> Sequence[LinkT]:
         """Return those of the model's replicas that the request may go to now; none: wait for `wait_s`, ask again.
 
         Raises:
@@ -51,8 +51,7 @@ class Placing:
             NoReplicaError, ReplicaFailedError: none took it for too long.
         """
         give_up_s = self._give_up_s
-        avoided = self._full | self._leaving
-        found = [link for link in links if link.replica_id not in avoided and link.takes_requests(now_s)]
+        found = route.find(self._full | self._leaving, now_s)
         if found and now_s <= give_up_s:
             return found
         if self._full and not self._has_begun:
@@ -63,7 +62,7 @@ class Placing:
             raise self.no_replica_error(self._limit_s)
         self._full.clear()
         self._leaving.clear()
-        return []
+        return ()
 
     def wait_s(self, now_s: float) -> float:
         """Return how long to wait before the next look, unless something changes before."""

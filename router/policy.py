@@ -5,6 +5,8 @@ caches is in prefix_policy.py; who is a candidate at all (ready, not draining, b
 """
 
 import random
+from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,7 +27,7 @@ class RouteRequest:
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A candidate as a policy sees it. A Struct, for one is made for each candidate of each request."""
+    """A candidate as a policy sees it. A Struct, for some policies look at each candidate of each request."""
 
     replica_id: ReplicaId
     num_requests: int = 0
@@ -47,6 +49,15 @@ class Choice:
     """A short constant for logs and metrics."""
 
 
+class Candidates(Sequence[ReplicaView]):
+    """Candidates that are looked at when a policy asks for them: one by one, or cheaper all at once by iterating."""
+
+    @property
+    @abstractmethod
+    def ids(self) -> Sequence[ReplicaId]:
+        """Their ids in their order; the same object as long as they are the same."""
+
+
 class Policy(Protocol):
     """Chooses among candidates. May keep a little state (a counter, a generator), never a reference to a replica."""
 
@@ -59,14 +70,17 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self._last: ReplicaId | None = None
+        self._ids: Sequence[ReplicaId] = ()
+        self._sorted_ids: list[ReplicaId] = []
 
     def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
         """Return the first id after the one chosen last, so that joining and leaving replicas disturb nothing."""
-        ids = sorted(replica.replica_id for replica in replicas)
-        last = self._last
-        chosen = next((i for i in ids if last is None or i > last), ids[0])
-        self._last = chosen
-        return Choice(replica_id=chosen, reason="turn")
+        ids = replicas.ids if isinstance(replicas, Candidates) else [replica.replica_id for replica in replicas]
+        if ids is not self._ids:
+            self._ids, self._sorted_ids = ids, sorted(ids)
+        turn = 0 if self._last is None else bisect_right(self._sorted_ids, self._last)
+        self._last = self._sorted_ids[turn % len(self._sorted_ids)]
+        return Choice(replica_id=self._last, reason="turn")
 
 
 class LeastLoaded:
@@ -77,8 +91,10 @@ class LeastLoaded:
 
     def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
         """Look at every candidate."""
-        least = min(_load(replica) for replica in replicas)
-        chosen = self._rng.choice([replica for replica in replicas if _load(replica) == least])
+        views = list(replicas)
+        loads = [_load(view) for view in views]
+        least = min(loads)
+        chosen = self._rng.choice([view for view, load in zip(views, loads, strict=True) if load == least])
         return Choice(replica_id=chosen.replica_id, reason="load")
 
 
@@ -93,8 +109,8 @@ class PowerOfTwo:
 
     def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
         """Look at two candidates, or at the only one."""
-        drawn = self._rng.sample(list(replicas), min(2, len(replicas)))
-        return Choice(replica_id=min(drawn, key=_load).replica_id, reason="load")
+        drawn = self._rng.sample(range(len(replicas)), min(2, len(replicas)))
+        return Choice(replica_id=min((replicas[i] for i in drawn), key=_load).replica_id, reason="load")
 
 
 def _load(replica: ReplicaView) -> tuple[int, int]:

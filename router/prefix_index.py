@@ -49,19 +49,29 @@ class PrefixIndex:
         for block in self._blocks.pop(replica_id, set()):
             self._remove_holder(block, replica_id)
 
+    def num_cached(self, replica_id: ReplicaId, hashes: Sequence[bytes]) -> int:
+        """Return how many of these blocks there are up to the last one that the replica holds, as `match` does."""
+        blocks = self._blocks.get(replica_id, set())
+        length = len(hashes)
+        while length and hashes[length - 1] not in blocks:
+            length -= 1
+        return length
+
     def match(self, hashes: Sequence[bytes]) -> Mapping[ReplicaId, int]:
         """Return, for each replica that holds any of these blocks, how many there are up to the last one that it holds.
 
         Blocks may be missing before that: where all layers have a sliding window, a replica does without them.
         """
         lengths: dict[ReplicaId, int] = {}
+        others = set(self._blocks)
         for length in range(len(hashes), 0, -1):
             holders = self._holders.get(hashes[length - 1])
-            if holders is None or holders <= lengths.keys():
-                continue
-            lengths.update(dict.fromkeys(holders - lengths.keys(), length))
-            if len(lengths) == len(self._blocks):
-                break
+            found = holders and holders & others  # looks at each of the fewer
+            if found:
+                lengths.update(dict.fromkeys(found, length))
+                others -= found
+                if not others:
+                    break
         return lengths
 
     def _remove_holder(self, block: bytes, replica_id: ReplicaId) -> None:

@@ -34,11 +34,13 @@ class PrefixAffinity:
 
     def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
         """Return the candidate with the least work; ties are drawn."""
-        home = self._home(request, replicas)
-        work = {r.replica_id: self._work(request, r, home) for r in self._within_bound(replicas)}
-        least = min(work.values())
-        chosen = self._rng.choice([replica_id for replica_id, tokens in work.items() if tokens == least])
-        return Choice(replica_id=chosen, reason=self._reason(chosen, replicas, home))
+        views = list(replicas)
+        home = self._home(request, views)
+        candidates = self._within_bound(views)
+        work = self._work(request, candidates, home)
+        least = min(work)
+        chosen = self._rng.choice([view for view, tokens in zip(candidates, work, strict=True) if tokens == least])
+        return Choice(replica_id=chosen.replica_id, reason=self._reason(chosen, views, home))
 
     def _within_bound(self, replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
         mean = sum(replica.num_requests for replica in replicas) / len(replicas)
@@ -52,21 +54,29 @@ class PrefixAffinity:
             return None
         return rendezvous(first[-1], [replica.replica_id for replica in replicas])
 
-    def _work(self, request: RouteRequest, replica: ReplicaView, home: ReplicaId | None) -> int:
-        cached = min(replica.num_cached_blocks * replica.block_size, request.num_tokens)
-        credit = 0
-        if replica.replica_id == home:
-            credit = min(self._config.cold_credit_tokens, len(request.block_hashes) * replica.block_size)
-        load = replica.num_pending_tokens + self._config.request_cost_tokens * replica.num_requests
-        return request.num_tokens - cached + load - credit
+    def _work(self, request: RouteRequest, replicas: Sequence[ReplicaView], home: ReplicaId | None) -> list[int]:
+        num_tokens, cost_tokens = request.num_tokens, self._config.request_cost_tokens
+        work = [
+            max(num_tokens - replica.num_cached_blocks * replica.block_size, 0)
+            + replica.num_pending_tokens
+            + cost_tokens * replica.num_requests
+            for replica in replicas
+        ]
+        if home is not None:
+            for index, replica in enumerate(replicas):
+                if replica.replica_id == home:
+                    num_full_tokens = len(request.block_hashes) * replica.block_size
+                    work[index] -= min(self._config.cold_credit_tokens, num_full_tokens)
+        return work
 
     @staticmethod
-    def _reason(chosen: ReplicaId, replicas: Sequence[ReplicaView], home: ReplicaId | None) -> str:
-        if chosen == home:
+    def _reason(chosen: ReplicaView, replicas: Sequence[ReplicaView], home: ReplicaId | None) -> str:
+        if chosen.replica_id == home:
             return "home"
-        longest = max(replica.num_cached_blocks for replica in replicas)
-        cached = next(replica.num_cached_blocks for replica in replicas if replica.replica_id == chosen)
-        return "prefix" if 0 < cached == longest else "load"
+        is_cached = chosen.num_cached_blocks > 0
+        if is_cached and chosen.num_cached_blocks == max(replica.num_cached_blocks for replica in replicas):
+            return "prefix"
+        return "load"
 
 
 def rendezvous(key: bytes, replica_ids: Sequence[ReplicaId]) -> ReplicaId:

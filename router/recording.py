@@ -156,8 +156,9 @@ class RecordingPolicy:
 
     def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> Choice:
         """Return one of `replicas`, as the policy does."""
-        choice = self._policy.choose(request, replicas)
-        self._sink.write(Routed(self._clock(), self._number, request, list(replicas), choice))
+        views = list(replicas)
+        choice = self._policy.choose(request, views)
+        self._sink.write(Routed(self._clock(), self._number, request, views, choice))
         return choice
 
 

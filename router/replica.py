@@ -73,7 +73,7 @@ class ReplicaLink(ReplicaBook):
 
         Args:
             accept: called with each snapshot; whether this replica's blocks belong into `index`. Raises ProtocolError.
-            on_change: called when the link becomes ready, stops being ready, or ends its last request while retired.
+            on_change: called when the link becomes ready or stops being ready, and when its breaker opens or closes.
         """
         super().__init__(endpoint.replica_id, index=index, breaker=breaker, on_change=on_change)
         self.endpoint = endpoint

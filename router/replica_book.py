@@ -31,17 +31,16 @@ class ReplicaBook:
     def __init__(
         self, replica_id: ReplicaId, *, index: PrefixIndex, breaker: Breaker, on_change: Callable[[], None]
     ) -> None:
-        """Know nothing yet; `on_change` is called when the replica becomes ready or stops being ready."""
+        """Know nothing yet; `on_change` is called when it becomes ready or unready, and its breaker opens or closes."""
         self.replica_id = replica_id
         self.load = LoadEstimate()
         self.breaker = breaker
         self.state = LinkState.CONNECTING
         self.is_draining = False
         """The replica says that it goes away."""
-        self.is_dismissed = False
-        """The controller says so."""
         self._index = index
         self._on_change = on_change
+        self._is_dismissed = False
         self._unanswered: set[str] = set()
         self._is_indexed = False
         self._is_retired = False
@@ -53,7 +52,7 @@ class ReplicaBook:
     @property
     def is_ready(self) -> bool:
         """Connected, with a snapshot, and not about to leave."""
-        is_leaving = self.is_draining or self.is_dismissed or self._is_retired
+        is_leaving = self.is_draining or self._is_dismissed or self._is_retired
         return self.state is LinkState.READY and not is_leaving
 
     def note_snapshot(self, hashes: Iterable[bytes] | None) -> None:
@@ -66,6 +65,12 @@ class ReplicaBook:
         """The first frame was taken."""
         self.state = LinkState.READY
         self._on_change()
+
+    def note_dismissed(self, is_dismissed: bool) -> None:
+        """The controller says whether the replica goes away."""
+        if is_dismissed != self._is_dismissed:
+            self._is_dismissed = is_dismissed
+            self._on_change()
 
     def note_submit(self, request_id: str, num_pending_tokens: int, now_s: float) -> None:
         """A request was sent."""
@@ -87,6 +92,7 @@ class ReplicaBook:
 
     def note_output(self, request_id: str, failed_code: int | None, now_s: float) -> None:
         """A frame has an output of a request that is there; `failed_code`: it is a failure with this status."""
+        was_closed = self.breaker.is_closed
         if request_id in self._unanswered:
             self._unanswered.remove(request_id)
             self.load.answer(request_id)
@@ -96,6 +102,8 @@ class ReplicaBook:
             self.breaker.fail(now_s)
         elif failed_code is not None:
             self.breaker.release()  # the request's fault, a full queue, or a drain
+        if self.breaker.is_closed != was_closed:
+            self._on_change()
 
     def note_end(self, request_id: str) -> None:
         """A request that is there has ended."""

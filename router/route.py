@@ -4,15 +4,16 @@ Pure. directory.py keeps the links up to date, flight.py asks; the simulator (be
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from weft.block_hash import block_hashes, root_hash
 from weft.v1 import replica_pb2
 
 from router.demand import Demand
-from router.policy import Policy, ReplicaView, RouteRequest
+from router.policy import Candidates, Policy, ReplicaView, RouteRequest
 from router.prefix_index import PrefixIndex, ReplicaId
 from router.replica_book import ReplicaBook
 
@@ -65,6 +66,10 @@ class Route(Generic[LinkT]):
         """Requests that were served, but those that began while there was no replica."""
         self.num_on_time = 0
         """Of those: within both targets."""
+        self._ready_links: tuple[LinkT, ...] | None = None
+        self._tripped: tuple[LinkT, ...] = ()
+        self._candidates: Sequence[LinkT] = ()
+        self._candidate_ids: Sequence[ReplicaId] = ()
         self._hash_key = b""
         self._max_replica_context = 0
         self.update(served)
@@ -77,7 +82,7 @@ class Route(Generic[LinkT]):
     @property
     def num_ready(self) -> int:
         """Replicas that could take a request."""
-        return sum(link.is_ready for link in self.links.values())
+        return len(self._ready)
 
     @property
     def demand(self) -> Demand:
@@ -117,25 +122,80 @@ class Route(Generic[LinkT]):
             return []
         return block_hashes(root_hash(self._hash_key, cache_salt), token_ids, self.block_size)
 
+    def add(self, link: LinkT) -> None:
+        """There is another replica."""
+        self.links[link.replica_id] = link
+        self.note_change()
+
+    def remove(self, replica_id: ReplicaId) -> LinkT:
+        """It is no longer one of the model's; returns its link."""
+        self.note_change()
+        return self.links.pop(replica_id)
+
+    def note_change(self) -> None:
+        """A link has become ready or unready, or its breaker has opened or closed."""
+        self._ready_links = None
+
+    def find(self, avoided: AbstractSet[ReplicaId], now_s: float) -> Sequence[LinkT]:
+        """Return the links that take requests, but these, in the order in which they came.
+
+        Where all breakers are closed and none is avoided, no link is looked at.
+        """
+        ready = self._ready
+        barred = {link.replica_id for link in self._tripped if not link.takes_requests(now_s)} | avoided
+        return [link for link in ready if link.replica_id not in barred] if barred else ready
+
+    @property
+    def _ready(self) -> tuple[LinkT, ...]:
+        if self._ready_links is None:
+            self._ready_links = tuple(link for link in self.links.values() if link.is_ready)
+            self._tripped = tuple(link for link in self._ready_links if not link.breaker.is_closed)
+        return self._ready_links
+
     def choose(self, links: Sequence[LinkT], hashes: Sequence[bytes], num_tokens: int) -> Chosen[LinkT]:
         """Let the policy choose among links, not none, for a request of so many tokens with these full blocks."""
-        views = self._view(links, hashes)
-        choice = self.policy.choose(RouteRequest(num_tokens=num_tokens, block_hashes=hashes), views)
-        view = next(view for view in views if view.replica_id == choice.replica_id)
+        request = RouteRequest(num_tokens=num_tokens, block_hashes=hashes)
+        choice = self.policy.choose(request, _Views(self, links, hashes))
+        num_cached_blocks = self.index.num_cached(choice.replica_id, hashes)
         # A replica computes at least the last token anew.
-        num_cached = min(view.num_cached_blocks * view.block_size, num_tokens - 1)
+        num_cached = min(num_cached_blocks * (self.block_size or 1), num_tokens - 1)
         return Chosen(link=self.links[choice.replica_id], reason=choice.reason, num_cached_tokens=num_cached)
 
-    def _view(self, links: Sequence[LinkT], hashes: Sequence[bytes]) -> list[ReplicaView]:
-        cached = self.index.match(hashes)
-        block_size = self.block_size or 1
-        return [
-            ReplicaView(
-                replica_id=link.replica_id,
-                num_requests=link.load.num_requests,
-                num_pending_tokens=link.load.num_pending_tokens,
-                num_cached_blocks=cached.get(link.replica_id, 0),
-                block_size=block_size,
-            )
-            for link in links
-        ]
+    def ids(self, links: Sequence[LinkT]) -> Sequence[ReplicaId]:
+        """Return their ids; the same object for the same links as in the call before."""
+        if links is not self._candidates:
+            self._candidates, self._candidate_ids = links, tuple(link.replica_id for link in links)
+        return self._candidate_ids
+
+
+class _Views(Candidates):
+    """Links as a policy sees them."""
+
+    def __init__(self, route: Route[LinkT], links: Sequence[LinkT], hashes: Sequence[bytes]) -> None:
+        self._route = route
+        self._links = links
+        self._hashes = hashes
+
+    @property
+    def ids(self) -> Sequence[ReplicaId]:
+        return self._route.ids(self._links)
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __getitem__(self, index: Any) -> Any:
+        link = self._links[index]
+        return self._view(link, self._route.index.num_cached(link.replica_id, self._hashes))
+
+    def __iter__(self) -> Iterator[ReplicaView]:
+        cached = self._route.index.match(self._hashes)
+        return (self._view(link, cached.get(link.replica_id, 0)) for link in self._links)
+
+    def _view(self, link: ReplicaBook, num_cached_blocks: int) -> ReplicaView:
+        return ReplicaView(
+            replica_id=link.replica_id,
+            num_requests=link.load.num_requests,
+            num_pending_tokens=link.load.num_pending_tokens,
+            num_cached_blocks=num_cached_blocks,
+            block_size=self._route.block_size or 1,
+        )

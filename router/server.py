@@ -136,6 +136,7 @@ class GrpcListener:
         host: str,
         port: int,
         max_message_bytes: int,
+        shares_port: bool = False,
         tls: TlsFiles | None = None,
         keys: KeyRing | None = None,
         reads_trace_context: bool = False,
@@ -147,6 +148,7 @@ class GrpcListener:
             host: address to bind.
             port: 0 for a free one.
             max_message_bytes: a larger message is refused with RESOURCE_EXHAUSTED.
+            shares_port: others that say so too may listen on the port; the kernel divides connections among them.
             tls: None for plain text.
             keys: who may ask; health and reflection need no key. None: everybody.
             reads_trace_context: calls get the W3C trace context of their metadata.
@@ -154,7 +156,7 @@ class GrpcListener:
         self._server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.so_reuseport", 0),  # else a taken port would be shared without a word
+                ("grpc.so_reuseport", int(shares_port)),  # by default a taken port is shared without a word
                 ("grpc.keepalive_time_ms", 30_000),  # finds clients that went away without closing
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.max_pings_without_data", 0),

@@ -48,7 +48,7 @@ def serve(
     data = parse_dataset(dataset, prompts, think_s=sessions.think_time)
     is_endless = load.num_requests is None and load.duration is None and data.num_calls is None
     options = ServeOptions(
-        target=parse_target(service, prompts),
+        target=parse_target(service, prompts, goals if sessions.send_targets else None),
         loads=parse_loads(load),
         dataset=data,
         num_requests=100 if is_endless else load.num_requests,

@@ -114,6 +114,9 @@ class SessionFlags:
     vocab_size: Annotated[
         int | None, of_prompts(min=1, help="Random ids are below it. Default: the model's; HTTP: 500.")
     ] = None
+    send_targets: Annotated[
+        bool, of_output("--send-targets", help="With each request, those of TTFT and TPOT: the router counts by them.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

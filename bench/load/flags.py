@@ -100,8 +100,8 @@ def parse_dataset(name: str, prompts: PromptFlags, *, think_s: float = 0.0) -> D
     )
 
 
-def parse_target(service: ServiceFlags, prompts: PromptFlags) -> Target:
-    """Which service; that it speaks HTTP may be said by its URL alone."""
+def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | None = None) -> Target:
+    """Which service, and the targets that it is sent; that it speaks HTTP may be said by its URL alone."""
     default = Protocol.GRPC if service.url is None else Protocol.HTTP
     protocol = default if service.protocol is None else choose("--protocol", service.protocol, Protocol)
     other = ("--url", service.url) if protocol is Protocol.GRPC else ("--router", service.router)
@@ -114,6 +114,8 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags) -> Target:
         raise BenchConfigError(f"--url is {http!r}; allowed: http://... or https://...")
     if service.api_key is not None and not (service.api_key.isascii() and service.api_key.isprintable()):
         raise BenchConfigError("--api-key has a line break, or another character; allowed: printable ASCII")
+    if sent is not None and sent.ttft_target is None and sent.tpot_target is None:
+        raise BenchConfigError("--send-targets: there is none; allowed: with --ttft-target, --tpot-target or both")
     return Target(
         protocol=protocol,
         address=grpc if protocol is Protocol.GRPC else http,
@@ -123,6 +125,8 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags) -> Target:
         timeout_s=service.timeout,
         temperature=prompts.temperature,
         ignore_eos=prompts.ignore_eos,
+        target_ttft_s=_seconds(sent.ttft_target) if sent else None,
+        target_tpot_s=_seconds(sent.tpot_target) if sent else None,
     )
 
 

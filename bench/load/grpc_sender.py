@@ -72,6 +72,7 @@ class GrpcSender:
             "temperature": self._target.temperature,
             "ignore_eos": self._target.ignore_eos,
             "cache_salt": cache_salt,
+            **self._target.targets_s,  # type: ignore[typeddict-item]
         }
         finish = None
         try:

@@ -92,6 +92,7 @@ class HttpSender:
             "cache_salt": cache_salt,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._target.targets_s,
         }
         if isinstance(call.prompt, Chat):
             return "/v1/chat/completions", body | {"messages": call.prompt.messages}

@@ -38,6 +38,15 @@ class Target:
     temperature: float = 0.0
     ignore_eos: bool = True
     """Generate as many tokens as were asked for, whatever the model says."""
+    target_ttft_s: float | None = None
+    """Sent with each request, for this and the next; None: it is not, and the service's own counts there."""
+    target_tpot_s: float | None = None
+
+    @property
+    def targets_s(self) -> dict[str, float]:
+        """What is sent of the two, by the names that both protocols have for them."""
+        targets = {"target_ttft_s": self.target_ttft_s, "target_tpot_s": self.target_tpot_s}
+        return {name: value for name, value in targets.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

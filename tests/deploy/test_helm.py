@@ -146,6 +146,15 @@ def test_tls_and_keys_hold_for_every_router_also_the_heads_own() -> None:
         assert (mounts["tls"], mounts["api-keys"]) == ("/etc/weft-tls", "/etc/weft-keys")
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+def test_requests_are_logged_and_decisions_recorded_where_wanted(is_on: bool) -> None:
+    objects = render(f"router.logRequests={str(is_on).lower()}", f"recordDecisions={str(is_on).lower()}")
+    router, spec = router_config(objects), cluster_spec(objects)
+    folder = "/tmp/weft-decisions" if is_on else None
+    assert router.recording.folder == spec.router.recording.folder == folder
+    assert router.metrics.log_requests is spec.router.metrics.log_requests is is_on
+
+
 def test_inner_tls_is_the_same_for_all_who_speak_inside_the_cluster() -> None:
     objects = render(example="multi-node-pipeline")
     tls = cluster_spec(objects).inner_tls

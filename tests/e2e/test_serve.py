@@ -2,21 +2,25 @@
 
 import asyncio
 import json
+import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import openai
 import psutil
 import pytest
-from helpers.live_cluster import Ask, ask_together, wait_until
+from helpers.live_cluster import Ask, ask_together, scrape, wait_until
 
 from router.client import Client
-from router.client_values import Options
+from router.client_values import Options, UnavailableError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -89,10 +93,11 @@ def test_background_service_generates_stops_and_decides_the_same_again(model_fol
     assert outcomes["autoscaler"]["calls"] == {}, "nothing scales by itself"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_stops_a_foreground_service(model_folder: Path, number: signal.Signals) -> None:
+@contextmanager
+def foreground_service(*arguments: str, number: signal.Signals) -> Iterator[str]:
+    """Run `weft serve` for the length of the block, and end it by a signal; yields what it said."""
     with nothing_left() as pids:
-        command = (*WEFT, "serve", str(model_folder), *ANY_PORTS, "--control-port", "0")
+        command = (*WEFT, "serve", *arguments, *ANY_PORTS, "--control-port", "0")
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             assert process.stdout is not None
             shown = ""
@@ -101,9 +106,53 @@ def test_signal_stops_a_foreground_service(model_folder: Path, number: signal.Si
                 assert line, shown
                 shown += line
             pids |= {process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
-            process.send_signal(number)
+            try:
+                yield shown
+            finally:
+                process.send_signal(number)
             assert process.wait(timeout=30) == 0
             assert process.stdout.read().splitlines()[-1] == "Stopped."
+
+
+def test_signal_stops_a_foreground_service(model_folder: Path) -> None:
+    with foreground_service(str(model_folder), number=signal.SIGINT):
+        pass
+
+
+def test_routers_share_their_ports_and_one_outlives_the_other(model_folder: Path) -> None:
+    with foreground_service(str(model_folder), "--routers", "2", number=signal.SIGTERM) as shown:
+        (grpc_address,) = re.findall(r"gRPC +(\S+)", shown)
+        (http_address,) = re.findall(r"http://(\S+)/v1", shown)
+        pages = re.findall(r"http://(\S+)/metrics", shown)
+        (control,) = re.findall(r"--control (\S+)`", shown)
+
+        def ask_both_fronts() -> None:
+            with Client(grpc_address) as client:
+                assert client.complete("Once upon a time", max_tokens=5).usage.completion_tokens == 5
+            http: Any = openai.OpenAI(base_url=f"http://{http_address}/v1", api_key="unused")
+            with http:
+                assert http.completions.create(model="weights", prompt="The", max_tokens=5).usage.completion_tokens == 5
+
+        def have_both_served() -> bool:
+            ask_both_fronts()
+            return len(pages) == 2 and all(scrape(page).get("weft_router_requests_total") for page in pages)
+
+        wait_until(have_both_served, "both routers had requests", timeout_s=30)
+        before = json.loads(weft("status", "--json", "--control", control).stdout)["routers"]
+        os.kill(before[0]["pid"], signal.SIGKILL)
+        with suppress(UnavailableError):  # of a connection to a process that is just ending
+            ask_both_fronts()
+        wait_until(lambda: not psutil.pid_exists(before[0]["pid"]), "the router ended")
+        for _ in range(4):
+            ask_both_fronts()
+
+        def is_back() -> bool:
+            first, second = json.loads(weft("status", "--json", "--control", control).stdout)["routers"]
+            assert second["pid"] == before[1]["pid"]
+            return first["alive"] and first["pid"] != before[0]["pid"]
+
+        wait_until(is_back, "the router came back")
+        wait_until(have_both_served, "both routers had requests again")
 
 
 def test_corrupt_weights_are_told_in_one_line(model_folder: Path, tmp_path: Path) -> None:

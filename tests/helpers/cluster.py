@@ -116,10 +116,11 @@ class Formations:
 class FakeRouter:
     """A router that always lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, router_id: str = "router-0") -> None:
+        self.router_id = router_id
         self.num_reconciled = 0
         self.is_adopting = False
-        self.ports: RouterPorts | None = None
+        self.ports = RouterPorts(grpc=0, http=0, metrics=0)
         self.stopped_with_s: float | None = None
 
     def reconcile(self) -> None:
@@ -129,7 +130,7 @@ class FakeRouter:
         self.stopped_with_s = grace_s
 
     def status(self) -> control_pb2.RouterStatus:
-        return control_pb2.RouterStatus(router_id="router-0", alive=True, grpc_address="127.0.0.1:1")
+        return control_pb2.RouterStatus(router_id=self.router_id, alive=True, grpc_address="127.0.0.1:1")
 
     def log_sources(self) -> list[LogSource]:
         return []

@@ -25,6 +25,11 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """The gRPC status that each HTTP status stands for."""
+_EVENT_CODES = {
+    "server_error": grpc.StatusCode.INTERNAL,
+    "timeout_error": grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""And each type of an error that comes in a stream."""
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
 
 
@@ -89,16 +94,23 @@ class Answer:
 class Front(Protocol):
     """One way to ask the router."""
 
-    def pieces(self, request: pb.GenerateRequest, key: str | None = None) -> AsyncGenerator[Answer, None]:
-        """Yield the answer as it comes. Raises RefusedError."""
+    def pieces(
+        self, request: pb.GenerateRequest, key: str | None = None, timeout_s: float | None = None
+    ) -> AsyncGenerator[Answer, None]:
+        """Yield the answer as it comes, until the deadline. Raises RefusedError."""
 
 
 async def ask(
-    front: Front, request: pb.GenerateRequest, key: str | None = None, *, into: Answer | None = None
+    front: Front,
+    request: pb.GenerateRequest,
+    key: str | None = None,
+    *,
+    timeout_s: float | None = None,
+    into: Answer | None = None,
 ) -> Answer:
     """Return the whole answer, which grows in `into`. Raises RefusedError."""
     answer = into or Answer()
-    async with aclosing(front.pieces(request, key)) as pieces:
+    async with aclosing(front.pieces(request, key, timeout_s)) as pieces:
         async for piece in pieces:
             answer.add(piece)
     return answer
@@ -119,9 +131,11 @@ class GrpcFront:
     def __init__(self, router: RunningRouter) -> None:
         self._stub = router.stub
 
-    async def pieces(self, request: pb.GenerateRequest, key: str | None = None) -> AsyncGenerator[Answer, None]:
-        """See Front. There is no deadline, for HTTP has none."""
-        call = self._stub.Generate(request, metadata=tuple(_headers(key).items()))
+    async def pieces(
+        self, request: pb.GenerateRequest, key: str | None = None, timeout_s: float | None = None
+    ) -> AsyncGenerator[Answer, None]:
+        """See Front."""
+        call = self._stub.Generate(request, metadata=tuple(_headers(key).items()), timeout=timeout_s)
         try:
             async for response in call:
                 yield self._piece(request, response)
@@ -168,12 +182,15 @@ class HttpFront:
         self._http = http
         self._is_stream = is_stream
 
-    async def pieces(self, request: pb.GenerateRequest, key: str | None = None) -> AsyncGenerator[Answer, None]:
+    async def pieces(
+        self, request: pb.GenerateRequest, key: str | None = None, timeout_s: float | None = None
+    ) -> AsyncGenerator[Answer, None]:
         """See Front."""
         path, body = _to_json(request)
         if self._is_stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         headers = _headers(key) | ({"x-request-id": request.request_id} if request.request_id else {})
+        headers |= {} if timeout_s is None else {"x-request-timeout": str(timeout_s)}
         async with self._http.stream("POST", path, json=body, headers=headers) as response:
             if response.status_code != 200:
                 raise _refusal(response, await response.aread())
@@ -238,8 +255,7 @@ def _fields(message: Message) -> dict[str, Any]:
 def _http_piece(body: dict[str, Any]) -> Answer:
     """Return what a whole body or one chunk says."""
     if "error" in body:
-        assert body["error"]["type"] == "server_error"
-        raise RefusedError(grpc.StatusCode.INTERNAL, body["error"]["message"])
+        raise RefusedError(_EVENT_CODES[body["error"]["type"]], body["error"]["message"])
     piece = Answer(request_id=body["id"])
     if body.get("usage"):
         usage = body["usage"]

@@ -37,7 +37,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         matched = self.index.match(prompt)
         for replica, blocks in self.held.items():
             length = max((i + 1 for i, block in enumerate(prompt) if block in blocks), default=0)
-            assert matched.get(replica, 0) == length
+            assert matched.get(replica, 0) == self.index.num_cached(replica, prompt) == length
         assert matched.keys() <= self.held.keys()
 
     @invariant()

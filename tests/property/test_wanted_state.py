@@ -85,7 +85,7 @@ class Operations(RuleBasedStateMachine):
         await turns()
         self.state = WantedState(
             decode(self.saved),
-            router=FakeRouter(),
+            routers=[FakeRouter()],
             form=self.form,
             save=self.save,
             nodes=list,

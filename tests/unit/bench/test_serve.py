@@ -24,7 +24,7 @@ from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, OpenLoop
 from bench.load.calls import Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
-from bench.load.flag_groups import LoadFlags, PromptFlags, ServiceFlags
+from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags
 from bench.load.flags import find_idle, parse_target
 from bench.load.plots import plot_sweep
 from bench.load.report import serve_line, warnings
@@ -33,6 +33,7 @@ from bench.load.serve import Outcome, Point, ServeOptions, measure
 from bench.load.statistics import Targets
 from bench.load.watcher import ServeWatcher
 from cluster.cli import app
+from router.config import MetricsConfig
 from router.keys import hash_key
 from router.tls import TlsFiles
 
@@ -100,6 +101,24 @@ async def test_both_fronts_count_the_same(router: RunningRouter, replica: FakeRe
     assert summary.goodput is not None
     assert summary.goodput.output_rate == summary.output_rate
     assert summary.itl_s is not None
+
+
+@PROTOCOLS
+async def test_targets_are_sent_where_wanted(
+    replica: FakeReplica, protocol: Protocol, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "router.request_log")
+    sent = GoalFlags(ttft_target=60_000.5, tpot_target=500.0)
+    config = router_config(replica.address, http_port=0, metrics=MetricsConfig(log_requests=True))
+    async with running_router(config) as router:
+        await router.wait_ready(1)
+        for goals in (sent, None):
+            asked = parse_target(ServiceFlags(), PromptFlags(), goals)
+            where = target(router, protocol, target_ttft_s=asked.target_ttft_s, target_tpot_s=asked.target_tpot_s)
+            await measure(options(where, num_requests=1))
+    messages = [record.getMessage() for record in caplog.records if record.name == "router.request_log"]
+    lines = [json.loads(message.removeprefix("request ended: ")) for message in messages]
+    assert [(line["target_ttft_s"], line["target_tpot_s"]) for line in lines] == [(60.0005, 0.5), (1.0, 0.1)]
 
 
 @PROTOCOLS
@@ -367,6 +386,7 @@ def test_flags_that_nothing_looks_at_are_found() -> None:
         (["--rate", "1", "--concurrency", "2"], "--rate and --concurrency are given; allowed: one of them"),
         (["--rate", "fast"], "--rate is 'fast'; allowed: a number, or several as in 1,4,16"),
         (["--concurrency", "1.5"], "--concurrency is '1.5'"),
+        (["--send-targets", "--e2e-target", "9"], "--send-targets: there is none; allowed: with --ttft-target"),
         (["--protocol", "smtp"], "--protocol is 'smtp'; allowed: grpc, http"),
         (["--concurrency", ""], "--concurrency is ''"),
         (["--rate", "nan"], "--rate is nan; allowed: more than 0"),

@@ -153,6 +153,7 @@ def test_each_model_has_its_own_hash_key() -> None:
             "router.tls.cert: unknown key; allowed: cert_",
         ),
         ({"router": {"policy": "random"}}, "router.policy: \"random\"; allowed: 'round_robin', 'least_loaded'"),
+        ({"router": {"num_routers": 0}}, "router.num_routers: 0; allowed: greater than or equal to 1"),
         ({"router": {"port": 70000}}, "router.port: 70000; allowed: less than or equal to 65535"),
         ({"models": []}, "models: []"),
         ({"models": "weft-tiny"}, 'models: "weft-tiny"; allowed: a valid array'),
@@ -180,9 +181,15 @@ def test_every_engine_and_router_setting_can_be_written() -> None:
     engine = {field.name for field in dataclasses.fields(EngineConfig)} - engine_only
     assert engine <= set(ModelSection.model_fields)
     sections = {"tracing", "recording"}  # of their own
-    router_only = {"router_id", "control", "models", "host", "grpc_port"} | sections
+    router_only = {"router_id", "control", "models", "host", "grpc_port", "shares_ports"} | sections
     router = {field.name for field in dataclasses.fields(RouterConfig)} - router_only
     assert router <= set(RouterSection.model_fields)
+
+
+@pytest.mark.parametrize(("num_routers", "shares"), [(1, False), (2, True)])
+def test_ports_are_shared_where_there_are_several_routers(num_routers: int, shares: bool) -> None:
+    spec = build_spec({"router": {"num_routers": num_routers}})
+    assert (spec.num_routers, spec.router.shares_ports) == (num_routers, shares)
 
 
 def test_section_defaults_are_those_of_the_router() -> None:

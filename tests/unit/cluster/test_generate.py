@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from cluster.cli import app
 from cluster.errors import RequestError
 from cluster.generate import generate
+from router.config import MetricsConfig
 from router.keys import hash_key
 from router.tls import TlsFiles
 
@@ -40,7 +41,7 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
             stream=False,
             as_json=True,
             timeout_s=20.0,
-            sampling={"max_tokens": 2},
+            options={"max_tokens": 2},
         )
         await asyncio.to_thread(send, tls_ca=authority, api_key="wk-1")
         assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == 2
@@ -48,6 +49,18 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
             await asyncio.to_thread(send, tls_ca=authority, api_key="wk-2")
         with pytest.raises(RequestError, match=r"none\.pem cannot be read: No such file"):
             await asyncio.to_thread(send, tls_ca=tmp_path / "none.pem", api_key=None)
+
+
+async def test_targets_go_with_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "router.request_log")
+    config_changes = {"metrics": MetricsConfig(log_requests=True)}
+    async with FakeReplica("a") as a, running_router(router_config(a.address, **config_changes)) as router:
+        flags = ["--target-ttft", "60.5", "--target-tpot", "0.25", "--max-tokens", "2"]
+        command = ["generate", "hi", "--router", router.addresses.grpc, *flags]
+        result = await asyncio.to_thread(CliRunner().invoke, app, command)
+        assert result.exit_code == 0
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "router.request_log"]
+    assert '"target_ttft_s":60.5,"target_tpot_s":0.25' in line
 
 
 def test_system_message_of_no_chat_is_refused() -> None:

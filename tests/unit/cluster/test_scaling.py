@@ -63,7 +63,7 @@ class Service:
         self.forms = Formations()
         self.state = WantedState(
             decode(self.saved),
-            router=FakeRouter(),
+            routers=[FakeRouter()],
             form=self.forms,
             save=self.save,
             nodes=list,

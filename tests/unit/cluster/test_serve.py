@@ -6,7 +6,7 @@ from collections.abc import Callable
 from rich.console import Console
 from weft.v1 import control_pb2
 
-from cluster.serve import _run
+from cluster.serve import _run, print_addresses
 
 
 class InterruptedService:
@@ -36,3 +36,20 @@ def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     _run(service, Console(file=out), stays=True, grace_s=30.0)
     assert service.graces_s == [30.0]
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
+
+
+def test_address_that_routers_share_is_told_once() -> None:
+    out = io.StringIO()
+    routers = [
+        control_pb2.RouterStatus(grpc_address="h:1", http_address="h:2", metrics_address=metrics)
+        for metrics in ("h:3", "h:4")
+    ]
+    status = control_pb2.GetStatusResponse(routers=routers)
+    print_addresses(Console(file=out), status, "h:5", None)
+    assert out.getvalue().splitlines()[:-1] == [
+        "  gRPC        h:1",
+        "  OpenAI HTTP http://h:2/v1",
+        "  metrics     http://h:3/metrics",
+        "  metrics     http://h:4/metrics",
+        "  control     h:5",
+    ]

@@ -75,6 +75,7 @@ def test_settings_of_flags_are_those_of_a_cluster_file() -> None:
     network = NetworkFlags(
         policy="round_robin",
         host="127.0.0.1",
+        routers=2,
         port=1,
         http_port=2,
         metrics_port=3,
@@ -84,7 +85,7 @@ def test_settings_of_flags_are_those_of_a_cluster_file() -> None:
     )
     spec = build_spec(merge_settings("weft-tiny", settings_of(model, cache, network)))
     (served,) = spec.models
-    assert (served.name, served.replicas, spec.ray_address) == ("m", 3, "auto")
+    assert (served.name, served.replicas, spec.num_routers, spec.ray_address) == ("m", 3, 2, "auto")
     assert spec.router.recording == RecordingConfig(folder="/var/decisions")
     assert served.engine.parallel.tensor_parallel == 2
     assert served.engine.scheduler.max_num_seqs == 7

@@ -43,6 +43,7 @@ class Bench:
     folder: Path
     forms: Formations = field(default_factory=Formations)
     router: FakeRouter = field(default_factory=FakeRouter)
+    other_router: FakeRouter = field(default_factory=lambda: FakeRouter("router-1"))
     saved: bytes = encode(SavedState())
     clock: FakeClock = field(default_factory=FakeClock)
     nodes: list[NodeResources] = field(default_factory=lambda: list(NODES))
@@ -56,7 +57,7 @@ class Bench:
         self.forms = Formations()
         self.state = WantedState(
             decode(self.saved),
-            router=self.router,
+            routers=[self.router, self.other_router],
             form=self.forms,
             save=self.save,
             nodes=lambda: self.nodes,
@@ -111,7 +112,7 @@ async def test_every_wanted_group_is_formed_once_however_often_it_is_reconciled(
     for _ in range(5):
         bench.state.reconcile()
     assert [life.replica_id for life in bench.forms.lives] == ["m-0.1", "m-1.1"]
-    assert bench.router.num_reconciled == 6
+    assert bench.router.num_reconciled == bench.other_router.num_reconciled == 6
 
 
 async def test_membership_names_only_ready_replicas(bench: Bench) -> None:
@@ -156,7 +157,7 @@ async def test_shutdown_stops_routers_and_then_groups_whose_requests_of_other_ro
     await bench.apply({"replicas": 2})
     bench.forms.lives[0].become_ready()
     await bench.state.shut_down(4.0)
-    assert bench.router.stopped_with_s == 4.0
+    assert bench.router.stopped_with_s == bench.other_router.stopped_with_s == 4.0
     assert [life.drained_s for life in bench.forms.lives] == [4.0, None], "one has not begun"
     assert all(life.was_cancelled for life in bench.forms.lives)
     assert bench.state.is_stopped
@@ -169,7 +170,7 @@ async def test_status_tells_wanted_and_ready_groups(bench: Bench) -> None:
     bench.forms.lives[0].become_ready()
     model = bench.model()
     assert (model.wanted_replicas, model.ready_replicas, len(model.groups)) == (3, 1, 3)
-    assert [router.router_id for router in bench.state.router_statuses()] == ["router-0"]
+    assert [router.router_id for router in bench.state.router_statuses()] == ["router-0", "router-1"]
 
 
 async def test_models_of_several_shapes_come_and_go(bench: Bench) -> None:
@@ -342,7 +343,10 @@ async def test_new_controller_adopts_what_lives_and_forms_nothing(bench: Bench) 
     bench.state.reconcile()
     assert len(bench.forms.lives) == 4
     assert bench.replicas() == ["a-0.1", "a-1.1", "b-0.1", "b-1.1"]
-    assert decode(bench.saved).router == RouterPorts(grpc=1, http=2, metrics=None)
+    assert decode(bench.saved).routers == {
+        "router-0": RouterPorts(grpc=1, http=2, metrics=None),
+        "router-1": RouterPorts(grpc=0, http=0, metrics=0),
+    }
     assert bench.state.scale("a", 3) == 2
     await bench.settle()
     assert bench.replicas()[-1] == "a-2.1"

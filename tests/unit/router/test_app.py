@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -15,12 +17,15 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.fake_replica import FakeReplica
-from helpers.router_harness import poll, router_config, running_router, text_request
+from helpers.router_harness import RunningRouter, poll, router_config, running_router, text_request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from weft.recording import RecordingConfig
+from weft.v1 import inference_pb2 as pb
+from weft.v1.inference_pb2_grpc import InferenceStub
 
 from router.__main__ import _config, _parser
-from router.config import AdmissionConfig, PolicyName, RouterConfig
+from router.app import BoundAddresses
+from router.config import AdmissionConfig, FailoverConfig, PolicyName, RouterConfig
 from router.errors import RouterConfigError
 from router.server import READINESS_SERVICE
 
@@ -38,6 +43,87 @@ async def test_taken_port_is_a_clear_error(field: str) -> None:
             with pytest.raises(RouterConfigError, match=f"cannot listen on {taken}"):
                 async with running_router(config):
                     pass
+
+
+def port_of(address: str | None) -> int:
+    assert address is not None
+    return int(address.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def routers_on_shared_ports(replica: str, num: int) -> AsyncIterator[list[RunningRouter]]:
+    """Run routers of one service on the same ports."""
+    async with AsyncExitStack() as stack:
+        ports: dict[str, int] = {"grpc_port": 0, "http_port": 0}
+        routers: list[RunningRouter] = []
+        for _ in range(num):
+            config = router_config(replica, **ports, metrics_port=0, shares_ports=True)
+            routers.append(await stack.enter_async_context(running_router(config)))
+            addresses = routers[0].addresses
+            ports = {"grpc_port": port_of(addresses.grpc), "http_port": port_of(addresses.http)}
+        yield routers
+
+
+async def ask_grpc(addresses: BoundAddresses) -> None:
+    options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+    async with grpc.aio.insecure_channel(addresses.grpc, options=options) as channel:
+        answers = [each async for each in InferenceStub(channel).Generate(text_request("hello"), timeout=20)]
+    assert answers[-1].HasField("finished")
+
+
+async def ask_http(addresses: BoundAddresses) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{addresses.http}", verify=False, timeout=20) as http:
+        answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 3})
+    assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("ask", [ask_grpc, ask_http])
+async def test_routers_divide_the_connections_to_a_port_that_they_share(
+    ask: Callable[[BoundAddresses], Awaitable[None]],
+) -> None:
+    async with FakeReplica("a") as a, routers_on_shared_ports(a.address, 2) as (first, second):
+        assert first.addresses.metrics != second.addresses.metrics
+
+        async def served() -> list[float]:
+            pages = [await router.series("weft_router_requests_total") for router in (first, second)]
+            return [sum(value for _, value in page) for page in pages]
+
+        async with asyncio.timeout(30):
+            while not all(await served()):  # each connection goes to either, by its port
+                await ask(first.addresses)
+        first.stop.set()
+        await first.task
+        for _ in range(4):
+            await ask(first.addresses)
+
+
+async def test_port_is_shared_only_by_those_who_say_so() -> None:
+    async with FakeReplica("a") as a, routers_on_shared_ports(a.address, 2) as (router, _):
+        for field, address in (("grpc_port", router.addresses.grpc), ("http_port", router.addresses.http)):
+            ports: dict[str, Any] = {field: port_of(address)}
+            with pytest.raises(RouterConfigError, match=f"cannot listen on {address}"):
+                async with running_router(router_config(a.address, **ports)):
+                    pass
+    async with FakeReplica("a") as a, running_router(router_config(a.address, http_port=0)) as router:
+        for field, address in (("grpc_port", router.addresses.grpc), ("http_port", router.addresses.http)):
+            ports = {field: port_of(address)}
+            with pytest.raises(RouterConfigError, match=f"cannot listen on {address}"):
+                async with running_router(router_config(a.address, **ports, shares_ports=True)):
+                    pass
+
+
+async def test_router_takes_its_part_of_a_shared_port_when_it_can_serve() -> None:
+    patient = FailoverConfig(new_request_wait_s=60.0)
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, shares_ports=True, failover=patient)) as router,
+    ):
+        (model,) = (await router.stub.ListModels(pb.ListModelsRequest())).models
+        assert model.ready_replicas == 1
+    hasty = FailoverConfig(new_request_wait_s=0.01)
+    async with running_router(router_config("127.0.0.1:1", shares_ports=True, failover=hasty)) as router:
+        (model,) = (await router.stub.ListModels(pb.ListModelsRequest())).models
+        assert model.ready_replicas == 0, "it waits only for so long"
 
 
 async def test_overload_is_refused_early_with_a_hint_and_counted() -> None:

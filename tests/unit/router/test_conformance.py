@@ -367,20 +367,47 @@ async def test_full_queue_refuses_with_a_hint() -> None:
     assert all(each.retry_after_ms is not None and each.retry_after_ms >= 100 for each in refused)
 
 
+@each_front
+async def test_deadline_reaches_the_replica_and_ends_the_request(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    logs = MetricsConfig(log_requests=True)
+    async with FakeReplica("a", paused=True) as a, serving(a, metrics=logs) as fronts:
+        with pytest.raises(RefusedError) as refused:
+            await ask(fronts[name], hello(), timeout_s=0.3)
+        await a.wait_until(lambda: a.num_requests == 0)
+        a.resume()
+        assert (await ask(fronts[name], hello(), timeout_s=3600)).finish_reason == "length"
+    late, served = a.submits
+    assert refused.value.code is StatusCode.DEADLINE_EXCEEDED
+    assert 0 < late.timeout_s <= 0.35  # gRPC rounds up, here and below
+    assert 3000 < served.timeout_s < 4000
+    assert a.aborts == [late.request_id]
+    assert [line["outcome"] for line in log_lines(caplog)] == ["deadline_exceeded", "length"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "seen"),
+    [
+        (StatusCode.INTERNAL, "the sampler saw a NaN", "the sampler saw a NaN"),
+        (StatusCode.DEADLINE_EXCEEDED, "late", "the deadline passed after 4 tokens"),
+    ],
+    ids=["internal", "deadline"],
+)
 @pytest.mark.parametrize(
     ("name", "text"), [("grpc", HELLO[:3]), ("http", []), ("http-stream", HELLO[:3])], ids=FRONT_NAMES
 )
-async def test_failure_in_mid_answer_keeps_what_was_sent(name: str, text: list[int]) -> None:
+async def test_failure_in_mid_answer_keeps_what_was_sent(
+    name: str, text: list[int], code: StatusCode, message: str, seen: str
+) -> None:
     async with FakeReplica("a", paused=True) as a, serving(a) as fronts:
         answer = Answer()
         asking = asyncio.create_task(ask(fronts[name], hello(), into=answer))
         await a.wait_until(lambda: a.num_requests == 1)
         await a.step(4)
         await until(lambda: answer.text == certain_text(text))
-        a.fail_requests(StatusCode.INTERNAL, "the sampler saw a NaN")
-        with pytest.raises(RefusedError, match=r"^the sampler saw a NaN$") as refused:
+        a.fail_requests(code, message)
+        with pytest.raises(RefusedError, match=f"^{seen}$") as refused:
             await asking
-    assert refused.value.code is StatusCode.INTERNAL
+    assert refused.value.code is code
     assert (answer.text, answer.finish_reason) == (certain_text(text), None)
 
 

@@ -8,14 +8,14 @@ from helpers.fake_replica import FakeReplica
 from helpers.router_harness import poll, router_config, running_router, text_request
 from weft.v1 import inference_pb2 as pb
 
+from router.breaker import Breaker
 from router.call import GenerateCall
-from router.config import MetricsConfig
+from router.config import BreakerConfig, MetricsConfig
 from router.directory import ModelRoute
 from router.keys import KeyEntry, Tenant
 from router.load import LoadEstimate
 from router.metrics import RequestMeter, RouterMetrics
 from router.policy import RoundRobin
-from router.prefix_index import ReplicaId
 from router.replica import ReplicaLink
 from router.route import ServedModel
 from router.tenants import NO_TENANT, OTHER_TENANTS, TenantNames
@@ -182,8 +182,10 @@ async def test_model_without_a_replica_is_told_as_such() -> None:
 def route(num_ready: int, **targets: float) -> ModelRoute:
     served = ServedModel(name="m", path="/m", max_context=0, **targets)
     route = ModelRoute(served, RoundRobin())
-    ready = SimpleNamespace(is_ready=True, load=LoadEstimate())
-    route.links = {ReplicaId(str(index)): cast(ReplicaLink, ready) for index in range(num_ready)}
+    for index in range(num_ready):
+        breaker = Breaker(BreakerConfig())
+        ready = SimpleNamespace(replica_id=str(index), is_ready=True, load=LoadEstimate(), breaker=breaker)
+        route.add(cast(ReplicaLink, ready))
     return route
 
 

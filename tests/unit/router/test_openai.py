@@ -417,6 +417,21 @@ async def test_errors_keep_their_status(
     assert response.json() == {"error": {"message": "x", "type": kind, "param": None, "code": None}}
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e10", "soon", ""])
+async def test_deadline_that_is_none_is_refused(http: httpx.AsyncClient, dispatch: FakeDispatch, text: str) -> None:
+    body = {"prompt": "hello"}
+    response = await http.post("/v1/completions", json=body, headers={"X-Request-Timeout": text})
+
+    assert response.status_code == 400
+    assert response.json()["error"] == {
+        "message": f"X-Request-Timeout is {text!r}; allowed: seconds, more than 0 and at most 1000000000",
+        "type": "invalid_request_error",
+        "param": "X-Request-Timeout",
+        "code": None,
+    }
+    assert dispatch.calls == []
+
+
 async def test_unexpected_error_tells_nothing_of_the_inside(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
     dispatch.error = ZeroDivisionError("a secret")
     response = await complete(http)

@@ -6,8 +6,10 @@ from router.breaker import Breaker
 from router.config import BreakerConfig, FailoverConfig
 from router.errors import NoReplicaError, OverloadedError, ReplicaFailedError
 from router.placing import Placing
+from router.policy import RoundRobin
 from router.prefix_index import PrefixIndex, ReplicaId
 from router.replica_book import ReplicaBook
+from router.route import Route, ServedModel
 
 CONFIG = FailoverConfig(max_attempts=3, new_request_wait_s=10, failover_wait_s=60)
 A, B = ReplicaId("a"), ReplicaId("b")
@@ -21,6 +23,13 @@ def ready(replica_id: ReplicaId) -> ReplicaBook:
     return book
 
 
+def route_to(*books: ReplicaBook) -> Route[ReplicaBook]:
+    route: Route[ReplicaBook] = Route(ServedModel(name="m", path="", max_context=0), RoundRobin())
+    for book in books:
+        route.add(book)
+    return route
+
+
 def seeking(now_s: float = 0.0) -> Placing:
     placing = Placing(CONFIG, "m", lambda: 1.5)
     placing.seek(now_s)
@@ -29,34 +38,36 @@ def seeking(now_s: float = 0.0) -> Placing:
 
 def test_replicas_that_refused_are_passed_over_once_and_asked_again_after_a_wait() -> None:
     placing, books = seeking(), [ready(A), ready(B)]
+    route = route_to(*books)
     placing.note_tokens()
     placing.seek(5.0)
     placing.note_full(A)
-    assert placing.find(books, 5.0) == books[1:]
+    assert placing.find(route, 5.0) == books[1:]
     placing.note_leaving(B)
-    assert placing.find(books, 5.0) == []
+    assert not placing.find(route, 5.0)
     assert 0 < placing.wait_s(5.0) < 1
-    assert placing.find(books, 5.2) == books
+    assert list(placing.find(route, 5.2)) == books
 
 
 def test_replicas_with_an_open_breaker_are_no_candidates() -> None:
     placing, books = seeking(), [ready(A), ready(B)]
+    route = route_to(*books)
     books[0].breaker.fail(0.0)
-    assert placing.find(books, 0.1) == books[1:]
-    assert placing.find(books, 2.0) == books
+    assert placing.find(route, 0.1) == books[1:]
+    assert list(placing.find(route, 2.0)) == books
 
 
 def test_a_new_request_is_refused_when_all_are_full_and_gives_up_soon_when_none_is_there() -> None:
     placing = seeking()
     placing.note_full(A)
     with pytest.raises(OverloadedError, match="all replicas of model 'm' are full") as error:
-        placing.find([ready(A)], 0.0)
+        placing.find(route_to(ready(A)), 0.0)
     assert error.value.retry_after_s == 1.5
     placing = seeking(now_s=100.0)
-    assert placing.find([], 109.0) == []
+    assert not placing.find(route_to(), 109.0)
     assert placing.wait_s(109.9) == pytest.approx(0.1)
     with pytest.raises(NoReplicaError, match="ready for 10 s"):
-        placing.find([], 110.0)
+        placing.find(route_to(), 110.0)
 
 
 def test_a_request_that_has_begun_waits_longer_and_says_what_broke() -> None:
@@ -64,9 +75,9 @@ def test_a_request_that_has_begun_waits_longer_and_says_what_broke() -> None:
     placing.note_tokens()
     placing.note_break(A, "gone")
     placing.seek(20.0)
-    assert placing.find([], 79.0) == []
+    assert not placing.find(route_to(), 79.0)
     with pytest.raises(ReplicaFailedError, match=r"ready for 60 s, after the request's replicas broke: a \(gone\)"):
-        placing.find([], 80.0)
+        placing.find(route_to(), 80.0)
 
 
 def test_refusals_do_not_begin_the_wait_anew() -> None:
@@ -74,7 +85,7 @@ def test_refusals_do_not_begin_the_wait_anew() -> None:
     placing.note_leaving(A)
     placing.seek(9.0)
     with pytest.raises(NoReplicaError):
-        placing.find([ready(A)], 10.5)
+        placing.find(route_to(ready(A)), 10.5)
 
 
 def test_so_many_replicas_may_break_under_a_request() -> None:

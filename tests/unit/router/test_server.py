@@ -126,19 +126,6 @@ async def test_tokenize_and_detokenize() -> None:
     assert error.value.details() == "token_ids[0] is 300; allowed: 0 to 299, the model's vocabulary"
 
 
-async def test_deadline_aborts_on_the_replica_and_travels_with_the_request() -> None:
-    async with FakeReplica("a", paused=True) as a, running_router(router_config(a.address, metrics_port=0)) as router:
-        await router.wait_ready(1)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await router.generate(text_request("hello"), timeout_s=0.3)
-        await a.wait_until(lambda: a.num_requests == 0)
-        outcomes = await router.outcomes(1)
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < a.submits[0].timeout_s <= 0.35  # gRPC rounds
-    assert a.aborts == [a.submits[0].request_id]
-    assert outcomes == {"deadline_exceeded": 1}
-
-
 async def test_failed_request_says_why_and_others_go_on() -> None:
     async with FakeReplica("a", paused=True) as a, running_router(router_config(a.address)) as router:
         await router.wait_ready(1)

@@ -84,6 +84,12 @@ router:
   {{- if include "weft.keysSecret" . }}
   api_keys: /etc/weft-keys/keys.yaml
   {{- end }}
+  metrics:
+    log_requests: {{ .Values.router.logRequests }}
+{{- if .Values.recordDecisions }}
+recording:
+  folder: /tmp/weft-decisions
+{{- end }}
 models:
   {{- toYaml .Values.models | nindent 2 }}
 {{- end }}
