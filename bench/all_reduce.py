@@ -9,6 +9,7 @@ other, with nothing in between; rank 0 measures. Every way has its turn in each 
             gloo                what is larger, and here all sizes
     CUDA    NCCL, eager         each call is queued by the host, as in a step that is not recorded
             NCCL, recorded      many in a CUDA graph; a value is the mean over a replay, and p99 is that of replays
+            one-shot            the same two by memory that the ranks share (parallel/one_shot.py), for what it takes
 
 A rank sends and receives at least 2 (n - 1) / n of a tensor's bytes when n ranks add it up, and "bus GB/s" counts
 those: it compares with what a link can do, whatever n. On a GPU this was never run.
@@ -196,12 +197,21 @@ def _ways(x: Tensor, axis: Axis, device: Device) -> dict[str, Callable[[], list[
     """What measures a round, by the way's name: seconds of an all-reduce, many times."""
     eager = partial(all_reduce, x, axis)
     if device.works_by_itself:
-        replay = partial(_time_each, device, _record(x, axis), _NUM_CALLS)
-        return {"NCCL, eager": partial(_time_each, device, eager), "NCCL, recorded": replay}
+        ways = _gpu_ways("NCCL", x, replace(axis, one_shot=None), device)
+        if axis.one_shot is not None and axis.one_shot.takes(x):
+            ways |= _gpu_ways("one-shot", x, axis, device)
+        return ways
     gloo = partial(_time_each, device, partial(all_reduce, x, replace(axis, local=None)))
     if axis.local is None or x.nbytes > MAX_BYTES:
         return {"gloo": gloo}
     return {"Unix sockets": partial(_time_each, device, eager), "gloo": gloo}
+
+
+def _gpu_ways(name: str, x: Tensor, axis: Axis, device: Device) -> dict[str, Callable[[], list[float]]]:
+    return {
+        f"{name}, eager": partial(_time_each, device, partial(all_reduce, x, axis)),
+        f"{name}, recorded": partial(_time_each, device, _record(x, axis), _NUM_CALLS),
+    }
 
 
 def _record(x: Tensor, axis: Axis) -> Callable[[], object]:

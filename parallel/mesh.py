@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel.errors import ParallelismError
 from parallel.local_exchange import LocalExchange
+from parallel.one_shot import OneShotAllReduce
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -28,6 +29,8 @@ class Axis:
     """None exactly when the size is 1."""
     local: LocalExchange | None = None
     """A faster way for small tensors, where all ranks of the axis are on one machine's CPUs."""
+    one_shot: OneShotAllReduce | None = None
+    """A faster way for small all-reduces, where all ranks of the axis are on one machine's GPUs."""
     counts: Counter[str] = field(default_factory=Counter)
     """Collectives called on this rank, by kind; on an axis of size 1 there are none."""
     stand_in: Callable[[Tensor], Tensor] | None = None

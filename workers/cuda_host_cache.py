@@ -35,6 +35,8 @@ class CudaHostCache:
         slot_bytes = slots_SRX[0].numel() * slots_SRX.element_size()
         self._num_at_once = min(len(slots_SRX), max(1, _BUFFER_BYTES // slot_bytes))
         self._to_save, self._to_load = self._make_buffers(), self._make_buffers()
+        # torch gives the buffers memory that earlier work of the model's stream may still read
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """Queue the copies; see HostCache."""

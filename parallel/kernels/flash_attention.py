@@ -1,10 +1,12 @@
 """Attention by FlashAttention 3, where it is installed and the GPU is of the kind it was made for (Hopper).
 
-It is reached through torch's varlen attention, which takes block tables when this implementation is activated. Checked
-on a CPU up to the call only (shapes and arguments); not yet run on a GPU.
+It is reached through torch's varlen attention, which takes block tables from torch 2.12 or 2.13 on, when this
+implementation is activated. Checked on a CPU up to the call only (shapes and arguments); not yet run on a GPU.
 """
 
+import importlib
 import importlib.util
+import inspect
 import logging
 
 import torch
@@ -30,10 +32,13 @@ class FlashAttention:
 
     @classmethod
     def find(cls, device: torch.device) -> "FlashAttention | None":
-        """Activate it in torch; None where it is not installed or the device is another one."""
+        """Activate it in torch; None where it is not installed, the device is another one, or torch is too old."""
         if importlib.util.find_spec(_PACKAGE) is None:
             return None
         if torch.cuda.get_device_capability(device)[0] != _HOPPER:
+            return None
+        if not torch_takes_block_tables():
+            logger.warning("%s is installed, but torch %s hands it no block tables", _PACKAGE, torch.__version__)
             return None
         from torch.nn.attention import activate_flash_attention_impl
 
@@ -71,3 +76,12 @@ class FlashAttention:
         )
         assert isinstance(out_TNH, Tensor), "nothing else was asked for"
         return out_TNH.contiguous()
+
+
+def torch_takes_block_tables() -> bool:
+    """Whether torch's varlen attention has what a paged cache needs: that of 2.11 does not, and 2.9 has none."""
+    try:
+        varlen = importlib.import_module("torch.nn.attention.varlen")
+    except ImportError:
+        return False
+    return {"enable_gqa", "seqused_k", "block_table"} <= inspect.signature(varlen.varlen_attn).parameters.keys()

@@ -98,6 +98,7 @@ def _launch(
     head = triton.next_power_of_2(head_dim)
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     bias, sinks = params.key_bias_NP, params.sinks_N
+    most_keys = 128 if bias is None else 64  # biases of a tile lie in shared memory too: of 128 keys, 105 KB in all
     none: Any = q_TNH  # a pointer that is not followed
     _attend[grid](
         q_TNH,
@@ -128,7 +129,7 @@ def _launch(
         HEAD=head,
         GROUP=group,
         TILE_Q=rows // group,
-        TILE_KEYS=max(16, min(128, _TILE_BYTES // (head * q_TNH.element_size()))),
+        TILE_KEYS=max(16, min(most_keys, _TILE_BYTES // (head * q_TNH.element_size()))),
         IS_PREFILL=size == 0,
         IS_PARTIAL=sums is not None,
         HAS_WINDOW=params.sliding_window is not None,

@@ -22,7 +22,7 @@ def test_command_measures_nccl_called_and_recorded() -> None:
     command = [sys.executable, "-m", "bench.all_reduce", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=True)
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert [(row["num_bytes"] >> 10, row["way"]) for row in rows] == [
+    assert [(row["num_bytes"] >> 10, row["way"]) for row in rows if row["way"].startswith("NCCL")] == [
         (16, "NCCL, eager"),
         (16, "NCCL, recorded"),
         (1024, "NCCL, eager"),

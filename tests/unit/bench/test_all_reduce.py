@@ -74,6 +74,16 @@ def test_a_replay_is_divided_by_what_it_holds(monkeypatch: pytest.MonkeyPatch) -
     assert recorded == eager**2 > eager, "as many in a graph as there are calls"
 
 
+def test_shared_memory_is_measured_for_the_sizes_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "CudaGraphs", FakeGraphs)
+    device: Any = FakeGpu()
+    one_shot: Any = SimpleNamespace(takes=lambda x: len(x) == 8)
+    axis = Axis(size=2, stand_in=device.add, one_shot=one_shot)
+    nccl = ["NCCL, eager", "NCCL, recorded"]
+    assert list(all_reduce._ways(torch.zeros(8), axis, device)) == [*nccl, "one-shot, eager", "one-shot, recorded"]
+    assert list(all_reduce._ways(torch.zeros(9), axis, device)) == nccl
+
+
 def test_each_rank_needs_a_gpu() -> None:
     all_reduce.check_gpus((2, 4), 4)
     with pytest.raises(BenchConfigError, match=r"--ranks is 2,4.*sees 3"):

@@ -1,6 +1,9 @@
 """When FlashAttention is taken, and that torch accepts what it is called with; it runs on a GPU only."""
 
 import dataclasses
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel.kernels.base import AttentionParams, LayerCache
 from parallel.kernels.cuda import CudaKernels
-from parallel.kernels.flash_attention import FlashAttention
+from parallel.kernels.flash_attention import FlashAttention, torch_takes_block_tables
 
 PLAIN = AttentionParams(scale=0.1)
 
@@ -36,6 +39,7 @@ def test_it_takes_plain_attention_of_half_precision(q: torch.Tensor, params: Att
     assert FlashAttention().takes(q, meta, params) is expected
 
 
+@pytest.mark.skipif(not torch_takes_block_tables(), reason="needs a torch whose varlen attention has block tables")
 def test_torch_accepts_the_call() -> None:
     """Tensors without values: the schema and shapes are checked, nothing is computed."""
     meta = make_meta([(1, 9), (4, 40)], block_size=16, num_blocks=9)
@@ -54,3 +58,17 @@ def test_what_is_not_installed_is_no_error() -> None:
     kernels = CudaKernels(torch.device("cuda"))
     assert kernels._library is None
     assert kernels.attention_backend == ("torch" if kernels._attention is None else "triton")
+
+
+def _varlen_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=0):  # type: ignore[no-untyped-def]
+    raise AssertionError("not to be called")
+
+
+@pytest.mark.parametrize("varlen", [SimpleNamespace(varlen_attn=_varlen_of_2_11), None], ids=["2.11", "2.9"])
+def test_a_torch_without_block_tables_leaves_attention_to_others(
+    monkeypatch: pytest.MonkeyPatch, varlen: ModuleType | None
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", varlen)
+    assert FlashAttention.find(torch.device("cuda")) is None

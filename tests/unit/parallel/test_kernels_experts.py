@@ -20,7 +20,7 @@ from parallel.description import Activation
 from parallel.kernels.base import ExpertWeights, PackedExperts
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_linear import OneDnnLinear
-from parallel.kernels.grouped_experts import GroupedExperts, torch_grouped_linear
+from parallel.kernels.grouped_experts import GroupedExperts, is_fast_in_torch, torch_grouped_linear
 from parallel.kernels.reference import ReferenceExperts, ReferenceKernels
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -114,6 +114,15 @@ def test_large_experts_are_packed_for_the_cpu() -> None:
         assert isinstance(experts._into[0], OneDnnLinear)
     ids = torch.tensor([[0, 5], [5, 2], [2, 0]])
     _assert_equals_reference(experts, weights, torch.randn(3, 512), ids)
+
+
+def test_a_torch_without_a_grouped_product_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of 2.9."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    weight = torch.empty(2, 16, 16, dtype=torch.bfloat16)
+    assert is_fast_in_torch(weight)
+    monkeypatch.delattr("torch.nn.functional.grouped_mm")
+    assert not is_fast_in_torch(weight)
 
 
 def test_nothing_grouped_depends_on_what_was_chosen() -> None:

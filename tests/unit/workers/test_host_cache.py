@@ -31,6 +31,9 @@ class NotedStream:
         if event.recorded is not None:
             self.notes.append(f"{self.name} waits for {event.recorded}")
 
+    def wait_stream(self, other: "NotedStream") -> None:
+        self.notes.append(f"{self.name} waits for all of {other.name}")
+
 
 class NotedEvent:
     """Knows what was queued last in its stream when it was recorded."""
@@ -95,6 +98,11 @@ def test_cuda_copies_every_bit(notes: list[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cuda_host_cache, "_BUFFER_BYTES", num_at_once * 6 * 10 * 2)
     rows = random_rows()
     assert_copies_every_bit(rows, CudaHostCache(rows, torch.zeros(4, 6, 10, dtype=torch.bfloat16)))
+
+
+def test_what_had_the_memory_of_the_buffers_before_is_over_when_they_are_filled(notes: list[str]) -> None:
+    CudaHostCache(random_rows(), torch.zeros(4, 6, 10, dtype=torch.bfloat16))
+    assert notes[-1] == "copies waits for all of model"
 
 
 def test_cuda_copies_beside_the_model(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
