@@ -166,7 +166,8 @@ def _wait_for_a_late_rank(mesh: Mesh, kind: str) -> float:
     return mesh.tp.wait_s - before_s
 
 
-_LATE_S = 0.1
+_LATE_S = 0.3
+"""Far more than a busy machine lets the first rank be late by."""
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "gather"])

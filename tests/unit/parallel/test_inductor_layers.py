@@ -235,15 +235,21 @@ print(repr((found, num_compiled())))
 """
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home folder with a cache of its own, in which torch's headers are compiled once."""
+    return tmp_path_factory.mktemp("home")
+
+
 @needs_compiler
-def test_tokens_are_those_of_the_layers_as_they_are_and_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+def test_tokens_are_those_of_the_layers_as_they_are_and_a_second_start_compiles_nothing(home: Path) -> None:
+    folder = home / "model"
     write_random_model(folder, CONFIG, 0, torch.float32)
     expected = tokens(folder, compiles=False)
     assert start(folder) == (expected, (6, 0))  # whatever the number of tokens
-    written = files(tmp_path / ".cache" / "weft")
+    written = files(home / ".cache" / "weft")
     assert start(folder) == (expected, (0, 6))
-    assert files(tmp_path / ".cache" / "weft") == written  # no machine code is new
+    assert files(home / ".cache" / "weft") == written  # no machine code is new
 
 
 def start(folder: Path) -> Any:
@@ -257,6 +263,7 @@ def start(folder: Path) -> Any:
             "HOME": str(folder.parent),  # where the cache is
             # else torch compiles a probe for each kind of vectors of the CPU, for longer than the layers take
             "TORCHINDUCTOR_VEC_ISA_OK": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else a process beside it imports torch, to compile in
         },
         stdout=subprocess.PIPE,
         text=True,
@@ -272,11 +279,12 @@ def files(folder: Path) -> dict[Path, int]:
 
 
 @needs_compiler
-def test_bfloat16_is_close(tmp_path: Path) -> None:
+def test_bfloat16_is_close(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # as in `start`
     write_random_model(tmp_path / "model", CONFIG | {"num_hidden_layers": 1}, 0, torch.bfloat16)
     one, other = (
         hidden_states(load(tmp_path / "model", kernels, torch.bfloat16), STEPS[:2])[:2]
-        for kernels in (InductorKernels(ReferenceKernels(), CPU, tmp_path), ReferenceKernels())
+        for kernels in (InductorKernels(ReferenceKernels(), CPU, home / ".cache" / "weft"), ReferenceKernels())
     )
     for compiled, eager in zip(one, other, strict=True):
         error = (compiled.float() - eager.float()).norm() / eager.float().norm()
