@@ -105,8 +105,8 @@ class ModelSection(_Section):
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     expert_parallel: bool = False
     """Divide experts over the tensor-parallel ranks, each whole; else every rank has a part of each."""
-    one_shot_all_reduce: bool = True
-    """On CUDA, small all-reduces go through memory that the ranks share, where that works; false: all through NCCL."""
+    one_shot_all_reduce: bool = False
+    """On CUDA, small all-reduces go through memory that the ranks share, where that works, not through NCCL."""
     dtype: str = "auto"
     quantization: str = "none"
     """"none", or "int8": linear layers and the head in 8 bits."""

@@ -99,8 +99,8 @@ class ParallelConfig:
     pipeline_parallel: int = 1
     expert_parallel: bool = False
     """Experts are divided over the tensor-parallel ranks, each whole; else every rank has a part of each."""
-    one_shot_all_reduce: bool = True
-    """Small all-reduces of tensor-parallel ranks go through memory that they share, where GPUs and torch have that."""
+    one_shot_all_reduce: bool = False
+    """Small all-reduces of tensor-parallel ranks go through memory that they share, where GPUs and torch have that; not measured yet."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel"):

@@ -34,7 +34,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
                     "tensor_parallel": 2,
                     "pipeline_parallel": 3,
                     "expert_parallel": True,
-                    "one_shot_all_reduce": False,
+                    "one_shot_all_reduce": True,
                     "replicas": 4,
                     "dtype": "bfloat16",
                     "quantization": "int8",
@@ -55,7 +55,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     assert (model.name, model.source, model.replicas) == ("story", "/models/story", 4)
     assert model.engine.parallel.world_size == 6
     assert model.engine.parallel.expert_parallel
-    assert not model.engine.parallel.one_shot_all_reduce
+    assert model.engine.parallel.one_shot_all_reduce
     assert model.engine.quantization == "int8"
     assert (model.engine.kernels, model.engine.attention_backend) == ("cuda", "triton")
     assert model.engine.max_cudagraph_capture_size == 32
