@@ -13,17 +13,20 @@ MAX_HEAD_BYTES = 64 << 10
 Trailers and what else is neither head nor body count too."""
 HEAD_TIMEOUT_S = 30.0
 """From the connection, or from a request's first byte, to the end of its headers."""
+WRITE_TIMEOUT_S = 60.0
+"""A client that takes nothing of its answer for so long is cut off: it holds places that others wait for."""
 
 _TOO_LARGE = "The request's head is too large."
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Cuts off clients that send a head without end, or none, and lets those that offer another protocol speak this."""
+    """Cuts off clients that send a head without end, or none, or take no answer; to an offered upgrade it is deaf."""
 
     _is_in_head = True
     _is_continuing = False
     _num_head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -33,7 +36,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._stop_head_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._stop_write_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -104,3 +118,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None

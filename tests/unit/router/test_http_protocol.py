@@ -5,10 +5,13 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+import uvicorn
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import router_config, running_router
+from uvicorn.server import ServerState
 
 import router.http_protocol
+from router.http_protocol import BoundedHttpProtocol
 
 BODY = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
@@ -83,3 +86,37 @@ async def test_head_that_never_comes_ends_the_connection(
     monkeypatch.setattr(router.http_protocol, "HEAD_TIMEOUT_S", 0.05)
 
     assert (await talk(address, start)).count(b"HTTP/1.1 200 OK") == (1 if len(start) > 20 else 0)
+
+
+def _no_app(*_: object) -> None: ...
+
+
+class _Transport(asyncio.Transport):
+    """Of a client that takes nothing, until it is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted = asyncio.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        raise AssertionError("what waits to be written would keep it open")
+
+
+async def test_client_that_takes_no_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.http_protocol, "WRITE_TIMEOUT_S", 0.01)
+    protocol = BoundedHttpProtocol(uvicorn.Config(_no_app), ServerState(), {})
+    reading, stuck = _Transport(), _Transport()
+
+    protocol.connection_made(reading)
+    protocol.pause_writing()
+    protocol.resume_writing()
+    protocol.connection_lost(OSError())
+    protocol.connection_made(stuck)
+    protocol.pause_writing()
+
+    await asyncio.wait_for(stuck.aborted.wait(), 10)
+    assert not reading.aborted.is_set()
+    protocol.connection_lost(OSError())
