@@ -85,7 +85,9 @@ def read_generation_defaults(config: Mapping[str, Any], file: Path) -> Generatio
         sampling["temperature"] = 0.0
     for name, value in list(sampling.items()):
         try:
-            check_sampling(pb.SamplingParams(**{name: value}))
+            asked = pb.SamplingParams()
+            setattr(asked, name, value)
+            check_sampling(asked)
         except (InvalidRequestError, ValueError) as error:  # else every request that leaves it open would be refused
             logger.warning("%s: %s; ignored", file, error)
             del sampling[name]
