@@ -42,7 +42,7 @@ def apply(
 def scale(
     client: "ControlClient",
     model: Annotated[str, typer.Argument(help="What clients call it.")],
-    replicas: Annotated[int, typer.Argument(min=0, help="Replica groups.")],
+    replicas: Annotated[int, typer.Argument(min=0, max=2**31 - 1, help="Replica groups.")],
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
 ) -> None:

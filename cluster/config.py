@@ -85,12 +85,15 @@ class ClusterSpec:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 _SectionT = TypeVar("_SectionT", bound=_Section)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+
+MAX_REPLICAS = 4096
+"""Of a model: a mistyped number is refused, before the controller has made a group of each."""
 
 
 class ModelSection(_Section):
@@ -98,9 +101,10 @@ class ModelSection(_Section):
 
     path: str = DEFAULT_MODEL
     """A folder in Hugging Face layout, a packaged name or a hub id."""
-    name: str | None = None
-    """What clients call it; None: the last part of `path`."""
+    name: Annotated[str, Field(max_length=128, pattern=r"^[^\x00-\x20\x7f]*$")] | None = None
+    """What clients call it, no blanks in it; None: the last part of `path`."""
     replicas: Annotated[int, Field(ge=0)] = 1
+    """At most MAX_REPLICAS."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     expert_parallel: bool = False
@@ -129,7 +133,7 @@ class ModelSection(_Section):
     """Ray CPUs that each rank reserves, a fraction or a whole number; raise it to spread CPU replicas over nodes."""
     min_replicas: Annotated[int, Field(ge=0)] = 0
     """Bounds of `replicas`, for whoever changes it while the service runs."""
-    max_replicas: Annotated[int, Field(ge=1)] | None = None
+    max_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | None = None
     autoscaling: AutoscalerConfig | None = None
     """The number follows the load, from `replicas` on and inside of the bounds; null: it stays as it was said."""
     accelerator: str | None = None
@@ -201,10 +205,9 @@ class ModelSection(_Section):
 
 def check_replicas(section: ModelSection, replicas: int) -> None:
     """Raise ValueError when a model may not have so many replicas."""
-    least, most = section.min_replicas, section.max_replicas
-    if replicas < least or (most is not None and replicas > most):
-        bounds = f"{least} or more" if most is None else f"{least} to {most}"
-        raise ValueError(f"replicas is {replicas}; allowed: {bounds}")
+    least, most = section.min_replicas, section.max_replicas or MAX_REPLICAS
+    if not least <= replicas <= most:
+        raise ValueError(f"replicas is {replicas}; allowed: {least} to {most}")
 
 
 class RouterSection(_Section):
@@ -223,8 +226,8 @@ class RouterSection(_Section):
     num_routers: Annotated[int, Field(ge=1)] = 1
     """Processes that share `port` and `http_port`; each has a metrics port of its own, the first one `metrics_port`."""
     policy: PolicyName = PolicyName.PREFIX_AFFINITY
-    max_message_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
-    tokenizer_threads: Annotated[int, Field(ge=1)] = 2
+    max_message_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 << 20
+    tokenizer_threads: Annotated[int, Field(ge=1, le=1024)] = 2
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     unready_s: Annotated[float, Field(ge=0)] = 0.0
     admission: AdmissionConfig = AdmissionConfig()

@@ -35,6 +35,8 @@ def apply_file(client: ControlClient, path: Path, console: Console, *, dry_run: 
     """
     settings = load_cluster_file(path)
     build_spec(settings)  # a fault is told without a controller too
+    if "models" not in settings:  # an empty file would put the default model in place of everything
+        raise ClusterConfigError(f"{path}: no models; allowed: a file that names every model to be served")
     changes = client.apply(_with_absolute_paths(settings), dry_run=dry_run)
     for change in changes:
         _print_change(console, change)

@@ -3,6 +3,7 @@
 Imports no torch. Weights are checked by the ranks, which tell the controller what is wrong with them.
 """
 
+import errno
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -73,16 +74,21 @@ def _check_ports(spec: ClusterSpec) -> None:
         "controller.metrics_port": spec.control_metrics_port,
     }
     for name, port in ports.items():
-        if port and not _is_free(spec.host, port):
-            raise StartError(f"{name}: {port} on {spec.host} is taken; allowed: a free port, or 0 for any")
+        try:
+            _bind(spec.host, port or 0)
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) == errno.EADDRINUSE:
+                raise StartError(
+                    f"{name}: {port} on {spec.host} is taken; allowed: a free port, or 0 for any"
+                ) from error
+            raise StartError(
+                f"host: {spec.host!r} with {name} {port}: {error}; allowed: an address of this node"
+            ) from error
 
 
-def _is_free(host: str, port: int) -> bool:
+def _bind(host: str, port: int) -> None:
+    """Bind and let go. Raises OSError, or ValueError for a host that is no name."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
+        probe.bind((host, port))

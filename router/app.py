@@ -21,6 +21,7 @@ from router.config import RouterConfig
 from router.directory import Directory
 from router.dispatch import Dispatcher
 from router.errors import RouterConfigError
+from router.http_protocol import BoundedHttpProtocol
 from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
 from router.model_files import tokenizer_loader
@@ -226,7 +227,7 @@ class _HttpListener:
         settings = uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -106,7 +106,10 @@ def load_chat_template(
 def _find_source(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
     """Return the text, None where there is none, and where it was found."""
     if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8"), str(file)
+        try:
+            return file.read_text(encoding="utf-8"), str(file)
+        except ValueError as error:
+            raise ModelFilesError(f"{file} is not UTF-8: {error}") from error
     origin = f"chat_template of {folder / 'tokenizer_config.json'}"
     source = _choose(config.get("chat_template"), origin)
     if source is None and (file := folder / "chat_template.json").is_file():

@@ -13,6 +13,9 @@ from router.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_CACHE_SALT_CHARS = 1024
+MAX_MESSAGES = 8192
 MAX_LOGPROBS = 20
 MAX_REQUEST_ID_CHARS = 128
 
@@ -80,6 +83,11 @@ def check_call(call: GenerateCall) -> None:
             f"request_id has {len(call.request_id)} characters; allowed: at most {MAX_REQUEST_ID_CHARS}",
             field="request_id",
         )
+    if len(call.cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(
+            f"cache_salt has {len(call.cache_salt)} characters; allowed: at most {MAX_CACHE_SALT_CHARS}",
+            field="cache_salt",
+        )
     if call.messages is not None:
         check_chat(call.messages)
     elif not (call.text or call.token_ids):
@@ -94,6 +102,10 @@ def check_chat(messages: Sequence[ChatMessage]) -> None:
     """Check the form of a conversation; what roles it may hold in which order, the model's chat template says."""
     if not messages:
         raise InvalidRequestError("the chat has no messages; allowed: at least one", field="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"the chat has {len(messages)} messages; allowed: at most {MAX_MESSAGES}", field="messages"
+        )
     for i, message in enumerate(messages):
         if not message.role:
             raise InvalidRequestError(
@@ -126,6 +138,11 @@ def _check_stop(sampling: pb.SamplingParams) -> None:
     if len(sampling.stop) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
             f"stop has {len(sampling.stop)} strings; allowed: at most {MAX_STOP_STRINGS}", field="stop"
+        )
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(
+            f"stop_token_ids has {len(sampling.stop_token_ids)} ids; allowed: at most {MAX_STOP_TOKEN_IDS}",
+            field="stop_token_ids",
         )
     for stop in sampling.stop:
         if not 0 < len(stop) <= MAX_STOP_STRING_CHARS:

@@ -149,9 +149,9 @@ class Dispatcher:
             token_ids = await self._encode(tokenizer, prompt, add_special_tokens=True)
         max_context = await self._max_context(route)
         vocab_size = route.vocab_size or tokenizer.vocab_size
-        check_token_ids("token_ids", token_ids, vocab_size)
+        check_length(len(token_ids), call.sampling, max_context)  # before each of its ids is looked at
+        check_token_ids("prompt", token_ids, vocab_size)
         check_token_ids("stop_token_ids", call.sampling.stop_token_ids, vocab_size)
-        check_length(len(token_ids), call.sampling, max_context)
         sampling = complete_sampling(
             call.sampling,
             tokenizer.generation_defaults.sampling,

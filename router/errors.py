@@ -17,12 +17,24 @@ RouterError
 
 from grpc import StatusCode
 
+_MAX_END_CHARS = 300
+
 
 class RouterError(Exception):
-    """Base of everything the router raises on purpose; `code` and `http_status` are what its client sees."""
+    """Base of everything the router raises on purpose; `code` and `http_status` are what its client sees.
+
+    A message that quotes something long keeps its two ends. gRPC clients take at most 8 KiB of it, in which a character
+    may need twelve bytes; for a longer one they see RESOURCE_EXHAUSTED in place of `code`.
+    """
 
     code = StatusCode.INTERNAL
     http_status = 500
+
+    def __init__(self, message: str) -> None:
+        num_left_out = len(message) - 2 * _MAX_END_CHARS
+        if num_left_out > 0:
+            message = f"{message[:_MAX_END_CHARS]}... ({num_left_out} characters) ...{message[-_MAX_END_CHARS:]}"
+        super().__init__(message)
 
 
 class InvalidRequestError(RouterError):

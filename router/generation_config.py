@@ -7,13 +7,17 @@ file: a client of an API expects the former. End-of-sequence ids are the engine'
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from router.errors import ModelFilesError
+from weft.v1 import inference_pb2 as pb
+
+from router.convert import check_sampling
+from router.errors import InvalidRequestError, ModelFilesError
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +83,14 @@ def read_generation_defaults(config: Mapping[str, Any], file: Path) -> Generatio
         raise ModelFilesError(f"do_sample in {file} is {do_sample!r}; allowed: true, false")
     if not do_sample:
         sampling["temperature"] = 0.0
+    for name, value in list(sampling.items()):
+        try:
+            asked = pb.SamplingParams()
+            setattr(asked, name, value)
+            check_sampling(asked)
+        except (InvalidRequestError, ValueError) as error:  # else every request that leaves it open would be refused
+            logger.warning("%s: %s; ignored", file, error)
+            del sampling[name]
     for name, neutral in _NEUTRAL.items():
         if config.get(name) is not None and config[name] not in neutral:
             logger.warning("%s asks for %s %s, which is not served; ignored", file, name, config[name])
@@ -100,6 +112,6 @@ def _count(config: Mapping[str, Any], name: str, file: Path) -> int | None:
     value = _number(config, name, file)
     if value is None:
         return None
-    if value != int(value) or value < 0 or (name.startswith("max") and value == 0):
+    if not math.isfinite(value) or value != int(value) or value < 0 or (name.startswith("max") and value == 0):
         raise ModelFilesError(f"{name} in {file} is {value!r}; allowed: a whole number, none below 0, no maximum of 0")
     return int(value)

@@ -29,6 +29,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from router.call import Dispatch, GenerateDelta
+from router.convert import MAX_REQUEST_ID_CHARS
 from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
 from router.keys import KeyRing, Tenant
 from router.openai_render import (
@@ -56,6 +57,8 @@ _MAX_TIMEOUT_S = 1e9  # as the command line's for gRPC
 _DRAIN_FACTOR = 16
 """A body too long is read on to this many times the limit, and dropped: clients that are cut off while they still send
 see a broken connection, not the answer."""
+_MAX_REQUEST_ID_CHARS = MAX_REQUEST_ID_CHARS - 16
+"""Of the client's id: what is put around it, as in `chatcmpl-...-127`, has 13."""
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -162,10 +165,17 @@ class _Front:
     def _caller(self, request: Request) -> "_Caller":
         """Who asks, and what the headers say besides. Raises UnauthenticatedError, InvalidRequestError."""
         trace_context = read_context(request.headers.items()) if self._reads_trace_context else ()
+        tenant = self._identify(request)
+        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        if len(request_id) > _MAX_REQUEST_ID_CHARS:
+            raise InvalidRequestError(
+                f"X-Request-Id has {len(request_id)} characters; allowed: at most {_MAX_REQUEST_ID_CHARS}",
+                field="X-Request-Id",
+            )
         return _Caller(
-            tenant=self._identify(request),
+            tenant=tenant,
             trace_context=trace_context,
-            request_id=request.headers.get("x-request-id") or uuid.uuid4().hex,
+            request_id=request_id,
             timeout_s=_read_timeout(request.headers.get(_TIMEOUT_HEADER)),
         )
 

@@ -221,7 +221,7 @@ def _explain(message: str) -> tuple[str, str | None]:
     if missing:
         path = f"{path}.{missing[1]}" if path else missing[1]
         return f"{path} is missing; it is required", re.split(r"[.\[]", path)[0]
-    if not path:
+    if not path or path == "[...]":  # msgspec's name for a place that it does not know
         return f"the body is not what is allowed: {problem}", None
     return f"{path} has a value that is not allowed: {problem}", re.split(r"[.\[]", path)[0]
 
@@ -305,7 +305,7 @@ def _same_kind(prompt: list[Any], kind: type) -> list[Any]:
     for index, part in enumerate(prompt):
         if not isinstance(part, kind):
             raise InvalidRequestError(
-                f"prompt[{index}] is a {type(part).__name__} and prompt[0] a {kind.__name__}; allowed: one kind",
+                f"prompt[{index}] is of type {type(part).__name__} and prompt[0] of {kind.__name__}; allowed: one type",
                 field="prompt",
             )
     return prompt

@@ -3,6 +3,7 @@
 A thin transcoder: it turns wire messages into calls, deltas into wire messages, and errors into statuses.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable
 from contextlib import aclosing
@@ -203,10 +204,15 @@ async def _abort(context: _Context, error: RouterError) -> NoReturn:
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, OverloadedError):
         metadata = (("retry-after-ms", str(round(error.retry_after_s * 1000))),)
-    await context.abort(error.code, str(error), metadata)
+    try:
+        await context.abort(error.code, str(error), metadata)
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone
 
 
 async def _abort_unexpected(context: _Context, error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.InternalError):
+        raise asyncio.CancelledError from error  # the client has gone; anything else is a traceback in the log
     if isinstance(error, grpc.aio.BaseError):
         raise error  # the call is over already
     logger.error("a call failed unexpectedly", exc_info=error)

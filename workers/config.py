@@ -100,7 +100,7 @@ class ParallelConfig:
     expert_parallel: bool = False
     """Experts are divided over the tensor-parallel ranks, each whole; else every rank has a part of each."""
     one_shot_all_reduce: bool = False
-    """Small all-reduces of tensor-parallel ranks go through memory that they share, where GPUs and torch have that; not measured yet."""
+    """Small all-reduces of tensor-parallel ranks go through memory that they share, where GPUs and torch have that."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel"):

@@ -199,4 +199,5 @@ def _new_file(folder: Path, name: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise RecordingError(f"{folder}: {error.strerror or error}") from error
+    name = name.replace("/", "_")  # a model may be called owner/name
     return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{SUFFIX}"

@@ -50,6 +50,13 @@ def test_nothing_is_opened_unless_asked_for() -> None:
     assert RecordingConfig().open("tiny-0.1") is None
 
 
+def test_name_of_a_model_with_an_owner_is_one_file(tmp_path: Path) -> None:
+    recorder = RecordingConfig(folder=str(tmp_path)).open("owner/tiny-0.1")
+    assert recorder is not None
+    recorder.close()
+    assert recorder.path.parent == tmp_path
+
+
 def test_frames_of_a_process_that_dies_are_there_up_to_the_last_second(tmp_path: Path) -> None:
     now_s = 0.0
     recorder = Recorder(tmp_path / "file", max_bytes=1 << 20, clock=lambda: now_s)

@@ -174,6 +174,14 @@ def test_faulty_file_is_refused_before_anybody_is_asked(console: Console, tmp_pa
         apply_file(FakeClient().client, file, console, dry_run=False, wait_s=None)
 
 
+def test_file_without_models_is_refused(console: Console, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    for text in ("", "host: 127.0.0.1\n"):
+        file.write_text(text)
+        with pytest.raises(ClusterConfigError, match="no models; allowed: a file that names every model"):
+            apply_file(FakeClient().client, file, console, dry_run=False, wait_s=None)
+
+
 def test_settings_are_nested_and_read_as_yaml(tmp_path: Path) -> None:
     texts = ["cache.num_blocks=512", "dtype=float32", "cache.enable_prefix_caching=false", f"path={tmp_path}/."]
     assert parse_settings(texts) == {

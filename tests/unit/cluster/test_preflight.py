@@ -86,6 +86,13 @@ def test_taken_port_is_named(folder: Path, section: tuple[str, str]) -> None:
             check_spec(wanted)
 
 
+@pytest.mark.parametrize("host", ["256.1.1.1", "no\nhost", "a" * 100])
+def test_host_that_is_none_of_this_node_is_named(folder: Path, host: str) -> None:
+    wanted = build_spec({"models": [{"path": str(folder)}], "host": host, **ANY_PORTS})
+    with pytest.raises(StartError, match=r"^host: .* with router\.port 0: .*allowed: an address of this node"):
+        check_spec(wanted)
+
+
 def test_check_costs_no_torch_and_no_ray() -> None:
     code = "import sys, cluster.preflight, cluster.cli; print({'torch', 'ray'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

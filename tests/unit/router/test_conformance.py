@@ -147,7 +147,7 @@ async def test_request_id_is_the_one_that_the_client_chose(name: str) -> None:
         assert answer.request_id in ("order-7", "cmpl-order-7")
         assert f"/{answer.request_id}" in a.submits[0].request_id
         request.request_id = "x" * 129
-        with pytest.raises(RefusedError, match=r"request_id has 1\d\d characters; allowed: at most 128") as error:
+        with pytest.raises(RefusedError, match=r"(?i)request.id has 129 characters; allowed: at most 1") as error:
             await ask(fronts[name], request)
         assert error.value.code is StatusCode.INVALID_ARGUMENT
 
@@ -268,6 +268,10 @@ BAD_REQUESTS = {
     "unknown model": (
         pb.GenerateRequest(model="gpt", text="hi"), StatusCode.NOT_FOUND, "model is 'gpt'; served: 'tiny'",
     ),
+    "unknown model with a long name": (
+        pb.GenerateRequest(model="g" * 2000, text="hi"), StatusCode.NOT_FOUND,
+        f"model is '{'g' * 290}... (1427 characters) ...{'g' * 283}'; served: 'tiny'",
+    ),
     "empty text": (text_request(""), None, "the prompt is empty; allowed: at least one token"),
     "no token ids": (ids(), None, "the prompt is empty; allowed: at least one token"),
     "no messages": (chat(), None, "the chat has no messages; allowed: at least one"),
@@ -276,6 +280,7 @@ BAD_REQUESTS = {
         "chat template knows, such as 'system', 'user' or 'assistant'",
     ),
     "strange role": (chat(("wizard", "hi")), None, "role is 'wizard'; allowed: system, user, assistant"),
+    "many messages": (chat(*[("user", "hi")] * 8193), None, "the chat has 8193 messages; allowed: at most 8192"),
     "too long": (
         ids(*[1] * 512), None, "the prompt has 512 tokens; allowed: at most 511, so that one more fits into the "
         "model's context of 512",
@@ -284,10 +289,12 @@ BAD_REQUESTS = {
         ids(1, 2, 3, max_tokens=510), None, "max_tokens is 510 after a prompt of 3 tokens; allowed: at most 509, what "
         "is left of the model's context of 512",
     ),
-    "id out of range": (ids(1, 300), None, "token_ids[1] is 300; allowed: 0 to 299, the model's vocabulary"),
+    "id out of range": (ids(1, 300), None, "prompt[1] is 300; allowed: 0 to 299, the model's vocabulary"),
     "stop id out of range": (
         hello(stop_token_ids=[900]), None, "stop_token_ids[0] is 900; allowed: 0 to 299, the model's vocabulary",
     ),
+    "many stop ids": (hello(stop_token_ids=[1] * 1025), None, "stop_token_ids has 1025 ids; allowed: at most 1024"),
+    "long salt": (hello(cache_salt="s" * 1025), None, "cache_salt has 1025 characters; allowed: at most 1024"),
     "temperature": (hello(temperature=-1), None, "temperature is -1.0; allowed: a finite number, at least 0"),
     "top_p 0": (hello(top_p=0), None, "top_p is 0.0; allowed: more than 0, at most 1"),
     "top_p 2": (hello(top_p=2), None, "top_p is 2.0; allowed: more than 0, at most 1"),

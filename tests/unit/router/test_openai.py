@@ -543,7 +543,7 @@ async def test_every_form_of_prompt(
         ({"prompt": ["a"] * 65, "n": 2}, "n", "make 130 choices; allowed: at most 128"),
         ({"prompt": []}, "prompt", "empty list"),
         ({"prompt": 3}, "prompt", "prompt has"),
-        ({"prompt": [1, "a"]}, "prompt", "prompt[1] is a str and prompt[0] a int"),
+        ({"prompt": [1, "a"]}, "prompt", "prompt[1] is of type str and prompt[0] of int"),
         ({"prompt": [-1]}, "prompt", "prompt[0] has"),
         ({"prompt": [2**32]}, "prompt", "<= 4294967295"),
         ({"stop": [1]}, "stop", "stop[0] has"),
@@ -603,6 +603,23 @@ async def test_chat_that_is_refused_names_the_field(
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert said in error["message"]
+
+
+@pytest.mark.parametrize("number", ["1e999", "9" * 5000])
+async def test_number_that_is_no_number_here_is_refused(http: httpx.AsyncClient, number: str) -> None:
+    response = await http.post("/v1/completions", content=b'{"prompt": "a", "foo": %s}' % number.encode())
+
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, None)
+    assert error["message"].startswith("the body is not what is allowed: ")
+    assert error["message"].endswith("out of range")
+
+
+async def test_long_request_id_is_refused_with_its_own_length(http: httpx.AsyncClient) -> None:
+    for num_chars, status in ((112, 200), (113, 400)):
+        response = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "i" * num_chars})
+        assert response.status_code == status
+    assert response.json()["error"]["message"] == "X-Request-Id has 113 characters; allowed: at most 112"
 
 
 async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient) -> None:

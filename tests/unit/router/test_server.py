@@ -11,6 +11,9 @@ from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
 from helpers.router_harness import RunningRouter, poll, prompt_ids, router_config, running_router, text_request
 from weft.v1 import inference_pb2 as pb
 
+from router.errors import DeadlineError
+from router.server import _abort, _abort_unexpected
+
 NAN = float("nan")
 
 
@@ -51,6 +54,19 @@ async def test_bad_input_is_refused_with_what_was_seen_and_what_is_allowed() -> 
         answer = await router.generate(text_request("hi"))
     assert answer.num_finished == 1, "bad requests disturb no good one"
     assert len(a.submits) == 1, "no bad request reaches a replica"
+
+
+class _GoneContext:
+    """Of a call whose client has gone."""
+
+    async def abort(self, *args: object) -> None:
+        raise grpc.aio.InternalError("execute_batch")
+
+
+async def test_error_that_no_client_is_there_to_read_ends_the_call_quietly() -> None:
+    for abort, error in ((_abort, DeadlineError("late")), (_abort_unexpected, grpc.aio.InternalError("write"))):
+        with pytest.raises(asyncio.CancelledError):  # what gRPC logs nothing of
+            await abort(_GoneContext(), error)  # type: ignore[arg-type]
 
 
 async def test_message_over_the_cap_is_refused() -> None:

@@ -267,6 +267,7 @@ def test_malformed_chat_is_refused(
         ({"tokenizer_config__json": "{"}, {}, "tokenizer_config.json is not JSON"),
         ({"generation_config__json": "[]"}, {}, "generation_config.json holds a list"),
         ({"generation_config__json": '{"top_p": "high"}'}, {}, "top_p in"),
+        ({"generation_config__json": '{"top_k": Infinity}'}, {}, "top_k in"),
         ({"chat_template__jinja": "{% if %}"}, {}, "chat_template.jinja does not compile"),
         ({}, {"chat_template": 3}, "chat_template of"),
         ({}, {"chat_template": [{"name": "tool_use", "template": "x"}]}, "one of them must be 'default'"),

@@ -204,6 +204,11 @@ def test_penalties_follow_their_definitions() -> None:
     assert logits.tolist() == [2.0, -2.0, 1.0, 0.5, 0.0]
 
 
+def test_the_least_repetition_penalty_keeps_logits_finite() -> None:
+    token = sample_one([1.0, 2.0, 3.0, -1.0], temperature=0.0, repetition_penalty=1e-45)  # the prompt is token 1
+    assert (token.token_id, token.error) == (1, None)
+
+
 def test_penalties_of_a_resumed_sequence_equal_those_kept_step_by_step() -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
     output = tuple(int(t) for t in torch.randint(0, 500, (300,), generator=torch.Generator().manual_seed(2)))

@@ -1,0 +1,125 @@
+"""HTTP/1.1 on one connection: uvicorn's, with bounds on what a client may send, or leave out, around bodies.
+
+What a request is and how it is answered is the application's business (openai.py), and so is the length of a body.
+"""
+
+import asyncio
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 << 10
+"""Of a request's line and headers that come in several reads; one read of the event loop, up to 256 KiB, may hold more.
+Trailers and what else is neither head nor body count too."""
+HEAD_TIMEOUT_S = 30.0
+"""From the connection, or from a request's first byte, to the end of its headers."""
+WRITE_TIMEOUT_S = 60.0
+"""A client that takes nothing of its answer for so long is cut off: it holds places that others wait for."""
+
+_TOO_LARGE = "The request's head is too large."
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Cuts off clients that send a head without end, or none, or take no answer; to an offered upgrade it is deaf."""
+
+    _is_in_head = True
+    _is_continuing = False
+    _num_head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._stop_head_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._unset_keepalive_if_required()
+        self._num_head_bytes += len(data)  # 0 again as soon as a head ends, or a part of a body
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._continue_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.logger.info("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+        else:
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response(_TOO_LARGE)
+            elif self._is_in_head and self._head_timer is None:
+                self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _continue_without_upgrade(self, rest: bytes) -> None:
+        """Read the body of a request that would rather speak HTTP/2, as Java's client does before it knows the server.
+
+        The parser takes what is behind the head for the other protocol. A new one gets a head that asks for none.
+        """
+        framing = (b"content-length", b"transfer-encoding", b"connection")
+        lines = [name + b": " + value for name, value in self.headers if name in framing]
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_continuing = True
+        self.parser.feed_data(b"\r\n".join((b"POST / HTTP/1.1", *lines, b"", b"")))
+        self._is_continuing = False
+        if rest:
+            self.data_received(rest)
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        self._is_in_head = True
+        if not self._is_continuing:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """See httptools."""
+        if not self._is_continuing:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools."""
+        if not self._is_continuing:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        self._is_in_head = False
+        self._num_head_bytes = 0
+        self._stop_head_timer()
+        if not self._is_continuing:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """See httptools."""
+        self._num_head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        if not self.parser.should_upgrade():  # else the body is still to come
+            super().on_message_complete()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
