@@ -52,7 +52,7 @@ class Cluster:
             client.wait_ready(RECOVERY_TIMEOUT_S, replicas=self.num_replicas)
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = RECOVERY_TIMEOUT_S) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = RECOVERY_TIMEOUT_S) -> None:
     """Poll a condition; fail when it does not come true in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
