@@ -92,6 +92,8 @@ def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:
     if options.has_deadlines or len(options.policies) > 1:
         raise BenchConfigError("--deadlines, or more than one --policy; allowed: without --replicas")
     assert flags.replicas is not None
+    autoscaling = _parse_autoscaling(flags)
+    most_replicas = flags.replicas if autoscaling is None else autoscaling.max_replicas
     scheduler = SchedulerConfig(
         policy=options.policies[0],
         max_num_seqs=options.num_seqs,
@@ -109,9 +111,9 @@ def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:
         max_in_flight=flags.max_in_flight,
         fleet=FleetSettings(
             replicas=flags.replicas,
-            autoscaling=_parse_autoscaling(flags),
+            autoscaling=autoscaling,
             start_s=flags.start_time,
-            failures=tuple(_parse_failure(each) for each in flags.fail or ()),
+            failures=tuple(_parse_failure(each, most_replicas) for each in flags.fail or ()),
         ),
         replica=ReplicaSettings(
             scheduler=scheduler,
@@ -149,14 +151,15 @@ def _parse_autoscaling(flags: ClusterFlags) -> Autoscaling | None:
     return Autoscaling(rules=rules, min_replicas=int(least), max_replicas=int(most))
 
 
-def _parse_failure(text: str) -> tuple[float, int]:
+def _parse_failure(text: str, most_replicas: int) -> tuple[float, int]:
     seconds, _, replica = text.partition(":")
     try:
         time_s, number = float(seconds), int(replica)
     except ValueError:
         time_s, number = -1.0, -1
-    if not (0 <= time_s < 1e9 and number >= 0):
-        raise BenchConfigError(f"--fail is {text!r}; allowed: seconds:replica, such as 60:1; the first replica is 0")
+    if not (0 <= time_s < 1e9 and 0 <= number < most_replicas):
+        allowed = f"seconds:replica, such as 60:0; replicas are 0 to {most_replicas - 1}"
+        raise BenchConfigError(f"--fail is {text!r}; allowed: {allowed}")
     return time_s, number
 
 

@@ -6,6 +6,7 @@ Only what was started here is ended. `ray stop` is never called, for it would en
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from cluster.errors import RayError
 from workers.cores import give_way
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through Ray; the least it takes is about 75 MB
+
+_JOIN_TIMEOUT_S = 10.0
 
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Ray replaces 127.0.0.1 by an outside address on Linux; the rest of 127.0.0.0/8 is loopback as well, and is kept."""
@@ -68,9 +71,17 @@ def join_ray(address: str, *, log_to_driver: bool) -> None:
     """Connect to a running Ray cluster. Raises RayError."""
     _quieten()
     try:
+        _check_reachable(address)
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver, logging_level=logging.ERROR)
     except Exception as error:  # as above
         raise RayError(f"the Ray cluster at {address!r} cannot be joined: {error}") from error
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError or ValueError when nothing listens at host:port, where ray.init would go on trying for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon:  # else "auto", or whatever Ray makes of it
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_JOIN_TIMEOUT_S).close()
 
 
 def leave_ray() -> None:

@@ -232,6 +232,8 @@ def test_every_routing_policy_is_simulated_unless_told_otherwise() -> None:
         (["--replicas", "2", "--autoscale", "0:4"], "'0:4'; allowed: least:most replicas"),
         (["--replicas", "9", "--autoscale", "2:4"], "--replicas is 9; allowed with this --autoscale: 2 to 4"),
         (["--replicas", "2", "--fail", "soon:1"], "'soon:1'; allowed: seconds:replica"),
+        (["--replicas", "2", "--fail", "1:2"], "'1:2'; allowed: seconds:replica, such as 60:0; replicas are 0 to 1"),
+        (["--replicas", "2", "--autoscale", "1:3", "--fail", "1:3"], "replicas are 0 to 2"),
         (["--replicas", "2", "--policy", "fcfs,mlfq"], "more than one --policy; allowed: without --replicas"),
     ],
 )
