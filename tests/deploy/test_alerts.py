@@ -14,7 +14,7 @@ def test_rules_and_alerts_pass_promtool() -> None:
         ("check", "rules", "recording.yml", "alerts.yml"),
         ("test", "rules", "alerts_test.yml"),
     ):
-        done = subprocess.run([promtool, *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([promtool, *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -233,7 +233,7 @@ def run(host: Host, *command: str, **environment: str) -> "subprocess.CompletedP
 
 def attempt(host: Host, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = tuple(host.command(*command, **_environment(), **environment))
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def _fetch(url: str) -> list[str]:

@@ -43,7 +43,7 @@ def _check_in_group(pool: GlooPool, name: str, *, expert_parallel: bool) -> None
         pp=2,
     )
     config = replace(config, parallel=replace(config.parallel, expert_parallel=expert_parallel))
-    written = in_group(pool, config, _run, timeout_s=60)
+    written = in_group(pool, config, _run, timeout_s=200)
     original = load_original(tiny_model(name))
     torch.set_num_threads(1)  # two would wait for each other where other processes want the cores
     for prompt, token_ids in zip(PROMPTS[:1] + PROMPTS, written, strict=True):

@@ -16,7 +16,7 @@ from cluster.service import Service
 from router.tls import InnerTls
 
 REPLICAS = 2
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 
 
 @pytest.fixture(scope="session")

@@ -13,14 +13,14 @@ from weft.v1 import control_pb2
 
 from router.client import Client
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 QUICK = {"target_requests": 1, "window_s": 1, "upscale_delay_s": 2, "downscale_delay_s": 3, "idle_s": 4}
 
 
 def weft(cluster: Cluster, *arguments: str) -> str:
     command = [sys.executable, "-m", "cluster.cli", *arguments, *cluster.control_flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -19,7 +19,7 @@ from weft.v1.replica_pb2_grpc import ReplicaStub
 
 from router.client import Client
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 READY = control_pb2.GROUP_STATE_READY
 TEXT = (
@@ -87,7 +87,7 @@ async def test_streams_outlive_a_lost_rank_and_the_group_comes_back(
     after = cluster.groups()[0]
     assert after.restarts == before.restarts + 1
     assert after.replica_id != before.replica_id
-    wait_until(lambda: not any(is_running(each.pid) for each in before.ranks), "old ranks ended", timeout_s=15)
+    wait_until(lambda: not any(is_running(each.pid) for each in before.ranks), "old ranks ended", timeout_s=60)
     # The new formation gives the same tokens.
     again = await ask_together(cluster.grpc_address, LONG)
     assert [completion.token_ids for completion in again] == long_alone
@@ -128,7 +128,7 @@ def test_cancelled_stream_frees_its_blocks(cluster: Cluster) -> None:
             for seen in map(scrape, metrics)
         )
 
-    wait_until(is_idle, "blocks freed", timeout_s=10.0)
+    wait_until(is_idle, "blocks freed", timeout_s=60)
     aborted = sum(scrape(address)["weft_requests_finished_total"] for address in metrics)
     assert aborted >= 1
 
@@ -229,7 +229,7 @@ def test_openai_package_talks_to_the_http_front(cluster: Cluster) -> None:
 
 def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cluster.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_only_ranks_carry_torch_and_ray_has_no_process_without_a_use(cluster: Cluster) -> None:
@@ -278,8 +278,8 @@ def test_stop_ends_the_service(cluster: Cluster) -> None:
     pids = [rank.pid for group in cluster.groups() for rank in group.ranks]
     done = weft("stop", *cluster.control_flags, "--grace", "5")
     assert (done.returncode, done.stdout) == (0, "Stopped.\n")
-    wait_until(lambda: cluster.service.wait_stopped(timeout_s=0.1), "controller ended", timeout_s=15)
-    wait_until(lambda: not any(is_running(pid) for pid in pids), "ranks ended", timeout_s=15)
+    wait_until(lambda: cluster.service.wait_stopped(timeout_s=0.1), "controller ended", timeout_s=60)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "ranks ended", timeout_s=60)
     assert "no controller answers" in weft("status", *cluster.control_flags).stderr
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(700)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,7 @@ def test_pipeline_over_nodes_moves_off_a_drained_node_and_what_fits_nowhere_says
         [sys.executable, "-m", "helpers.node_cluster"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": roots},

@@ -22,14 +22,14 @@ from helpers.live_cluster import Ask, ask_together, scrape, wait_until
 from router.client import Client
 from router.client_values import Options, UnavailableError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 WEFT = (sys.executable, "-m", "cluster.cli")
 ANY_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
 
 
 def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run((*WEFT, *arguments), capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run((*WEFT, *arguments), capture_output=True, text=True, timeout=240, check=False)
 
 
 def free_port() -> int:
@@ -45,7 +45,7 @@ def nothing_left() -> Iterator[set[int]]:
     pids: set[int] = set()
     yield pids
     assert pids, "the test has noted no process"
-    wait_until(lambda: not any(runs(pid) for pid in pids), f"processes ended ({pids})", timeout_s=20)
+    wait_until(lambda: not any(runs(pid) for pid in pids), f"processes ended ({pids})", timeout_s=60)
 
 
 def runs(pid: int) -> bool:
@@ -110,7 +110,7 @@ def foreground_service(*arguments: str, number: signal.Signals) -> Iterator[str]
                 yield shown
             finally:
                 process.send_signal(number)
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=120) == 0
             assert process.stdout.read().splitlines()[-1] == "Stopped."
 
 
@@ -137,7 +137,7 @@ def test_routers_share_their_ports_and_one_outlives_the_other(model_folder: Path
             ask_both_fronts()
             return len(pages) == 2 and all(scrape(page).get("weft_router_requests_total") for page in pages)
 
-        wait_until(have_both_served, "both routers had requests", timeout_s=30)
+        wait_until(have_both_served, "both routers had requests", timeout_s=60)
         before = json.loads(weft("status", "--json", "--control", control).stdout)["routers"]
         os.kill(before[0]["pid"], signal.SIGKILL)
         with suppress(UnavailableError):  # of a connection to a process that is just ending

@@ -14,7 +14,7 @@ from cluster.service import Service
 from router.client import AsyncClient, Client, Completion
 from router.client_values import Collector, Options
 
-RECOVERY_TIMEOUT_S = 90.0
+RECOVERY_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

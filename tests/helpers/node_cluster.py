@@ -36,7 +36,7 @@ def start_nodes() -> RayCluster:
 
 def operate(service: Service, settings: dict[str, Any], told: dict[str, Any]) -> None:
     """Serve, drain a node under a request, then want what no node can hold."""
-    service.wait_ready(timeout_s=90)
+    service.wait_ready(timeout_s=240)
     status = service.status()
     told["nodes_before"] = [rank.node for rank in status.models[0].groups[0].ranks]
     drained = told["drained"] = told["nodes_before"][1]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 120.0
 
 
 def find_tool(name: str) -> str:

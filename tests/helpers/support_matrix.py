@@ -26,7 +26,7 @@ _OPTION_TEST = re.compile(r"option\w*_equals_transformers\[(?P<name>[a-z0-9_]+)-
 def collect_test_ids() -> list[str]:
     """The ids of all tests that compare a tiny model with its original."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", PROOF]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=240)
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=600)
     return [line for line in result.stdout.splitlines() if "::" in line]
 
 

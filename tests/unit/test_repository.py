@@ -30,7 +30,7 @@ def run_buf(*arguments: str, folder: Path = REPOSITORY) -> subprocess.CompletedP
     buf = shutil.which("buf") or shutil.which("buf", path=REPOSITORY / "node_modules/.bin")
     if buf is None:
         pytest.skip("needs buf, which `make test` installs where npm is present")
-    return subprocess.run([buf, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run([buf, *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("arguments", [["lint"], ["format", "--diff", "--exit-code"]], ids=["lint", "format"])

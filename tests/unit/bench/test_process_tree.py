@@ -40,7 +40,7 @@ def test_command_is_run_and_reported() -> None:
         [sys.executable, "-m", "bench.process_tree", "--interval", "0.02", "--", sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
         cwd=Path(__file__).parents[3],
     )

@@ -9,7 +9,7 @@ HEAVY = ("torch", "ray", "transformers", "matplotlib", "pandas")
 def imported(*modules: str) -> set[str]:
     """Which heavy packages a fresh process has after importing these modules."""
     probe = f"import sys, {', '.join(modules)}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=240, check=True)
     return set(done.stdout.split())
 
 

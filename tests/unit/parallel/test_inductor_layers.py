@@ -268,7 +268,7 @@ def start(folder: Path) -> Any:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=200,
+        timeout=600,
     )
     return eval(done.stdout.splitlines()[-1])
 

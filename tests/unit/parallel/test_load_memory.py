@@ -96,7 +96,7 @@ def test_peak_is_the_ranks_own_weights_and_a_tenth(
     arguments = [models / f"small-{form}", models / f"{name}-{form}", str(tp_size), dtype]
     command = [sys.executable, "-c", RANK, *arguments]
 
-    result = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=300)
 
     seen = json.loads(result.stdout)
     itemsize = getattr(torch, dtype).itemsize
