@@ -21,7 +21,7 @@ from router.config import RouterConfig
 from router.directory import Directory
 from router.dispatch import Dispatcher
 from router.errors import RouterConfigError
-from router.http_protocol import BoundedHttpProtocol
+from router.http_protocol import bounded_protocol
 from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
 from router.model_files import tokenizer_loader
@@ -227,7 +227,7 @@ class _HttpListener:
         settings = uvicorn.Config(
             app,
             loop="none",
-            http=BoundedHttpProtocol,
+            http=bounded_protocol(router.clients),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -104,7 +104,7 @@ class ProtocolError(RouterError):
     """A replica broke the rules of replica.proto; its stream is closed and dialled anew."""
 
 
-class RouterConfigError(RouterError):
+class RouterConfigError(RouterError, ValueError):
     """A setting is out of range, or a listener's port is taken."""
 
 
