@@ -159,6 +159,7 @@ def _listen_grpc(
         shares_port=config.shares_ports,
         tls=config.tls,
         keys=keys,
+        write_timeout_s=config.clients.write_timeout_s,
         reads_trace_context=reads_trace_context,
     )
 
