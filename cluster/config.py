@@ -25,6 +25,7 @@ from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from router.config import (
     AdmissionConfig,
     BreakerConfig,
+    ClientConfig,
     FailoverConfig,
     LinkConfig,
     MetricsConfig,
@@ -231,6 +232,7 @@ class RouterSection(_Section):
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     unready_s: Annotated[float, Field(ge=0)] = 0.0
     admission: AdmissionConfig = AdmissionConfig()
+    clients: ClientConfig = ClientConfig()
     prefix: PrefixPolicyConfig = PrefixPolicyConfig()
     breaker: BreakerConfig = BreakerConfig()
     link: LinkConfig = LinkConfig()

@@ -67,14 +67,15 @@ class RouterProcess:
         """Let the router finish its requests, at most `grace_s`, and end it."""
         self.lifecycle.drain(self._clock())
         self._on_change()
-        if self._task is not None:
+        task = self._task  # another `stop` may end it meanwhile
+        if task is not None:
             if self._place is not None:
                 asked = asyncio.ensure_future(_await(self._actor.stop.remote()))
                 # Whether it answers does not matter: it may die or hang now too.
                 asked.add_done_callback(lambda done: done.cancelled() or done.exception())
-                await asyncio.wait([self._task], timeout=grace_s)
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+                await asyncio.wait([task], timeout=grace_s)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         self._task = self._place = None
         self.lifecycle.stopped(self._clock())
 

@@ -1,5 +1,6 @@
 """`weft serve`: brings a service up, says where it is, and stays until it is stopped; or leaves it behind."""
 
+import logging
 import shlex
 import signal
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any, cast
 
 import msgspec
 from rich.console import Console
@@ -26,6 +27,8 @@ from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.status_view import ChangeView, StartView, bounds
 from router.tls import InnerTls
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _WATCH_S = 2.0  # each look costs the controller some milliseconds of the cores that compute
@@ -58,6 +61,7 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
 
 
 def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None:
+    console.file = cast("IO[str]", _LastingOutput(console.file))
     try:
         with StartView(console) as view:
             service.wait_ready(on_status=view.show)
@@ -75,6 +79,34 @@ def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None
             service.shut_down(grace_s)
     if stays:
         console.print("Stopped.")
+
+
+class _LastingOutput:
+    """What cannot be written, on a full disk or to a pipe that nobody reads, is lost; whoever writes goes on."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._has_told = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> None:
+        with self._going_on():
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with self._going_on():
+            self._file.flush()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._has_told:
+                logger.warning("output is lost: %s; the service goes on", error.strerror or error)
+            self._has_told = True
 
 
 def serve_in_background(

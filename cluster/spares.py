@@ -143,6 +143,7 @@ def add_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, 
     _end_others()
     place = _place(node_id, kind)
     before = float(read_note(f"{place}until") or 0)
+    # By the wall clock, which is all that two machines share; where it is set anew, spares end early or late.
     leave_note(f"{place}until", f"{max(before, time.time() + lifetime_s):.0f}")
     begun, most = len(_begun(place)), count if most is None else most
     leave_note(f"{place}most", str(most))

@@ -93,6 +93,8 @@ class WantedState:
             clock: monotonic seconds.
         """
         self._saved = saved
+        self._is_saved = False
+        """Not what the controller before has changed in it, the count of restarts."""
         self._routers = routers
         self._form = form
         self._save_state = save
@@ -135,7 +137,7 @@ class WantedState:
         for group in self._groups:
             group.observe()  # before anything is planned: a group that has just died is no reason to let another go
         self._groups = [group for group in self._groups if not group.is_gone]
-        if self._plan() or len(self._groups) != num_groups:
+        if self._plan() or len(self._groups) != num_groups or not self._is_saved:
             self._save()
         for group in self._groups:
             group.reconcile()
@@ -391,3 +393,4 @@ class WantedState:
             drained_nodes=tuple(sorted(self._drained_nodes)),
         )
         self._save_state(self._saved)
+        self._is_saved = True

@@ -21,7 +21,7 @@ from router.config import RouterConfig
 from router.directory import Directory
 from router.dispatch import Dispatcher
 from router.errors import RouterConfigError
-from router.http_protocol import BoundedHttpProtocol
+from router.http_protocol import bounded_protocol
 from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
 from router.model_files import tokenizer_loader
@@ -159,6 +159,7 @@ def _listen_grpc(
         shares_port=config.shares_ports,
         tls=config.tls,
         keys=keys,
+        write_timeout_s=config.clients.write_timeout_s,
         reads_trace_context=reads_trace_context,
     )
 
@@ -227,7 +228,7 @@ class _HttpListener:
         settings = uvicorn.Config(
             app,
             loop="none",
-            http=BoundedHttpProtocol,
+            http=bounded_protocol(router.clients),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -33,6 +33,23 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """How long a client may take; one that takes longer is cut off, for it holds what others wait for."""
+
+    head_timeout_s: float = 30.0
+    """HTTP: from the connection, or from a request's first byte, to the end of its headers."""
+    body_timeout_s: float = 120.0
+    """HTTP: from there to the end of its body; a body of 4 MiB needs 280 kbit/s for it."""
+    write_timeout_s: float = 60.0
+    """It takes nothing of its answer for so long."""
+
+    def __post_init__(self) -> None:
+        _at_least("head_timeout_s", self.head_timeout_s, 0.001)
+        _at_least("body_timeout_s", self.body_timeout_s, 0.001)
+        _at_least("write_timeout_s", self.write_timeout_s, 0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixPolicyConfig:
     """What the prefix-affinity policy weighs; everything is counted in prompt tokens of work."""
 
@@ -198,6 +215,7 @@ class RouterConfig:
     """Before that: how long it still takes requests while it says already that it is not ready, so that load balancers
     notice in time."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    clients: ClientConfig = field(default_factory=ClientConfig)
     prefix: PrefixPolicyConfig = field(default_factory=PrefixPolicyConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     link: LinkConfig = field(default_factory=LinkConfig)

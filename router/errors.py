@@ -8,6 +8,7 @@ RouterError
 │   └── RateLimitedError                                an API key has used its rate
 ├── NoReplicaError           UNAVAILABLE          503   no replica is ready for the model
 ├── DeadlineError            DEADLINE_EXCEEDED    504   the client's deadline passed
+├── SlowClientError          CANCELLED            -     the client takes nothing of its answer; over HTTP it is cut off
 ├── ReplicaFailedError       INTERNAL             500   replicas failed, and so did the retries elsewhere
 ├── RequestFailedError       INTERNAL             500   this request failed in the engine
 ├── ProtocolError            (stays inside)             a replica broke the rules of replica.proto
@@ -92,6 +93,12 @@ class DeadlineError(RouterError):
     http_status = 504
 
 
+class SlowClientError(RouterError):
+    """The client takes nothing of its answer."""
+
+    code = StatusCode.CANCELLED
+
+
 class ReplicaFailedError(RouterError):
     """Replicas failed under the request, and so did the attempts to continue it elsewhere."""
 
@@ -104,7 +111,7 @@ class ProtocolError(RouterError):
     """A replica broke the rules of replica.proto; its stream is closed and dialled anew."""
 
 
-class RouterConfigError(RouterError):
+class RouterConfigError(RouterError, ValueError):
     """A setting is out of range, or a listener's port is taken."""
 
 

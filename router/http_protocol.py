@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection: uvicorn's, with bounds on what a client may send, or leave out, around bodies.
+"""HTTP/1.1 on one connection: uvicorn's, with bounds on what a client may send around bodies, and on how long it takes.
 
 What a request is and how it is answered is the application's business (openai.py), and so is the length of a body.
 """
@@ -8,41 +8,47 @@ import asyncio
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.config import ClientConfig
+
 MAX_HEAD_BYTES = 64 << 10
 """Of a request's line and headers that come in several reads; one read of the event loop, up to 256 KiB, may hold more.
 Trailers and what else is neither head nor body count too."""
-HEAD_TIMEOUT_S = 30.0
-"""From the connection, or from a request's first byte, to the end of its headers."""
-WRITE_TIMEOUT_S = 60.0
-"""A client that takes nothing of its answer for so long is cut off: it holds places that others wait for."""
 
 _TOO_LARGE = "The request's head is too large."
+_TOO_SLOW = "The request's body did not come within {:g} s."
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Cuts off clients that send a head without end, or none, or take no answer; to an offered upgrade it is deaf."""
+    """Cuts off clients that send a head without end, or none, or too slow a body, or take no answer.
 
+    To an offered upgrade it is deaf.
+    """
+
+    limits = ClientConfig()
     _is_in_head = True
+    _is_in_body = False
     _is_continuing = False
     _num_head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
+        self._head_timer = self.loop.call_later(self.limits.head_timeout_s, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._stop_head_timer()
+        self._stop_body_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+        self._write_timer = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
@@ -64,7 +70,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response(_TOO_LARGE)
             elif self._is_in_head and self._head_timer is None:
-                self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+                self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self.transport.close)
+            elif self._is_in_body and self._body_timer is None:
+                self._start_body_timer()
 
     def _continue_without_upgrade(self, rest: bytes) -> None:
         """Read the body of a request that would rather speak HTTP/2, as Java's client does before it knows the server.
@@ -98,7 +106,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """See httptools."""
-        self._is_in_head = False
+        self._is_in_head, self._is_in_body = False, True
         self._num_head_bytes = 0
         self._stop_head_timer()
         if not self._is_continuing:
@@ -112,14 +120,40 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """See httptools."""
         if not self.parser.should_upgrade():  # else the body is still to come
+            self._is_in_body = False
+            self._stop_body_timer()
             super().on_message_complete()
+
+    def _start_body_timer(self) -> None:
+        self._body_timer = self.loop.call_later(self.limits.body_timeout_s, self._end_body)
+
+    def _end_body(self) -> None:
+        """Answer 408, where nothing is answered yet, and close."""
+        if self.pipeline:  # it is the router that does not read on: an answer before this one is not finished
+            self._start_body_timer()
+            return
+        if not self.cycle.response_started:
+            message = _TOO_SLOW.format(self.limits.body_timeout_s).encode()
+            head = b"HTTP/1.1 408 Request Timeout\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
+            self.transport.write(head + b"Content-Length: %d\r\n\r\n" % len(message) + message)
+        self.transport.close()
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _stop_body_timer(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+def bounded_protocol(limits: ClientConfig) -> type[BoundedHttpProtocol]:
+    """Return the class whose connections have these limits."""
+    return type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits})

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,7 +18,7 @@ from weft.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_
 
 from router.call import ChatMessage, Dispatch
 from router.convert import chat_messages, generate_call, generate_response
-from router.errors import InvalidRequestError, OverloadedError, RouterConfigError, RouterError
+from router.errors import InvalidRequestError, OverloadedError, RouterConfigError, RouterError, SlowClientError
 from router.keys import KeyRing, Tenant
 from router.spans import read_context
 from router.tls import TlsFiles, bind
@@ -36,9 +36,12 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServer(InferenceServicer):
     """Serves weft.v1.Inference."""
 
-    def __init__(self, dispatch: Dispatch, keys: KeyRing | None, *, reads_trace_context: bool = False) -> None:
+    def __init__(
+        self, dispatch: Dispatch, keys: KeyRing | None, *, write_timeout_s: float, reads_trace_context: bool
+    ) -> None:
         self._dispatch = dispatch
         self._keys = keys
+        self._write_timeout_s = write_timeout_s
         self._reads_trace_context = reads_trace_context
 
     async def Generate(  # type: ignore[override] # noqa: N802 - the stubs know no handler that writes to its context
@@ -52,9 +55,12 @@ class InferenceServer(InferenceServicer):
                 tenant=tenant,
                 trace_context=read_context(context.invocation_metadata() or ()) if self._reads_trace_context else (),
             )
-            async with aclosing(self._dispatch.generate(call)) as deltas:
+            async with (
+                _PatientWriter(context, self._write_timeout_s) as writer,
+                aclosing(self._dispatch.generate(call)) as deltas,
+            ):
                 async for delta in deltas:
-                    await context.write(generate_response(delta))
+                    await writer.write(generate_response(delta))
         except RouterError as error:
             await _abort(context, error)
         except Exception as error:
@@ -127,6 +133,48 @@ class InferenceServer(InferenceServicer):
         return self._keys.identify(authorization if isinstance(authorization, str) else None)
 
 
+class _PatientWriter:
+    """Writes the answer of one call while its client takes it; leaving it raises SlowClientError where it did not.
+
+    A write waits as long as the client's flow control wants. The one timer looks whether one does: a timer for each
+    token costs a tenth of the router's work.
+    """
+
+    def __init__(self, context: _Context, timeout_s: float) -> None:
+        self._context = context
+        self._timeout_s = timeout_s
+        self._scope = asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+        self._began_s: float | None = None
+        """When the write under way began."""
+
+    async def __aenter__(self) -> Self:
+        await self._scope.__aenter__()
+        self._timer = self._loop.call_later(self._timeout_s, self._look)
+        return self
+
+    async def __aexit__(self, *exception: Any) -> None:
+        self._timer.cancel()
+        try:
+            await self._scope.__aexit__(*exception)
+        except TimeoutError:
+            raise SlowClientError(f"the client took nothing of the answer for {self._timeout_s:g} s") from None
+
+    async def write(self, response: pb.GenerateResponse) -> None:
+        """Return when the client's side has taken the message, or has room for it."""
+        self._began_s = self._loop.time()
+        await self._context.write(response)
+        self._began_s = None
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        due_s = (now_s if self._began_s is None else self._began_s) + self._timeout_s
+        if due_s <= now_s:
+            self._scope.reschedule(now_s)
+        else:
+            self._timer = self._loop.call_at(due_s, self._look)
+
+
 class GrpcListener:
     """A gRPC server with the Inference service, health and reflection."""
 
@@ -140,6 +188,7 @@ class GrpcListener:
         shares_port: bool = False,
         tls: TlsFiles | None = None,
         keys: KeyRing | None = None,
+        write_timeout_s: float = 60.0,
         reads_trace_context: bool = False,
     ) -> None:
         """Bind. Raises RouterConfigError when the port is taken or TLS files cannot be used.
@@ -152,6 +201,7 @@ class GrpcListener:
             shares_port: others that say so too may listen on the port; the kernel divides connections among them.
             tls: None for plain text.
             keys: who may ask; health and reflection need no key. None: everybody.
+            write_timeout_s: a call whose client takes nothing of the answer for so long is ended.
             reads_trace_context: calls get the W3C trace context of their metadata.
         """
         self._server = grpc.aio.server(
@@ -164,7 +214,9 @@ class GrpcListener:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             )
         )
-        servicer = InferenceServer(dispatch, keys, reads_trace_context=reads_trace_context)
+        servicer = InferenceServer(
+            dispatch, keys, write_timeout_s=write_timeout_s, reads_trace_context=reads_trace_context
+        )
         add_InferenceServicer_to_server(servicer, self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # type: ignore[no-untyped-call]

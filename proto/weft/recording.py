@@ -9,6 +9,7 @@ Such a file holds what clients sent (token ids, request ids), so that only its o
 leaves a file that ends within a frame at worst; what comes before is whole.
 """
 
+import errno
 import logging
 import os
 import time
@@ -29,6 +30,7 @@ _MAGIC = "weft decisions"
 _MAX_LINE_BYTES = 80
 _LENGTH_BYTES = 4
 _BUFFER_BYTES = 1 << 16
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _KEEP_S = 1.0
 """Frames wait no longer than this for the next one to be written with it."""
 
@@ -59,8 +61,19 @@ class RecordingConfig:
             raise RecordingError(f"max_bytes is {self.max_bytes}; allowed: at least {1 << 16}")
 
     def open(self, name: str) -> "Recorder | None":
-        """Return a recorder with a new file; None where nothing is recorded. Raises RecordingError."""
-        return None if self.folder is None else Recorder(_new_file(Path(self.folder), name), max_bytes=self.max_bytes)
+        """Return a recorder with a new file; None where nothing is recorded, or the disk is full.
+
+        Raises RecordingError where it never could be.
+        """
+        if self.folder is None:
+            return None
+        try:
+            return Recorder(_new_file(Path(self.folder), name), max_bytes=self.max_bytes)
+        except RecordingError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
+                logger.warning("%s; decisions are not recorded", error)
+                return None
+            raise
 
 
 class FrameSink(Protocol):

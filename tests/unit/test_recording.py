@@ -1,6 +1,8 @@
 """Files of recorded decisions: bounded, private, whole up to where a process died, and refused when not understood."""
 
+import errno
 import logging
+import os
 import stat
 from pathlib import Path
 
@@ -105,6 +107,18 @@ def test_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: p
     assert [record.message.partition("ends: ")[2] for record in caplog.records] == [
         "No space left on device; decisions are no longer recorded"
     ]
+
+
+def test_disk_that_is_full_from_the_start_means_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert RecordingConfig(folder=str(tmp_path)).open("m") is None, "a rank that begins again has to serve"
+    (record,) = caplog.records
+    assert record.message.endswith(": No space left on device; decisions are not recorded")
 
 
 def test_files_that_are_not_understood_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""The repository's own promises: generated stubs are fresh, the protocol passes its linter and breaks no release."""
+"""The repository's own promises: stubs are fresh, the protocol breaks no release, the wall clock is for dates."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,28 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RELEASES = sorted((REPOSITORY / "proto/released").glob("*.binpb"))
+
+
+WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|today|utcnow)\b")
+READ_THE_WALL_CLOCK = {
+    "router/openai.py",  # `created` of an answer
+    "router/tokenizer.py",  # the date that chat templates write
+    "cluster/replica_spans.py",  # the beginning of a span
+    "cluster/spares.py",  # an end that other machines read
+    "cluster/status_view.py",  # the time in front of a line
+    "cluster/top.py",  # the time of a line of JSON
+}
+"""Whatever else reads it computes a duration or a deadline, which is wrong when the clock is set."""
+
+
+def test_only_dates_come_from_the_wall_clock() -> None:
+    files = [
+        path
+        for folder in ("proto/weft", "router", "cluster", "workers", "parallel")
+        for path in (REPOSITORY / folder).rglob("*.py")
+    ]
+    found = {path.relative_to(REPOSITORY).as_posix() for path in files if WALL_CLOCK.search(path.read_text())}
+    assert found == READ_THE_WALL_CLOCK
 
 
 def test_generated_stubs_are_those_of_the_protos(tmp_path: Path) -> None:

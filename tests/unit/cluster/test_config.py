@@ -121,6 +121,10 @@ def test_each_model_has_its_own_hash_key() -> None:
         ({"models": [{"name": "a b"}]}, 'models[0].name: "a b"; allowed: '),
         ({"models": [{"drain_timeout_s": float("inf")}]}, "models[0].drain_timeout_s: inf; allowed: a finite number"),
         ({"router": {"max_message_bytes": 2**31}}, "router.max_message_bytes: 2147483648; allowed: less than or equal"),
+        (
+            {"router": {"clients": {"body_timeout_s": 0}}},
+            "router.clients: body_timeout_s is 0.0; allowed: at least 0.001",
+        ),
         ({"models": [{"tensor_parallel": 0}]}, "models[0].tensor_parallel: 0; allowed: greater than or equal to 1"),
         ({"models": [{"num_threads": 1025}]}, "models[0].num_threads: 1025; allowed: less than or equal to 1024"),
         ({"models": [{"quantization": "int4"}]}, "models[0]: quantization is 'int4'; allowed: 'none', 'int8'"),

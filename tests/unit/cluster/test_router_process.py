@@ -31,10 +31,7 @@ async def _hangs() -> None:
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("answer", [_dies, _hangs])
-async def test_a_router_that_does_not_answer_is_stopped_all_the_same(
-    answer: Callable[[], Coroutine[Any, Any, None]],
-) -> None:
+def _running(actor: FakeActor, life: Coroutine[Any, Any, Any]) -> RouterProcess:
     router = RouterProcess(
         RouterConfig(control="127.0.0.1:1"),
         log_level="warning",
@@ -42,12 +39,41 @@ async def test_a_router_that_does_not_answer_is_stopped_all_the_same(
         clock=lambda: 0.0,
         on_change=lambda: None,
     )
-    router._actor = FakeActor(answer)
+    router._actor = actor
     router._place = RouterPlace(pid=1, grpc_address="", http_address=None, metrics_address=None)
-    router._task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+    router._task = asyncio.create_task(life)
+    return router
+
+
+@pytest.mark.parametrize("answer", [_dies, _hangs])
+async def test_a_router_that_does_not_answer_is_stopped_all_the_same(
+    answer: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    router = _running(FakeActor(answer), _hangs())
 
     async with asyncio.timeout(10):
         await router.stop(grace_s=0.05)
 
     assert router._task is None
     assert router.lifecycle.state is not GroupState.READY
+
+
+async def test_who_stops_a_router_that_is_being_stopped_sees_it_end() -> None:
+    is_ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def live() -> None:
+        try:
+            await _hangs()
+        finally:
+            is_ending.set()
+            await may_end.wait()
+
+    router = _running(FakeActor(_hangs), live())
+    async with asyncio.timeout(10), asyncio.TaskGroup() as stops:
+        stops.create_task(router.stop(grace_s=0.0))
+        await is_ending.wait()
+        stops.create_task(router.stop(grace_s=5.0))
+        await asyncio.sleep(0)
+        may_end.set()
+
+    assert router._task is None

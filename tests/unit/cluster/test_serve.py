@@ -1,8 +1,11 @@
 """`weft serve` in the foreground, around a service that is not there."""
 
+import errno
 import io
+import os
 from collections.abc import Callable
 
+import pytest
 from rich.console import Console
 from weft.v1 import control_pb2
 
@@ -36,6 +39,36 @@ def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     _run(service, Console(file=out), stays=True, grace_s=30.0)
     assert service.graces_s == [30.0]
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
+
+
+class ChangingService(InterruptedService):
+    """A router of it dies while it serves; then somebody presses Ctrl-C."""
+
+    num_looks = 0
+
+    def status(self) -> control_pb2.GetStatusResponse:
+        router = control_pb2.RouterStatus(router_id="router-0", alive=self.num_looks < 2)
+        return control_pb2.GetStatusResponse(routers=[router])
+
+    def wait_stopped(self, timeout_s: float) -> bool:
+        self.num_looks += 1
+        if self.num_looks > 2:
+            raise KeyboardInterrupt
+        return False
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_service_goes_on_where_nothing_can_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    service = ChangingService()
+    _run(service, Console(file=FullDisk()), stays=True, grace_s=30.0)
+    assert service.graces_s == [30.0], "it has served until it was stopped"
+    assert [record.getMessage() for record in caplog.records] == [
+        "output is lost: No space left on device; the service goes on"
+    ]
 
 
 def test_address_that_routers_share_is_told_once() -> None:

@@ -1,6 +1,6 @@
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,17 @@ async def test_routers_are_told_the_context_that_is_served(bench: Bench, wanted:
     assert [(model.name, model.max_context, model.path) for model in bench.state.models()] == [
         ("m", told, str(bench.folder))
     ]
+
+
+async def test_restarts_of_the_controller_are_counted_where_nothing_else_changes(bench: Bench) -> None:
+    await bench.apply({})
+    for restarts in (1, 2):
+        before = bench.saved
+        bench.saved = encode(replace(decode(bench.saved), num_restarts=restarts))
+        bench.restart()
+        bench.saved = before
+        bench.state.reconcile()
+        assert decode(bench.saved).num_restarts == restarts
 
 
 async def test_what_cannot_be_served_is_refused_and_changes_nothing(bench: Bench) -> None:

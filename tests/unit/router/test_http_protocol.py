@@ -1,8 +1,9 @@
-"""One HTTP connection: heads without end, heads that never come, and clients that would rather speak HTTP/2."""
+"""One HTTP connection: clients that send too much, too slowly or never, and clients that would rather speak HTTP/2."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
@@ -10,23 +11,34 @@ from helpers.fake_replica import FakeReplica
 from helpers.router_harness import router_config, running_router
 from uvicorn.server import ServerState
 
-import router.http_protocol
-from router.http_protocol import BoundedHttpProtocol
+from router.config import ClientConfig
+from router.http_protocol import bounded_protocol
 
 BODY = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
 LAST = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+CHUNKED_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+Address = tuple[str, int]
 
 
-@pytest.fixture
-async def address() -> AsyncIterator[tuple[str, int]]:
-    async with FakeReplica("a") as a, running_router(router_config(a.address, http_port=0)) as router:
+@asynccontextmanager
+async def listening(replica: FakeReplica, **limits: float) -> AsyncIterator[Address]:
+    config = router_config(replica.address, http_port=0, clients=ClientConfig(**limits))
+    async with running_router(config) as router:
         await router.wait_ready(1)
         host, _, port = (router.addresses.http or "").rpartition(":")
         yield host, int(port)
 
 
-async def talk(address: tuple[str, int], *parts: bytes) -> bytes:
+@pytest.fixture
+async def address() -> AsyncIterator[Address]:
+    async with FakeReplica("a") as a, listening(a) as bound:
+        yield bound
+
+
+async def talk(address: Address, *parts: bytes) -> bytes:
     """Send the parts, each as the server has taken the one before, and return all that comes until the end."""
     reader, writer = await asyncio.open_connection(*address)
     try:
@@ -41,9 +53,7 @@ async def talk(address: tuple[str, int], *parts: bytes) -> bytes:
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 @pytest.mark.parametrize("cut", [0, 5])
-async def test_request_that_offers_an_upgrade_is_served_as_it_is(
-    address: tuple[str, int], framing: str, cut: int
-) -> None:
+async def test_request_that_offers_an_upgrade_is_served_as_it_is(address: Address, framing: str, cut: int) -> None:
     if framing == "length":
         header, body = b"Content-Length: %d\r\n" % len(BODY), BODY
     else:
@@ -57,7 +67,7 @@ async def test_request_that_offers_an_upgrade_is_served_as_it_is(
     assert answer.endswith(b'{"status":"ok"}'), "the connection goes on in HTTP/1.1"
 
 
-async def test_request_without_body_that_offers_an_upgrade_is_served(address: tuple[str, int]) -> None:
+async def test_request_without_body_that_offers_an_upgrade_is_served(address: Address) -> None:
     answer = await talk(address, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + UPGRADE + b"\r\n" + LAST)
 
     assert answer.count(b"HTTP/1.1 200 OK") == 2
@@ -72,7 +82,7 @@ async def test_request_without_body_that_offers_an_upgrade_is_served(address: tu
     ],
     ids=["headers", "header", "trailers"],
 )
-async def test_head_without_end_is_cut_off(address: tuple[str, int], start: bytes) -> None:
+async def test_head_without_end_is_cut_off(address: Address, start: bytes) -> None:
     line = b"a" * 1000 if start.endswith(b"X: ") else b"X: " + b"a" * 1000 + b"\r\n"
     with pytest.raises(ConnectionError):
         await talk(address, start, *[line * 100] * 600)
@@ -80,12 +90,59 @@ async def test_head_without_end_is_cut_off(address: tuple[str, int], start: byte
 
 
 @pytest.mark.parametrize("start", [b"", b"GET /health HT", LAST.replace(b"close", b"keep-alive") + b"GET /hea"])
-async def test_head_that_never_comes_ends_the_connection(
-    address: tuple[str, int], start: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router.http_protocol, "HEAD_TIMEOUT_S", 0.05)
+async def test_head_that_never_comes_ends_the_connection(start: bytes) -> None:
+    async with FakeReplica("a") as a, listening(a, head_timeout_s=0.05) as address:
+        answer = await talk(address, start)
 
-    assert (await talk(address, start)).count(b"HTTP/1.1 200 OK") == (1 if len(start) > 20 else 0)
+    assert answer.count(b"HTTP/1.1 200 OK") == (1 if len(start) > 20 else 0)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(HEAD + BODY[:5],), (HEAD, BODY[:5]), (CHUNKED_HEAD, b"5\r\n" + BODY[:5] + b"\r\n")],
+    ids=["with the head", "length", "chunked"],
+)
+async def test_body_that_never_ends_is_refused_and_its_connection_closed(parts: tuple[bytes, ...]) -> None:
+    async with FakeReplica("a") as a, listening(a, body_timeout_s=0.05) as address:
+        answer = await talk(address, *parts)
+
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert answer.endswith(b"The request's body did not come within 0.05 s.")
+
+
+async def test_body_that_nobody_reads_keeps_no_connection_open() -> None:
+    async with FakeReplica("a") as a, listening(a, body_timeout_s=0.05) as address:
+        answer = await talk(address, HEAD.replace(b"completions", b"nothing") + BODY[:5])
+
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b"408" not in answer
+
+
+async def test_time_of_a_body_ends_with_the_body() -> None:
+    async with FakeReplica("a", paused=True) as a, listening(a, body_timeout_s=0.5) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(HEAD.replace(b"Host: x", b"Host: x\r\nConnection: close\r\nExpect: 100-continue"))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(BODY)
+        await a.wait_until(lambda: a.num_requests == 1)
+        assert b" 408 " in await talk(address, HEAD), "so long the first one waits for its answer"
+        a.resume()
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_body_behind_a_request_that_is_being_answered_has_time() -> None:
+    async with FakeReplica("a", paused=True) as a, listening(a, body_timeout_s=0.05) as address:
+        waiting = asyncio.create_task(talk(address, HEAD + BODY + HEAD))
+        await a.wait_until(lambda: a.num_requests == 1)
+        assert b" 408 " in await talk(address, HEAD)
+        a.resume()
+        answer = await waiting
+
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"HTTP/1.1 408 Request Timeout" in answer, "then the second one is to send its body"
 
 
 def _no_app(*_: object) -> None: ...
@@ -105,9 +162,8 @@ class _Transport(asyncio.Transport):
         raise AssertionError("what waits to be written would keep it open")
 
 
-async def test_client_that_takes_no_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.http_protocol, "WRITE_TIMEOUT_S", 0.01)
-    protocol = BoundedHttpProtocol(uvicorn.Config(_no_app), ServerState(), {})
+async def test_client_that_takes_no_answer_is_cut_off() -> None:
+    protocol = bounded_protocol(ClientConfig(write_timeout_s=0.01))(uvicorn.Config(_no_app), ServerState(), {})
     reading, stuck = _Transport(), _Transport()
 
     protocol.connection_made(reading)

@@ -10,7 +10,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
 from helpers.router_harness import RunningRouter, poll, prompt_ids, router_config, running_router, text_request
 from weft.v1 import inference_pb2 as pb
+from weft.v1.inference_pb2_grpc import InferenceStub
 
+from router.config import ClientConfig
 from router.errors import DeadlineError
 from router.server import _abort, _abort_unexpected
 
@@ -154,6 +156,33 @@ async def test_failed_request_says_why_and_others_go_on() -> None:
         assert (await router.generate(text_request("good"))).num_finished == 1
     assert error.value.code() is grpc.StatusCode.INTERNAL
     assert error.value.details() == "the sampler saw a NaN"
+
+
+async def test_client_that_does_not_read_is_given_up_and_one_that_waits_is_not() -> None:
+    window = (("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0))  # bytes that it takes before it reads
+    async with FakeReplica("a", paused=True) as a:
+        config = router_config(a.address, metrics_port=0, clients=ClientConfig(write_timeout_s=0.2))
+        async with (
+            running_router(config) as router,
+            grpc.aio.insecure_channel(router.addresses.grpc, window) as channel,
+        ):
+            await router.wait_ready(1)
+            waiting = asyncio.create_task(router.generate(text_request("waits")))
+            await a.wait_until(lambda: a.num_requests == 1)
+            stuck = InferenceStub(channel).Generate(text_request("does not read"))
+            await a.wait_until(lambda: a.num_requests == 2)
+            await a.step()
+            assert await stuck.read() is not grpc.aio.EOF
+            await a.step()
+            assert await router.outcomes(1) == {"cancelled": 1}
+            await a.wait_until(lambda: a.num_requests == 1)
+            a.resume()
+            assert (await waiting).num_finished == 1
+            assert await stuck.read() is not grpc.aio.EOF
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await stuck.read()
+    assert error.value.code() is grpc.StatusCode.CANCELLED
+    assert error.value.details() == "the client took nothing of the answer for 0.2 s"
 
 
 async def test_no_ready_replica_is_unavailable_after_a_bounded_wait() -> None:
