@@ -13,27 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from weft.recording import RecordingConfig
 
 from cluster.autoscaler import AutoscalerConfig
-from cluster.config_faults import describe_faults
 from cluster.defaults import DEFAULT_CONTROL_METRICS_PORT, DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
-from router.config import (
-    AdmissionConfig,
-    BreakerConfig,
-    ClientConfig,
-    FailoverConfig,
-    LinkConfig,
-    MetricsConfig,
-    PolicyName,
-    PrefixPolicyConfig,
-    RouterConfig,
-    TracingConfig,
-)
+from router.config import PolicyName, RouterConfig, TracingConfig
+from router.config_faults import describe_faults
+from router.settings import RouterSettings, Section
 from router.tls import InnerTls, TlsFiles
 from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from workers.errors import EngineConfigError
@@ -85,11 +75,7 @@ class ClusterSpec:
         return sum(model.replicas * model.engine.parallel.world_size for model in self.models)
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-_SectionT = TypeVar("_SectionT", bound=_Section)
+_SectionT = TypeVar("_SectionT", bound=Section)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -97,7 +83,7 @@ MAX_REPLICAS = 4096
 """Of a model: a mistyped number is refused, before the controller has made a group of each."""
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """One entry of `models`."""
 
     path: str = DEFAULT_MODEL
@@ -211,7 +197,7 @@ def check_replicas(section: ModelSection, replicas: int) -> None:
         raise ValueError(f"replicas is {replicas}; allowed: {least} to {most}")
 
 
-class RouterSection(_Section):
+class RouterSection(RouterSettings):
     """The front door."""
 
     port: Port = 50051
@@ -227,17 +213,8 @@ class RouterSection(_Section):
     num_routers: Annotated[int, Field(ge=1)] = 1
     """Processes that share `port` and `http_port`; each has a metrics port of its own, the first one `metrics_port`."""
     policy: PolicyName = PolicyName.PREFIX_AFFINITY
-    max_message_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 << 20
-    tokenizer_threads: Annotated[int, Field(ge=1, le=1024)] = 2
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     unready_s: Annotated[float, Field(ge=0)] = 0.0
-    admission: AdmissionConfig = AdmissionConfig()
-    clients: ClientConfig = ClientConfig()
-    prefix: PrefixPolicyConfig = PrefixPolicyConfig()
-    breaker: BreakerConfig = BreakerConfig()
-    link: LinkConfig = LinkConfig()
-    failover: FailoverConfig = FailoverConfig()
-    metrics: MetricsConfig = MetricsConfig()
 
     def to_config(
         self,
@@ -263,7 +240,7 @@ class RouterSection(_Section):
         )
 
 
-class ControllerSection(_Section):
+class ControllerSection(Section):
     """The controller's gRPC service, for `weft status`, `weft stop` and routers, and its metrics."""
 
     port: Port = DEFAULT_CONTROL_PORT
@@ -278,7 +255,7 @@ class ControllerSection(_Section):
         return DEFAULT_CONTROL_METRICS_PORT if self.port == DEFAULT_CONTROL_PORT else 0
 
 
-class RaySection(_Section):
+class RaySection(Section):
     """Which Ray cluster."""
 
     address: str | None = None
@@ -287,7 +264,7 @@ class RaySection(_Section):
     """Seconds that processes which are started ahead on a cluster that was joined wait for work; 0: there are none."""
 
 
-class ClusterFile(_Section):
+class ClusterFile(Section):
     """The whole YAML file."""
 
     models: Annotated[tuple[ModelSection, ...], Field(min_length=1)] = (ModelSection(),)

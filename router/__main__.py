@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -12,8 +13,9 @@ import uvloop
 from weft.recording import RecordingConfig
 
 from router.app import BoundAddresses, run_router
-from router.config import LinkConfig, MetricsConfig, PolicyName, RouterConfig, StaticModel, TraceProtocol, TracingConfig
+from router.config import PolicyName, RouterConfig, StaticModel, TraceProtocol, TracingConfig
 from router.errors import RouterConfigError, RouterError
+from router.settings import RouterSettings, parse_settings
 from router.tls import INNER_NAME, InnerTls, TlsFiles
 
 
@@ -63,6 +65,11 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", type=PolicyName, choices=list(PolicyName), default=PolicyName.PREFIX_AFFINITY, metavar="POLICY",
         help=f"one of {', '.join(PolicyName)} (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--settings", metavar="JSON", default="{}",
+        help=f"""further ones, such as '{{"admission": {{"max_queued": 64}}}}', as in the section router of a cluster
+        file (docs/operations.md): {", ".join(RouterSettings.model_fields)}""",
+    )  # fmt: skip
     parser.add_argument("--api-keys", metavar="FILE", help="API keys (see docs/security.md); default: none are needed")
     for prefix, what in (
         ("tls", "the gRPC and HTTP listeners"),
@@ -90,6 +97,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace) -> RouterConfig:
+    settings = _settings(options.settings)
+    inner_tls = InnerTls.from_flags(
+        options.inner_tls_cert, options.inner_tls_key, options.inner_tls_ca, options.inner_tls_name
+    )
+    fields = {name: getattr(settings, name) for name in RouterSettings.model_fields}
+    fields["link"] = dataclasses.replace(settings.link, tls=inner_tls)
+    if options.log_requests:
+        fields["metrics"] = dataclasses.replace(settings.metrics, log_requests=True)
     return RouterConfig(
         router_id=options.router_id,
         control=options.control,
@@ -100,20 +115,22 @@ def _config(options: argparse.Namespace) -> RouterConfig:
         metrics_port=None if options.metrics_port == -1 else options.metrics_port,
         api_keys=options.api_keys,
         tls=_tls(options),
-        link=LinkConfig(
-            tls=InnerTls.from_flags(
-                options.inner_tls_cert, options.inner_tls_key, options.inner_tls_ca, options.inner_tls_name
-            )
-        ),
         policy=options.policy,
-        metrics=MetricsConfig(log_requests=options.log_requests),
         tracing=TracingConfig(
             endpoint=options.trace_endpoint, protocol=options.trace_protocol, sample_ratio=options.trace_ratio
         ),
         recording=_recording(options.record_decisions),
         grace_s=options.grace,
         unready_s=options.unready,
+        **fields,
     )
+
+
+def _settings(text: str) -> RouterSettings:
+    try:
+        return parse_settings(text)
+    except RouterConfigError as error:
+        raise RouterConfigError(f"--settings: {error}") from error
 
 
 def _recording(folder: str | None) -> RecordingConfig:

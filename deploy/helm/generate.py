@@ -1,9 +1,10 @@
-"""Write what follows from the chart's values: the table in its README, and in its schema the settings of a model.
+"""Write what follows from the chart's values: the table in its README, and in its schema settings of the program.
 
     PYTHONPATH=.:proto python deploy/helm/generate.py [OUT]      OUT: another folder than the chart's, for the test
 
 A comment that begins with `# --` describes the value below it; other comments are for readers of values.yaml. What a
-model and an API key may set comes from the program's own types, so that the chart takes exactly what the program takes.
+model, a router and an API key may set comes from the program's own types, so that the chart takes exactly what the
+program takes.
 """
 
 import json
@@ -17,6 +18,7 @@ import yaml
 
 from cluster.config import ModelSection
 from router.keys import KeyEntry
+from router.settings import RouterSettings, Section
 
 CHART = Path(__file__).parent / "weft"
 BEGIN, END = "<!-- values: written by deploy/helm/generate.py -->", "<!-- end of values -->"
@@ -59,13 +61,18 @@ def described(values: str) -> Iterator[tuple[str, str, str]]:
 
 
 def schema(committed: dict[str, Any]) -> str:
-    """Return the schema with the settings of a model, and of an API key, as the program has them today."""
-    model = ModelSection.model_json_schema()
-    definitions = model.pop("$defs")
-    committed["properties"]["models"]["items"] = _inlined(model, definitions)
+    """Return the schema with the settings of a model, a router and an API key as the program has them today."""
+    committed["properties"]["models"]["items"] = _of(ModelSection)
+    router = committed["properties"]["router"]["properties"]
+    router["settings"] = _of(RouterSettings)
     (keys,), entry = msgspec.json.schema_components([KeyEntry])
-    committed["properties"]["router"]["properties"]["apiKeys"]["properties"]["keys"]["items"] = _inlined(keys, entry)
+    router["apiKeys"]["properties"]["keys"]["items"] = _inlined(keys, entry)
     return json.dumps(committed, indent=2) + "\n"
+
+
+def _of(section: type[Section]) -> Any:
+    found = section.model_json_schema()
+    return _inlined(found, found.pop("$defs"))
 
 
 def _comment_above(lines: list[str], line: int) -> str:

@@ -155,6 +155,14 @@ def test_requests_are_logged_and_decisions_recorded_where_wanted(is_on: bool) ->
     assert router.metrics.log_requests is spec.router.metrics.log_requests is is_on
 
 
+def test_further_settings_reach_routers_beside_ray_and_in_the_cluster_file() -> None:
+    values = ("admission.max_queued=7", "clients.write_timeout_s=5", "metrics.slo_ttft_s=3")
+    objects = render("router.logRequests=true", *(f"router.settings.{value}" for value in values))
+    for router in (router_config(objects), cluster_spec(objects).router):
+        assert (router.admission.max_queued, router.clients.write_timeout_s) == (7, 5.0)
+        assert (router.metrics.slo_ttft_s, router.metrics.log_requests) == (3.0, True)
+
+
 def test_inner_tls_is_the_same_for_all_who_speak_inside_the_cluster() -> None:
     objects = render(example="multi-node-pipeline")
     tls = cluster_spec(objects).inner_tls

@@ -100,7 +100,10 @@ def test_each_model_has_its_own_hash_key() -> None:
             {"modle": []},
             "modle: unknown key; allowed: models, host, router, controller, tracing, recording, inner_tls",
         ),
-        ({"router": {"prot": 1}}, "router.prot: unknown key; allowed: port, http_port, metrics_port, tls, api_keys"),
+        (
+            {"router": {"prot": 1}},
+            "router.prot: unknown key; allowed: max_message_bytes, tokenizer_threads",
+        ),
         ({"models": [{"tensor": 2}]}, "models[0].tensor: unknown key; allowed: path, name, replicas, tensor_parallel"),
         (
             {"models": [{}, {"cache": {"blocksize": 8}}]},

@@ -84,14 +84,19 @@ router:
   {{- if include "weft.keysSecret" . }}
   api_keys: /etc/weft-keys/keys.yaml
   {{- end }}
-  metrics:
-    log_requests: {{ .Values.router.logRequests }}
+  {{- include "weft.routerSettings" . | nindent 2 }}
 {{- if .Values.recordDecisions }}
 recording:
   folder: /tmp/weft-decisions
 {{- end }}
 models:
   {{- toYaml .Values.models | nindent 2 }}
+{{- end }}
+
+{{/* Settings that routers beside Ray and those of the cluster file have in common. */}}
+{{- define "weft.routerSettings" -}}
+{{- $own := dict "metrics" (dict "log_requests" .Values.router.logRequests) }}
+{{- mergeOverwrite $own (deepCopy .Values.router.settings) | toYaml }}
 {{- end }}
 
 {{- define "weft.podSecurityContext" -}}

@@ -1,0 +1,61 @@
+"""What `python -m router --settings` takes: the same as a cluster file, and no more."""
+
+import json
+
+import pytest
+
+from cluster.config import RouterSection, build_spec
+from router.__main__ import _config, _parser
+from router.config import AdmissionConfig, RouterConfig
+from router.errors import RouterConfigError
+from router.settings import RouterSettings
+
+SETTINGS = {
+    "max_message_bytes": 1 << 20,
+    "admission": {"max_queued": 3},
+    "clients": {"write_timeout_s": 5.0},
+    "metrics": {"slo_ttft_s": 0.2},
+}
+
+
+def config(*flags: str) -> RouterConfig:
+    return _config(_parser().parse_args(["--control", "127.0.0.1:1", *flags]))
+
+
+def test_settings_are_those_of_a_cluster_file() -> None:
+    alone, in_cluster = config("--settings", json.dumps(SETTINGS)), build_spec({"router": SETTINGS}).router
+    assert alone.admission == AdmissionConfig(max_queued=3)
+    for name in RouterSettings.model_fields:
+        assert getattr(alone, name) == getattr(in_cluster, name)
+
+
+def test_without_settings_everything_is_as_in_an_empty_cluster_file() -> None:
+    for name in RouterSettings.model_fields:
+        assert getattr(config(), name) == getattr(RouterSection(), name)
+
+
+def test_flags_of_their_own_go_with_settings() -> None:
+    made = config("--settings", json.dumps(SETTINGS), "--log-requests", "--grace", "2")
+    assert (made.metrics.log_requests, made.metrics.slo_ttft_s, made.grace_s) == (True, 0.2, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "'{' is not JSON: "),
+        ("[]", "'[]' is a list; allowed: an object of settings"),
+        ('{"port": 1}', "port: unknown key; allowed: max_message_bytes, "),
+        ('{"admission": {"max_queue": 1}}', "admission.max_queue: unknown key; allowed: max_in_flight, max_queued"),
+        ('{"admission": {"max_queued": "1"}}', 'admission.max_queued: "1"; allowed: a valid integer'),
+        ('{"clients": {"body_timeout_s": 0}}', "clients: body_timeout_s is 0.0; allowed: at least 0.001"),
+        (
+            '{"link": {"tls": {"cert_file": "c", "key_file": "k", "ca_file": "a"}}}',
+            "link.tls: given; allowed: --",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(text: str, told: str) -> None:
+    with pytest.raises(RouterConfigError) as caught:
+        config("--settings", text)
+    assert str(caught.value).startswith("--settings: ")
+    assert told in str(caught.value)
