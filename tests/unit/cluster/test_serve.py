@@ -63,6 +63,7 @@ class FullDisk(io.StringIO):
 
 
 def test_service_goes_on_where_nothing_can_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "cluster.serve")
     service = ChangingService()
     _run(service, Console(file=FullDisk()), stays=True, grace_s=30.0)
     assert service.graces_s == [30.0], "it has served until it was stopped"
