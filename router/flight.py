@@ -93,6 +93,7 @@ class Flight:
         self._part: _Part | None = None
         self._served_by: list[ReplicaId] = []
         self._placing = Placing(config, route.name, retry_after_s)
+        self._is_held = False  # as far as the controller knows
         self._first_prediction: int | None = None
         self._lost_prefill_s = 0.0
         self._lost_decode_s = 0.0
@@ -109,6 +110,7 @@ class Flight:
         try:
             async with asyncio.timeout_at(self._request.deadline_s):
                 while self._route.starts_on_demand and not self._route.num_ready:
+                    self._is_held = True
                     self._directory.report_soon()
                     left_s = give_up_s - time.monotonic()
                     if left_s <= 0:
@@ -220,6 +222,9 @@ class Flight:
             self._metrics.prompt_tokens.labels(self._route.name).inc(len(request.prompt_token_ids))
             self._metrics.predicted_tokens.labels(self._route.name).inc(self._first_prediction)
         logger.debug("request %s goes to %s (%s)", wire_id, link.replica_id, choice.reason)
+        if self._is_held:
+            self._is_held = False
+            self._directory.report_soon()  # else it would count here and as the replica's load
         return _Part(link=link, wire_id=wire_id, inbox=inbox, span=span, submitted_s=time.monotonic())
 
     def _submission(self, wire_id: str, trace_context: TraceContext) -> replica_pb2.Submit:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,12 @@ def lazy(cluster: Cluster) -> control_pb2.ModelStatus:
 async def test_model_scales_from_zero_to_more_and_back_to_zero(cluster: Cluster, lazy_file: Path) -> None:
     assert (lazy(cluster).wanted_replicas, len(lazy(cluster).groups)) == (0, 0)
     with Client(cluster.grpc_address) as client:
-        first = client.complete("Once upon a time", model="lazy", seed=1, max_tokens=5, timeout_s=60.0)
+        ask = partial(client.complete, model="lazy", seed=1, max_tokens=5, timeout_s=120.0)
+        asked = asyncio.create_task(asyncio.to_thread(ask, "Once upon a time"))
+        begun = "0 -> 1: 1 requests wait for the first replica"
+        await asyncio.to_thread(wait_until, lambda: lazy(cluster).autoscaling.last_change == begun, begun)
+        first = await asked
     assert first.replica_ids == ("lazy-0.1",)
-    assert lazy(cluster).autoscaling.last_change == "0 -> 1: 1 requests wait for the first replica"
 
     has_grown = asyncio.Event()
 
@@ -77,5 +81,5 @@ async def test_model_scales_from_zero_to_more_and_back_to_zero(cluster: Cluster,
     wait_until(lambda: not lazy(cluster).groups, "nothing of it is left")
     assert lazy(cluster).autoscaling.last_change == "1 -> 0: no request for 4 s"
     with Client(cluster.grpc_address) as client:
-        again = client.complete("Once upon a time", model="lazy", seed=1, max_tokens=5, timeout_s=60.0)
+        again = client.complete("Once upon a time", model="lazy", seed=1, max_tokens=5, timeout_s=120.0)
     assert again.token_ids == first.token_ids

@@ -56,6 +56,28 @@ async def test_held_request_is_reported_at_once_and_served_by_the_replica_that_c
         assert total(control, "num_on_time") == 1
 
 
+async def test_held_request_that_goes_on_is_reported_at_once(
+    control: FakeControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.demand.REPORT_S", 600.0)
+    control.set_replicas({}, starts_on_demand=True)
+    late = FakeReplica("a")
+    await late.start()
+    port = int(late.address.rpartition(":")[2])
+    await late.die()
+    async with running_router(router_config(control=control.address, failover=QUICK)) as router:
+        await router.wait_ready(0)
+        asking = asyncio.create_task(router.generate(text_request("hello")))
+        await until(lambda: last_held(control) == 1)
+        num_reports = len(control.reports)
+        control.set_replicas({"a": late.address}, starts_on_demand=True)
+        await until(lambda: len(control.reports) > num_reports)
+        await late.start(port)
+        await asking
+        await until(lambda: last_held(control) == 0)
+        await late.die()
+
+
 async def test_router_is_ready_where_a_replica_would_be_started(control: FakeControl) -> None:
     control.set_replicas({}, starts_on_demand=True)
     async with running_router(router_config(control=control.address, http_port=0)) as router:
