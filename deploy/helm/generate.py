@@ -65,6 +65,7 @@ def schema(committed: dict[str, Any]) -> str:
     committed["properties"]["models"]["items"] = _of(ModelSection)
     router = committed["properties"]["router"]["properties"]
     router["settings"] = _of(RouterSettings)
+    del router["settings"]["properties"]["link"]["properties"]["tls"]  # routers have it from innerTls
     (keys,), entry = msgspec.json.schema_components([KeyEntry])
     router["apiKeys"]["properties"]["keys"]["items"] = _inlined(keys, entry)
     return json.dumps(committed, indent=2) + "\n"

@@ -409,6 +409,8 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
         ("router.tls.certificate=CERT", "router.tls has a certificate or a key only"),
         ("router.tls.requireClientCertificate=true", "needs router.tls.existingSecret"),
         ("router.apiKeys.keys[0].key=wk-1", "Additional property key is not allowed"),
+        ("router.settings.policy=round_robin", "Additional property policy is not allowed"),
+        ("router.settings.link.tls.cert_file=c", "Additional property tls is not allowed"),
     ],
 )
 def test_wrong_values_are_refused_with_their_reason(setting: str, reason: str) -> None:
