@@ -105,27 +105,38 @@ def test_locust_drives_both_front_ends(cluster: Cluster, tmp_path: Path, is_real
         pytest.skip("needs locust")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once upon a time"}\n{"messages": [{"role": "user", "content": "Who are you?"}]}\n')
-    command = [
-        *(sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "locustfile.py"), "--headless"),
-        *("--users", "2", "--spawn-rate", "2", "--run-time", "3s", "--stop-timeout", "20", "--only-summary"),
+    arguments = [
+        *("--users", "2", "--spawn-rate", "2", "--stop-timeout", "20", "--only-summary"),
         *("--router", cluster.grpc_address, "--host", f"http://{cluster.http_address}"),
         *(("--prompts", str(prompts)) if is_real else ("--input-tokens", "8-16")),
         *("--output-tokens", "4", "--csv", str(tmp_path / "locust")),
     ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    with (tmp_path / "locust_stats.csv").open() as file:
-        rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
-    for kind, name in (
+    wanted = {
         ("gRPC", "generate"),
         ("gRPC", "first token"),
         ("POST", "first token"),
         ("HTTP", "complete"),
         ("HTTP", "each further token"),
-    ):
+    }
+    for run_time in ("3s", "15s", "60s"):  # a busy machine may answer nothing in the first
+        rows = _drive([*arguments, "--run-time", run_time], tmp_path / "locust_stats.csv")
+        if wanted <= rows.keys():
+            break
+    for kind, name in wanted:
         row = rows[kind, name]
         assert int(row["Request Count"]) > 0
         assert int(row["Failure Count"]) == 0
     for kind, name in (("gRPC", "generate"), ("HTTP", "complete")):
         assert float(rows[kind, name]["Average Content Size"]) == 4, "tokens of an answer"
+
+
+def _drive(arguments: list[str], stats: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """Run locust; its statistics by type and name."""
+    command = [sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "locustfile.py"), "--headless"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with stats.open() as file:
+        return {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
