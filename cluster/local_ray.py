@@ -7,15 +7,18 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray._private import node as ray_node
+from ray._private import services as ray_services
 
+from cluster import late_agent
 from cluster.controller import NAMESPACE
 from cluster.errors import RayError
 from workers.cores import give_way
@@ -29,11 +32,14 @@ _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 
 _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_prestart_worker_first_driver": "0",  # no idle workers: each is a process of some 50 MB
+    "RAY_prestart_worker_first_driver": "1",  # as many as are used soon, see shape_flag
     "RAY_enable_metrics_collection": "0",
     "RAY_worker_niceness": "0",  # with the 15 of Ray others take the cores that compute
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
+    # Ten seconds, as Ray has them, but whoever connects before the other listens tries again soon, not after one.
+    "RAY_raylet_client_num_connect_attempts": "200",
+    "RAY_raylet_client_connect_timeout_milliseconds": "50",
     # What Ray looks at while nothing happens: each look takes a core from a rank.
     "REPORTER_UPDATE_INTERVAL_MS": "600000",  # for its dashboard, which is left out
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
@@ -46,14 +52,28 @@ _LOCAL_SETTINGS = {
 }
 
 
-def start_local_ray(*, log_to_driver: bool) -> None:
-    """Start a Ray of one node, whose address is a loopback one. Raises RayError."""
+_LATE_AGENTS = {"--dashboard_agent_command": late_agent.NEVER, "--runtime_env_agent_command": late_agent.ASKED}
+"""Flags of Ray's node that say how its agents are started, and when each of them begins here."""
+
+_PRESTARTED, _STARTED_AT_ONCE = "--num_prestart_python_workers", "--maximum_startup_concurrency"
+_MIN_AT_ONCE = 3
+"""A controller, a router and a rank; Ray's own number is that of the cores. Not more than are started ahead: the first
+actor waits for one of those then, where Ray would start one more beside them, which nobody would use."""
+
+
+def start_local_ray(*, num_actors: int, log_to_driver: bool) -> None:
+    """Start a Ray of one node, whose address is a loopback one. Raises RayError.
+
+    Args:
+        num_actors: how many will soon be created. Ray starts their processes at once, as many as it starts at a time.
+        log_to_driver: whether this process is told what the others write.
+    """
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
     _quieten()
     give_way()  # Ray's own processes inherit it
     try:
-        with _only_what_is_used(log_to_driver=log_to_driver):
+        with _only_what_is_used(num_actors, log_to_driver=log_to_driver):
             ray.init(
                 address="local",
                 namespace=NAMESPACE,
@@ -104,15 +124,17 @@ def _deaf_to_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _only_what_is_used(*, log_to_driver: bool) -> Iterator[None]:
+def _only_what_is_used(num_actors: int, *, log_to_driver: bool) -> Iterator[None]:
     """Let Ray's head come up without its autoscaler and dashboard, and without the reader of logs if nobody listens.
 
-    Nothing here asks them, and `ray.init`, which has no settings for that, would wait for the dashboard to come up.
+    Nothing here asks them, and `ray.init`, which has no settings for that, would wait for the dashboard to come up. Nor
+    has it any for how its node is started.
     """
     module: Any = ray_node
-    whole: Any = module.Node
+    services: Any = ray_services
+    whole, start_process = module.Node, services.start_ray_process
 
-    class LocalNode(whole):  # type: ignore[misc]
+    class LocalNode(whole):  # type: ignore[misc,valid-type]
         def start_monitor(self) -> None:
             pass
 
@@ -123,11 +145,27 @@ def _only_what_is_used(*, log_to_driver: bool) -> Iterator[None]:
             if log_to_driver:
                 super().start_log_monitor()
 
-    module.Node = LocalNode
+    def start_shaped(command: Sequence[str], *args: object, **settings: object) -> object:
+        return start_process([shape_flag(word, num_actors) for word in command], *args, **settings)
+
+    module.Node, services.start_ray_process = LocalNode, start_shaped
     try:
         yield
     finally:
-        module.Node = whole
+        module.Node, services.start_ray_process = whole, start_process
+
+
+def shape_flag(word: str, num_actors: int) -> str:
+    """Return a flag of one of Ray's processes as it is for a local Ray: agents begin late, actors' processes early."""
+    flag, equals, value = word.partition("=")
+    if flag in _LATE_AGENTS and value:
+        late = subprocess.list2cmdline([sys.executable, "-I", "-S", late_agent.__file__, _LATE_AGENTS[flag]])
+        value = f"{late} {value}"
+    elif flag == _PRESTARTED:
+        value = str(num_actors)
+    elif flag == _STARTED_AT_ONCE and value.isdecimal():
+        value = str(min(num_actors, max(int(value), _MIN_AT_ONCE)))
+    return f"{flag}{equals}{value}"
 
 
 def _quieten() -> None:

@@ -240,7 +240,8 @@ def test_only_ranks_carry_torch_and_ray_has_no_process_without_a_use(cluster: Cl
     assert ranks < {process.pid for process in workers}
     assert {process.pid for process in workers if has_mapped(process, "libtorch")} == ranks
     commands = [" ".join(process.cmdline()) for process in processes]
-    assert not [command for command in commands if "monitor.py" in command or "dashboard.py" in command]
+    unused = ("monitor.py", "dashboard.py", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE")
+    assert not [command for command in commands if any(name in command for name in unused)]
 
 
 def has_mapped(process: psutil.Process, library: str) -> bool:
