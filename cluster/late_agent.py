@@ -21,8 +21,8 @@ NEVER, ASKED = "never", "asked"
 """When the agent begins."""
 
 _UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-_PORT = "runtime_env_agent_port"
-_PORT_FLAG = "--runtime-env-agent-port"
+_PORT, _PORT_FLAG = "runtime_env_agent_port", "--runtime-env-agent-port"
+_UNUSED_PORT_FLAG = "--grpc-port"
 
 
 def main(begins: str, command: Sequence[str]) -> None:
@@ -32,6 +32,7 @@ def main(begins: str, command: Sequence[str]) -> None:
         if not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
             raise OSError("nothing would tell of the node's end")
         if begins == NEVER:
+            _check_waits(flags, _UNUSED_PORT_FLAG)
             for name in _UNUSED_PORTS:
                 _tell_port(flags, name, -1)
             sys.stdin.read()
@@ -47,13 +48,18 @@ def main(begins: str, command: Sequence[str]) -> None:
 
 def _wait_asked(flags: Mapping[str, str]) -> int | None:
     """Return the port that somebody has connected to, closed; None when the node has ended before."""
-    if flags[_PORT_FLAG] != "0":
-        raise OSError(f"{_PORT_FLAG} is {flags[_PORT_FLAG]}; expected: 0")
+    _check_waits(flags, _PORT_FLAG)
     with socket.create_server((flags["--node-ip-address"], 0)) as listener:
         port: int = listener.getsockname()[1]
         _tell_port(flags, _PORT, port)
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         return port if listener in ready else None
+
+
+def _check_waits(flags: Mapping[str, str], port_flag: str) -> None:
+    """Raise OSError where Ray's node does not wait to be told a port, which it then has given to others already."""
+    if flags[port_flag] != "0":
+        raise OSError(f"{port_flag} is {flags[port_flag]}; expected: 0")
 
 
 def _tell_port(flags: Mapping[str, str], name: str, port: int) -> None:

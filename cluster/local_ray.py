@@ -32,7 +32,7 @@ _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 
 _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_prestart_worker_first_driver": "1",  # as many as are used soon, see shape_flag
+    "RAY_prestart_worker_first_driver": "0",  # no idle workers: each is a process of some 50 MB
     "RAY_enable_metrics_collection": "0",
     "RAY_worker_niceness": "0",  # with the 15 of Ray others take the cores that compute
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -51,29 +51,18 @@ _LOCAL_SETTINGS = {
     "RAY_object_manager_timer_freq_ms": "2000",
 }
 
-
 _LATE_AGENTS = {"--dashboard_agent_command": late_agent.NEVER, "--runtime_env_agent_command": late_agent.ASKED}
 """Flags of Ray's node that say how its agents are started, and when each of them begins here."""
 
-_PRESTARTED, _STARTED_AT_ONCE = "--num_prestart_python_workers", "--maximum_startup_concurrency"
-_MIN_AT_ONCE = 3
-"""A controller, a router and a rank; Ray's own number is that of the cores. Not more than are started ahead: the first
-actor waits for one of those then, where Ray would start one more beside them, which nobody would use."""
 
-
-def start_local_ray(*, num_actors: int, log_to_driver: bool) -> None:
-    """Start a Ray of one node, whose address is a loopback one. Raises RayError.
-
-    Args:
-        num_actors: how many will soon be created. Ray starts their processes at once, as many as it starts at a time.
-        log_to_driver: whether this process is told what the others write.
-    """
+def start_local_ray(*, log_to_driver: bool) -> None:
+    """Start a Ray of one node, whose address is a loopback one. Raises RayError."""
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
     _quieten()
     give_way()  # Ray's own processes inherit it
     try:
-        with _only_what_is_used(num_actors, log_to_driver=log_to_driver):
+        with _only_what_is_used(log_to_driver=log_to_driver):
             ray.init(
                 address="local",
                 namespace=NAMESPACE,
@@ -124,11 +113,11 @@ def _deaf_to_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _only_what_is_used(num_actors: int, *, log_to_driver: bool) -> Iterator[None]:
+def _only_what_is_used(*, log_to_driver: bool) -> Iterator[None]:
     """Let Ray's head come up without its autoscaler and dashboard, and without the reader of logs if nobody listens.
 
     Nothing here asks them, and `ray.init`, which has no settings for that, would wait for the dashboard to come up. Nor
-    has it any for how its node is started.
+    has it any for its node's agents.
     """
     module: Any = ray_node
     services: Any = ray_services
@@ -145,27 +134,23 @@ def _only_what_is_used(num_actors: int, *, log_to_driver: bool) -> Iterator[None
             if log_to_driver:
                 super().start_log_monitor()
 
-    def start_shaped(command: Sequence[str], *args: object, **settings: object) -> object:
-        return start_process([shape_flag(word, num_actors) for word in command], *args, **settings)
+    def start_with_late_agents(command: Sequence[str], *args: object, **settings: object) -> object:
+        return start_process([with_late_agent(word) for word in command], *args, **settings)
 
-    module.Node, services.start_ray_process = LocalNode, start_shaped
+    module.Node, services.start_ray_process = LocalNode, start_with_late_agents
     try:
         yield
     finally:
         module.Node, services.start_ray_process = whole, start_process
 
 
-def shape_flag(word: str, num_actors: int) -> str:
-    """Return a flag of one of Ray's processes as it is for a local Ray: agents begin late, actors' processes early."""
-    flag, equals, value = word.partition("=")
-    if flag in _LATE_AGENTS and value:
-        late = subprocess.list2cmdline([sys.executable, "-I", "-S", late_agent.__file__, _LATE_AGENTS[flag]])
-        value = f"{late} {value}"
-    elif flag == _PRESTARTED:
-        value = str(num_actors)
-    elif flag == _STARTED_AT_ONCE and value.isdecimal():
-        value = str(min(num_actors, max(int(value), _MIN_AT_ONCE)))
-    return f"{flag}{equals}{value}"
+def with_late_agent(word: str) -> str:
+    """Return this word of the command of one of Ray's processes; if it says how an agent starts, that begins late."""
+    flag, _, agent = word.partition("=")
+    if flag not in _LATE_AGENTS or not agent:
+        return word
+    late = subprocess.list2cmdline([sys.executable, "-I", "-S", late_agent.__file__, _LATE_AGENTS[flag]])
+    return f"{flag}={late} {agent}"
 
 
 def _quieten() -> None:

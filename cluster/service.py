@@ -60,8 +60,7 @@ class Service:
         is_local = spec.ray_address is None
         log_to_driver = log_level in ("debug", "info")
         if spec.ray_address is None:
-            num_actors = 1 + spec.num_routers + spec.num_ranks  # the controller too
-            start_local_ray(num_actors=num_actors, log_to_driver=log_to_driver)
+            start_local_ray(log_to_driver=log_to_driver)
         else:
             join_ray(spec.ray_address, log_to_driver=log_to_driver)
         if ray.get_runtime_context().runtime_env:  # of the job: its actors are given it, and spares have another one

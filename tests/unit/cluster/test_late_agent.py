@@ -11,21 +11,16 @@ from pathlib import Path
 import pytest
 
 from cluster import late_agent
-from cluster.local_ray import shape_flag
+from cluster.local_ray import with_late_agent
 
 _DEADLINE_S = 60.0
 _AGENT = "import sys; print('begun', *sys.argv[1:], flush=True); sys.stdin.read()"
 _UNUSED = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 
 
-def _command(folder: Path, *, port: int = 0) -> list[str]:
-    flags = [
-        f"--session-dir={folder}",
-        "--node-id=n1",
-        "--node-ip-address=127.0.0.1",
-        f"--runtime-env-agent-port={port}",
-    ]
-    return [sys.executable, "-c", _AGENT, *flags, "--head"]
+def _command(folder: Path) -> list[str]:
+    flags = [f"--session-dir={folder}", "--node-id=n1", "--node-ip-address=127.0.0.1"]
+    return [sys.executable, "-c", _AGENT, *flags, "--runtime-env-agent-port=0", "--grpc-port=0", "--head"]
 
 
 @contextmanager
@@ -61,7 +56,7 @@ def test_one_that_is_asked_begins_in_the_same_process_on_the_port_that_was_told(
         port = _read_port(tmp_path / "runtime_env_agent_port_n1")
         socket.create_connection(("127.0.0.1", port), timeout=_DEADLINE_S).close()
         assert process.stdout is not None
-        expected = ["begun", *command[3:6], f"--runtime-env-agent-port={port}", "--head"]
+        expected = ["begun", *command[3:6], f"--runtime-env-agent-port={port}", *command[7:]]
         assert process.stdout.readline().split() == expected
         with socket.socket() as agent:  # it is free again
             agent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,6 +75,7 @@ def test_one_that_nobody_asks_ends_with_its_node(tmp_path: Path) -> None:
     ("begins", "change"),
     [
         (late_agent.ASKED, {"--runtime-env-agent-port=0": "--runtime-env-agent-port=4711"}),  # it is known already
+        (late_agent.NEVER, {"--grpc-port=0": "--grpc-port=4711"}),
         (late_agent.ASKED, {"--node-id=n1": "--node=n1"}),
         (late_agent.NEVER, {"--node-id=n1": "--node=n1"}),
         (late_agent.NEVER, {"--session-dir={}": "--session-dir={}/nowhere"}),
@@ -102,14 +98,11 @@ def test_an_agent_whose_node_has_no_pipe_to_it_begins_at_once(tmp_path: Path) ->
     assert "begins at once" in run.stderr
 
 
-def test_flags_of_rays_node_are_those_of_a_local_ray() -> None:
+def test_both_agents_of_rays_node_and_nothing_else_begin_late() -> None:
     agent = "/usr/bin/python -u /ray/agent.py --node-id=n1"
     late = f"{sys.executable} -I -S {late_agent.__file__}"
-    assert shape_flag(f"--dashboard_agent_command={agent}", 3) == f"--dashboard_agent_command={late} never {agent}"
-    assert shape_flag(f"--runtime_env_agent_command={agent}", 3) == f"--runtime_env_agent_command={late} asked {agent}"
-    assert shape_flag("--num_prestart_python_workers=64", 3) == "--num_prestart_python_workers=3"
-    at_once = "--maximum_startup_concurrency"
-    assert [shape_flag(f"{at_once}=1", num) for num in (2, 3, 9)] == [f"{at_once}={num}" for num in (2, 3, 3)]
-    assert [shape_flag(f"{at_once}=64", num) for num in (3, 100)] == [f"{at_once}=3", f"{at_once}=64"]
+    assert with_late_agent(f"--dashboard_agent_command={agent}") == f"--dashboard_agent_command={late} never {agent}"
+    flag = "--runtime_env_agent_command"
+    assert with_late_agent(f"{flag}={agent}") == f"{flag}={late} asked {agent}"
     for other in ("--head", "--node_id=n1", "--dashboard_agent_command=", "/ray/raylet"):
-        assert shape_flag(other, 3) == other
+        assert with_late_agent(other) == other
