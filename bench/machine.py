@@ -22,6 +22,16 @@ class Span:
     """Cores that other processes kept busy on average; None where the system does not tell."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuTime:
+    """Of all cores since boot, in seconds."""
+
+    used_s: float
+    """By this machine's processes and its kernel."""
+    taken_s: float
+    """When there was work, and the host of a virtual machine gave the core to others."""
+
+
 class Stopwatch:
     """Measures from its creation to `stop`."""
 
@@ -64,14 +74,21 @@ def describe_torch() -> dict[str, Any]:
     }
 
 
-def _busy_seconds() -> float | None:
-    """Of all cores since boot, by everybody."""
+def cpu_time() -> CpuTime | None:
+    """None where the system does not tell."""
     try:
         first = _PROC_STAT.read_text().split("\n", 1)[0]
     except OSError:
         return None
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in first.split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    ticks = os.sysconf("SC_CLK_TCK")
+    return CpuTime(used_s=(user + nice + system + irq + softirq) / ticks, taken_s=steal / ticks)
+
+
+def _busy_seconds() -> float | None:
+    """Of all cores since boot, by everybody."""
+    cpu = cpu_time()
+    return None if cpu is None else cpu.used_s + cpu.taken_s
 
 
 def _own_seconds() -> float:

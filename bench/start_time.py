@@ -6,7 +6,8 @@ python -m bench.start_time [MODEL] --new-ray [--warm]              on a Ray of `
 
 With --warm each of them is made ready by `weft warm` first, whose time is told too and not part of the others. The
 service takes free ports and is stopped after each round. READY is when the command says how to stop it. Times of
-processes are those at which a process of that name was first seen. Linux only.
+processes are those at which a process of that name was first seen. Beside them it is told what CPU all of this machine
+used until READY, and what the host of a virtual machine gave to others meanwhile. Linux only.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import describe_machine
+from bench.machine import cpu_time, describe_machine
 
 _ANY_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0", "--control-port", "0")
 _READY = "Stop it with"
@@ -39,6 +40,7 @@ _PROCESSES = {
     "rank runs": "ray::RankActor",
 }
 _STATES = {"group has its place": "starting processes", "rank begins": "loading the model"}
+_CPU = {"CPU used": "used by this machine", "CPU taken": "that the host gave to others"}
 _INTERVAL_S = 0.01
 _RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
 _RAY_SETTLES_S = 12.0  # after `ray start` its processes still import
@@ -57,10 +59,15 @@ def main() -> None:
     args = parser.parse_args()
     rounds = [_round(args) for _ in range(args.rounds)]
     table = Table("seconds until", "median", "all", title=f"weft serve {Path(args.model).name}")
-    for name in sorted(rounds[0], key=lambda each: median(seen[each] for seen in rounds if each in seen)):
+    names = rounds[0].keys() - _CPU.keys()
+    for name in sorted(names, key=lambda each: median(seen[each] for seen in rounds if each in seen)):
         values = [seen[name] for seen in rounds if name in seen]
         table.add_row(name, f"{median(values):.2f}", " ".join(f"{value:.2f}" for value in values))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for name, text in _CPU.items():
+        told = " ".join(f"{seen[name]:.1f}" for seen in rounds)
+        console.print(f"seconds of CPU {text}: {told}", highlight=False)
     print(json.dumps({"machine": describe_machine(), "load": os.getloadavg(), "rounds": rounds}))
 
 
@@ -96,7 +103,7 @@ def _new_ray() -> Iterator[str]:
             finally:
                 process.terminate()
                 process.wait()
-        for pid, line in _commands().items():
+        for pid, line in _commands(_pids()).items():
             if folder in line:
                 os.kill(int(pid), signal.SIGKILL)
 
@@ -109,18 +116,19 @@ def _free_port() -> int:
 
 
 def _start(command: list[str]) -> dict[str, float]:
-    start_s = time.perf_counter()
+    others = _pids()
+    start_s, start_cpu = time.perf_counter(), _cpu()
     seen: dict[str, float] = {}
     is_ready = threading.Event()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         reader = threading.Thread(target=_read, args=(process, seen, start_s, is_ready))
         reader.start()
-        before = _commands().keys()
         while not is_ready.wait(_INTERVAL_S) and process.poll() is None:
-            for pid, line in _commands().items():
+            for line in _commands(_pids() - others).values():
                 for name, mark in _PROCESSES.items():
-                    if pid not in before and mark in line:
+                    if mark in line:
                         seen.setdefault(name, time.perf_counter() - start_s)
+        seen |= {name: after - before for name, before, after in zip(_CPU, start_cpu, _cpu(), strict=True)}
         process.send_signal(signal.SIGINT)
         process.wait()
         reader.join()
@@ -143,15 +151,25 @@ def _read(process: "subprocess.Popen[str]", seen: dict[str, float], start_s: flo
             print(line, end="", file=sys.stderr)
 
 
-def _commands() -> dict[str, str]:
-    """The command lines of all processes, by pid."""
+def _cpu() -> tuple[float, float]:
+    """As in `_CPU`."""
+    cpu = cpu_time()
+    assert cpu is not None, "Linux tells it"
+    return cpu.used_s, cpu.taken_s
+
+
+def _pids() -> set[str]:
+    return {name for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _commands(pids: set[str]) -> dict[str, str]:
+    """The command lines of these processes."""
     commands = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                commands[entry.name] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:  # it has ended
-                continue
+    for pid in pids:
+        try:
+            commands[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended
+            continue
     return commands
 
 
