@@ -234,18 +234,34 @@ def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_only_ranks_carry_torch_and_ray_has_no_process_without_a_use(cluster: Cluster) -> None:
     ranks = {rank.pid for group in cluster.groups() for rank in group.ranks}
+    # What tests before this one have let go may still be ending.
+    wait_until(lambda: {pid for pid in below_raylet() if has_mapped(pid, "libtorch")} == ranks, "only ranks have torch")
+    wait_until(lambda: "ray::IDLE" not in below_raylet().values(), "each process has work")
+    agents = [command for command in below_raylet().values() if "agent" in command.lower()]
+    assert sorted("late_agent.py" in command for command in agents) == [True, True], agents
+    others = [command_of(process) for process in psutil.Process().children(recursive=True)]
+    assert not [command for command in others if "monitor.py" in command or "dashboard.py" in command]
+
+
+def below_raylet() -> dict[int, str]:
+    """The processes that Ray's node has started, by pid: their commands."""
     processes = psutil.Process().children(recursive=True)
-    (raylet,) = (process for process in processes if process.name() == "raylet")
-    workers = raylet.children()
-    assert ranks < {process.pid for process in workers}
-    assert {process.pid for process in workers if has_mapped(process, "libtorch")} == ranks
-    commands = [" ".join(process.cmdline()) for process in processes]
-    unused = ("monitor.py", "dashboard.py", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE")
-    assert not [command for command in commands if any(name in command for name in unused)]
+    (raylet,) = (process for process in processes if command_of(process).split(" ")[0].endswith("/raylet"))
+    return {process.pid: command_of(process) for process in raylet.children()}
 
 
-def has_mapped(process: psutil.Process, library: str) -> bool:
-    return any(library in region.path for region in process.memory_maps())
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()).strip()  # a title is padded
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def has_mapped(pid: int, library: str) -> bool:
+    try:
+        return any(library in region.path for region in psutil.Process(pid).memory_maps())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_command_line_shows_status_and_generates(cluster: Cluster) -> None:
