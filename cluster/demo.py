@@ -118,7 +118,7 @@ async def _ask_at_once(
 
 def _print_table(answers: Sequence[tuple[DemoPrompt, Completion]], console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("prompt", no_wrap=True, max_width=29)
+    table.add_column("prompt", no_wrap=True, max_width=25)  # all of it in 80 columns
     table.add_column("served by", no_wrap=True)
     for column in ("in", "cached", "out", "TTFT", "TPOT"):
         table.add_column(column, justify="right", no_wrap=True)
