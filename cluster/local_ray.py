@@ -40,7 +40,7 @@ _LOCAL_SETTINGS = {
     # Ten seconds, as Ray has them, but whoever connects before the other listens tries again soon, not after one.
     "RAY_raylet_client_num_connect_attempts": "200",
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
-    # What Ray looks at while nothing happens: each look takes a core from a rank.
+    # What Ray looks at while nothing happens: each look takes a core from a rank. Three are of agents.
     "REPORTER_UPDATE_INTERVAL_MS": "600000",  # for its dashboard, which is left out
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
     "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "5",
