@@ -134,6 +134,12 @@ class Writer {
     T* to_ = nullptr;
 };
 
+// Lines of 64 bytes that follow each other.
+struct Lines {
+    const char* first = nullptr;
+    int count = 0;
+};
+
 // Asks for a panel, or a part of it, in the second-level cache: some lines each time, so that `num_asks` get them all.
 class Ahead {
   public:
@@ -141,7 +147,15 @@ class Ahead {
         : next_(from), end_(next_ + num_steps * STEP_BYTES), lines_(int(divide_up(num_steps * STEP_BYTES / 64, num_asks))) {}
 
     void ask() {
-        for (int line = 0; line < lines_ && next_ < end_; line++, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
+        const Lines lines = take();
+        for (int line = 0; line < lines.count; line++) _mm_prefetch(lines.first + line * 64, _MM_HINT_T1);
+    }
+
+    // The lines of the next time, for who asks for them himself.
+    Lines take() {
+        const Lines lines{next_, int(std::min<int64_t>(lines_, (end_ - next_) / 64))};
+        next_ += lines.count * 64;
+        return lines;
     }
 
   private:

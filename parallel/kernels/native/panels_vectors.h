@@ -19,6 +19,7 @@
 namespace weft {
 
 constexpr int MOST_VECTOR_ROWS = 12;  // whose sums fill 24 of the 32 registers
+constexpr int VECTOR_PREFETCH = 2;    // steps ahead
 
 // `Numbers` whose rows are as their outputs are.
 struct Alike {
@@ -53,27 +54,28 @@ struct Far {
     Ahead* ahead;
 
     static constexpr bool IS_FAR = true;
-    void ask() const { ahead->ask(); }
+    Lines take() const { return ahead->take(); }
 };
 
 struct Close {
     static constexpr const char* following = nullptr;
     static constexpr bool IS_FAR = false;
-    void ask() const {}
+    Lines take() const { return {}; }
 };
 
-// NUM_ROWS rows times 32 outputs: the sums [rows][PANEL].
-template <class Numbers, int NUM_ROWS, class Place>
+// NUM_ROWS rows times 32 outputs: the sums [rows][PANEL]. ROW_STRIDE: of the left side, where it is known now; else 0.
+template <class Numbers, int NUM_ROWS, int64_t ROW_STRIDE, class Place>
 void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left,
                               const RightVectors& right, const Place& place, int num_steps) {
     typename Numbers::Vector totals[NUM_ROWS][2] = {};
     const char *row = left.first, *values = right.first;
-    const int64_t row_stride = left.row_stride, to_second = right.second;
+    const int64_t row_stride = ROW_STRIDE ? ROW_STRIDE : left.row_stride, to_second = right.second;
     for (int step = 0; step < num_steps; step++, values += right.step_stride, row += left.step_stride) {
-        const int later = step + PREFETCH - num_steps;
-        const char* ahead = later < 0 ? values + PREFETCH * STEP_BYTES : place.following + later * STEP_BYTES;
+        const int later = step + VECTOR_PREFETCH - num_steps;
+        const char* ahead = later < 0 ? values + VECTOR_PREFETCH * STEP_BYTES : place.following + later * STEP_BYTES;
+        const Lines asked = place.take();
         for (int run = 0; run < 16; run++) {
-            place.ask();
+            if (run < asked.count) _mm_prefetch(asked.first + run * 64, _MM_HINT_T1);
             if (Place::IS_FAR) {  // the hardware looks less far ahead than memory is slow
                 _mm_prefetch(ahead + run * 64, _MM_HINT_T0);
                 _mm_prefetch(ahead + run * 64 + STEP_BYTES / 2, _MM_HINT_T0);
@@ -98,7 +100,12 @@ void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, 
 template <class Numbers, int MOST = MOST_VECTOR_ROWS, class Place>
 void multiply_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const RightVectors& right,
                       const Place& place, int num_steps) {
-    if (left.num_rows == MOST) return multiply_so_many_vectors<Numbers, MOST>(sums, sums_stride, left, right, place, num_steps);
+    if (left.num_rows == MOST) {
+        constexpr int64_t PACKED = 16 * Numbers::LEFT_BYTES;
+        if (Place::IS_FAR && left.row_stride == PACKED)  // with places that the compiler knows, none is lost to registers
+            return multiply_so_many_vectors<Numbers, MOST, PACKED>(sums, sums_stride, left, right, place, num_steps);
+        return multiply_so_many_vectors<Numbers, MOST, 0>(sums, sums_stride, left, right, place, num_steps);
+    }
     if constexpr (MOST > 1) multiply_vectors<Numbers, MOST - 1>(sums, sums_stride, left, right, place, num_steps);
 }
 
@@ -125,7 +132,7 @@ void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int fi
     using Numbers = typename Product::Numbers;
     alignas(64) typename Product::Sum sums[MOST_VECTOR_ROWS * PANEL];
     alignas(64) float gates[MOST_VECTOR_ROWS * PANEL];
-    const int num_steps = product.num_steps(), num_parts = num_parts_of(num_rows), num_asks = num_steps * 16 * num_parts;
+    const int num_steps = product.num_steps(), num_parts = num_parts_of(num_rows), num_asks = num_steps * num_parts;
     const int num_asked = num_parts > 1 ? num_steps : 0;  // what passes once is best asked for as it comes
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
