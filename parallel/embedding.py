@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce, gather_to_first
 from parallel.description import DecoderDescription
-from parallel.kernels.base import PackedLinear, SearchedLinear
+from parallel.kernels.base import PackedLinear, SearchedLinear, TableLinear
 from parallel.kernels.sampling import largest_outputs
 from parallel.layer import LayerContext
 from parallel.norm import Norm, make_norm
@@ -44,13 +44,20 @@ class VocabParallelEmbedding:
             _zero_padding(self.weight_VE, vocab_size, context)
         self._first = axis.rank * rows
         self._last_row = rows + 1
+        self._shared: TableLinear | None = None
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         """[T] int64, each in 0 .. vocab_size - 1 -> [T, E] on every rank."""
+        if self._shared is not None:
+            return all_reduce(self._shared.rows(token_ids_T - self._first), self._axis)
         if self._axis.size == 1:
             return self._table.index_select(0, token_ids_T)
         rows_T = token_ids_T.sub(self._first - 1).clamp_(0, self._last_row)
         return all_reduce(self._table.index_select(0, rows_T), self._axis)
+
+    def share(self, linear: TableLinear) -> None:
+        """The head has laid `weight_VE` out: from now on rows come from it."""
+        self._shared = linear
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """The rows of this rank."""
@@ -140,7 +147,7 @@ class VocabParallelHead:
     ) -> None:
         self._description = description
         self._axis = context.axis
-        self._is_tied = tied is not None
+        self._tied = tied
         num_rows = vocab_rows(description.vocab_size, self._axis.size)
         self._weight_VE: Tensor | None
         if tied is not None:
@@ -198,7 +205,7 @@ class VocabParallelHead:
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """The rows of this rank; no weight where it is the embedding's."""
         vocab_size, axis = self._description.vocab_size, self._axis
-        if not self._is_tied:
+        if self._tied is None:
             assert self._weight_VE is not None, "weights are gone after finish_loading"
             source = "embedding.weight" if self._description.tie_embeddings else "head.weight"
             yield _sharded_rows(source, self._weight_VE, vocab_size, axis.rank, axis.size)
@@ -210,9 +217,12 @@ class VocabParallelHead:
         assert self._weight_VE is not None, "finish_loading is called once"
         if self._description.is_head_normalized:
             self._weight_VE = F.normalize(self._weight_VE)
-        is_shared = self._is_tied and not self._description.is_head_normalized
-        lay_out = self._context.share_linear if is_shared else self._context.pack_linear
-        self._linear = lay_out(self._weight_VE, self._bias_V)
+        if self._tied is None or self._description.is_head_normalized:
+            self._linear = self._context.pack_linear(self._weight_VE, self._bias_V)
+        else:
+            self._linear = self._context.share_linear(self._weight_VE, self._bias_V)
+            if isinstance(self._linear, TableLinear):
+                self._tied.share(self._linear)
         self._weight_VE = self._bias_V = None
         self._searched = self._linear if isinstance(self._linear, SearchedLinear) else None
         description, size = self._description, self._axis.size

@@ -150,9 +150,10 @@ class Kernels(Protocol):
         """
 
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
-        """As pack_linear, for a weight that the caller keeps and uses besides: nothing is copied.
+        """As pack_linear, for a weight whose rows the caller looks up besides: nothing is copied.
 
-        The result may be float32, not rounded to the dtype of x, if it is so for any number of rows.
+        The result may be float32, not rounded to the dtype of x, if it is so for any number of rows. Where it is a
+        `TableLinear`, the weight lies in another way from now on, and its rows are had from that alone.
         """
 
     def quantize_linear(
@@ -281,6 +282,14 @@ class SearchedLinear(PackedLinear, Protocol):
         """Of each row of the result: [T] float32, its largest, NaN where there is one; [T] int64, the first place where
         that is, -1 where it is not finite.
         """
+
+
+@runtime_checkable
+class TableLinear(PackedLinear, Protocol):
+    """One whose weight is a table as well, and lies as the product likes it."""
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        """[T] int64 -> [T, in], the weight's rows as they were given; zeros for an index that names none."""
 
 
 class PackedExperts(Protocol):

@@ -36,7 +36,7 @@ from parallel.kernels.native.library import (
     load_operations,
     load_programs,
 )
-from parallel.kernels.native.packed_linear import NativeLinear, can_pack, can_pack_in_place
+from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack, can_pack_in_place
 from parallel.kernels.native.program import CompiledLayers
 from parallel.kernels.native.tape import Recorder, Tape
 from parallel.kernels.reference import rotate_then_write
@@ -98,6 +98,8 @@ class NativeCpuKernels:
 
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.share_linear`."""
+        if self._programs is not None and bias_O is None and _gains_by_packing(weight_OI, self._programs):
+            return NativeTable(weight_OI, self._programs, self._num_threads)
         operations = self._operations.get(weight_OI.dtype)
         fits = not (weight_OI.shape[0] % LANES or weight_OI.shape[1] % LANES) and weight_OI.is_contiguous()
         if operations is None or bias_O is not None or not fits:
@@ -327,6 +329,12 @@ class RowLinear:
                 self._num_threads,
             )
         return values_T, indices_T
+
+
+def _gains_by_packing(weight_OI: Tensor, programs: Programs) -> bool:
+    num_out, num_in = weight_OI.shape
+    is_fit = can_pack_in_place(num_out, num_in, weight_OI.dtype) and weight_OI.is_contiguous()
+    return is_fit and not programs.uses_tiles
 
 
 def _has_dense_heads(x_TNH: Tensor) -> bool:

@@ -104,6 +104,8 @@ EXPORT int weft_most_rows(void) { return most_rows(); }
 
 EXPORT int weft_has_programs(void) { return 1; }
 
+EXPORT int weft_uses_tiles(void) { return may_use_tiles(); }
+
 EXPORT void weft_pack_matrix(void* packed, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {
         pack_matrix(static_cast<BFloat16*>(packed), static_cast<const BFloat16*>(weight), num_out, num_in, team);
@@ -117,20 +119,32 @@ void multiply_packed(const Result& result, const LeftRows& left, const PackedMat
     on_team(num_threads, MULTIPLY_SECTIONS, [&](Team& team) { multiply(result, left, matrix, room, team); });
 }
 
-EXPORT void weft_multiply(void* out, const void* x, int64_t x_row_stride, int num_rows, const void* packed,
-                          const void* bias, int64_t num_out, int num_in, int num_threads) {
-    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};
-    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};
-    multiply_packed(Target<BFloat16>{static_cast<BFloat16*>(out), num_out}, left, matrix, num_threads);
+EXPORT void weft_unpack_rows(void* rows, const int64_t* indices, int64_t count, const void* packed, int64_t num_out,
+                             int num_in, int num_threads) {
+    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), nullptr, num_out, num_in};
+    constexpr int64_t READ = LANES;  // bytes for one of a row
+    on_team(threads_for(count * num_in * READ, num_threads), 1, [=](Team& team) {
+        unpack_rows(static_cast<BFloat16*>(rows), indices, count, matrix, team);
+    });
 }
 
-EXPORT void weft_largest(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
-                         const void* packed, const void* bias, int64_t num_out, int num_in, int num_threads) {
-    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};
-    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};
-    find_largest<BFloat16>(values, indices, num_rows, num_out,
-                           [&](const auto& searched) { multiply_packed(searched, left, matrix, num_threads); });
-}
+// Of the result: rounded to bf16, or the sums as they are.
+#define DEFINE_PACKED(NAME, T)                                                                                          \
+    EXPORT void weft_multiply_##NAME(void* out, const void* x, int64_t x_row_stride, int num_rows, const void* packed,  \
+                                     const void* bias, int64_t num_out, int num_in, int num_threads) {                  \
+        const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};\
+        const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};                                   \
+        multiply_packed(Target<T>{static_cast<T*>(out), num_out}, left, matrix, num_threads);                           \
+    }                                                                                                                   \
+    EXPORT void weft_largest_##NAME(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows, \
+                                    const void* packed, const void* bias, int64_t num_out, int num_in, int num_threads) {\
+        const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};\
+        const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};                                   \
+        find_largest<T>(values, indices, num_rows, num_out,                                                             \
+                        [&](const auto& searched) { multiply_packed(searched, left, matrix, num_threads); });           \
+    }
+
+FOR_EACH_TYPE(DEFINE_PACKED)
 
 EXPORT void weft_run(const Operation* operations, int count, const Step* step) {
     Program<BFloat16>(operations, count, *step).run();

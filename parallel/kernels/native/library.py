@@ -153,9 +153,15 @@ class Programs:
     """Products with packed matrices, and whole programs; bfloat16, where the CPU multiplies pairs of them."""
 
     pack_matrix: Callable[..., None]
+    unpack_rows: Callable[..., None]
     multiply: Callable[..., None]
     largest: Callable[..., None]
     """The largest outputs of the same product; see targets.h."""
+    multiply_float32: Callable[..., None]
+    """The result as it was summed."""
+    largest_float32: Callable[..., None]
+    uses_tiles: bool
+    """The CPU has matrix tiles, which take a matrix as it lies as fast as memory gives it."""
     run: Callable[..., None]
     has_dot_products: Callable[[int, bool], bool]
     """As in `Operations`."""
@@ -184,8 +190,14 @@ def load_programs(library: Path) -> Programs | None:
         return None
     return Programs(
         pack_matrix=_function(loaded, "weft_pack_matrix", (c_void_p, c_void_p, c_int64, c_int, c_int)),
-        multiply=_function(loaded, "weft_multiply", _PRODUCT),
-        largest=_function(loaded, "weft_largest", (c_void_p, *_PRODUCT)),
+        unpack_rows=_function(
+            loaded, "weft_unpack_rows", (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int)
+        ),
+        multiply=_function(loaded, "weft_multiply_bfloat16", _PRODUCT),
+        largest=_function(loaded, "weft_largest_bfloat16", (c_void_p, *_PRODUCT)),
+        multiply_float32=_function(loaded, "weft_multiply_float32", _PRODUCT),
+        largest_float32=_function(loaded, "weft_largest_float32", (c_void_p, *_PRODUCT)),
+        uses_tiles=bool(loaded.weft_uses_tiles()),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
         has_dot_products=_has_dot_products(loaded, "bfloat16"),
     )

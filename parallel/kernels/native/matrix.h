@@ -47,6 +47,21 @@ inline void pack_matrix(BFloat16* packed, const BFloat16* weight, int64_t num_ou
     });
 }
 
+// Some rows of the matrix as they were before, [count, num_in]; zeros for an index that names none.
+inline void unpack_rows(BFloat16* rows, const int64_t* indices, int64_t count, const PackedMatrix& matrix, Team& team) {
+    team.for_each(count, [=](int64_t i) {
+        const int64_t output = indices[i];
+        BFloat16* to = rows + i * matrix.num_in;
+        if (output < 0 || output >= matrix.num_out) {
+            std::fill_n(to, matrix.num_in, BFloat16{});
+            return;
+        }
+        const BFloat16* from = matrix.values + output / PANEL * PANEL * matrix.num_in + output % PANEL / LANES * (STEP_SIZE / 2) + output % LANES * 2;
+        for (int k = 0; k < matrix.num_in; k += STEP, from += STEP_SIZE)
+            for (int pair = 0; pair < STEP / 2; pair++, to += 2) std::memcpy(to, from + pair * 2 * LANES, sizeof(uint32_t));
+    });
+}
+
 struct LeftRows {
     const BFloat16* x;
     int64_t stride;
@@ -121,12 +136,12 @@ inline LeftVectors in_float32(const LeftVectors& left, int num_steps) {
     return {reinterpret_cast<const char*>(values), ROW_BYTES, left.num_rows * ROW_BYTES, left.num_rows};
 }
 
-// `Product` of bf16; see panels.h.
-template <class N = Pairs>
+// `Product` of bf16; see panels.h. V: of the result.
+template <class N, class V>
 struct Products {
     using Numbers = N;
     using Sum = float;
-    using Value = BFloat16;
+    using Value = V;
     PackedMatrix matrix;
 
 #ifdef WEFT_HAS_AMX
@@ -161,7 +176,7 @@ constexpr int MULTIPLY_SECTIONS = 2;  // of a team, at most
 template <bool IS_GATED, class Result>
 void multiply_by_tiles(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
     const bool is_streamed = result.is_streamed(left.count);
-    const Products<> products{matrix};
+    const Products<Pairs, typename Result::Value> products{matrix};
     const Parts parts = left.is_packed ? Parts::of(products.num_steps()) : Parts::whole(products.num_steps());
     int last_row = -1;  // that this thread has read
     const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
@@ -195,7 +210,7 @@ inline LeftVectors vectors_of(const LeftRows& left, int row, int count, int num_
 template <bool IS_GATED, class Numbers, class Result>
 void multiply_by_vectors(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
     const bool is_streamed = result.is_streamed(left.count);
-    const Products<Numbers> products{matrix};
+    const Products<Numbers, typename Result::Value> products{matrix};
     const auto rows_from = [=](int row, int count) {
         const LeftVectors rows = vectors_of(left, row, count, matrix.num_in);
         return Numbers::LEFT_BYTES > 4 ? in_float32(rows, products.num_steps()) : rows;

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is laid out for the compiled products (matrix.h)."""
+"""Linear layers whose weight is laid out for the compiled products (matrix.h)."""
 
 import torch
 from torch import Tensor
@@ -56,8 +56,7 @@ class NativeLinear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
-        if x_TI.stride(1) != 1:
-            x_TI = x_TI.contiguous()
+        x_TI = _in_rows(x_TI)
         out_TO = x_TI.new_empty(len(x_TI), self._num_out)
         self._multiply(
             *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._packed.data_ptr()),
@@ -69,8 +68,7 @@ class NativeLinear:
 
     def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """See `SearchedLinear`."""
-        if x_TI.stride(1) != 1:
-            x_TI = x_TI.contiguous()
+        x_TI = _in_rows(x_TI)
         values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
         self._largest(
             *(values_T.data_ptr(), indices_T.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI)),
@@ -78,3 +76,52 @@ class NativeLinear:
             *(self._num_out, self._num_in, self._num_threads),
         )
         return values_T, indices_T
+
+
+class NativeTable:
+    """Implements `TableLinear` and `SearchedLinear`: the weight, of whole panels, is laid out where it is.
+
+    Results are float32, for any number of rows the same bits.
+    """
+
+    def __init__(self, weight_OI: Tensor, programs: Programs, num_threads: int) -> None:
+        self._num_out, self._num_in = weight_OI.shape
+        self._weight_OI = weight_OI
+        self._programs = programs
+        self._num_threads = num_threads
+        address = weight_OI.data_ptr()
+        programs.pack_matrix(address, address, self._num_out, self._num_in, num_threads)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See `PackedLinear`."""
+        x_TI = _in_rows(x_TI)
+        out_TO = x_TI.new_empty(len(x_TI), self._num_out, dtype=torch.float32)
+        self._programs.multiply_float32(out_TO.data_ptr(), *self._operands(x_TI))
+        return out_TO
+
+    def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
+        """See `SearchedLinear`."""
+        x_TI = _in_rows(x_TI)
+        values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
+        self._programs.largest_float32(values_T.data_ptr(), indices_T.data_ptr(), *self._operands(x_TI))
+        return values_T, indices_T
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        """See `TableLinear`."""
+        indices_T = indices_T.contiguous()
+        rows_TI = self._weight_OI.new_empty(len(indices_T), self._num_in)
+        self._programs.unpack_rows(
+            *(rows_TI.data_ptr(), indices_T.data_ptr(), len(indices_T)),
+            *(self._weight_OI.data_ptr(), self._num_out, self._num_in, self._num_threads),
+        )
+        return rows_TI
+
+    def _operands(self, x_TI: Tensor) -> tuple[int | None, ...]:
+        return (
+            *(x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._weight_OI.data_ptr(), None),
+            *(self._num_out, self._num_in, self._num_threads),
+        )
+
+
+def _in_rows(x_TI: Tensor) -> Tensor:
+    return x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()

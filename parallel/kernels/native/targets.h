@@ -22,6 +22,7 @@ constexpr int ROWS = 32;   // that are packed together
 
 template <class T>
 struct Target {
+    using Value = T;
     static constexpr bool IS_KEPT = true;
 
     T* values;  // of first_row in first_panel
@@ -65,6 +66,7 @@ class Candidate {
 // Shares are looked through while they are in a cache, by the thread that made them.
 template <class T>
 struct Searched {
+    using Value = T;
     static constexpr bool IS_KEPT = false;
 
     std::atomic<Candidate>* best;  // of each row

@@ -15,7 +15,7 @@ from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.native import build
 from parallel.kernels.native.library import Operations, Programs, load_operations, load_programs
-from parallel.kernels.native.packed_linear import NativeLinear, can_pack
+from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack
 from parallel.kernels.native.tape import Recorder
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
@@ -180,6 +180,28 @@ def test_the_largest_of_a_product_with_a_matrix_as_it_lies(
         weight = torch.randn(num_out, 96, generator=generator).to(dtype)
         for num_threads in (1, 3):
             check_largest(NativeCpuKernels(operations, None, num_threads).share_linear(weight, None), x)
+
+
+@pytest.mark.parametrize(("num_out", "num_in"), [(4128, 96), (608, 2624)])
+def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(programs: Programs, num_out: int, num_in: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_out, num_in, generator=generator).bfloat16()
+    x = torch.randn(200, num_in + 8, generator=generator).bfloat16()[:, :num_in]  # rows that are not dense
+    indices = torch.tensor([0, 15, 16, 31, 32, num_out - 1, 0, *range(100, 300)])
+    for num_threads in (1, 3):
+        table = NativeTable(weight.clone(), programs, num_threads)
+        assert torch.equal(table.rows(indices), weight[indices])
+        assert torch.equal(
+            table.rows(torch.tensor([-1, 7, num_out])), weight[[0, 7, 0]] * torch.tensor([[0], [1], [0]])
+        )
+        assert len(table.rows(indices[:0])) == 0
+        together = table(x)
+        assert together.dtype is torch.float32
+        torch.testing.assert_close(together, x.float() @ weight.float().T, rtol=1e-4, atol=1e-3)
+        for num_rows in (1, 3, 33):
+            assert torch.equal(together, torch.cat([table(rows) for rows in x.split(num_rows)]))
+        for rows in (x[:1], x[:33], x):
+            check_largest(table, rows)
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 17, 33, 65, 700])
