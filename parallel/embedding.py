@@ -48,10 +48,10 @@ class VocabParallelEmbedding:
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         """[T] int64, each in 0 .. vocab_size - 1 -> [T, E] on every rank."""
+        if self._axis.size == 1:
+            return self._table.index_select(0, token_ids_T) if self._shared is None else self._shared.rows(token_ids_T)
         if self._shared is not None:
             return all_reduce(self._shared.rows(token_ids_T - self._first), self._axis)
-        if self._axis.size == 1:
-            return self._table.index_select(0, token_ids_T)
         rows_T = token_ids_T.sub(self._first - 1).clamp_(0, self._last_row)
         return all_reduce(self._table.index_select(0, rows_T), self._axis)
 
