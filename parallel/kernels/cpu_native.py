@@ -99,7 +99,7 @@ class NativeCpuKernels:
     def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.share_linear`."""
         if self._programs is not None and bias_O is None and _gains_by_packing(weight_OI, self._programs):
-            return NativeTable(weight_OI, self._programs, self._num_threads)
+            return NativeTable(weight_OI, self._programs, self._num_threads, memory=self._memory)
         operations = self._operations.get(weight_OI.dtype)
         fits = not (weight_OI.shape[0] % LANES or weight_OI.shape[1] % LANES) and weight_OI.is_contiguous()
         if operations is None or bias_O is not None or not fits:

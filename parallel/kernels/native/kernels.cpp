@@ -11,6 +11,7 @@
 #include "matrix_int8.h"
 #include "program.h"
 #include "sampling.h"
+#include "screened.h"
 
 using namespace weft;
 
@@ -153,6 +154,30 @@ EXPORT void weft_run(const Operation* operations, int count, const Step* step) {
 #else
 
 EXPORT int weft_has_programs(void) { return 0; }
+
+#endif
+
+#ifdef WEFT_HAS_SCREEN
+
+// Rows up to which the largest outputs are found so.
+EXPORT int weft_most_screened_rows(void) { return MOST_SCREENED_ROWS; }
+
+EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, int num_in, int num_threads) {
+    on_team(num_threads, 1, [=](Team& team) {
+        make_screen(Screen(screen, num_out, num_in), static_cast<const BFloat16*>(weight), num_out, num_in, team);
+    });
+}
+
+EXPORT void weft_largest_screened(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
+                                  const void* packed, void* screen, int64_t num_out, int num_in, int num_threads) {
+    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), nullptr, num_out, num_in};
+    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};
+    find_largest_screened(values, indices, left, matrix, Screen(screen, num_out, num_in), num_threads);
+}
+
+#else
+
+EXPORT int weft_most_screened_rows(void) { return 0; }
 
 #endif
 

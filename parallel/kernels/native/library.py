@@ -160,11 +160,23 @@ class Programs:
     multiply_float32: Callable[..., None]
     """The result as it was summed."""
     largest_float32: Callable[..., None]
+    screens: "Screens | None"
+    """None where the CPU has no products in 8 bits."""
     uses_tiles: bool
     """The CPU has matrix tiles, which take a matrix as it lies as fast as memory gives it."""
     run: Callable[..., None]
     has_dot_products: Callable[[int, bool], bool]
     """As in `Operations`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Screens:
+    """The largest outputs of few rows in float32, most of the matrix read in 8 bits; see screened.h."""
+
+    make: Callable[..., None]
+    largest: Callable[..., None]
+    most_rows: int
+    """Of which `largest` takes no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +209,21 @@ def load_programs(library: Path) -> Programs | None:
         largest=_function(loaded, "weft_largest_bfloat16", (c_void_p, *_PRODUCT)),
         multiply_float32=_function(loaded, "weft_multiply_float32", _PRODUCT),
         largest_float32=_function(loaded, "weft_largest_float32", (c_void_p, *_PRODUCT)),
+        screens=_screens(loaded),
         uses_tiles=bool(loaded.weft_uses_tiles()),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
         has_dot_products=_has_dot_products(loaded, "bfloat16"),
+    )
+
+
+def _screens(loaded: ctypes.CDLL) -> Screens | None:
+    most_rows = loaded.weft_most_screened_rows()
+    if not most_rows:
+        return None
+    return Screens(
+        make=_function(loaded, "weft_make_screen", (c_void_p, c_void_p, c_int64, c_int, c_int)),
+        largest=_function(loaded, "weft_largest_screened", (c_void_p, *_PRODUCT)),
+        most_rows=most_rows,
     )
 
 

@@ -10,6 +10,10 @@ from parallel.kernels.native.tape import Recorder, Tape
 PANEL = 32
 """Outputs that are laid out together."""
 _STEP = 32
+_SCREEN_STEP = 64
+"""Inputs, in 8 bits, that are laid out together."""
+_SCREEN_OUTPUT_BYTES = 16
+"""Scale, sum and bounds of an output."""
 _SMALL_WEIGHT = 1 << 14
 """Elements below which torch's product costs less than packing is worth."""
 
@@ -81,15 +85,21 @@ class NativeLinear:
 class NativeTable:
     """Implements `TableLinear` and `SearchedLinear`: the weight, of whole panels, is laid out where it is.
 
-    Results are float32, for any number of rows the same bits.
+    Results are float32, for any number of rows the same bits. A copy in 8 bits, half as large, tells where the largest
+    outputs of few rows may be, so that most of the weight is not read.
     """
 
-    def __init__(self, weight_OI: Tensor, programs: Programs, num_threads: int) -> None:
+    def __init__(self, weight_OI: Tensor, programs: Programs, num_threads: int, *, memory: HugePages) -> None:
         self._num_out, self._num_in = weight_OI.shape
         self._weight_OI = weight_OI
         self._programs = programs
         self._num_threads = num_threads
         address = weight_OI.data_ptr()
+        self._screen: Tensor | None = None
+        if programs.screens is not None:
+            num_bytes = self._num_out * (-(-self._num_in // _SCREEN_STEP) * _SCREEN_STEP + _SCREEN_OUTPUT_BYTES)
+            self._screen = memory.empty(num_bytes, torch.int8)
+            programs.screens.make(self._screen.data_ptr(), address, self._num_out, self._num_in, num_threads)
         programs.pack_matrix(address, address, self._num_out, self._num_in, num_threads)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -103,7 +113,11 @@ class NativeTable:
         """See `SearchedLinear`."""
         x_TI = _in_rows(x_TI)
         values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
-        self._programs.largest_float32(values_T.data_ptr(), indices_T.data_ptr(), *self._operands(x_TI))
+        result, screens = (values_T.data_ptr(), indices_T.data_ptr()), self._programs.screens
+        if screens is None or self._screen is None or len(x_TI) > screens.most_rows:
+            self._programs.largest_float32(*result, *self._operands(x_TI))
+        else:
+            screens.largest(*result, *self._operands(x_TI, self._screen.data_ptr()))
         return values_T, indices_T
 
     def rows(self, indices_T: Tensor) -> Tensor:
@@ -116,9 +130,9 @@ class NativeTable:
         )
         return rows_TI
 
-    def _operands(self, x_TI: Tensor) -> tuple[int | None, ...]:
+    def _operands(self, x_TI: Tensor, beside: int | None = None) -> tuple[int | None, ...]:
         return (
-            *(x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._weight_OI.data_ptr(), None),
+            *(x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._weight_OI.data_ptr(), beside),
             *(self._num_out, self._num_in, self._num_threads),
         )
 

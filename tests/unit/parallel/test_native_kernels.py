@@ -189,7 +189,7 @@ def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(programs: Programs, 
     x = torch.randn(200, num_in + 8, generator=generator).bfloat16()[:, :num_in]  # rows that are not dense
     indices = torch.tensor([0, 15, 16, 31, 32, num_out - 1, 0, *range(100, 300)])
     for num_threads in (1, 3):
-        table = NativeTable(weight.clone(), programs, num_threads)
+        table = NativeTable(weight.clone(), programs, num_threads, memory=HugePages())
         assert torch.equal(table.rows(indices), weight[indices])
         assert torch.equal(
             table.rows(torch.tensor([-1, 7, num_out])), weight[[0, 7, 0]] * torch.tensor([[0], [1], [0]])
@@ -202,6 +202,34 @@ def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(programs: Programs, 
             assert torch.equal(together, torch.cat([table(rows) for rows in x.split(num_rows)]))
         for rows in (x[:1], x[:33], x):
             check_largest(table, rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 12])
+@pytest.mark.parametrize("kind", ["random", "close", "equal", "spread", "no-number"])
+def test_the_largest_of_few_rows_of_a_table_is_exact(programs: Programs, kind: str, num_rows: int) -> None:
+    if programs.screens is None:
+        pytest.skip("this CPU has no products in 8 bits")
+    num_out, num_in = 6016, 416
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(num_out, num_in, generator=generator)
+        x = torch.randn(num_rows, num_in, generator=generator)
+        match kind:
+            case "close":  # outputs that only many digits tell apart
+                weight = weight[:1] + weight * 2**-7
+            case "equal":
+                weight = weight[torch.randint(0, 40, (num_out,), generator=generator)]
+            case "spread":  # some inputs and outputs are much larger than the rest
+                weight *= (
+                    torch.randn(num_out, 1, generator=generator).exp() * torch.randn(num_in, generator=generator).exp()
+                )
+                x *= torch.randn(num_in, generator=generator).mul(2).exp()
+            case "no-number":
+                weight[4000, 3], x[num_rows - 1, 5] = torch.inf, torch.nan
+        weight, x = weight.bfloat16(), x.bfloat16()
+        for num_threads in (1, 3):
+            table = NativeTable(weight.clone(), programs, num_threads, memory=HugePages())
+            check_largest(table, x)
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 17, 33, 65, 700])

@@ -1,0 +1,164 @@
+// The largest outputs of a few rows, exact though most of the matrix is read in 8 bits only. With w of an output as integers
+// times a scale, and x as the sum of two such rows, what a sum may be off is bounded (Cauchy and Schwarz):
+//
+//     |w . x - w' . x'|  <=  |w - w'| |x| + |w'| |x - x'|
+//
+// Panels with an output that may still be the largest are then multiplied as ever, and only those are looked at.
+
+#pragma once
+
+#include "matrix.h"
+#include "matrix_int8.h"
+
+#if defined(WEFT_HAS_PACKED_MATRIX) && defined(WEFT_HAS_INT8)
+#define WEFT_HAS_SCREEN
+
+#include <cmath>
+#include <vector>
+
+namespace weft {
+
+constexpr int MOST_SCREENED_ROWS = 12;  // with more, products are no longer as fast as memory
+constexpr int SCREEN_SECTIONS = 3;     // of a team: rows become integers, the product in 8 bits, what is made certain
+
+// A copy of a matrix in 8 bits, whose outputs are whole panels; as many bytes as packed_linear.py says.
+struct Screen {
+    int8::Matrix<float> matrix;
+    float *errors, *norms;  // [out]: at least |w - w'|, and |w'|
+
+    Screen(void* memory, int64_t num_out, int num_in)
+        : matrix(memory, nullptr, num_out, num_in),
+          errors(const_cast<float*>(reinterpret_cast<const float*>(matrix.sums + num_out))),
+          norms(errors + num_out) {}
+};
+
+// What sums in float32 may be off, of |w| |x|: of the product itself, and of the bounds.
+inline float rounding_share(int num_in) { return float(num_in + 16) * 0x1p-23f; }
+inline float rounded_up(double x) { return float(x * (1 + 0x1p-10)); }
+
+// One row as integers, `flip` as in quantize_row: x - scale * q goes to `rest`.
+template <class T>
+inline float quantize_with_rest(int8_t* to, int64_t step_stride, float* rest, const T* x, int num_in, int flip) {
+    const float scale = int8::quantize_row(to, step_stride, x, num_in, flip);
+    for (int i = 0; i < num_in; i++) rest[i] = to_float(x[i]) - scale * float(int8_t(to[i / int8::STEP * step_stride + i % int8::STEP] ^ flip));
+    return scale;
+}
+
+inline double norm(const float* x, int size) {
+    double sum = 0;
+    for (int i = 0; i < size; i++) sum += double(x[i]) * x[i];
+    return std::sqrt(sum);
+}
+
+inline void make_screen(const Screen& screen, const BFloat16* weight, int64_t num_out, int num_in, Team& team) {
+    const int8::Matrix<BFloat16> matrix(screen.matrix.values, nullptr, num_out, num_in);
+    team.for_each(num_out / PANEL, [=](int64_t panel) {
+        static thread_local Buffer<int8_t> integers;
+        static thread_local Buffer<float> rests;
+        int8_t* const row = integers.room(size_t(int8::num_steps(num_in)) * int8::STEP);
+        float* const rest = rests.room(size_t(num_in));
+        Team alone(nullptr, 1);
+        int8::pack_matrix(matrix, weight + panel * PANEL * num_in, panel * PANEL, PANEL, alone);
+        for (int64_t output = panel * PANEL; output < (panel + 1) * PANEL; output++) {
+            const float scale = quantize_with_rest(row, int8::STEP, rest, weight + output * num_in, num_in, 0);
+            screen.errors[output] = rounded_up(norm(rest, num_in));
+            for (int i = 0; i < num_in; i++) rest[i] = scale * row[i];
+            screen.norms[output] = rounded_up(norm(rest, num_in)) + screen.errors[output];  // so that it is at least |w| as well
+        }
+    });
+}
+
+// What a row's bounds are made of.
+struct ScreenedRow {
+    float norm, error;  // |x|; |x - x'|, and what rounding may add
+};
+
+// Where the product in 8 bits goes, two rows of it for each of x: what the outputs of a panel are at most, and the largest
+// that one of them is at least.
+struct Bounds {
+    using Value = float;
+    static constexpr bool IS_KEPT = false;
+
+    const Screen& screen;
+    const ScreenedRow* rows;
+    float* most;                // [rows][panels]
+    std::atomic<float>* least;  // [rows]
+    int64_t num_out;
+
+    bool is_streamed(int64_t) const { return false; }
+
+    Target<float> share(int64_t row, int64_t num_rows, int64_t begin, int64_t end) const {
+        static thread_local Buffer<float> buffer;
+        const int64_t width = (end - begin) * PANEL;
+        return {buffer.room(size_t(num_rows * width)), width, false, row, begin};
+    }
+
+    void finish(const Target<float>& share, int64_t num_rows, int64_t end) const {
+        for (int64_t row = 0; row < num_rows / 2; row++) {
+            Floats least_of_share = broadcast(-INFINITY);
+            for (int64_t panel = share.first_panel; panel < end; panel++) {
+                Floats above = broadcast(-INFINITY);
+                Ints is_number = above == above;
+                for (int i = 0; i < PANEL; i += LANES) {
+                    const int64_t output = panel * PANEL + i;
+                    const Floats value = load(share.at(2 * row, panel) + i) + load(share.at(2 * row + 1, panel) + i);
+                    const Floats off = load(screen.errors + output) * rows[row].norm + load(screen.norms + output) * rows[row].error;
+                    is_number &= value + off == value + off;
+                    above = larger(value + off, above);
+                    least_of_share = larger(value - off, least_of_share);
+                }
+                most[row * (num_out / PANEL) + panel] = _mm512_test_epi32_mask((__m512i)~is_number, (__m512i)~is_number) ? INFINITY : largest(above);
+            }
+            const float found = largest(least_of_share);
+            float known = least[row].load(std::memory_order_relaxed);
+            while (known < found && !least[row].compare_exchange_weak(known, found, std::memory_order_relaxed)) {
+            }
+        }
+    }
+};
+
+// As find_largest of the product in float32, for at most MOST_SCREENED_ROWS rows.
+inline void find_largest_screened(float* values, int64_t* indices, const LeftRows& left, const PackedMatrix& packed, const Screen& screen,
+                                  int num_threads) {
+    static thread_local int8::Scratch scratch;
+    static thread_local Buffer<float> room;
+    const int64_t panels = packed.num_out / PANEL;
+    const int num_in = packed.num_in, flip = int8::use_tiles() ? 0 : 0x80;
+    const int8::Left integers = scratch.room(2 * left.count, num_in);
+    ScreenedRow rows[MOST_SCREENED_ROWS];
+    std::atomic<float> least[MOST_SCREENED_ROWS];
+    for (std::atomic<float>& each : least) each = -INFINITY;
+    float* const most = room.room(size_t(left.count * panels));
+    const Bounds bounds{screen, rows, most, least, packed.num_out};
+    const auto make_integers = [&](int64_t i) {
+        static thread_local Buffer<float> rests;
+        float* const rest = rests.room(2 * size_t(num_in));
+        const BFloat16* const x = left.x + i * left.stride;
+        for (int k = 0; k < num_in; k++) rest[k] = to_float(x[k]);
+        const double norm_of_x = norm(rest, num_in);
+        integers.scales[2 * i] = quantize_with_rest(integers.row(int(2 * i)), integers.step_stride(), rest, x, num_in, flip);
+        integers.scales[2 * i + 1] = quantize_with_rest(integers.row(int(2 * i + 1)), integers.step_stride(), rest + num_in, rest, num_in, flip);
+        rows[i] = {rounded_up(norm_of_x), rounded_up(norm(rest + num_in, num_in) + rounding_share(num_in) * norm_of_x)};
+    };
+    find_largest<float>(values, indices, left.count, packed.num_out, [&](const Searched<float>& searched) {
+        on_team(num_threads, SCREEN_SECTIONS, [&](Team& team) {
+            team.for_each(left.count, make_integers);
+            int8::multiply<false>(bounds, integers, screen.matrix, team);
+            team.for_each(panels, [&](int64_t panel) {
+                for (int row = 0; row < left.count; row++) {
+                    if (most[row * panels + panel] < least[row].load(std::memory_order_relaxed)) continue;
+                    alignas(64) float outputs[PANEL];
+                    const PackedMatrix one{packed.values + panel * PANEL * num_in, nullptr, PANEL, num_in};
+                    const Target<float> target{outputs, PANEL, false, row, panel};
+                    Team alone(nullptr, 1);
+                    multiply(Target<float>{outputs, PANEL}, {left.x + row * left.stride, left.stride, 1}, one, nullptr, alone);
+                    searched.finish(target, 1, panel + 1);
+                }
+            });
+        });
+    });
+}
+
+}  // namespace weft
+
+#endif
