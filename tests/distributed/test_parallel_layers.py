@@ -1,5 +1,6 @@
 """Every parallel layer, split over 2 and 4 ranks, equals its `torch.nn` original."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from parallel.collectives import all_gather
 from parallel.description import DecoderDescription
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.select import select_kernels
 from parallel.layer import LayerContext
 from parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from parallel.mesh import Mesh
@@ -207,6 +209,34 @@ def test_head_finds_the_largest_of_all_ranks_logits(gloo_pool: GlooPool, tp: int
 def test_head_is_not_asked_for_the_largest_of_padding_or_of_what_is_rounded_anew(gloo_pool: GlooPool) -> None:
     for vocab_size, options in ((37, {}), (40, {"logit_multiplier": 0.5}), (40, {"logit_soft_cap": 30.0})):
         assert gloo_pool.run(_run_largest, vocab_size, options, tp=2) == [(False, None)] * 2
+
+
+def _run_tied(mesh: Mesh, vocab_size: int, token_ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    context = LayerContext(axis=mesh.tp, kernels=select_kernels(device, dtype), device=device, dtype=dtype)
+    embedding = VocabParallelEmbedding(vocab_size, 64, context=context)
+    _load(embedding, "embedding")
+    description = replace(_description(vocab_size, tie_embeddings=True), hidden_size=64)
+    head = VocabParallelHead(description, tied=embedding, context=context)
+    _load(head)
+    x = _inputs(size=64).bfloat16()
+    return embedding(token_ids), head(x), head.largest(x) if head.finds_largest else None
+
+
+@pytest.mark.parametrize("vocab_size", [2048, 2047])
+@pytest.mark.parametrize("tp", SIZES)
+def test_a_tied_table_that_kernels_lay_out_still_gives_rows(gloo_pool: GlooPool, tp: int, vocab_size: int) -> None:
+    weight = full_tensor("embedding.weight", vocab_size, 64).bfloat16()
+    token_ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))
+    results = gloo_pool.run(_run_tied, vocab_size, token_ids, tp=tp)
+    for rows, _, _ in results:
+        assert torch.equal(rows, weight[token_ids])
+    logits, largest = results[0][1:]
+    torch.testing.assert_close(
+        logits.float(), _inputs(size=64).bfloat16().float() @ weight.float().T, rtol=2**-7, atol=0.05
+    )
+    if largest is not None:
+        assert torch.equal(largest, logits.argmax(-1))
 
 
 def _run_column_in_bfloat16(mesh: Mesh) -> Tensor:
