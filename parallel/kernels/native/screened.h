@@ -32,22 +32,27 @@ struct Screen {
           norms(errors + num_out) {}
 };
 
-// What sums in float32 may be off, of |w| |x|: of the product itself, and of the bounds.
+// What sums in float32 may be off, of |w| |x|: of the product itself, and of the bounds. Squares below the least number are lost.
 inline float rounding_share(int num_in) { return float(num_in + 16) * 0x1p-23f; }
-inline float rounded_up(double x) { return float(x * (1 + 0x1p-10)); }
+inline float rounded_up(double x) { return float(x * (1 + 0x1p-10) + 0x1p-54); }
 
-// One row as integers, `flip` as in quantize_row: x - scale * q goes to `rest`.
+// One row, of whole vectors, as integers, `flip` as in quantize_row: x - scale * q goes to `rest`.
 template <class T>
 inline float quantize_with_rest(int8_t* to, int64_t step_stride, float* rest, const T* x, int num_in, int flip) {
     const float scale = int8::quantize_row(to, step_stride, x, num_in, flip);
-    for (int i = 0; i < num_in; i++) rest[i] = to_float(x[i]) - scale * float(int8_t(to[i / int8::STEP * step_stride + i % int8::STEP] ^ flip));
+    const __m128i flips = _mm_set1_epi8(char(flip));
+    for (int i = 0; i < num_in; i += LANES) {
+        const int8_t* const integers = to + i / int8::STEP * step_stride + i % int8::STEP;
+        const __m128i signed_ones = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(integers)), flips);
+        store(rest + i, load(x + i) - (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(signed_ones)) * scale);
+    }
     return scale;
 }
 
 inline double norm(const float* x, int size) {
-    double sum = 0;
-    for (int i = 0; i < size; i++) sum += double(x[i]) * x[i];
-    return std::sqrt(sum);
+    Floats squares{};
+    for (int i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
+    return std::sqrt(double(sum(squares)));
 }
 
 inline void make_screen(const Screen& screen, const BFloat16* weight, int64_t num_out, int num_in, Team& team) {
@@ -62,7 +67,7 @@ inline void make_screen(const Screen& screen, const BFloat16* weight, int64_t nu
         for (int64_t output = panel * PANEL; output < (panel + 1) * PANEL; output++) {
             const float scale = quantize_with_rest(row, int8::STEP, rest, weight + output * num_in, num_in, 0);
             screen.errors[output] = rounded_up(norm(rest, num_in));
-            for (int i = 0; i < num_in; i++) rest[i] = scale * row[i];
+            for (int i = 0; i < num_in; i += LANES) store(rest + i, load(row + i) * scale);
             screen.norms[output] = rounded_up(norm(rest, num_in)) + screen.errors[output];  // so that it is at least |w| as well
         }
     });
@@ -134,7 +139,7 @@ inline void find_largest_screened(float* values, int64_t* indices, const LeftRow
         static thread_local Buffer<float> rests;
         float* const rest = rests.room(2 * size_t(num_in));
         const BFloat16* const x = left.x + i * left.stride;
-        for (int k = 0; k < num_in; k++) rest[k] = to_float(x[k]);
+        for (int k = 0; k < num_in; k += LANES) store(rest + k, load(x + k));
         const double norm_of_x = norm(rest, num_in);
         integers.scales[2 * i] = quantize_with_rest(integers.row(int(2 * i)), integers.step_stride(), rest, x, num_in, flip);
         integers.scales[2 * i + 1] = quantize_with_rest(integers.row(int(2 * i + 1)), integers.step_stride(), rest + num_in, rest, num_in, flip);
