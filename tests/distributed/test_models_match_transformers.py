@@ -29,8 +29,8 @@ SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 TINY_PROMPTS = ((3, 17, 200, 5, 91), tuple(7 * i % 311 for i in range(38)))
 DENSE_PROMPTS = ((3, 17, 50, 5, 91), tuple(7 * i % 151 for i in range(38)))
 REAL_MODELS = ("stories260K", "stories3M", "stories3M-draft", "TinyStories-656K")
-# float32 sums in another order; the logits have a standard deviation of 2 to 5. On a Zen 5 transformers itself is 8.5e-5
-# from its result in float64 (gemma), and Weft 9.9e-5.
+# float32 sums in another order; the logits have a standard deviation of 2 to 5. On a Zen 5 transformers itself is
+# 8.5e-5 from its result in float64 (gemma), and Weft 9.9e-5.
 LOGIT_TOLERANCE = 2e-4
 
 
