@@ -80,10 +80,10 @@ class _QueuedKernels(ReferenceKernels):
     def __init__(self, device: QueuedDevice) -> None:
         self._device = device
 
-    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
-        """The head, of which a few inputs are enough to tell tokens apart."""
-        few_OI = weight_OI[:, :_HEAD_INPUTS].contiguous()
-        return lambda x_TI: F.linear(x_TI[:, :_HEAD_INPUTS], few_OI)
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
+        """A few inputs are enough to tell tokens apart."""
+        few_VE = weight_VE[:, :_HEAD_INPUTS].contiguous()
+        return lambda x_SE: F.linear(x_SE[:, :_HEAD_INPUTS], few_VE)
 
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`; here it does not do the same."""

@@ -217,12 +217,10 @@ class VocabParallelHead:
         assert self._weight_VE is not None, "finish_loading is called once"
         if self._description.is_head_normalized:
             self._weight_VE = F.normalize(self._weight_VE)
-        if self._tied is None or self._description.is_head_normalized:
-            self._linear = self._context.pack_linear(self._weight_VE, self._bias_V)
-        else:
-            self._linear = self._context.share_linear(self._weight_VE, self._bias_V)
-            if isinstance(self._linear, TableLinear):
-                self._tied.share(self._linear)
+        shares = self._tied is not None and not self._description.is_head_normalized
+        self._linear = self._context.pack_head(self._weight_VE, self._bias_V, is_shared=shares)
+        if self._tied is not None and shares and isinstance(self._linear, TableLinear):
+            self._tied.share(self._linear)
         self._weight_VE = self._bias_V = None
         self._searched = self._linear if isinstance(self._linear, SearchedLinear) else None
         description, size = self._description, self._axis.size

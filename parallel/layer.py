@@ -51,11 +51,11 @@ class LayerContext:
         lay_out = self.kernels.quantize_linear if self.int8_linears else self.kernels.pack_linear
         return lay_out(weight_OI, bias_O)
 
-    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
-        """The same for a weight that is used besides; see `Kernels.share_linear`. In 8 bits it is a copy."""
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
+        """The same for the head; see `Kernels.pack_head`. In 8 bits it is a copy."""
         if self.int8_linears:
-            return self.kernels.quantize_linear(weight_OI, bias_O, keeps_weight=True)
-        return self.kernels.share_linear(weight_OI, bias_O)
+            return self.kernels.quantize_linear(weight_VE, bias_V, keeps_weight=is_shared)
+        return self.kernels.pack_head(weight_VE, bias_V, is_shared=is_shared)
 
 
 class Layer(Protocol):

@@ -149,11 +149,14 @@ class Kernels(Protocol):
         The caller drops its own references to both tensors; the weight's values may be gone.
         """
 
-    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
-        """As pack_linear, for a weight whose rows the caller looks up besides: nothing is copied.
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> "PackedLinear":
+        """As pack_linear, for the weight of a model's head.
 
-        The result may be float32, not rounded to the dtype of x, if it is so for any number of rows. Where it is a
-        `TableLinear`, the weight lies in another way from now on, and its rows are had from that alone.
+        The result may be float32, not rounded to the dtype of x, if it is so for any number of rows.
+
+        Args:
+            is_shared: the caller looks its rows up besides: nothing is copied. Where the result is a `TableLinear`,
+                the weight lies in another way from now on, and rows are had from that alone.
         """
 
     def quantize_linear(

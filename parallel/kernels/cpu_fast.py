@@ -47,9 +47,9 @@ class CpuKernels:
         """See `Kernels.pack_linear`."""
         return pack_linear(weight_OI, bias_O)
 
-    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
-        """See `Kernels.share_linear`."""
-        return ReferenceLinear(weight_OI, bias_O)
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
+        """See `Kernels.pack_head`."""
+        return ReferenceLinear(weight_VE, bias_V) if is_shared else pack_linear(weight_VE, bias_V)
 
     def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> Int8Linear:
         """See `Kernels.quantize_linear`."""

@@ -96,15 +96,18 @@ class NativeCpuKernels:
             )
         return self._torch.pack_linear(weight_OI, bias_O)
 
-    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
-        """See `Kernels.share_linear`."""
-        if self._programs is not None and bias_O is None and _gains_by_packing(weight_OI, self._programs):
-            return NativeTable(weight_OI, self._programs, self._num_threads, memory=self._memory)
-        operations = self._operations.get(weight_OI.dtype)
-        fits = not (weight_OI.shape[0] % LANES or weight_OI.shape[1] % LANES) and weight_OI.is_contiguous()
-        if operations is None or bias_O is not None or not fits:
-            return self._torch.share_linear(weight_OI, bias_O)
-        return RowLinear(weight_OI, operations, self._num_threads)
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
+        """See `Kernels.pack_head`."""
+        num_out, num_in = weight_VE.shape
+        is_dense = weight_VE.is_contiguous() and bias_V is None
+        if self._programs is not None and is_dense and can_pack_in_place(num_out, num_in, weight_VE.dtype):
+            return NativeTable(weight_VE, self._programs, self._num_threads, memory=self._memory)
+        if not is_shared:
+            return self.pack_linear(weight_VE, bias_V)
+        operations = self._operations.get(weight_VE.dtype)
+        if operations is None or not is_dense or num_out % LANES or num_in % LANES:
+            return self._torch.pack_head(weight_VE, bias_V, is_shared=True)
+        return RowLinear(weight_VE, operations, self._num_threads)
 
     def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> PackedLinear:
         """See `Kernels.quantize_linear`."""
@@ -329,12 +332,6 @@ class RowLinear:
                 self._num_threads,
             )
         return values_T, indices_T
-
-
-def _gains_by_packing(weight_OI: Tensor, programs: Programs) -> bool:
-    num_out, num_in = weight_OI.shape
-    is_fit = can_pack_in_place(num_out, num_in, weight_OI.dtype) and weight_OI.is_contiguous()
-    return is_fit and not programs.uses_tiles
 
 
 def _has_dense_heads(x_TNH: Tensor) -> bool:

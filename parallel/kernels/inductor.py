@@ -84,9 +84,9 @@ class InductorKernels(ReferenceKernels):
         num_out = len(weight_OI)
         return self._visible_or_call(self._inner.pack_linear(weight_OI, bias_O), num_out)
 
-    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
-        """See `Kernels.share_linear`."""
-        return self._visible_or_call(self._inner.share_linear(weight_OI, bias_O), len(weight_OI))
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
+        """See `Kernels.pack_head`."""
+        return self._visible_or_call(self._inner.pack_head(weight_VE, bias_V, is_shared=is_shared), len(weight_VE))
 
     def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> PackedLinear:
         """See `Kernels.quantize_linear`."""

@@ -99,9 +99,9 @@ class ReferenceKernels:
         """Keep the weight as it is."""
         return ReferenceLinear(weight_OI, bias_O)
 
-    def share_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
         """Keep the weight as it is."""
-        return ReferenceLinear(weight_OI, bias_O)
+        return ReferenceLinear(weight_VE, bias_V)
 
     def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> PackedLinear:
         """See `Kernels.quantize_linear`."""

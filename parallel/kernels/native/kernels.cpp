@@ -105,8 +105,6 @@ EXPORT int weft_most_rows(void) { return most_rows(); }
 
 EXPORT int weft_has_programs(void) { return 1; }
 
-EXPORT int weft_uses_tiles(void) { return may_use_tiles(); }
-
 EXPORT void weft_pack_matrix(void* packed, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {
         pack_matrix(static_cast<BFloat16*>(packed), static_cast<const BFloat16*>(weight), num_out, num_in, team);
@@ -160,7 +158,7 @@ EXPORT int weft_has_programs(void) { return 0; }
 #ifdef WEFT_HAS_SCREEN
 
 // Rows up to which the largest outputs are found so.
-EXPORT int weft_most_screened_rows(void) { return MOST_SCREENED_ROWS; }
+EXPORT int weft_most_screened_rows(void) { return most_screened_rows(); }
 
 EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {

@@ -162,8 +162,6 @@ class Programs:
     largest_float32: Callable[..., None]
     screens: "Screens | None"
     """None where the CPU has no products in 8 bits."""
-    uses_tiles: bool
-    """The CPU has matrix tiles, which take a matrix as it lies as fast as memory gives it."""
     run: Callable[..., None]
     has_dot_products: Callable[[int, bool], bool]
     """As in `Operations`."""
@@ -210,7 +208,6 @@ def load_programs(library: Path) -> Programs | None:
         multiply_float32=_function(loaded, "weft_multiply_float32", _PRODUCT),
         largest_float32=_function(loaded, "weft_largest_float32", (c_void_p, *_PRODUCT)),
         screens=_screens(loaded),
-        uses_tiles=bool(loaded.weft_uses_tiles()),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
         has_dot_products=_has_dot_products(loaded, "bfloat16"),
     )

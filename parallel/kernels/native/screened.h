@@ -18,8 +18,11 @@
 
 namespace weft {
 
-constexpr int MOST_SCREENED_ROWS = 12;  // with more, products are no longer as fast as memory
+constexpr int MOST_SCREENED_ROWS = 48;
 constexpr int SCREEN_SECTIONS = 3;     // of a team: rows become integers, the product in 8 bits, what is made certain
+
+// Rows up to which this is faster: with more, products of vectors are no longer as fast as memory.
+inline int most_screened_rows() { return int8::use_tiles() ? MOST_SCREENED_ROWS : 12; }
 
 // A copy of a matrix in 8 bits, whose outputs are whole panels; as many bytes as packed_linear.py says.
 struct Screen {
@@ -93,9 +96,7 @@ struct Bounds {
     bool is_streamed(int64_t) const { return false; }
 
     Target<float> share(int64_t row, int64_t num_rows, int64_t begin, int64_t end) const {
-        static thread_local Buffer<float> buffer;
-        const int64_t width = (end - begin) * PANEL;
-        return {buffer.room(size_t(num_rows * width)), width, false, row, begin};
+        return share_of_thread<float>(row, num_rows, begin, end);
     }
 
     void finish(const Target<float>& share, int64_t num_rows, int64_t end) const {
@@ -122,7 +123,7 @@ struct Bounds {
     }
 };
 
-// As find_largest of the product in float32, for at most MOST_SCREENED_ROWS rows.
+// As find_largest of the product in float32, for at most most_screened_rows() of them.
 inline void find_largest_screened(float* values, int64_t* indices, const LeftRows& left, const PackedMatrix& packed, const Screen& screen,
                                   int num_threads) {
     static thread_local int8::Scratch scratch;

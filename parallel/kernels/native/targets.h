@@ -41,6 +41,14 @@ struct Target {
     void finish(const Target&, int64_t, int64_t) const {}
 };
 
+// A share that only the thread that makes it looks at; the thread's next one takes its place.
+template <class T>
+Target<T> share_of_thread(int64_t row, int64_t rows, int64_t begin, int64_t end) {
+    static thread_local Buffer<T> buffer;
+    const int64_t width = (end - begin) * PANEL;
+    return {buffer.room(size_t(rows * width)), width, false, row, begin};
+}
+
 // The largest output of a row, and the first place where it is, as one number: the larger one is the one to keep.
 class Candidate {
   public:
@@ -74,11 +82,7 @@ struct Searched {
 
     bool is_streamed(int64_t) const { return false; }
 
-    Target<T> share(int64_t row, int64_t rows, int64_t begin, int64_t end) const {
-        static thread_local Buffer<T> buffer;
-        const int64_t width = (end - begin) * PANEL;
-        return {buffer.room(size_t(rows * width)), width, false, row, begin};
-    }
+    Target<T> share(int64_t row, int64_t rows, int64_t begin, int64_t end) const { return share_of_thread<T>(row, rows, begin, end); }
 
     void finish(const Target<T>& share, int64_t rows, int64_t end) const {
         const int64_t first = share.first_panel * PANEL, count = std::min(end * PANEL, num_out) - first;

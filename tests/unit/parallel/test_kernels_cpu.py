@@ -281,7 +281,7 @@ def test_shared_linear_equals_reference_and_copies_nothing(
     torch.manual_seed(6)
     weight = (torch.randn(num_out, num_in) * num_in**-0.5).to(dtype)
     original = weight.clone()
-    shared = kernels.share_linear(weight, None)
+    shared = kernels.pack_head(weight, None, is_shared=True)
     for num_tokens in (1, 2, 3, 4, 7, 16, 17, 33, 48, 65):
         x = torch.randn(num_tokens, 2 * num_in).to(dtype)[:, num_in:]
         result = shared(x)
@@ -292,7 +292,7 @@ def test_shared_linear_equals_reference_and_copies_nothing(
     weight.zero_()
     assert shared(x).abs().max() == 0
     bias = torch.randn(num_out).to(dtype)
-    assert_close(kernels.share_linear(weight, bias)(x).to(dtype), bias.expand(len(x), -1))
+    assert_close(kernels.pack_head(weight, bias, is_shared=True)(x).to(dtype), bias.expand(len(x), -1))
 
 
 def test_layout_follows_dtype_and_size() -> None:

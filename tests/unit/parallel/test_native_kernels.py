@@ -179,7 +179,7 @@ def test_the_largest_of_a_product_with_a_matrix_as_it_lies(
     for num_out in (2096, 544):
         weight = torch.randn(num_out, 96, generator=generator).to(dtype)
         for num_threads in (1, 3):
-            check_largest(NativeCpuKernels(operations, None, num_threads).share_linear(weight, None), x)
+            check_largest(NativeCpuKernels(operations, None, num_threads).pack_head(weight, None, is_shared=True), x)
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), [(4128, 96), (608, 2624)])
@@ -204,7 +204,7 @@ def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(programs: Programs, 
             check_largest(table, rows)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 12])
+@pytest.mark.parametrize("num_rows", [1, 3, 12, 40])
 @pytest.mark.parametrize("kind", ["random", "close", "equal", "spread", "no-number"])
 def test_the_largest_of_few_rows_of_a_table_is_exact(programs: Programs, kind: str, num_rows: int) -> None:
     if programs.screens is None:
