@@ -17,7 +17,7 @@ from parallel.attention import Angles
 from parallel.decoder_layer import make_decoder_layer
 from parallel.description import DecoderDescription
 from parallel.embedding import InputEmbedding, VocabParallelHead
-from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache, RecordedLayers
+from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache, RecordedLayers, StartedLayers
 from parallel.layer import LayerContext
 from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
@@ -87,6 +87,8 @@ class Decoder:
             (lambda positions_T: ()) if kind is None else RotaryTable(kind, description.max_context, device=device)
             for kind in kinds
         ]
+        self._angles = [rotation.angles if isinstance(rotation, RotaryTable) else () for rotation in self._rotations]
+        """Of all positions."""
         self._rotation_of_layer = [kinds.index(rotary) for rotary in rotaries]
         self._run = kernels.compile_layers(self._run_layers, mesh.tp)
         self._embedding: InputEmbedding | None = None
@@ -140,10 +142,39 @@ class Decoder:
             CollectiveError: a rank of the stage is gone.
         """
         x_TE = x if self._embedding is None else self._embedding(x, positions_T)
-        x_TE, residual_TE = self._run(x_TE, [rotation(positions_T) for rotation in self._rotations], caches, metas)
-        return x_TE.add_(residual_TE) if self._final_norm is None else x_TE
+        angles = [rotation(positions_T) for rotation in self._rotations]
+        return self._result(*self._run(x_TE, angles, caches, metas))
 
     __call__ = forward
+
+    def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
+        """Whether the layers of such a step can be begun by other threads than the caller's."""
+        return isinstance(self._run, StartedLayers) and self._run.can_start(metas)
+
+    def start(
+        self,
+        x: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metas: Sequence[AttentionMeta],
+        *,
+        finds_largest: bool,
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """As `forward`, begun, if `can_start`; what is returned joins in, and gives the result.
+
+        It is called once, in the same thread, which has nothing else of the model computed before. Besides, it gives
+        `largest` of all tokens if that was wanted, or None if it is still to be asked for.
+        """
+        assert isinstance(self._run, StartedLayers), "can_start"
+        x_TE = x if self._embedding is None else self._embedding(x, positions_T)
+        head = self._head.searched_alone if finds_largest and self._head is not None else None
+        finish = self._run.start(x_TE, self._angles, positions_T, caches, metas, head)
+
+        def result() -> tuple[Tensor, Tensor | None]:
+            x_TE, residual_TE, found_T = finish()
+            return self._result(x_TE, residual_TE), found_T
+
+        return result
 
     def layer_inputs(self) -> tuple[Tensor, list[Angles]]:
         """What goes into the layers of this stage in a step of one token, for those who look at the shapes."""
@@ -210,6 +241,9 @@ class Decoder:
             norm = self._final_norm
             parts.append(DecoderPart((*norm.sharded_parameters("final_norm"),), norm.finish_loading))
         return parts
+
+    def _result(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return x_TE.add_(residual_TE) if self._final_norm is None else x_TE
 
     def _run_layers(
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]

@@ -202,6 +202,11 @@ class VocabParallelHead:
         indices_S = indices_SR.gather(1, ranks_S[:, None])[:, 0].long()
         return (indices_S + ranks_S * (self._description.vocab_size // size)).where(indices_S >= 0, -1)
 
+    @property
+    def searched_alone(self) -> SearchedLinear | None:
+        """What `largest` asks, where that is all it does."""
+        return self._searched if self._axis.size == 1 else None
+
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """The rows of this rank; no weight where it is the embedding's."""
         vocab_size, axis = self._description.vocab_size, self._axis

@@ -42,12 +42,13 @@ class RotaryTable:
         positions = torch.arange(max_context, dtype=torch.float32)
         angles = positions[:, None] * inv_freq
         factor = _attention_factor(description)
-        self._cos_PR = (angles.cos() * factor).to(device)
-        self._sin_PR = (angles.sin() * factor).to(device)
+        self.angles = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+        """Cosines and sines, float32 [max_context, R] each."""
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, float32 [T, R] each, R = dim / 2; positions are int64 on the table's device."""
-        return self._cos_PR.index_select(0, positions_T), self._sin_PR.index_select(0, positions_T)
+        cos_PR, sin_PR = self.angles
+        return cos_PR.index_select(0, positions_T), sin_PR.index_select(0, positions_T)
 
 
 def inverse_frequencies(description: RotaryDescription, max_context: int) -> Tensor:

@@ -160,13 +160,14 @@ class RankSteps:
 
     A device that works by itself is given a step at once. Where the step keeps the thread that starts it busy (a CPU),
     it is done when somebody waits for it: in the thread that waits, or in one of its own where the next step is planned
-    meanwhile.
+    meanwhile. A rank without others begins it as soon as the one before is done, and who waits joins in.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._is_busy = runner.is_busy_while_computing
-        self._thread = ThreadPoolExecutor(1, "steps") if self._is_busy and runner.looks_ahead else None
+        needs_thread = self._is_busy and runner.looks_ahead and not runner.joins_later
+        self._thread = ThreadPoolExecutor(1, "steps") if needs_thread else None
         self._prepared: deque[StepWork] = deque()
         self._started: deque[Callable[[], ModelOutput | None]] = deque()
 
@@ -177,19 +178,28 @@ class RankSteps:
             self._started.append(self._thread.submit(lambda: self._runner.start(work)()).result)
         elif self._is_busy:
             self._prepared.append(work)
+            self._start_one()
         else:
             self._started.append(self._runner.start(work))
 
     def finish(self) -> ModelOutput | None:
         """Wait for the oldest step not finished; its output where this rank samples. Raises what the step raised."""
-        while self._prepared:  # all of them: the next stage waits for those after the oldest too
+        while self._prepared and not self._runner.joins_later:  # the next stage waits for those after the oldest too
             self._started.append(self._runner.start(self._prepared.popleft()))
-        return self._started.popleft()()
+        output = self._started.popleft()()
+        self._start_one()
+        return output
 
     def close(self) -> None:
         """Wait for the steps that are under way, and start no other."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+        while self._runner.joins_later and self._started:
+            self._started.popleft()()
+
+    def _start_one(self) -> None:
+        if self._runner.joins_later and self._prepared and not self._started:
+            self._started.append(self._runner.start(self._prepared.popleft()))
 
 
 @contextmanager

@@ -7,13 +7,19 @@ from parallel.device.base import Device, Mark
 from workers.stats import RankStats
 
 
+class StepCost(NamedTuple):
+    """What the model has to do in a call."""
+
+    read_bytes: float
+    flops: float
+
+
 class _Call(NamedTuple):
     begin: Mark
     end: Mark
     previous_end: Mark | None
     """Where there was work ever since."""
-    read_bytes: float
-    flops: float
+    cost: StepCost
 
 
 class ModelClock:
@@ -30,30 +36,24 @@ class ModelClock:
         """The model's call of a step comes next on the device."""
         self._begin = self._device.mark()
 
-    def end(self, *, follows: bool, read_bytes: float, flops: float) -> None:
-        """It is over there.
-
-        Args:
-            follows: there was work all the time since the end of the call before.
-            read_bytes: what the model read in it.
-            flops: the operations that it did in it.
-        """
+    def end(self, *, follows: bool, cost: StepCost) -> None:
+        """It is over there; `follows`: there was work all the time since the end of the call before."""
         assert self._begin is not None, "begun"
         end = self._device.mark()
-        self._calls.append(_Call(self._begin, end, self._end if follows else None, read_bytes, flops))
+        self._calls.append(_Call(self._begin, end, self._end if follows else None, cost))
         self._end = end
         self._settle()
 
     def _settle(self) -> None:
         """Count the calls that the device is done with."""
         while self._calls:
-            begin, end, previous_end, read_bytes, flops = self._calls[0]
+            begin, end, previous_end, cost = self._calls[0]
             busy_s = end.seconds_since(begin)
             if busy_s is None:
                 return
             self._calls.popleft()
             self._stats.model_busy_s += busy_s
-            self._stats.model_read_bytes += read_bytes
-            self._stats.model_flops += flops
+            self._stats.model_read_bytes += cost.read_bytes
+            self._stats.model_flops += cost.flops
             if previous_end is not None:
                 self._stats.model_idle_s += begin.seconds_since(previous_end) or 0.0

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 
 import numpy as np
@@ -13,7 +14,7 @@ from parallel.collectives import broadcast
 from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
-from parallel.kernels.base import LayerCache
+from parallel.kernels.base import AttentionMeta, LayerCache
 from parallel.kernels.cuda_buckets import StepBucket, largest_pieces, largest_steps
 from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh
@@ -22,7 +23,7 @@ from workers.config import EngineConfig
 from workers.host_cache import HostCache, make_host_cache
 from workers.inputs import InputBuilder, StepInputs
 from workers.kv_cache import allocate_planes, block_rows, choose_num_blocks, lay_out_caches, num_host_blocks
-from workers.model_clock import ModelClock
+from workers.model_clock import ModelClock, StepCost
 from workers.model_flops import ModelFlops
 from workers.model_reads import ModelReads
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
@@ -31,6 +32,9 @@ from workers.sampler import Sampled, Sampler, nothing_sampled
 from workers.stats import RankStats
 
 logger = logging.getLogger(__name__)
+
+_FinishLayers = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+"""Gives the hidden states, and perhaps the largest logits of all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class ModelRunner:
     """Executes plans in order, every rank the same ones. `allocate` comes before the first.
 
     A step has two halves, each of which belongs to one thread: `prepare`, which looks at the plan alone, and `start`.
-    Where the device works by itself (CUDA), `start` only queues the step there, and what it returns waits for it.
+    Where the device works by itself (CUDA), `start` only queues the step there, and what it returns waits for it. Where
+    `joins_later`, other threads begin it, if they can, and what `start` returns joins them and does the rest.
     """
 
     def __init__(
@@ -68,6 +73,8 @@ class ModelRunner:
         )
         self.is_busy_while_computing = not device.works_by_itself
         """`start` computes, instead of queueing work on the device."""
+        self.joins_later = self.is_busy_while_computing and mesh.world_size == 1
+        """A step is done by whoever waits for it, one at a time; other threads begin it when it is started."""
         wants = config.scheduler.async_scheduling
         self.looks_ahead = mesh.pp.size == 1 and (not self.is_busy_while_computing if wants is None else wants)
         """Every rank keeps what was sampled last in each slot, so that a step can be planned before that is known."""
@@ -135,13 +142,15 @@ class ModelRunner:
         """Build the tensors of the next step."""
         return StepWork(plan=plan, inputs=self._inputs.build(plan))
 
-    @torch.inference_mode()
     def start(self, work: StepWork) -> Callable[[], ModelOutput | None]:
         """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
         start_s = time.perf_counter()
-        sampled = self._start(work)
+        layers = self._start_layers(work)
+        cost = self._cost(work.inputs) if self.joins_later else None
+        queued = None if self.joins_later else self._finish_model(work, layers, None)
 
         def finish() -> ModelOutput | None:
+            sampled = self._finish_model(work, layers, cost) if self.joins_later else queued
             output = None if sampled is None else ModelOutput(work.plan.number, sampled.result())
             self._stats.add_step(time.perf_counter() - start_s)
             return output
@@ -152,22 +161,49 @@ class ModelRunner:
         """Let go of recorded steps."""
         self._decoder.drop_recordings()
 
-    def _start(self, work: StepWork) -> Sampled | None:
-        plan, inputs = work.plan, work.inputs
-        if self._host is not None:
-            self._host.copy(plan.saves, plan.loads)
-        x = self._token_ids(inputs) if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
-        metas = [inputs.metas[group] for group in self._group_of_layer]
-        samples = self._mesh.is_last_stage and len(inputs.sample_slots) > 0
+    @torch.inference_mode()
+    def _start_layers(self, work: StepWork) -> _FinishLayers:
+        """Let other threads begin, where they can; what is returned does the rest of the layers' work."""
+        metas = [work.inputs.metas[group] for group in self._group_of_layer]
+        if not self.joins_later or not self._decoder.can_start(metas):
+            return partial(self._run_layers, work, metas)
+        inputs = work.inputs
+        finds_largest = self._takes_largest(work.plan) and inputs.sample_rows is None
+        x = self._layers_input(work)
         self._clock.begin()
-        hidden = self._decoder(x, inputs.positions, self._caches, metas)
-        takes_largest = plan.is_greedy and self._decoder.finds_largest
-        given = self._ask_head(hidden, inputs, takes_largest=takes_largest) if samples else None
-        self._clock.end(
-            follows=plan.follows,
-            read_bytes=self._reads.step_bytes(inputs.metas[0]),
-            flops=self._flops.step_flops(inputs.metas[0], num_sampled=len(inputs.sample_slots)),
+        return self._decoder.start(x, inputs.positions, self._caches, metas, finds_largest=finds_largest)
+
+    def _run_layers(self, work: StepWork, metas: list[AttentionMeta]) -> tuple[torch.Tensor, None]:
+        x = self._layers_input(work)
+        self._clock.begin()
+        return self._decoder(x, work.inputs.positions, self._caches, metas), None
+
+    def _takes_largest(self, plan: StepPlan) -> bool:
+        return plan.is_greedy and self._decoder.finds_largest
+
+    def _cost(self, inputs: StepInputs) -> StepCost:
+        meta = inputs.metas[0]
+        return StepCost(
+            read_bytes=self._reads.step_bytes(meta),
+            flops=self._flops.step_flops(meta, num_sampled=len(inputs.sample_slots)),
         )
+
+    def _layers_input(self, work: StepWork) -> torch.Tensor:
+        if self._host is not None:
+            self._host.copy(work.plan.saves, work.plan.loads)
+        inputs = work.inputs
+        return self._token_ids(inputs) if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
+
+    @torch.inference_mode()
+    def _finish_model(self, work: StepWork, layers: _FinishLayers, cost: StepCost | None) -> Sampled | None:
+        """Go from the layers to tokens."""
+        plan, inputs = work.plan, work.inputs
+        hidden, given = layers()
+        samples = self._mesh.is_last_stage and len(inputs.sample_slots) > 0
+        takes_largest = self._takes_largest(plan)
+        if samples and given is None:
+            given = self._ask_head(hidden, inputs, takes_largest=takes_largest)
+        self._clock.end(follows=plan.follows, cost=cost or self._cost(inputs))
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
         if self._sampler is not None:

@@ -270,6 +270,36 @@ class RecordedLayers(RunLayers, Protocol):
         """Sizes of steps that are recorded now."""
 
 
+@runtime_checkable
+class StartedLayers(RunLayers, Protocol):
+    """Layers that other threads can begin, while the caller's does something else."""
+
+    def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
+        """Whether they can begin such a step."""
+
+    def start(
+        self,
+        x_TE: Tensor,
+        angles: Sequence[tuple[Tensor, ...]],
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metas: Sequence[AttentionMeta],
+        head: "SearchedLinear | None",
+    ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
+        """As the call, begun; what is returned joins in, and gives the result. It is called once, in the same thread,
+        which runs no other kernels before.
+
+        Args:
+            angles: here those of all positions.
+            positions_T: [T] int64, whose angles the tokens take.
+            head: to be searched in the first part of the result.
+
+        Returns:
+            besides, what the search found: `indices_T` of `SearchedLinear.largest`. None if there was none, or where it
+            is not this one's business.
+        """
+
+
 class PackedLinear(Protocol):
     """A linear layer's weight in the layout that the machine likes best."""
 

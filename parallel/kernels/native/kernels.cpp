@@ -68,8 +68,8 @@ using namespace weft;
                                    int64_t head_dim, const float* cos, const float* sin, int64_t half,                  \
                                    int is_interleaved, int num_threads) {                                               \
         on_team(threads_for(num_tokens * num_heads * head_dim, num_threads), 1, [=](Team& team) {                       \
-            rotary(static_cast<T*>(heads), token_stride, num_tokens, num_heads, head_dim, cos, sin, half, is_interleaved,\
-                   team);                                                                                               \
+            rotary(static_cast<T*>(heads), token_stride, num_tokens, num_heads, head_dim, cos, sin, half, nullptr,      \
+                   is_interleaved, team);                                                                               \
         });                                                                                                             \
     }                                                                                                                   \
     EXPORT void weft_write_cache_##NAME(void* keys, void* values, const void* k, const void* v, int64_t k_token_stride, \
@@ -134,19 +134,40 @@ EXPORT void weft_unpack_rows(void* rows, const int64_t* indices, int64_t count, 
         const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};\
         const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};                                   \
         multiply_packed(Target<T>{static_cast<T*>(out), num_out}, left, matrix, num_threads);                           \
-    }                                                                                                                   \
-    EXPORT void weft_largest_##NAME(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows, \
-                                    const void* packed, const void* bias, int64_t num_out, int num_in, int num_threads) {\
-        const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};\
-        const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};                                   \
-        find_largest<T>(values, indices, num_rows, num_out,                                                             \
-                        [&](const auto& searched) { multiply_packed(searched, left, matrix, num_threads); });           \
     }
 
 FOR_EACH_TYPE(DEFINE_PACKED)
 
+EXPORT void weft_largest_bfloat16(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
+                                  const void* packed, const void* bias, int64_t num_out, int num_in, int num_threads) {
+    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};
+    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};
+    find_largest<BFloat16>(values, indices, num_rows, num_out,
+                           [&](const auto& searched) { multiply_packed(searched, left, matrix, num_threads); });
+}
+
+EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_stride, int num_rows, int num_threads) {
+    TableSearch search(*table, {static_cast<const BFloat16*>(x), x_row_stride, num_rows});
+    on_team(num_threads, TableSearch::SECTIONS, [&](Team& team) { search.run(team); });
+    search.write();
+}
+
 EXPORT void weft_run(const Operation* operations, int count, const Step* step) {
-    Program<BFloat16>(operations, count, *step).run();
+    const Program<BFloat16> program(operations, count, *step);
+    on_team(step->num_threads, program.num_sections(), [&](Team& team) { program.run(team); });
+    program.write_found();
+}
+
+EXPORT int weft_can_start(int num_threads) { return StartedTeam::can_start(num_threads); }
+
+// The same, begun by other threads than this one, which joins them in weft_finish.
+EXPORT StartedProgram* weft_start(const Operation* operations, int count, const Step* step) {
+    return new StartedProgram(operations, count, *step);
+}
+
+EXPORT void weft_finish(StartedProgram* started) {
+    started->finish();
+    delete started;
 }
 
 #else
@@ -157,8 +178,7 @@ EXPORT int weft_has_programs(void) { return 0; }
 
 #ifdef WEFT_HAS_SCREEN
 
-// Rows up to which the largest outputs are found so.
-EXPORT int weft_most_screened_rows(void) { return most_screened_rows(); }
+EXPORT int weft_has_screens(void) { return 1; }
 
 EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {
@@ -166,16 +186,9 @@ EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, 
     });
 }
 
-EXPORT void weft_largest_screened(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
-                                  const void* packed, void* screen, int64_t num_out, int num_in, int num_threads) {
-    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), nullptr, num_out, num_in};
-    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};
-    find_largest_screened(values, indices, left, matrix, Screen(screen, num_out, num_in), num_threads);
-}
-
 #else
 
-EXPORT int weft_most_screened_rows(void) { return 0; }
+EXPORT int weft_has_screens(void) { return 0; }
 
 #endif
 

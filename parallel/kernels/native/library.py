@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_bool, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -106,13 +106,32 @@ class Operation(ctypes.Structure):
 class LayerStep(ctypes.Structure):
     """Of one layer in a step."""
 
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("layout", c_void_p), ("slots", c_void_p))
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("group", c_void_p))
+
+
+class GroupStep(ctypes.Structure):
+    """Of the layers that have a block table in common, in a step."""
+
+    _fields_ = (("layout", StepLayout), ("slots", c_void_p))
 
 
 class AnglesStep(ctypes.Structure):
     """Of one kind of rotation in a step."""
 
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("half", c_int64))
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("half", c_int64), ("positions", c_void_p))
+
+
+class Table(ctypes.Structure):
+    """A matrix as packed, its copy in 8 bits, and where its largest outputs go; `Table` of table_search.h."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("screen", c_void_p),
+        ("num_out", c_int64),
+        ("num_in", c_int32),
+        ("largest", c_void_p),
+        ("indices", c_void_p),
+    )
 
 
 class Step(ctypes.Structure):
@@ -125,6 +144,8 @@ class Step(ctypes.Structure):
         ("layers", c_void_p),
         ("angles", c_void_p),
         ("num_threads", c_int32),
+        ("searched", c_int32),
+        ("table", c_void_p),
     )
 
 
@@ -159,22 +180,19 @@ class Programs:
     """The largest outputs of the same product; see targets.h."""
     multiply_float32: Callable[..., None]
     """The result as it was summed."""
-    largest_float32: Callable[..., None]
-    screens: "Screens | None"
-    """None where the CPU has no products in 8 bits."""
+    search_table: Callable[..., None]
+    """Where it is largest; see table_search.h."""
+    make_screen: Callable[..., None] | None
+    """The copy in 8 bits for that; see screened.h. None where the CPU has no products in 8 bits."""
     run: Callable[..., None]
+    can_start: Callable[[int], bool]
+    """Whether `start`, with so many threads, has another one than the caller's."""
+    start: Callable[..., int]
+    """As `run`, by other threads; what it points to stays until the caller has joined them in `finish`, which takes
+    what this returned. The caller starts nothing else on several threads meanwhile."""
+    finish: Callable[[int], None]
     has_dot_products: Callable[[int, bool], bool]
     """As in `Operations`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Screens:
-    """The largest outputs of few rows in float32, most of the matrix read in 8 bits; see screened.h."""
-
-    make: Callable[..., None]
-    largest: Callable[..., None]
-    most_rows: int
-    """Of which `largest` takes no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,21 +224,17 @@ def load_programs(library: Path) -> Programs | None:
         multiply=_function(loaded, "weft_multiply_bfloat16", _PRODUCT),
         largest=_function(loaded, "weft_largest_bfloat16", (c_void_p, *_PRODUCT)),
         multiply_float32=_function(loaded, "weft_multiply_float32", _PRODUCT),
-        largest_float32=_function(loaded, "weft_largest_float32", (c_void_p, *_PRODUCT)),
-        screens=_screens(loaded),
+        search_table=_function(loaded, "weft_search_table", (c_void_p, c_void_p, c_int64, c_int, c_int)),
+        make_screen=(
+            _function(loaded, "weft_make_screen", (c_void_p, c_void_p, c_int64, c_int, c_int))
+            if loaded.weft_has_screens()
+            else None
+        ),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
+        can_start=_function(loaded, "weft_can_start", (c_int,), c_bool),
+        start=_function(loaded, "weft_start", (c_void_p, c_int, c_void_p), c_void_p),
+        finish=_function(loaded, "weft_finish", (c_void_p,)),
         has_dot_products=_has_dot_products(loaded, "bfloat16"),
-    )
-
-
-def _screens(loaded: ctypes.CDLL) -> Screens | None:
-    most_rows = loaded.weft_most_screened_rows()
-    if not most_rows:
-        return None
-    return Screens(
-        make=_function(loaded, "weft_make_screen", (c_void_p, c_void_p, c_int64, c_int, c_int)),
-        largest=_function(loaded, "weft_largest_screened", (c_void_p, *_PRODUCT)),
-        most_rows=most_rows,
     )
 
 
@@ -245,10 +259,12 @@ def _load(library: Path) -> ctypes.CDLL:
         raise DeviceError(f"cannot load {library}: {error}") from error
 
 
-def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> Callable[..., None]:
+def _function(
+    library: ctypes.CDLL, name: str, arguments: tuple[Any, ...], result: type[Any] | None = None
+) -> Callable[..., Any]:
     function = library[name]
     function.argtypes = arguments
-    function.restype = None
+    function.restype = result
     return function
 
 
@@ -261,10 +277,7 @@ def _operations(library: ctypes.CDLL, dtype: str) -> Operations:
 
 
 def _has_dot_products(library: ctypes.CDLL, dtype: str) -> Callable[[int, bool], bool]:
-    function = library[f"weft_has_dot_products_{dtype}"]
-    function.argtypes = (c_int, c_int)
-    function.restype = bool
-    return function
+    return _function(library, f"weft_has_dot_products_{dtype}", (c_int, c_int), c_bool)
 
 
 def _int8_operations(library: ctypes.CDLL, dtype: str) -> Int8Operations:

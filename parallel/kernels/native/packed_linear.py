@@ -1,10 +1,12 @@
 """Linear layers whose weight is laid out for the compiled products (matrix.h)."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from parallel.host_memory import HugePages
-from parallel.kernels.native.library import LANES, Programs
+from parallel.kernels.native.library import LANES, Programs, Table
 from parallel.kernels.native.tape import Recorder, Tape
 
 PANEL = 32
@@ -96,29 +98,40 @@ class NativeTable:
         self._num_threads = num_threads
         address = weight_OI.data_ptr()
         self._screen: Tensor | None = None
-        if programs.screens is not None:
+        if programs.make_screen is not None:
             num_bytes = self._num_out * (-(-self._num_in // _SCREEN_STEP) * _SCREEN_STEP + _SCREEN_OUTPUT_BYTES)
             self._screen = memory.empty(num_bytes, torch.int8)
-            programs.screens.make(self._screen.data_ptr(), address, self._num_out, self._num_in, num_threads)
+            programs.make_screen(self._screen.data_ptr(), address, self._num_out, self._num_in, num_threads)
         programs.pack_matrix(address, address, self._num_out, self._num_in, num_threads)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
         x_TI = _in_rows(x_TI)
         out_TO = x_TI.new_empty(len(x_TI), self._num_out, dtype=torch.float32)
-        self._programs.multiply_float32(out_TO.data_ptr(), *self._operands(x_TI))
+        self._programs.multiply_float32(
+            *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._weight_OI.data_ptr(), None),
+            *(self._num_out, self._num_in, self._num_threads),
+        )
         return out_TO
 
     def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """See `SearchedLinear`."""
         x_TI = _in_rows(x_TI)
-        values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
-        result, screens = (values_T.data_ptr(), indices_T.data_ptr()), self._programs.screens
-        if screens is None or self._screen is None or len(x_TI) > screens.most_rows:
-            self._programs.largest_float32(*result, *self._operands(x_TI))
-        else:
-            screens.largest(*result, *self._operands(x_TI, self._screen.data_ptr()))
+        values_T, indices_T = torch.empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
+        table = self.to_search(values_T, indices_T)
+        self._programs.search_table(ctypes.byref(table), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads)
         return values_T, indices_T
+
+    def to_search(self, values_T: Tensor, indices_T: Tensor) -> Table:
+        """What a program takes to find the largest outputs of its rows; they go to these tensors."""
+        return Table(
+            values=self._weight_OI.data_ptr(),
+            screen=None if self._screen is None else self._screen.data_ptr(),
+            num_out=self._num_out,
+            num_in=self._num_in,
+            largest=values_T.data_ptr(),
+            indices=indices_T.data_ptr(),
+        )
 
     def rows(self, indices_T: Tensor) -> Tensor:
         """See `TableLinear`."""
@@ -129,12 +142,6 @@ class NativeTable:
             *(self._weight_OI.data_ptr(), self._num_out, self._num_in, self._num_threads),
         )
         return rows_TI
-
-    def _operands(self, x_TI: Tensor, beside: int | None = None) -> tuple[int | None, ...]:
-        return (
-            *(x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._weight_OI.data_ptr(), beside),
-            *(self._num_out, self._num_in, self._num_threads),
-        )
 
 
 def _in_rows(x_TI: Tensor) -> Tensor:

@@ -14,6 +14,9 @@
 #include "elementwise.h"
 #include "matrix.h"
 #include "matrix_int8.h"
+#include "table_search.h"
+
+#ifdef WEFT_HAS_PACKED_MATRIX
 
 namespace weft {
 
@@ -39,15 +42,20 @@ struct Operation {
     const LayerParams* params;
 };
 
+struct GroupStep {  // of layers
+    StepLayout layout;
+    const int64_t* slots;
+};
+
 struct LayerStep {
     void *keys, *values;
-    const StepLayout* layout;
-    const int64_t* slots;
+    const GroupStep* group;
 };
 
 struct AnglesStep {
     const float *cos, *sin;
     int64_t half;
+    const int64_t* positions;  // whose rows the tokens take; null: each its own
 };
 
 struct Step {
@@ -57,9 +65,9 @@ struct Step {
     const LayerStep* layers;
     const AnglesStep* angles;
     int32_t num_threads;
+    int32_t searched;    // the buffer whose rows are looked up in the table after all operations
+    const Table* table;  // null: none
 };
-
-#ifdef WEFT_HAS_PACKED_MATRIX
 
 template <class T>
 class Program {
@@ -80,23 +88,31 @@ class Program {
 #endif
         for (int i = 0; i < count; i++)
             if (operations[i].kind == Kind::ATTENTION) {
-                const StepLayout* layout = step.layers[operations[i].index].layout;
+                const StepLayout* layout = &step.layers[operations[i].index].group->layout;
                 const std::pair<const StepLayout*, int> key(layout, operations[i].params->window);
                 auto [entry, is_new] = plan_of_.try_emplace(key, nullptr);
                 if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, packs_chunks<T>(*layout));
                 plans_in_order_.push_back(entry->second);
             }
+        find_packed();
+        const Place searched{step.searched, 0};
+        if (step.table) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), int(step.num_tokens)});
     }
 
-    void run() {
-        find_packed();
-        on_team(step_.num_threads, count_ * MULTIPLY_SECTIONS, [this](Team& team) {
-            int num_attentions = 0;
-            for (int i = 0; i < count_; i++) {
-                AttentionPlan* plan = operations_[i].kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
-                run(i, plan, team);
-            }
-        });
+    int num_sections() const { return count_ * MULTIPLY_SECTIONS + TableSearch::SECTIONS; }
+
+    void run(Team& team) const {
+        int num_attentions = 0;
+        for (int i = 0; i < count_; i++) {
+            AttentionPlan* plan = operations_[i].kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
+            run(i, plan, team);
+        }
+        if (search_) search_->run(team);
+    }
+
+    // When the team is done.
+    void write_found() const {
+        if (search_) search_->write();
     }
 
   private:
@@ -135,23 +151,24 @@ class Program {
             case Kind::ROTARY: {
                 const AnglesStep& angles = step_.angles[o.index];
                 return rotary(at(o.in), stride(o.in), step_.num_tokens, o.num_heads, o.size, angles.cos, angles.sin,
-                              angles.half, bool(o.flag), team);
+                              angles.half, angles.positions, bool(o.flag), team);
             }
             case Kind::SILU_MUL:
                 return silu_mul(at(o.out), at(o.in), step_.num_tokens, o.size, team);
             case Kind::WRITE_CACHE: {
                 const LayerStep& layer = step_.layers[o.index];
-                if (layer.layout->is_int8)
+                const auto& [layout, slots] = *layer.group;
+                if (layout.is_int8)
                     return write_cache_int8(static_cast<int8_t*>(layer.keys), static_cast<int8_t*>(layer.values), at(o.in),
-                                            at(o.second), stride(o.in), stride(o.second), layer.slots, step_.num_tokens,
-                                            {layer.layout->block_size, o.num_heads, o.size}, team);
+                                            at(o.second), stride(o.in), stride(o.second), slots, step_.num_tokens,
+                                            {layout.block_size, o.num_heads, o.size}, team);
                 return write_cache(static_cast<T*>(layer.keys), static_cast<T*>(layer.values), at(o.in), at(o.second),
-                                   stride(o.in), stride(o.second), layer.slots, step_.num_tokens,
+                                   stride(o.in), stride(o.second), slots, step_.num_tokens,
                                    int64_t(o.num_heads) * o.size, team);
             }
             case Kind::ATTENTION: {
                 const LayerStep& layer = step_.layers[o.index];
-                return attend(at(o.out), at(o.in), stride(o.in), layer.keys, layer.values, *layer.layout, *o.params, *plan, team);
+                return attend(at(o.out), at(o.in), stride(o.in), layer.keys, layer.values, layer.group->layout, *o.params, *plan, team);
             }
             case Kind::MULTIPLY:
             case Kind::MULTIPLY_GATED: {
@@ -191,8 +208,26 @@ class Program {
     std::deque<AttentionPlan> plans_;
     std::map<std::pair<const StepLayout*, int>, AttentionPlan*> plan_of_;
     std::vector<AttentionPlan*> plans_in_order_;
+    std::unique_ptr<TableSearch> search_;
 };
 
-#endif
+// A program under way. What the step points to stays until it has finished.
+class StartedProgram {
+  public:
+    StartedProgram(const Operation* operations, int count, const Step& step)
+        : step_(step), program_(operations, count, step_), team_(step.num_threads, program_.num_sections(), [this](Team& team) { program_.run(team); }) {}
+
+    void finish() {
+        team_.finish();
+        program_.write_found();
+    }
+
+  private:
+    const Step step_;
+    const Program<BFloat16> program_;
+    StartedTeam team_;  // the last one: it begins at once
+};
 
 }  // namespace weft
+
+#endif

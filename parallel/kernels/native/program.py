@@ -7,14 +7,26 @@ layers do more than the kernels can record (tape.py), they run as they are, as b
 import ctypes
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
-from parallel.kernels.native.library import AnglesStep, Kind, LayerStep, Operation, Programs, Step, StepLayout
-from parallel.kernels.native.packed_linear import PANEL
+from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers, SearchedLinear
+from parallel.kernels.native.library import (
+    AnglesStep,
+    GroupStep,
+    Kind,
+    LayerStep,
+    Operation,
+    Programs,
+    Step,
+    StepLayout,
+    Table,
+)
+from parallel.kernels.native.packed_linear import PANEL, NativeTable
 from parallel.kernels.native.tape import CannotRecordError, OnlyKernels, Recorder, Tape
 
 logger = logging.getLogger(__name__)
@@ -45,6 +57,24 @@ class CompiledLayers:
         if self._is_tried or x_TE.dtype is not torch.bfloat16:
             return self._run(x_TE, angles, caches, metas)
         return self._record(x_TE, angles, caches, metas)
+
+    def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
+        """See `StartedLayers`."""
+        return self._program is not None and self._program.can_start and self._program.is_fast(metas[0])
+
+    def start(
+        self,
+        x_TE: Tensor,
+        angles: Sequence[Angles],
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metas: Sequence[AttentionMeta],
+        head: SearchedLinear | None,
+    ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
+        """See `StartedLayers`."""
+        assert self._program is not None, "can_start"
+        table = head if isinstance(head, NativeTable) else None
+        return self._program.start(x_TE, angles, positions_T, caches, metas, table)
 
     def _record(
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
@@ -84,7 +114,9 @@ class Program:
             raise CannotRecordError("a residual stream that is not kept in place")
         self._output = x.buffer
         self._tape = tape  # keeps what the operations point to
-        self._run = programs.run
+        self._programs = programs
+        self.can_start = programs.can_start(num_threads)
+        """Whether other threads can begin it."""
         self._is_always_fast = programs.has_dot_products(caches[0].k_BPKH.shape[3], caches[0].k_scale_BPK is not None)
         operations = _fuse_gates(tape)
         self._operations = (Operation * len(operations))(*operations)
@@ -94,6 +126,9 @@ class Program:
         self._widths = (ctypes.c_int64 * len(tape.widths))(*tape.widths)
         self._buffers = (ctypes.c_void_p * len(tape.widths))()
         self._layers = (LayerStep * len(caches))()
+        self._groups = (GroupStep * len(caches))()
+        """Of layers that have a meta in common; as many of them as there are in a step."""
+        self._num_groups = 0
         self._angles = (AnglesStep * max(1, len(tape.angles)))()
         self._step = Step(
             buffers=ctypes.addressof(self._buffers),
@@ -101,6 +136,7 @@ class Program:
             layers=ctypes.addressof(self._layers),
             angles=ctypes.addressof(self._angles),
             num_threads=num_threads,
+            searched=self._output,
         )
 
     def is_fast(self, meta: AttentionMeta) -> bool:
@@ -112,61 +148,101 @@ class Program:
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
     ) -> tuple[Tensor, Tensor]:
         """See `RunLayers`. x becomes the residual stream."""
+        out_TE = self._place(x_TE, angles, None, caches, metas, None)
+        self._programs.run(self._operations, len(self._operations), ctypes.byref(self._step))
+        return out_TE, x_TE
+
+    def start(
+        self,
+        x_TE: Tensor,
+        angles: Sequence[Angles],
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metas: Sequence[AttentionMeta],
+        table: NativeTable | None,
+    ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
+        """See `StartedLayers`."""
+        found_T = None if table is None else torch.empty(len(x_TE), dtype=torch.int64)
+        values_T = torch.empty(0 if table is None else len(x_TE))
+        search = None if table is None or found_T is None else table.to_search(values_T, found_T)
+        out_TE = self._place(x_TE, angles, positions_T, caches, metas, search)
+        started = self._programs.start(self._operations, len(self._operations), ctypes.byref(self._step))
+        return partial(self._finish, started, (out_TE, x_TE, found_T), (positions_T, metas, search, values_T))
+
+    def _finish(
+        self, started: int, result: tuple[Tensor, Tensor, Tensor | None], pointed_to: object
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`pointed_to` lives until here."""
+        self._programs.finish(started)
+        return result
+
+    def _place(
+        self,
+        x_TE: Tensor,
+        angles: Sequence[Angles],
+        positions_T: Tensor | None,
+        caches: Sequence[LayerCache],
+        metas: Sequence[AttentionMeta],
+        search: Table | None,
+    ) -> Tensor:
+        """Let the step point to these; where the result comes."""
         if caches is not self._caches:
-            self._caches = caches
-            for layer, cache in zip(self._layers, caches, strict=True):
-                layer.keys, layer.values = cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr()
-        num_tokens = len(x_TE)
+            self._place_caches(caches)
         out_TE = torch.empty_like(x_TE)
-        self._place_buffers(num_tokens, x_TE, out_TE)
-        layouts = self._place_metas(metas)
+        self._place_buffers(x_TE, out_TE)
+        self._place_metas(metas)
+        positions = None if positions_T is None else positions_T.data_ptr()
         for step, pair in zip(self._angles, angles, strict=False):
             if pair:
                 step.cos, step.sin, step.half = pair[0].data_ptr(), pair[1].data_ptr(), pair[0].shape[1]
-        self._step.num_tokens = num_tokens
-        self._run(self._operations, len(self._operations), ctypes.byref(self._step))
-        del layouts  # until here the step points to them
-        return out_TE, x_TE
+                step.positions = positions
+        self._step.table = None if search is None else ctypes.addressof(search)
+        return out_TE
 
-    def _place_buffers(self, num_tokens: int, x_TE: Tensor, out_TE: Tensor) -> None:
-        needed = num_tokens * sum(self._slots)
-        if len(self._arena) < needed:
-            self._arena = self._arena.new_empty(needed)
-        starts, place = [], self._arena.data_ptr()
-        for width in self._slots:
-            starts.append(place)
-            place += num_tokens * width * self._arena.itemsize
-        for buffer, slot in self._slot_of_buffer.items():
-            self._buffers[buffer] = starts[slot]
+    def _place_caches(self, caches: Sequence[LayerCache]) -> None:
+        self._caches = caches
+        _, block_size, num_kv_heads, head_dim = caches[0].k_BPKH.shape
+        (num_heads,) = self._tape.num_heads
+        for layer, cache, group in zip(self._layers, caches, self._groups, strict=True):
+            layer.keys, layer.values = cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr()
+            group.layout = StepLayout(
+                block_size=block_size,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                num_threads=self._step.num_threads,
+                is_int8=caches[0].k_scale_BPK is not None,
+            )
+
+    def _place_buffers(self, x_TE: Tensor, out_TE: Tensor) -> None:
+        num_tokens = len(x_TE)
+        if num_tokens != self._step.num_tokens:
+            self._step.num_tokens = num_tokens
+            needed = num_tokens * sum(self._slots)
+            if len(self._arena) < needed:
+                self._arena = self._arena.new_empty(needed)
+            sizes = (num_tokens * width * self._arena.itemsize for width in self._slots)
+            starts = list(accumulate(sizes, initial=self._arena.data_ptr()))
+            for buffer, slot in self._slot_of_buffer.items():
+                self._buffers[buffer] = starts[slot]
         self._buffers[0] = x_TE.data_ptr()
         self._buffers[self._output] = out_TE.data_ptr()
 
-    def _place_metas(self, metas: Sequence[AttentionMeta]) -> dict[int, StepLayout]:
-        layouts: dict[int, StepLayout] = {}
-        for layer, meta in zip(self._layers, metas, strict=True):
-            layout = layouts.get(id(meta))
-            if layout is None:
-                layout = layouts[id(meta)] = self._layout(meta)
-            layer.layout = ctypes.addressof(layout)
-            layer.slots = meta.slot_mapping.data_ptr()
-        return layouts
-
-    def _layout(self, meta: AttentionMeta) -> StepLayout:
-        _, block_size, num_kv_heads, head_dim = self._caches[0].k_BPKH.shape
-        (num_heads,) = self._tape.num_heads
-        return StepLayout(
-            query_starts=meta.query_starts.data_ptr(),
-            context_lens=meta.context_lens.data_ptr(),
-            block_tables=meta.block_tables.data_ptr(),
-            table_stride=meta.block_tables.stride(0),
-            num_sequences=len(meta.context_lens_host),
-            block_size=block_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            num_threads=self._step.num_threads,
-            is_int8=self._caches[0].k_scale_BPK is not None,
-        )
+    def _place_metas(self, metas: Sequence[AttentionMeta]) -> None:
+        groups = {id(meta): meta for meta in metas}
+        if len(groups) > 1 or self._num_groups != 1:
+            places = {key: ctypes.addressof(group) for key, group in zip(groups, self._groups, strict=False)}
+            for layer, meta in zip(self._layers, metas, strict=True):
+                layer.group = places[id(meta)]
+            self._num_groups = len(groups)
+        for group, meta in zip(self._groups, groups.values(), strict=False):
+            layout = group.layout
+            layout.query_starts = meta.query_starts.data_ptr()
+            layout.context_lens = meta.context_lens.data_ptr()
+            layout.block_tables = meta.block_tables.data_ptr()
+            layout.table_stride = meta.block_tables.stride(0)
+            layout.num_sequences = len(meta.context_lens_host)
+            group.slots = meta.slot_mapping.data_ptr()
 
 
 _GATED = {Kind.MULTIPLY: Kind.MULTIPLY_GATED, Kind.MULTIPLY_INT8: Kind.MULTIPLY_GATED_INT8}

@@ -123,47 +123,62 @@ struct Bounds {
     }
 };
 
-// As find_largest of the product in float32, for at most most_screened_rows() of them.
-inline void find_largest_screened(float* values, int64_t* indices, const LeftRows& left, const PackedMatrix& packed, const Screen& screen,
-                                  int num_threads) {
-    static thread_local int8::Scratch scratch;
-    static thread_local Buffer<float> room;
-    const int64_t panels = packed.num_out / PANEL;
-    const int num_in = packed.num_in, flip = int8::use_tiles() ? 0 : 0x80;
-    const int8::Left integers = scratch.room(2 * left.count, num_in);
-    ScreenedRow rows[MOST_SCREENED_ROWS];
-    std::atomic<float> least[MOST_SCREENED_ROWS];
-    for (std::atomic<float>& each : least) each = -INFINITY;
-    float* const most = room.room(size_t(left.count * panels));
-    const Bounds bounds{screen, rows, most, least, packed.num_out};
-    const auto make_integers = [&](int64_t i) {
-        static thread_local Buffer<float> rests;
-        float* const rest = rests.room(2 * size_t(num_in));
-        const BFloat16* const x = left.x + i * left.stride;
-        for (int k = 0; k < num_in; k += LANES) store(rest + k, load(x + k));
-        const double norm_of_x = norm(rest, num_in);
-        integers.scales[2 * i] = quantize_with_rest(integers.row(int(2 * i)), integers.step_stride(), rest, x, num_in, flip);
-        integers.scales[2 * i + 1] = quantize_with_rest(integers.row(int(2 * i + 1)), integers.step_stride(), rest + num_in, rest, num_in, flip);
-        rows[i] = {rounded_up(norm_of_x), rounded_up(norm(rest + num_in, num_in) + rounding_share(num_in) * norm_of_x)};
-    };
-    find_largest<float>(values, indices, left.count, packed.num_out, [&](const Searched<float>& searched) {
-        on_team(num_threads, SCREEN_SECTIONS, [&](Team& team) {
-            team.for_each(left.count, make_integers);
-            int8::multiply<false>(bounds, integers, screen.matrix, team);
-            team.for_each(panels, [&](int64_t panel) {
-                for (int row = 0; row < left.count; row++) {
-                    if (most[row * panels + panel] < least[row].load(std::memory_order_relaxed)) continue;
-                    alignas(64) float outputs[PANEL];
-                    const PackedMatrix one{packed.values + panel * PANEL * num_in, nullptr, PANEL, num_in};
-                    const Target<float> target{outputs, PANEL, false, row, panel};
-                    Team alone(nullptr, 1);
-                    multiply(Target<float>{outputs, PANEL}, {left.x + row * left.stride, left.stride, 1}, one, nullptr, alone);
-                    searched.finish(target, 1, panel + 1);
-                }
-            });
+// A search for the largest outputs in float32 of at most most_screened_rows(). One at a time in the thread that makes it.
+class ScreenedSearch {
+  public:
+    ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen)
+        : left_(left), packed_(packed), screen_(screen), integers_(room_for_integers(2 * left.count, packed.num_in)) {
+        static thread_local Buffer<float> room;
+        most_ = room.room(size_t(left.count * panels()));
+        for (std::atomic<float>& each : least_) each = -INFINITY;
+    }
+
+    void run(const Searched<float>& searched, Team& team) {
+        team.for_each(left_.count, [&](int64_t row) { quantize(int(row)); });
+        int8::multiply<false>(Bounds{screen_, rows_, most_, least_, packed_.num_out}, integers_, screen_.matrix, team);
+        team.for_each(panels(), [&](int64_t panel) {
+            for (int row = 0; row < left_.count; row++)
+                if (!(most_[row * panels() + panel] < least_[row].load(std::memory_order_relaxed))) make_certain(searched, row, panel);
         });
-    });
-}
+    }
+
+  private:
+    static int8::Left room_for_integers(int64_t num_rows, int num_in) {
+        static thread_local int8::Scratch scratch;
+        return scratch.room(num_rows, num_in);
+    }
+
+    int64_t panels() const { return packed_.num_out / PANEL; }
+    const BFloat16* x(int row) const { return left_.x + row * left_.stride; }
+
+    void quantize(int row) {
+        static thread_local Buffer<float> rests;
+        const int num_in = packed_.num_in, flip = int8::use_tiles() ? 0 : 0x80;
+        float* const rest = rests.room(2 * size_t(num_in));
+        for (int k = 0; k < num_in; k += LANES) store(rest + k, load(x(row) + k));
+        const double norm_of_x = norm(rest, num_in);
+        const int64_t stride = integers_.step_stride();
+        integers_.scales[2 * row] = quantize_with_rest(integers_.row(2 * row), stride, rest, x(row), num_in, flip);
+        integers_.scales[2 * row + 1] = quantize_with_rest(integers_.row(2 * row + 1), stride, rest + num_in, rest, num_in, flip);
+        rows_[row] = {rounded_up(norm_of_x), rounded_up(norm(rest + num_in, num_in) + rounding_share(num_in) * norm_of_x)};
+    }
+
+    void make_certain(const Searched<float>& searched, int row, int64_t panel) const {
+        alignas(64) float outputs[PANEL];
+        const PackedMatrix one{packed_.values + panel * PANEL * packed_.num_in, nullptr, PANEL, packed_.num_in};
+        Team alone(nullptr, 1);
+        multiply(Target<float>{outputs, PANEL}, {x(row), left_.stride, 1}, one, nullptr, alone);
+        searched.finish(Target<float>{outputs, PANEL, false, row, panel}, 1, panel + 1);
+    }
+
+    const LeftRows left_;
+    const PackedMatrix packed_;
+    const Screen screen_;
+    const int8::Left integers_;
+    float* most_;  // as in Bounds
+    ScreenedRow rows_[MOST_SCREENED_ROWS];
+    std::atomic<float> least_[MOST_SCREENED_ROWS];
+};
 
 }  // namespace weft
 

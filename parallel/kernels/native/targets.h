@@ -98,17 +98,34 @@ struct Searched {
     }
 };
 
-// Calls multiply(Searched), and writes down what it found of each row: NaN where one of the outputs is; the index is -1
-// where the value is not finite.
+// The largest output of each row, when a product has gone to `searched()`.
+template <class T>
+class Largest {
+  public:
+    Largest(int num_rows, int64_t num_out) : best_(static_cast<size_t>(num_rows)), num_out_(num_out) {}
+
+    Searched<T> searched() { return {best_.data(), num_out_}; }
+
+    // NaN where one of the outputs is; the index is -1 where the value is not finite.
+    void write(float* values, int64_t* indices) const {
+        for (size_t row = 0; row < best_.size(); row++) {
+            const Candidate candidate = best_[row];
+            values[row] = candidate.value();
+            indices[row] = std::isfinite(values[row]) ? candidate.index() : -1;
+        }
+    }
+
+  private:
+    std::vector<std::atomic<Candidate>> best_;
+    const int64_t num_out_;
+};
+
+// Calls multiply(Searched), and writes down what it found.
 template <class T, class Multiply>
 void find_largest(float* values, int64_t* indices, int num_rows, int64_t num_out, const Multiply& multiply) {
-    std::vector<std::atomic<Candidate>> best(static_cast<size_t>(num_rows));
-    multiply(Searched<T>{best.data(), num_out});
-    for (int row = 0; row < num_rows; row++) {
-        const Candidate candidate = best[row];
-        values[row] = candidate.value();
-        indices[row] = std::isfinite(values[row]) ? candidate.index() : -1;
-    }
+    Largest<T> found(num_rows, num_out);
+    multiply(found.searched());
+    found.write(values, indices);
 }
 
 }  // namespace weft

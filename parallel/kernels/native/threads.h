@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #ifdef __linux__
@@ -13,6 +14,8 @@
 
 extern "C" {
 __attribute__((weak)) void GOMP_parallel(void (*run)(void*), void* data, unsigned num_threads, unsigned flags);
+__attribute__((weak)) void GOMP_parallel_start(void (*run)(void*), void* data, unsigned num_threads);
+__attribute__((weak)) void GOMP_parallel_end(void);
 __attribute__((weak)) int omp_in_parallel(void);
 }
 
@@ -28,7 +31,9 @@ class Team {
         alignas(64) std::atomic<int64_t> done{0};
     };
 
-    Team(Section* sections, int size) : section_(sections), size_(size) {}
+    // `num_over`: how many sections are done, for a thread that comes when some may be.
+    Team(Section* sections, int size, std::atomic<int64_t>* num_over = nullptr, bool is_late = false)
+        : sections_(sections), section_(sections), size_(size), num_over_(num_over), is_late_(is_late) {}
 
     int size() const { return size_; }
 
@@ -39,10 +44,16 @@ class Team {
             for (int64_t item = 0; item < num_items; item++) work(item);
             return;
         }
+        const int64_t index = section_ - sections_;
         Section& section = *section_++;
+        if (is_late_) {
+            is_late_ = index < num_over_->load(std::memory_order_acquire);
+            if (is_late_) return;
+        }
         int64_t num_done = 0;
         for (int64_t item; (item = section.next.fetch_add(1, std::memory_order_relaxed)) < num_items; num_done++) work(item);
-        if (num_done) section.done.fetch_add(num_done, std::memory_order_acq_rel);
+        if (num_done && section.done.fetch_add(num_done, std::memory_order_acq_rel) + num_done == num_items && num_over_)
+            num_over_->store(index + 1, std::memory_order_release);
         for (int turn = 0; section.done.load(std::memory_order_acquire) < num_items; turn++) pause(turn);
     }
 
@@ -62,8 +73,10 @@ class Team {
     }
 
     static constexpr int SPINS = 4096;
-    Section* section_;
+    Section *const sections_, *section_;
     int size_;
+    std::atomic<int64_t>* num_over_;
+    bool is_late_;
 };
 
 // Calls run(team) on num_threads threads including this one; `run` has at most num_sections calls of for_each.
@@ -88,5 +101,37 @@ void on_team(int num_threads, int num_sections, const Run& run) {
     };
     GOMP_parallel(enter, &shared, unsigned(num_threads), 0);
 }
+
+// A team that begins without the thread that starts it, which joins in finish(). That thread starts no other meanwhile.
+class StartedTeam {
+  public:
+    // Whether another thread would begin.
+    static bool can_start(int num_threads) {
+        return num_threads > 1 && GOMP_parallel_start && GOMP_parallel_end && !omp_in_parallel();
+    }
+
+    StartedTeam(int num_threads, int num_sections, std::function<void(Team&)> run)
+        : run_(std::move(run)), sections_(new Team::Section[num_sections]), num_threads_(num_threads), is_started_(can_start(num_threads)) {
+        const auto enter = [](void* data) { static_cast<StartedTeam*>(data)->enter(false); };
+        if (is_started_) GOMP_parallel_start(enter, this, unsigned(num_threads));
+    }
+
+    void finish() {
+        enter(true);
+        if (is_started_) GOMP_parallel_end();
+    }
+
+  private:
+    void enter(bool is_late) {
+        Team team(sections_.get(), is_started_ ? num_threads_ : 1, &num_over_, is_late);
+        run_(team);
+    }
+
+    const std::function<void(Team&)> run_;
+    const std::unique_ptr<Team::Section[]> sections_;
+    const int num_threads_;
+    const bool is_started_;
+    alignas(64) std::atomic<int64_t> num_over_{0};  // sections
+};
 
 }  // namespace weft

@@ -1,8 +1,9 @@
 """Layers as one call of the compiled kernels: the same bits as call by call, and only where all is recorded."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -74,6 +75,13 @@ def load(
     )
 
 
+@pytest.fixture(autouse=True)
+def _same_threads_after() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
 def build(kind: type[NativeCpuKernels] = NativeCpuKernels) -> NativeCpuKernels:
     try:
         find_compiler()
@@ -142,6 +150,45 @@ def test_compiled_layers_give_the_same_bits(
         assert torch.equal(one.v_BPKH, other.v_BPKH)
     is_compiled = not int8_linears or bool(NativeCpuKernels.build()._int8)  # a CPU may multiply no vectors of 8 bits
     assert (compiled(decoders[0])._program is not None) == is_compiled
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02], ids=["soon", "late"])
+@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("name", ["llama", "tied", "mistral"])
+def test_layers_begun_by_other_threads_give_the_same_bits(
+    name: str, num_threads: int, delay_s: float, tmp_path: Path
+) -> None:
+    torch.set_num_threads(num_threads)
+    decoder = load(tmp_path / "model", CONFIG | COMPILED[name], build())
+    caches = filled_caches(decoder, 120)
+    for spans in [[(1, 1)], *STEPS]:  # the first one is recorded
+        meta = make_meta(sorted(spans, key=lambda span: span[0] != 1), block_size=BLOCK_SIZE, num_blocks=120)
+        positions, metas = positions_of(meta), [meta] * decoder.num_local_layers
+        expected = run(decoder, caches, meta)
+        assert decoder.can_start(metas)
+        for finds_largest in (False, True):
+            finish = decoder.start(positions * 7 % 512, positions, caches, metas, finds_largest=finds_largest)
+            Event().wait(delay_s)  # the others may be done before this thread joins, or in the midst of it
+            hidden, found = finish()
+            assert torch.equal(hidden, expected)
+            if finds_largest:
+                assert decoder.finds_largest
+                largest = decoder.largest(hidden)
+                assert found is not None
+                assert largest is not None
+                assert torch.equal(found, largest)
+            else:
+                assert found is None
+        assert torch.equal(run(decoder, caches, meta), expected)  # nothing is left of the start
+
+
+def test_one_thread_begins_nothing(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    decoder = load(tmp_path / "model", CONFIG, build())
+    meta = make_meta([(1, 40)], block_size=BLOCK_SIZE, num_blocks=40)
+    run(decoder, filled_caches(decoder, 120), meta)
+    assert compiled(decoder)._program is not None
+    assert not decoder.can_start([meta] * decoder.num_local_layers)
 
 
 def test_new_caches_are_followed(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from workers.plan import ModelOutput, StepPlan
 class FakeRunner:
     """Notes what is asked of it, by the number of the plan."""
 
-    def __init__(self, *, is_busy_while_computing: bool, looks_ahead: bool = False) -> None:
+    def __init__(self, *, is_busy_while_computing: bool, looks_ahead: bool = False, joins_later: bool = False) -> None:
         self.is_busy_while_computing, self.looks_ahead = is_busy_while_computing, looks_ahead
+        self.joins_later = joins_later
         self.events: list[str] = []
 
     def prepare(self, plan: StepPlan) -> int:
@@ -80,6 +81,19 @@ def test_planned_ahead_a_busy_step_runs_in_a_thread_and_in_order() -> None:
     done = [event for event in runner.events if "prepare" not in event]
     assert done == ["start 0", "finish 0", "start 1", "finish 1"]
     steps.close()
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_a_rank_without_others_begins_a_step_when_the_one_before_is_done(looks_ahead: bool) -> None:
+    runner = FakeRunner(is_busy_while_computing=True, looks_ahead=looks_ahead, joins_later=True)
+    steps = steps_of(runner)
+    steps.start(plan(0))
+    steps.start(plan(1))
+    assert runner.events == ["prepare 0", "start 0", "prepare 1"]
+    assert steps.finish() == ModelOutput(0, [])
+    assert runner.events[3:] == ["finish 0", "start 1"]
+    steps.close()
+    assert runner.events[5:] == ["finish 1"]  # nothing is under way when its memory goes
 
 
 class DeadLink:

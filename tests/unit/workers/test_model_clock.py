@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import pytest
 
-from workers.model_clock import ModelClock
+from workers.model_clock import ModelClock, StepCost
 from workers.stats import RankStats
 
 
@@ -37,7 +37,7 @@ def make_clock(*times_s: float) -> tuple[ModelClock, LateDevice, RankStats]:
 
 def call(clock: ModelClock, *, follows: bool, read_bytes: float = 0.0, flops: float = 0.0) -> None:
     clock.begin()
-    clock.end(follows=follows, read_bytes=read_bytes, flops=flops)
+    clock.end(follows=follows, cost=StepCost(read_bytes, flops))
 
 
 def test_time_between_calls_is_idle_only_where_there_was_work() -> None:
