@@ -17,7 +17,7 @@ from parallel.attention import Angles
 from parallel.decoder_layer import make_decoder_layer
 from parallel.description import DecoderDescription
 from parallel.embedding import InputEmbedding, VocabParallelHead
-from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache, RecordedLayers, StartedLayers
+from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache, Lookup, RecordedLayers, StartedLayers
 from parallel.layer import LayerContext
 from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
@@ -91,6 +91,7 @@ class Decoder:
         """Of all positions."""
         self._rotation_of_layer = [kinds.index(rotary) for rotary in rotaries]
         self._run = kernels.compile_layers(self._run_layers, mesh.tp)
+        self._started = self._run if isinstance(self._run, StartedLayers) else None
         self._embedding: InputEmbedding | None = None
         self._final_norm: Norm | None = None
         self._head: VocabParallelHead | None = None
@@ -149,7 +150,7 @@ class Decoder:
 
     def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
         """Whether the layers of such a step can be begun by other threads than the caller's."""
-        return isinstance(self._run, StartedLayers) and self._run.can_start(metas)
+        return self._started is not None and self._started.can_start(metas)
 
     def start(
         self,
@@ -163,12 +164,14 @@ class Decoder:
         """As `forward`, begun, if `can_start`; what is returned joins in, and gives the result.
 
         It is called once, in the same thread, which has nothing else of the model computed before. Besides, it gives
-        `largest` of all tokens if that was wanted, or None if it is still to be asked for.
+        `largest` of all tokens if that was wanted, good until the next start, or None if it is still to be asked for.
         """
-        assert isinstance(self._run, StartedLayers), "can_start"
-        x_TE = x if self._embedding is None else self._embedding(x, positions_T)
+        assert self._started is not None, "can_start"
+        into: Tensor | Lookup = x
+        if self._embedding is not None:
+            into = self._embedding.lookup(x) or self._embedding(x, positions_T)
         head = self._head.searched_alone if finds_largest and self._head is not None else None
-        finish = self._run.start(x_TE, self._angles, positions_T, caches, metas, head)
+        finish = self._started.start(into, self._angles, positions_T, caches, metas, head)
 
         def result() -> tuple[Tensor, Tensor | None]:
             x_TE, residual_TE, found_T = finish()

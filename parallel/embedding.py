@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce, gather_to_first
 from parallel.description import DecoderDescription
-from parallel.kernels.base import PackedLinear, SearchedLinear, TableLinear
+from parallel.kernels.base import Lookup, PackedLinear, SearchedLinear, TableLinear
 from parallel.kernels.sampling import largest_outputs
 from parallel.layer import LayerContext
 from parallel.norm import Norm, make_norm
@@ -54,6 +54,10 @@ class VocabParallelEmbedding:
             return all_reduce(self._shared.rows(token_ids_T - self._first), self._axis)
         rows_T = token_ids_T.sub(self._first - 1).clamp_(0, self._last_row)
         return all_reduce(self._table.index_select(0, rows_T), self._axis)
+
+    def lookup(self, token_ids_T: Tensor) -> Lookup | None:
+        """The same, to be done by others; None where that is not all."""
+        return Lookup(self._shared or self._table, token_ids_T) if self._axis.size == 1 else None
 
     def share(self, linear: TableLinear) -> None:
         """The head has laid `weight_VE` out: from now on rows come from it."""
@@ -117,6 +121,11 @@ class InputEmbedding:
         if self._positions is not None:
             x_TE = x_TE.add_(self._positions(positions_T))
         return x_TE if self._norm is None else self._norm(x_TE)
+
+    def lookup(self, token_ids_T: Tensor) -> Lookup | None:
+        """The same, to be done by others; None where that is not all."""
+        is_plain = self._multiplier == 1.0 and self._positions is None and self._norm is None
+        return self.tokens.lookup(token_ids_T) if is_plain else None
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """The rows of this rank, and whole positions and norm."""

@@ -2,9 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Protocol
 
 from workers.errors import GroupFailedError
@@ -58,14 +57,19 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Start the step. GroupFailedError."""
-        with _trusted(plan.number):
+        try:
             self._steps.start(plan)
+        except Exception as error:
+            raise _failed(plan.number, error) from error
         self._numbers.append(plan.number)
 
     def collect(self) -> ModelOutput:
         """Wait for the oldest output not collected. GroupFailedError."""
-        with _trusted(self._numbers.popleft()):
+        number = self._numbers.popleft()
+        try:
             output = self._steps.finish()
+        except Exception as error:
+            raise _failed(number, error) from error
         assert output is not None, "a single rank samples"
         return output
 
@@ -202,13 +206,9 @@ class RankSteps:
             self._started.append(self._runner.start(self._prepared.popleft()))
 
 
-@contextmanager
-def _trusted(number: int) -> Iterator[None]:
+def _failed(number: int, error: Exception) -> GroupFailedError:
     """Whatever goes wrong in a step, cache and slots can no longer be trusted."""
-    try:
-        yield
-    except Exception as error:
-        raise GroupFailedError(f"the model failed in step {number}: {error!r}") from error
+    return GroupFailedError(f"the model failed in step {number}: {error!r}")
 
 
 def explain(link: LeaderLink, error: Exception) -> GroupFailedError:

@@ -10,7 +10,7 @@ G groups of layers, each of which has its own block in an entry.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import numpy as np
@@ -63,11 +63,14 @@ class _Decodes:
     slots: list[int]
     slots_S: Int64Array  # noqa: N815
     ends_S: Int64Array  # noqa: N815
+    token_ids_S: Int64Array  # noqa: N815
+    """The memory of those of `inputs`, as are the next two."""
     slot_mappings: list[Int64Array]
-    """The memory of those of `inputs`."""
     tables: list[Int32Array]
     learnt: list[list[int]]
     """Tokens of each sequence, step by step, that are not among those of its slot yet."""
+    rows_in_new_blocks: list[int]
+    """Sequences whose token is the first of a block."""
     inputs: StepInputs
 
 
@@ -86,6 +89,8 @@ class InputBuilder:
         self._num_tokens = np.zeros(num_slots, np.int64)
         self._num_blocks = np.zeros(num_slots, np.int64)
         self._decodes: _Decodes | None = None  # the last step, if it was such a one and on a CPU
+        self._after: _Decodes | None = None
+        """What may come after it."""
 
     def build(self, plan: StepPlan) -> StepInputs:
         """Apply the plan to the slots and return its tensors."""
@@ -108,6 +113,11 @@ class InputBuilder:
             ends=[share.start + share.num_tokens for share in shares],
             samples=[share.samples for share in shares],
         )
+
+    def look_ahead(self) -> None:
+        """Make ready what a step after the last has in common with it; for a moment when nothing waits."""
+        if self._decodes is not None and not self._outgrows(self._decodes):
+            self._after = self._step_after(self._decodes)
 
     def _take_slot(self, new: NewSequence) -> None:
         num_tokens = len(new.token_ids)
@@ -175,6 +185,8 @@ class InputBuilder:
                 slots=slots,
                 slots_S=slots_S,
                 ends_S=ends_S,
+                token_ids_S=token_ids.numpy(),
+                rows_in_new_blocks=[],
                 slot_mappings=[meta.slot_mapping.numpy() for meta in metas],
                 tables=[meta.block_tables.numpy() for meta in metas],
                 learnt=[],
@@ -187,17 +199,24 @@ class InputBuilder:
 
         Whose last token was not known in that step, its last one is not known in this.
         """
+        after = self._after or self._step_after(last)
+        after.token_ids_S[:] = token_ids
+        for row in after.rows_in_new_blocks:
+            self._enter_block(after, row)
+        last.learnt.append(token_ids)
+        self._decodes, self._after = after, None
+        return after.inputs
+
+    def _step_after(self, last: _Decodes) -> _Decodes:
+        """All of the step after `last` but its tokens, and the blocks that it begins."""
         ends_S = last.ends_S + 1
-        before, max_context_len = last.inputs.metas, last.inputs.metas[0].max_context_len + 1
+        before = last.inputs.metas
         positions = before[0].context_lens_host
-        slot_mappings = [slot_mapping + 1 for slot_mapping in last.slot_mappings]
         tables, block_tables = last.tables, [meta.block_tables for meta in before]
-        if max_context_len > tables[0].shape[1] * self._block_size:
-            block_tables = _to_tensors(self._block_tables(last.slots_S, max_context_len), np.int32)
+        if self._outgrows(last):
+            block_tables = _to_tensors(self._block_tables(last.slots_S, before[0].max_context_len + 1), np.int32)
             tables = [block_table.numpy() for block_table in block_tables]
-        for row, position in enumerate(positions):
-            if not position % self._block_size:
-                self._enter_block(last.slots[row], row, position, slot_mappings, tables)
+        slot_mappings = [slot_mapping + 1 for slot_mapping in last.slot_mappings]
         context_lens, ends = torch.from_numpy(ends_S.astype(np.int32)), [position + 1 for position in positions]
         metas = [
             AttentionMeta(
@@ -207,14 +226,15 @@ class InputBuilder:
                 slot_mapping=torch.from_numpy(slot_mapping),
                 num_decodes=meta.num_decodes,
                 max_query_len=1,
-                max_context_len=max_context_len,
+                max_context_len=meta.max_context_len + 1,
                 query_starts_host=meta.query_starts_host,
                 context_lens_host=ends,
             )
             for meta, block_table, slot_mapping in zip(before, block_tables, slot_mappings, strict=True)
         ]
+        token_ids_S = np.empty(len(positions), np.int64)
         inputs = StepInputs(
-            token_ids=torch.from_numpy(np.array(token_ids, np.int64)),
+            token_ids=torch.from_numpy(token_ids_S),
             positions=torch.from_numpy(last.ends_S),
             metas=metas,
             sample_rows=None,
@@ -224,22 +244,33 @@ class InputBuilder:
             sample_slots_device=last.inputs.sample_slots_device,
             sample_positions=ends_S,
         )
-        last.learnt.append(token_ids)
-        self._decodes = replace(last, ends_S=ends_S, slot_mappings=slot_mappings, tables=tables, inputs=inputs)
-        return inputs
+        return _Decodes(
+            slots=last.slots,
+            slots_S=last.slots_S,
+            ends_S=ends_S,
+            token_ids_S=token_ids_S,
+            rows_in_new_blocks=[row for row, position in enumerate(positions) if not position % self._block_size],
+            slot_mappings=slot_mappings,
+            tables=tables,
+            learnt=last.learnt,
+            inputs=inputs,
+        )
 
-    def _enter_block(
-        self, slot: int, row: int, position: int, slot_mappings: list[Int64Array], tables: list[Int32Array]
-    ) -> None:
+    def _outgrows(self, last: _Decodes) -> bool:
+        """Whether the step after `last` needs longer block tables."""
+        num_entries: int = last.tables[0].shape[1]
+        return last.inputs.metas[0].max_context_len >= num_entries * self._block_size
+
+    def _enter_block(self, step: _Decodes, row: int) -> None:
         """Let a sequence's token be the first of a block. Tables keep their memory: it lies past earlier contexts."""
-        entry = position // self._block_size
-        for group, block in enumerate(self._tables[slot, entry].tolist()):
-            slot_mappings[group][row] = block * self._block_size
-            tables[group][row, entry] = block
+        entry = int(step.ends_S[row] - 1) // self._block_size
+        for group, block in enumerate(self._tables[step.slots[row], entry].tolist()):
+            step.slot_mappings[group][row] = block * self._block_size
+            step.tables[group][row, entry] = block
 
     def _note_learnt(self) -> None:
         """Append to the slots what steps that went on from each other were told; the next one is made anew."""
-        last, self._decodes = self._decodes, None
+        last, self._decodes, self._after = self._decodes, None, None
         if last is not None and last.learnt:
             columns = self._num_tokens[last.slots_S] + np.arange(len(last.learnt))[:, None]
             self._tokens[last.slots_S, columns] = last.learnt

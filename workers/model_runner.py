@@ -146,7 +146,10 @@ class ModelRunner:
         """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
         start_s = time.perf_counter()
         layers = self._start_layers(work)
-        cost = self._cost(work.inputs) if self.joins_later else None
+        cost = None
+        if self.joins_later:  # while the others compute
+            cost = self._cost(work.inputs)
+            self._inputs.look_ahead()
         queued = None if self.joins_later else self._finish_model(work, layers, None)
 
         def finish() -> ModelOutput | None:
@@ -161,7 +164,6 @@ class ModelRunner:
         """Let go of recorded steps."""
         self._decoder.drop_recordings()
 
-    @torch.inference_mode()
     def _start_layers(self, work: StepWork) -> _FinishLayers:
         """Let other threads begin, where they can; what is returned does the rest of the layers' work."""
         metas = [work.inputs.metas[group] for group in self._group_of_layer]
@@ -173,6 +175,7 @@ class ModelRunner:
         self._clock.begin()
         return self._decoder.start(x, inputs.positions, self._caches, metas, finds_largest=finds_largest)
 
+    @torch.inference_mode()
     def _run_layers(self, work: StepWork, metas: list[AttentionMeta]) -> tuple[torch.Tensor, None]:
         x = self._layers_input(work)
         self._clock.begin()
@@ -194,7 +197,6 @@ class ModelRunner:
         inputs = work.inputs
         return self._token_ids(inputs) if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
 
-    @torch.inference_mode()
     def _finish_model(self, work: StepWork, layers: _FinishLayers, cost: StepCost | None) -> Sampled | None:
         """Go from the layers to tokens."""
         plan, inputs = work.plan, work.inputs
@@ -214,10 +216,11 @@ class ModelRunner:
         return sampled or nothing_sampled()
 
     def _token_ids(self, inputs: StepInputs) -> torch.Tensor:
-        if len(inputs.fed_rows):
+        if inputs.fed_rows.shape[0]:
             inputs.token_ids[inputs.fed_rows] = self._last_sampled[inputs.fed_slots]
         return inputs.token_ids
 
+    @torch.inference_mode()
     def _ask_head(self, hidden: torch.Tensor, inputs: StepInputs, *, takes_largest: bool) -> torch.Tensor | None:
         """Logits, or the tokens themselves; None on ranks that do not sample."""
         rows = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
@@ -229,12 +232,17 @@ class ModelRunner:
             if is_chosen:
                 sampled = self._sampler.take(given, inputs.sample_slots)
             else:
-                sampled = self._sampler.sample(given, inputs.sample_slots, inputs.sample_positions)
+                with torch.inference_mode():
+                    sampled = self._sampler.sample(given, inputs.sample_slots, inputs.sample_positions)
         if self.looks_ahead:
-            slots = inputs.sample_slots_device
-            token_ids = torch.zeros_like(slots) if sampled is None else sampled.token_ids.clamp(min=0)
-            self._last_sampled[slots] = broadcast(token_ids, self._mesh.tp)
+            self._keep(sampled, inputs.sample_slots_device)
         return sampled
+
+    @torch.inference_mode()
+    def _keep(self, sampled: Sampled | None, slots: torch.Tensor) -> None:
+        """Note what was sampled last, for a step that was planned before that was known."""
+        token_ids = torch.zeros_like(slots) if sampled is None else sampled.token_ids.clamp(min=0)
+        self._last_sampled[slots] = broadcast(token_ids, self._mesh.tp)
 
     def _new_state(self) -> tuple[InputBuilder, Sampler | None]:
         num_slots = self._config.scheduler.max_num_seqs

@@ -270,6 +270,14 @@ class RecordedLayers(RunLayers, Protocol):
         """Sizes of steps that are recorded now."""
 
 
+class Lookup(NamedTuple):
+    """Rows of a table that are still to be looked up."""
+
+    table: "Tensor | TableLinear"
+    indices_T: Tensor  # noqa: N815
+    """[T] int64, each that of a row."""
+
+
 @runtime_checkable
 class StartedLayers(RunLayers, Protocol):
     """Layers that other threads can begin, while the caller's does something else."""
@@ -279,7 +287,7 @@ class StartedLayers(RunLayers, Protocol):
 
     def start(
         self,
-        x_TE: Tensor,
+        x: Tensor | Lookup,
         angles: Sequence[tuple[Tensor, ...]],
         positions_T: Tensor,
         caches: Sequence[LayerCache],
@@ -290,13 +298,14 @@ class StartedLayers(RunLayers, Protocol):
         which runs no other kernels before.
 
         Args:
+            x: what goes in, [T, E], or where it is found.
             angles: here those of all positions.
             positions_T: [T] int64, whose angles the tokens take.
             head: to be searched in the first part of the result.
 
         Returns:
-            besides, what the search found: `indices_T` of `SearchedLinear.largest`. None if there was none, or where it
-            is not this one's business.
+            besides, what the search found: `indices_T` of `SearchedLinear.largest`, good until the next start. None if
+            there was none, or where it is not this one's business.
         """
 
 

@@ -134,6 +134,12 @@ class Table(ctypes.Structure):
     )
 
 
+class Embedding(ctypes.Structure):
+    """A table, and which rows of it a step begins with."""
+
+    _fields_ = (("values", c_void_p), ("num_rows", c_int64), ("is_packed", c_int32), ("token_ids", c_void_p))
+
+
 class Step(ctypes.Structure):
     """What a program does not know before."""
 
@@ -146,6 +152,7 @@ class Step(ctypes.Structure):
         ("num_threads", c_int32),
         ("searched", c_int32),
         ("table", c_void_p),
+        ("embedding", c_void_p),
     )
 
 

@@ -62,6 +62,17 @@ inline void unpack_rows(BFloat16* rows, const int64_t* indices, int64_t count, c
     });
 }
 
+// The same of a table that has them one after the other.
+inline void copy_rows(BFloat16* rows, const int64_t* indices, int64_t count, const BFloat16* table, int64_t num_rows, int64_t width, Team& team) {
+    team.for_each(count, [=](int64_t i) {
+        BFloat16* to = rows + i * width;
+        if (indices[i] < 0 || indices[i] >= num_rows)
+            std::fill_n(to, width, BFloat16{});
+        else
+            std::copy_n(table + indices[i] * width, width, to);
+    });
+}
+
 struct LeftRows {
     const BFloat16* x;
     int64_t stride;

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from parallel.host_memory import HugePages
-from parallel.kernels.native.library import LANES, Programs, Table
+from parallel.kernels.native.library import LANES, Embedding, Programs, Table
 from parallel.kernels.native.tape import Recorder, Tape
 
 PANEL = 32
@@ -132,6 +132,10 @@ class NativeTable:
             largest=values_T.data_ptr(),
             indices=indices_T.data_ptr(),
         )
+
+    def to_embed(self) -> Embedding:
+        """What a program takes to begin with rows of it, but for which ones."""
+        return Embedding(values=self._weight_OI.data_ptr(), num_rows=self._num_out, is_packed=True)
 
     def rows(self, indices_T: Tensor) -> Tensor:
         """See `TableLinear`."""

@@ -58,6 +58,13 @@ struct AnglesStep {
     const int64_t* positions;  // whose rows the tokens take; null: each its own
 };
 
+struct Embedding {
+    const void* values;  // of a table, packed or row after row
+    int64_t num_rows;
+    int32_t is_packed;
+    const int64_t* token_ids;
+};
+
 struct Step {
     int64_t num_tokens;
     void* const* buffers;
@@ -67,6 +74,7 @@ struct Step {
     int32_t num_threads;
     int32_t searched;    // the buffer whose rows are looked up in the table after all operations
     const Table* table;  // null: none
+    const Embedding* embedding;  // whose rows fill the first buffer before all operations; null: it is filled
 };
 
 template <class T>
@@ -99,9 +107,10 @@ class Program {
         if (step.table) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), int(step.num_tokens)});
     }
 
-    int num_sections() const { return count_ * MULTIPLY_SECTIONS + TableSearch::SECTIONS; }
+    int num_sections() const { return 1 + count_ * MULTIPLY_SECTIONS + TableSearch::SECTIONS; }
 
     void run(Team& team) const {
+        if (step_.embedding) look_up(*step_.embedding, team);
         int num_attentions = 0;
         for (int i = 0; i < count_; i++) {
             AttentionPlan* plan = operations_[i].kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
@@ -121,15 +130,26 @@ class Program {
 
     static bool is_product(const Operation& o) { return o.kind == Kind::MULTIPLY || o.kind == Kind::MULTIPLY_GATED; }
 
+    void look_up(const Embedding& embedding, Team& team) const {
+        T* const x = at({0, 0});
+        const T* const values = static_cast<const T*>(embedding.values);
+        const int width = int(step_.widths[0]);
+        if (embedding.is_packed)
+            unpack_rows(x, embedding.token_ids, step_.num_tokens, {values, nullptr, embedding.num_rows, width}, team);
+        else
+            copy_rows(x, embedding.token_ids, step_.num_tokens, values, embedding.num_rows, width, team);
+    }
+
     // Finds the results that only the product after them reads: they are written as it wants them.
     void find_packed() {
         is_packed_.assign(count_, false);
+        if (!needs_packing(step_.num_tokens)) return;
         std::map<int, int> readers;
         for (int i = 0; i < count_; i++) readers[operations_[i].in.buffer]++, readers[operations_[i].second.buffer]++;
         for (int i = 0; i + 1 < count_; i++) {
             const Operation &o = operations_[i], &next = operations_[i + 1];
             const bool is_read_so = is_product(next) && next.in.buffer == o.out.buffer && next.in.column == 0 &&
-                                    next.num_in == stride(o.out) && scratch_size(step_.num_tokens, next.num_in) > 0;
+                                    next.num_in == stride(o.out);
             is_packed_[i] = o.kind == Kind::MULTIPLY_GATED && is_read_so && readers[o.out.buffer] == 1;
         }
     }

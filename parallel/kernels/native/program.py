@@ -14,9 +14,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers, SearchedLinear
+from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, SearchedLinear, TableLinear
 from parallel.kernels.native.library import (
     AnglesStep,
+    Embedding,
     GroupStep,
     Kind,
     LayerStep,
@@ -64,7 +65,7 @@ class CompiledLayers:
 
     def start(
         self,
-        x_TE: Tensor,
+        x: Tensor | Lookup,
         angles: Sequence[Angles],
         positions_T: Tensor,
         caches: Sequence[LayerCache],
@@ -74,7 +75,7 @@ class CompiledLayers:
         """See `StartedLayers`."""
         assert self._program is not None, "can_start"
         table = head if isinstance(head, NativeTable) else None
-        return self._program.start(x_TE, angles, positions_T, caches, metas, table)
+        return self._program.start(x, angles, positions_T, caches, metas, table)
 
     def _record(
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
@@ -138,6 +139,11 @@ class Program:
             num_threads=num_threads,
             searched=self._output,
         )
+        self._x_TE = torch.empty(0, tape.widths[0], dtype=torch.bfloat16)
+        self._values_T, self._found_T = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        self._table: Tensor | TableLinear | None = None
+        self._searched: NativeTable | None = None
+        self._embedding, self._search_step = Embedding(), Table()
 
     def is_fast(self, meta: AttentionMeta) -> bool:
         """Whether there is nothing better for a step."""
@@ -148,13 +154,13 @@ class Program:
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
     ) -> tuple[Tensor, Tensor]:
         """See `RunLayers`. x becomes the residual stream."""
-        out_TE = self._place(x_TE, angles, None, caches, metas, None)
+        out_TE = self._place(x_TE, angles, None, caches, metas)
         self._programs.run(self._operations, len(self._operations), ctypes.byref(self._step))
         return out_TE, x_TE
 
     def start(
         self,
-        x_TE: Tensor,
+        x: Tensor | Lookup,
         angles: Sequence[Angles],
         positions_T: Tensor,
         caches: Sequence[LayerCache],
@@ -162,12 +168,12 @@ class Program:
         table: NativeTable | None,
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
         """See `StartedLayers`."""
-        found_T = None if table is None else torch.empty(len(x_TE), dtype=torch.int64)
-        values_T = torch.empty(0 if table is None else len(x_TE))
-        search = None if table is None or found_T is None else table.to_search(values_T, found_T)
-        out_TE = self._place(x_TE, angles, positions_T, caches, metas, search)
+        x_TE = self._look_up(x) if isinstance(x, Lookup) else x
+        found_T = None if table is None else self._search(table, x_TE.shape[0])
+        out_TE = self._place(x_TE, angles, positions_T, caches, metas)
         started = self._programs.start(self._operations, len(self._operations), ctypes.byref(self._step))
-        return partial(self._finish, started, (out_TE, x_TE, found_T), (positions_T, metas, search, values_T))
+        self._step.embedding = self._step.table = None  # of this step, which has its own copy by now
+        return partial(self._finish, started, (out_TE, x_TE, found_T), (x, positions_T, metas))
 
     def _finish(
         self, started: int, result: tuple[Tensor, Tensor, Tensor | None], pointed_to: object
@@ -176,6 +182,25 @@ class Program:
         self._programs.finish(started)
         return result
 
+    def _look_up(self, x: Lookup) -> Tensor:
+        """Let the step begin with rows of a table; where they come."""
+        if x.table is not self._table:
+            self._table, self._embedding = x.table, _embedding(x.table)
+        self._embedding.token_ids = x.indices_T.data_ptr()
+        self._step.embedding = ctypes.addressof(self._embedding)
+        num_tokens = x.indices_T.shape[0]
+        if self._x_TE.shape[0] != num_tokens:
+            self._x_TE = self._x_TE.new_empty(num_tokens, self._x_TE.shape[1])
+        return self._x_TE
+
+    def _search(self, table: NativeTable, num_tokens: int) -> Tensor:
+        """Let the step end with a search; where what it finds comes."""
+        if table is not self._searched or self._found_T.shape[0] != num_tokens:
+            self._values_T, self._found_T = torch.empty(num_tokens), torch.empty(num_tokens, dtype=torch.int64)
+            self._searched, self._search_step = table, table.to_search(self._values_T, self._found_T)
+        self._step.table = ctypes.addressof(self._search_step)
+        return self._found_T
+
     def _place(
         self,
         x_TE: Tensor,
@@ -183,7 +208,6 @@ class Program:
         positions_T: Tensor | None,
         caches: Sequence[LayerCache],
         metas: Sequence[AttentionMeta],
-        search: Table | None,
     ) -> Tensor:
         """Let the step point to these; where the result comes."""
         if caches is not self._caches:
@@ -196,7 +220,6 @@ class Program:
             if pair:
                 step.cos, step.sin, step.half = pair[0].data_ptr(), pair[1].data_ptr(), pair[0].shape[1]
                 step.positions = positions
-        self._step.table = None if search is None else ctypes.addressof(search)
         return out_TE
 
     def _place_caches(self, caches: Sequence[LayerCache]) -> None:
@@ -215,7 +238,7 @@ class Program:
             )
 
     def _place_buffers(self, x_TE: Tensor, out_TE: Tensor) -> None:
-        num_tokens = len(x_TE)
+        num_tokens = x_TE.shape[0]
         if num_tokens != self._step.num_tokens:
             self._step.num_tokens = num_tokens
             needed = num_tokens * sum(self._slots)
@@ -243,6 +266,14 @@ class Program:
             layout.table_stride = meta.block_tables.stride(0)
             layout.num_sequences = len(meta.context_lens_host)
             group.slots = meta.slot_mapping.data_ptr()
+
+
+def _embedding(table: Tensor | TableLinear) -> Embedding:
+    """Without the tokens."""
+    if isinstance(table, NativeTable):
+        return table.to_embed()
+    assert isinstance(table, Tensor), "the only other kind of table here"
+    return Embedding(values=table.data_ptr(), num_rows=len(table), is_packed=False)
 
 
 _GATED = {Kind.MULTIPLY: Kind.MULTIPLY_GATED, Kind.MULTIPLY_INT8: Kind.MULTIPLY_GATED_INT8}

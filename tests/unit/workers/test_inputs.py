@@ -218,7 +218,8 @@ def decoding(num_groups: int) -> Iterator[StepPlan]:
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_steps_made_from_the_one_before_equal_those_made_anew(num_groups: int) -> None:
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_steps_made_from_the_one_before_equal_those_made_anew(num_groups: int, looks_ahead: bool) -> None:
     goes_on, anew = (
         InputBuilder(num_slots=8, max_context=128, block_size=BLOCK, device=torch.device("cpu"), num_groups=num_groups)
         for _ in range(2)
@@ -232,6 +233,9 @@ def test_steps_made_from_the_one_before_equal_those_made_anew(num_groups: int) -
         for inputs in (seen, expected):
             inputs.token_ids[inputs.fed_rows] = 0  # anything
         assert_equal(seen, expected)
+        if looks_ahead:
+            goes_on.look_ahead()
+            assert_equal(seen, expected)  # it may be under way
     assert num_kept > 50
     goes_on._note_learnt()
     assert (goes_on._tokens == anew._tokens).all()
