@@ -1,4 +1,4 @@
-"""Steps that other threads begin while the engine does something else: the same tokens, and ends in the midst of one."""
+"""Steps that other threads begin while the engine does something else: the same tokens, and ends amid one."""
 
 from collections.abc import Iterator
 from dataclasses import replace
