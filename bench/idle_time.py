@@ -1,6 +1,6 @@
 """How much of the time a model stands still under backlog: between its computations, while requests are there.
 
-python -m bench.idle_time [MODEL] [--tensor-parallel 1,2] [--requests 32,256] [--async off,on] [--rounds 3]
+python -m bench.idle_time [MODEL] [--tensor-parallel 1,2] [--requests 32,256] [--async auto,on,off] [--rounds 3]
 
 MODEL is as in `weft bench offline`. All requests are there at once: 32 to 256 tokens in, 16 to 128 out, greedy. Ranks
 are processes of this machine; the idle share is that of rank 0 over a round, where 2 % is the target. The first round
@@ -34,6 +34,7 @@ from workers.stats import RankStats
 
 _DATASET = DatasetOptions(inputs=Lengths(low=32, high=256), outputs=Lengths(low=16, high=128))
 _SAMPLING = SamplingParams(temperature=0, ignore_eos=True)
+_LOOKS_AHEAD = {"auto": None, "on": True, "off": False}
 _END_TIMEOUT_S = 10.0
 
 
@@ -43,7 +44,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="llama-110m")
     parser.add_argument("--tensor-parallel", default="1,2", help="sizes of the group")
     parser.add_argument("--requests", default="32,256", help="at once")
-    parser.add_argument("--async", default="off,on", dest="asynchronous", help="whether steps are planned ahead")
+    parser.add_argument(
+        "--async", default="auto,on", dest="asynchronous", help="whether steps are planned ahead; auto: as by default"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     folder = find_model(args.model)
@@ -51,7 +54,7 @@ def main() -> None:
     rows = []
     for num_ranks in map(int, args.tensor_parallel.split(",")):
         for asynchronous in args.asynchronous.split(","):
-            config = _config(folder, num_ranks, looks_ahead=asynchronous == "on")
+            config = _config(folder, num_ranks, looks_ahead=_LOOKS_AHEAD[asynchronous])
             with _group(config) as (engine, stats):
                 for num_requests in map(int, args.requests.split(",")):
                     measured = _measure(engine, stats, num_requests, args.rounds)
@@ -64,7 +67,7 @@ def main() -> None:
     print(json.dumps({"machine": describe_machine(), "rows": rows}))
 
 
-def _config(folder: Path, num_ranks: int, *, looks_ahead: bool) -> EngineConfig:
+def _config(folder: Path, num_ranks: int, *, looks_ahead: bool | None) -> EngineConfig:
     section = {
         "path": str(folder),
         "tensor_parallel": num_ranks,

@@ -148,6 +148,11 @@ class Decoder:
 
     __call__ = forward
 
+    @property
+    def starts_steps(self) -> bool:
+        """Whether `can_start` is true of some steps, as far as those tell that were run."""
+        return self._started is not None and self._started.are_started
+
     def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
         """Whether the layers of such a step can be begun by other threads than the caller's."""
         return self._started is not None and self._started.can_start(metas)

@@ -66,8 +66,9 @@ class SchedulerConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     """Which request is served first."""
     async_scheduling: bool | None = None
-    """Plan a step while the one before it runs, with the tokens that it samples. None: on a GPU, but not on a CPU,
-    where planning takes the cores that compute. Pipeline stages overlap by themselves, and never do it."""
+    """Plan a step while the one before it runs, with the tokens that it samples. None: on a GPU; on a CPU without other
+    ranks only while requests wait, since one that comes while none does would wait a step longer. Pipeline stages
+    overlap by themselves, and never do it."""
     promote_after_s: float | None = 60.0
     """Under all policies but "fcfs", a request that has waited so long goes before all others; None: never."""
 

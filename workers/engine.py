@@ -192,6 +192,8 @@ class Engine:
             self._deliver_all()  # comes before the last output
             self._outputs += [self._end(sequence, "") for sequence in self._scheduler.expire(self._launch_s)]
         while len(self._flights) < self._executor.max_in_flight:
+            if self._flights and self._executor.spares_newcomers and not self._scheduler.num_waiting:
+                break
             plan = self._scheduler.schedule(self._clock())
             if plan is None:
                 break

@@ -29,6 +29,8 @@ class Executor(Protocol):
     """Plans to submit before the first is collected, so that no stage waits."""
     looks_ahead: bool
     """A plan may have a share whose last token is the one that the plan before samples."""
+    spares_newcomers: bool
+    """It is worth that only while requests wait."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step. GroupFailedError."""
@@ -51,6 +53,7 @@ class LocalExecutor:
         self.windows = runner.windows
         self.num_host_blocks = runner.num_host_blocks
         self.looks_ahead = runner.looks_ahead
+        self.spares_newcomers = runner.spares_newcomers
         self.max_in_flight = 2 if runner.looks_ahead else 1
         self._steps = RankSteps(runner)
         self._numbers: deque[int] = deque()
@@ -102,6 +105,7 @@ class GroupExecutor:
         self.windows = runner.windows
         self.num_host_blocks = runner.num_host_blocks
         self.looks_ahead = runner.looks_ahead
+        self.spares_newcomers = runner.spares_newcomers
         self.max_in_flight = num_stages + runner.looks_ahead
         self._steps = RankSteps(runner)
         self._link = link

@@ -78,7 +78,10 @@ class ModelRunner:
         wants = config.scheduler.async_scheduling
         self.looks_ahead = mesh.pp.size == 1 and (not self.is_busy_while_computing if wants is None else wants)
         """Every rank keeps what was sampled last in each slot, so that a step can be planned before that is known."""
+        self.spares_newcomers = False
+        """A step is planned so only while requests wait: one that comes while none does would wait a step longer."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
+        self._latest: tuple[Sampled | None, torch.Tensor] = None, torch.empty(0, dtype=torch.int64)
         self._inputs, self._sampler = self._new_state()
         self._reads, self._flops = ModelReads(decoder), ModelFlops(decoder)
         self._served_stats = stats or RankStats()
@@ -117,6 +120,8 @@ class ModelRunner:
             self._rehearse_prompts([min(2, self._decoder.description.max_context)])
         self._stats = self._served_stats
         self._clock = ModelClock(self._device, self._stats)
+        if self._config.scheduler.async_scheduling is None and self.joins_later and self._decoder.starts_steps:
+            self.looks_ahead = self.spares_newcomers = True
         if self.num_host_blocks:
             rows = block_rows(self._decoder, planes, num_blocks=num_blocks)
             self._host = make_host_cache(rows, num_slots=self.num_host_blocks)
@@ -217,6 +222,8 @@ class ModelRunner:
 
     def _token_ids(self, inputs: StepInputs) -> torch.Tensor:
         if inputs.fed_rows.shape[0]:
+            if self.joins_later:  # only now, for few steps ask: these are of the step before
+                self._keep_latest()
             inputs.token_ids[inputs.fed_rows] = self._last_sampled[inputs.fed_slots]
         return inputs.token_ids
 
@@ -235,12 +242,15 @@ class ModelRunner:
                 with torch.inference_mode():
                     sampled = self._sampler.sample(given, inputs.sample_slots, inputs.sample_positions)
         if self.looks_ahead:
-            self._keep(sampled, inputs.sample_slots_device)
+            self._latest = sampled, inputs.sample_slots_device
+            if not self.joins_later:
+                self._keep_latest()
         return sampled
 
     @torch.inference_mode()
-    def _keep(self, sampled: Sampled | None, slots: torch.Tensor) -> None:
+    def _keep_latest(self) -> None:
         """Note what was sampled last, for a step that was planned before that was known."""
+        sampled, slots = self._latest
         token_ids = torch.zeros_like(slots) if sampled is None else sampled.token_ids.clamp(min=0)
         self._last_sampled[slots] = broadcast(token_ids, self._mesh.tp)
 

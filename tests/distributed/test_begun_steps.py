@@ -51,12 +51,16 @@ def _same_threads_after() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def make_engine(folder: Path, *, num_threads: int = 2, looks_ahead: bool = False) -> tuple[Engine, LocalExecutor]:
+def make_engine(
+    folder: Path, *, num_threads: int = 2, looks_ahead: bool | None = None, max_num_seqs: int = 8
+) -> tuple[Engine, LocalExecutor]:
     config = replace(
         exact_config(
             folder,
             cache=CacheConfig(block_size=4, num_blocks=200),
-            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=looks_ahead),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=64, async_scheduling=looks_ahead
+            ),
         ),
         dtype="bfloat16",
         num_threads=num_threads,
@@ -94,12 +98,14 @@ def tokens_of(outcomes: dict[str, Outcome]) -> dict[str, list[int]]:
 
 def test_steps_begun_by_other_threads_give_the_same_tokens(folder: Path) -> None:
     engine, executor = make_engine(folder, num_threads=1)
+    assert not executor.looks_ahead  # nobody would begin a step
     expected = [tokens_of(run(engine, requests())), tokens_of(run(engine, requests()[:1]))]
     engine.close()
-    for looks_ahead in (False, True):
-        engine, executor = make_engine(folder, looks_ahead=looks_ahead)
+    for looks_ahead, max_num_seqs in ((False, 8), (True, 8), (None, 8), (None, 2)):
+        engine, executor = make_engine(folder, looks_ahead=looks_ahead, max_num_seqs=max_num_seqs)
         if not begins_steps(executor):
             pytest.skip("this CPU has no products of bfloat16 pairs")
+        assert (executor.looks_ahead, executor.spares_newcomers) == (looks_ahead is not False, looks_ahead is None)
         assert [tokens_of(run(engine, requests())), tokens_of(run(engine, requests()[:1]))] == expected
         engine.close()
 

@@ -32,13 +32,14 @@ class FakeExecutor:
         block_size: int = 4,
         max_in_flight: int = 1,
         looks_ahead: bool = False,
+        spares_newcomers: bool = False,
         windows: tuple[int | None, ...] = (None,),
         num_host_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.windows = windows
         self.num_host_blocks = num_host_blocks
-        self.max_in_flight, self.looks_ahead = max_in_flight, looks_ahead
+        self.max_in_flight, self.looks_ahead, self.spares_newcomers = max_in_flight, looks_ahead, spares_newcomers
         self.model = FakeModel(block_size, windows)
         self.is_closed = False
         self.failure: GroupFailedError | None = None
@@ -74,6 +75,7 @@ class LimitedExecutor:
         self.windows = executor.windows
         self.num_host_blocks = executor.num_host_blocks
         self.max_in_flight, self.looks_ahead = executor.max_in_flight, executor.looks_ahead
+        self.spares_newcomers = executor.spares_newcomers
         self.submit = executor.submit
         self.collect = executor.collect
         self.check = executor.check

@@ -59,6 +59,11 @@ class CompiledLayers:
             return self._run(x_TE, angles, caches, metas)
         return self._record(x_TE, angles, caches, metas)
 
+    @property
+    def are_started(self) -> bool:
+        """See `StartedLayers`."""
+        return self._program is not None and self._program.can_start
+
     def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
         """See `StartedLayers`."""
         return self._program is not None and self._program.can_start and self._program.is_fast(metas[0])

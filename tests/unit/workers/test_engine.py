@@ -327,6 +327,21 @@ def test_several_plans_in_flight_change_nothing(max_in_flight: int, looks_ahead:
         assert outcomes[item.request_id].token_ids == run_alone(item)
 
 
+def test_steps_are_planned_ahead_only_while_requests_wait_where_newcomers_are_spared() -> None:
+    executor = FakeExecutor(max_in_flight=2, looks_ahead=True, spares_newcomers=True)
+    engine = fake_engine(executor, max_num_seqs=2)
+    requests = [request(str(i), range(i, i + 5), max_tokens=6) for i in range(3)]
+    in_flight = set()
+    for number, each in enumerate(requests):
+        engine.add_request(each)
+        engine.launch()
+        in_flight.add((number, len(engine._flights)))
+        engine.collect()
+    assert in_flight == {(0, 1), (1, 1), (2, 2)}  # the third has no slot
+    run(engine)
+    assert engine.stats.num_finished == {FinishReason.LENGTH: 3}
+
+
 def test_finished_sequences_are_forgotten() -> None:
     engine = fake_engine()
     run(engine, [request("a", [1]), request("b", [2])])

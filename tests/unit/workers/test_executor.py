@@ -15,7 +15,7 @@ class FakeRunner:
 
     def __init__(self, *, is_busy_while_computing: bool, looks_ahead: bool = False, joins_later: bool = False) -> None:
         self.is_busy_while_computing, self.looks_ahead = is_busy_while_computing, looks_ahead
-        self.joins_later = joins_later
+        self.joins_later, self.spares_newcomers = joins_later, False
         self.events: list[str] = []
 
     def prepare(self, plan: StepPlan) -> int:
