@@ -150,8 +150,8 @@ class Decoder:
 
     @property
     def starts_steps(self) -> bool:
-        """Whether `can_start` is true of some steps, as far as those tell that were run."""
-        return self._started is not None and self._started.are_started
+        """Whether `can_start` is true of some steps; known when one has been run."""
+        return self._started is not None and self._started.starts_steps
 
     def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
         """Whether the layers of such a step can be begun by other threads than the caller's."""

@@ -283,8 +283,8 @@ class StartedLayers(RunLayers, Protocol):
     """Layers that other threads can begin, while the caller's does something else."""
 
     @property
-    def are_started(self) -> bool:
-        """Whether there are steps that they can begin, as far as is known; a step has to have been run."""
+    def starts_steps(self) -> bool:
+        """Whether there are steps that they can begin; known when one has been run."""
 
     def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
         """Whether they can begin such a step."""

@@ -60,7 +60,7 @@ class CompiledLayers:
         return self._record(x_TE, angles, caches, metas)
 
     @property
-    def are_started(self) -> bool:
+    def starts_steps(self) -> bool:
         """See `StartedLayers`."""
         return self._program is not None and self._program.can_start
 
