@@ -19,6 +19,7 @@
 namespace weft {
 
 constexpr int MOST_VECTOR_ROWS = 12;  // whose sums fill 24 of the 32 registers
+constexpr int MOST_UNROLLED_ROWS = 2;
 constexpr int VECTOR_PREFETCH = 2;    // steps ahead
 
 // `Numbers` whose rows are as their outputs are.
@@ -53,21 +54,60 @@ struct Far {
     const char* following;  // passes after it
     Ahead* ahead;
 
-    static constexpr bool IS_FAR = true;
+    static constexpr bool IS_FAR = true, PASSES_ONCE = false;
     Lines take() const { return ahead->take(); }
+};
+
+// One that comes from memory and is not wanted again.
+struct Passing {
+    const char* following;
+
+    static constexpr bool IS_FAR = true, PASSES_ONCE = true;
+    static Lines take() { return {}; }
 };
 
 struct Close {
     static constexpr const char* following = nullptr;
-    static constexpr bool IS_FAR = false;
-    Lines take() const { return {}; }
+    static constexpr bool IS_FAR = false, PASSES_ONCE = false;
+    static Lines take() { return {}; }
+};
+
+// What is not wanted again enters no other cache.
+template <class Place>
+inline void ask_for(const char* line) {
+    _mm_prefetch(line, Place::PASSES_ONCE ? _MM_HINT_NTA : _MM_HINT_T0);
+}
+
+// The sums of some rows with 32 outputs.
+template <class Numbers, int NUM_ROWS>
+struct Totals {
+    typename Numbers::Vector sums[NUM_ROWS][2] = {};
+
+    // Adds products of four bytes of each output.
+    void add(const char* row, int64_t row_stride, const char* first_outputs, const char* second_outputs) {
+        const auto first = Numbers::right(first_outputs), second = Numbers::right(second_outputs);
+#pragma GCC unroll 16  // else GCC keeps the sums in memory
+        for (int i = 0; i < NUM_ROWS; i++) {
+            const auto all = Numbers::left(row + i * row_stride);
+            sums[i][0] = Numbers::add(sums[i][0], all, first);
+            sums[i][1] = Numbers::add(sums[i][1], all, second);
+        }
+    }
+
+    void write(typename Numbers::Sum* to, int64_t stride) const {
+#pragma GCC unroll 16
+        for (int i = 0; i < NUM_ROWS; i++, to += stride) {
+            std::memcpy(to, &sums[i][0], sizeof(sums[i][0]));
+            std::memcpy(to + LANES, &sums[i][1], sizeof(sums[i][1]));
+        }
+    }
 };
 
 // NUM_ROWS rows times 32 outputs: the sums [rows][PANEL]. ROW_STRIDE: of the left side, where it is known now; else 0.
 template <class Numbers, int NUM_ROWS, int64_t ROW_STRIDE, class Place>
 void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left,
                               const RightVectors& right, const Place& place, int num_steps) {
-    typename Numbers::Vector totals[NUM_ROWS][2] = {};
+    Totals<Numbers, NUM_ROWS> totals;
     const char *row = left.first, *values = right.first;
     const int64_t row_stride = ROW_STRIDE ? ROW_STRIDE : left.row_stride, to_second = right.second;
     for (int step = 0; step < num_steps; step++, values += right.step_stride, row += left.step_stride) {
@@ -77,23 +117,33 @@ void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, 
         for (int run = 0; run < 16; run++) {
             if (run < asked.count) _mm_prefetch(asked.first + run * 64, _MM_HINT_T1);
             if (Place::IS_FAR) {  // the hardware looks less far ahead than memory is slow
-                _mm_prefetch(ahead + run * 64, _MM_HINT_T0);
-                _mm_prefetch(ahead + run * 64 + STEP_BYTES / 2, _MM_HINT_T0);
+                ask_for<Place>(ahead + run * 64);
+                ask_for<Place>(ahead + run * 64 + STEP_BYTES / 2);
             }
-            const auto first = Numbers::right(values + run * 64), second = Numbers::right(values + run * 64 + to_second);
-#pragma GCC unroll 16  // else GCC keeps the sums in memory
-            for (int i = 0; i < NUM_ROWS; i++) {
-                const auto all = Numbers::left(row + i * row_stride + run * Numbers::LEFT_BYTES);
-                totals[i][0] = Numbers::add(totals[i][0], all, first);
-                totals[i][1] = Numbers::add(totals[i][1], all, second);
-            }
+            totals.add(row + run * Numbers::LEFT_BYTES, row_stride, values + run * 64, values + run * 64 + to_second);
         }
     }
+    totals.write(sums, sums_stride);
+}
+
+// The same for so few rows that only memory counts, and a panel that passes once: a step is all written out, and the one
+// after it is asked for, so that as many loads are under way as there can be.
+template <class Numbers, int NUM_ROWS>
+void multiply_unrolled_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const char* values,
+                               const Passing& place, int num_steps) {
+    Totals<Numbers, NUM_ROWS> totals;
+    const char* row = left.first;
+    const char* const last = values + (num_steps - 1) * STEP_BYTES;
+    for (; values <= last; values += STEP_BYTES, row += left.step_stride) {
+        const char* const ahead = values < last ? values + STEP_BYTES : place.following;
 #pragma GCC unroll 16
-    for (int i = 0; i < NUM_ROWS; i++, sums += sums_stride) {
-        std::memcpy(sums, &totals[i][0], sizeof(totals[i][0]));
-        std::memcpy(sums + LANES, &totals[i][1], sizeof(totals[i][1]));
+        for (int run = 0; run < 16; run++) {
+            ask_for<Passing>(ahead + run * 64);
+            ask_for<Passing>(ahead + run * 64 + STEP_BYTES / 2);
+            totals.add(row + run * Numbers::LEFT_BYTES, left.row_stride, values + run * 64, values + run * 64 + STEP_BYTES / 2);
+        }
     }
+    totals.write(sums, sums_stride);
 }
 
 // The same for 1 to MOST rows, a number that is known when it runs.
@@ -101,6 +151,8 @@ template <class Numbers, int MOST = MOST_VECTOR_ROWS, class Place>
 void multiply_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const RightVectors& right,
                       const Place& place, int num_steps) {
     if (left.num_rows == MOST) {
+        if constexpr (Place::PASSES_ONCE && MOST <= MOST_UNROLLED_ROWS)
+            return multiply_unrolled_vectors<Numbers, MOST>(sums, sums_stride, left, right.first, place, num_steps);
         constexpr int64_t PACKED = 16 * Numbers::LEFT_BYTES;
         if (Place::IS_FAR && left.row_stride == PACKED)  // with places that the compiler knows, none is lost to registers
             return multiply_so_many_vectors<Numbers, MOST, PACKED>(sums, sums_stride, left, right, place, num_steps);
@@ -133,15 +185,16 @@ void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int fi
     alignas(64) typename Product::Sum sums[MOST_VECTOR_ROWS * PANEL];
     alignas(64) float gates[MOST_VECTOR_ROWS * PANEL];
     const int num_steps = product.num_steps(), num_parts = num_parts_of(num_rows), num_asks = num_steps * num_parts;
-    const int num_asked = num_parts > 1 ? num_steps : 0;  // what passes once is best asked for as it comes
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
-        Ahead ahead(product.panel(next), num_asked, num_asks), ahead_ups(product.panel(next + ups - panel), num_asked, num_asks);
+        Ahead ahead(product.panel(next), num_steps, num_asks), ahead_ups(product.panel(next + ups - panel), num_steps, num_asks);
         int part = 0;
         for (int block = 0; block < num_rows; block += ROWS)
             for_each_part(std::min(ROWS, num_rows - block), [&](int first, int count) {
                 const auto multiply = [&](const LeftVectors& left, int64_t current, int64_t after, Ahead& meanwhile) {
-                    multiply_vectors<Numbers>(sums, PANEL, left, {product.panel(current)}, Far{product.panel(after), &meanwhile}, num_steps);
+                    const char *values = product.panel(current), *following = product.panel(after);
+                    if (num_parts == 1) return multiply_vectors<Numbers>(sums, PANEL, left, {values}, Passing{following}, num_steps);
+                    multiply_vectors<Numbers>(sums, PANEL, left, {values}, Far{following, &meanwhile}, num_steps);
                 };
                 const int row = first_row + block + first;
                 const LeftVectors left = rows(row, count);
