@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 from rich.table import Table
+from weft.v1 import replica_pb2
 
 from bench.load.calls import Lengths, Session
 from bench.load.datasets import DatasetOptions, make_sessions, take_calls
@@ -118,13 +119,13 @@ class _Served:
 
     def _on_step(self, result: StepResult) -> None:
         """As cluster/replica_server.py does."""
-        outputs = [to_output(output, self._connection.name_of(output.request_id) or "") for output in result.outputs]
-        self._connection.send(
-            outputs=outputs,
-            stored=b"".join(result.stored_block_hashes),
-            evicted=b"".join(result.evicted_block_hashes),
-        )
-        self._num_open -= sum(output.finish is not None or output.error is not None for output in result.outputs)
+        for output in result.outputs:
+            is_last = output.finish is not None or output.error is not None
+            name = self._connection.name_of(output.request_id) or ""
+            self._connection.add_output(output.request_id, to_output(output, name), is_last=is_last)
+            self._num_open -= is_last
+        load = replica_pb2.Load(num_running=result.load.num_running, num_waiting=result.load.num_waiting)
+        self._connection.end_step(result.stored_block_hashes, result.evicted_block_hashes, load)
         if not self._num_open:
             self._has_ended.set()
 

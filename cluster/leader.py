@@ -60,7 +60,12 @@ class Leader:
         )
         self._load = engine.load
         self._engine = AsyncEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
-        self._server = ReplicaServer(_info(self._spec, config, engine), self._engine, tracer=self._tracer)
+        self._server = ReplicaServer(
+            _info(self._spec, config, engine),
+            self._engine,
+            tracer=self._tracer,
+            stream_interval_s=self._spec.stream_interval_s,
+        )
         self._engine.start()
         port = await self._server.start(self._host, tls)
         self._collector = self._collect(engine, self._engine)

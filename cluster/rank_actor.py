@@ -54,6 +54,8 @@ class RankSpec:
     num_threads: int
     drain_timeout_s: float = 30.0
     """After SIGTERM, until requests in flight move elsewhere."""
+    stream_interval_s: float = 0.0
+    """Of the leader: frames of steps are so far apart (replica_connection.py)."""
     log_level: str = "warning"
     tracing: TracingConfig = field(default_factory=TracingConfig)
     recording: RecordingConfig = field(default_factory=RecordingConfig)

@@ -1,5 +1,7 @@
 """One router's stream as the replica sees it: the requests that came over it and the frames that wait to be written.
 
+What steps give goes into one frame until an interval has passed, or until something is the first or the last of its
+request: each message on its way to a client takes CPU time of four processes, which may be where the model computes.
 The outbox is bounded in bytes and in age, so a router that stops reading is cut off instead of filling the memory.
 Knows nothing of gRPC or the engine; replica_server.py moves messages in and out.
 """
@@ -7,7 +9,7 @@ Knows nothing of gRPC or the engine; replica_server.py moves messages in and out
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.v1 import replica_pb2
 
@@ -26,7 +28,16 @@ class OutboxLimits:
 class RouterConnection:
     """One router's requests and unwritten frames. Every method is called on the event loop."""
 
-    def __init__(self, number: int, router_id: str, *, limits: OutboxLimits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        number: int,
+        router_id: str,
+        *,
+        limits: OutboxLimits,
+        clock: Callable[[], float],
+        stream_interval_s: float = 0.0,
+    ) -> None:
+        """`stream_interval_s`: frames of steps are so far apart; 0: each step has one."""
         self.number = number
         """Of the stream, over the replica's life."""
         self.router_id = router_id
@@ -34,11 +45,16 @@ class RouterConnection:
         """The router fell too far behind; nothing more is queued."""
         self._limits = limits
         self._clock = clock
+        self._interval_s = stream_interval_s
         self._names: dict[RequestId, str] = {}
+        self._silent: set[RequestId] = set()  # of which nothing has come
         self._outbox: deque[tuple[float, int, replica_pb2.ConnectResponse]] = deque()
         self._outbox_bytes = 0
         self._wake = asyncio.Event()
         self._num_frames = 0
+        self._steps = _Steps()
+        self._flushed_s = clock()
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def engine_ids(self) -> list[RequestId]:
@@ -55,36 +71,73 @@ class RouterConnection:
         if engine_id in self._names:
             return None
         self._names[engine_id] = request_id
+        self._silent.add(engine_id)
         return engine_id
 
     def close_request(self, engine_id: RequestId) -> bool:
         """Forget a request that has ended; whether it was there."""
+        self._silent.discard(engine_id)
         return self._names.pop(engine_id, None) is not None
 
     def name_of(self, engine_id: RequestId) -> str | None:
         """Return the router's name for a request; None when it is not of this stream, or has ended."""
         return self._names.get(engine_id)
 
+    def add_output(self, engine_id: RequestId, output: replica_pb2.RequestOutput, *, is_last: bool) -> None:
+        """Take what the step under way gave a request that is open."""
+        self._steps.outputs.append(output)
+        self._steps.is_urgent |= is_last or engine_id in self._silent
+        self._silent.discard(engine_id)
+
+    def end_step(self, stored: Iterable[bytes], evicted: Iterable[bytes], load: replica_pb2.Load) -> None:
+        """Take what else the step gave, and send it, or keep it for a frame with the next.
+
+        Nothing waits longer than the interval, however long a step takes.
+        """
+        self._steps.events.update(dict.fromkeys(stored, True))
+        self._steps.events.update(dict.fromkeys(evicted, False))
+        self._steps.load = load
+        if self._steps.is_urgent or self._clock() - self._flushed_s >= self._interval_s:
+            self._flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._flush)
+
     def send(
         self,
         *,
         outputs: Iterable[replica_pb2.RequestOutput] = (),
-        stored: bytes = b"",
-        evicted: bytes = b"",
         load: replica_pb2.Load | None = None,
         snapshot: replica_pb2.Snapshot | None = None,
     ) -> None:
-        """Number a frame and queue it; cuts the router off when it is too far behind."""
+        """Queue a frame, after one of the steps before it; cuts the router off when it is too far behind."""
+        if self._steps.load is not None:
+            self._flush()
+        self._queue(replica_pb2.ConnectResponse(snapshot=snapshot, outputs=outputs, load=load))
+
+    def close(self) -> None:
+        """Keep nothing for later: the stream has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        steps, self._steps = self._steps, _Steps()
+        self._flushed_s = self._clock()
+        self._queue(
+            replica_pb2.ConnectResponse(
+                outputs=steps.outputs,
+                stored_block_hashes=b"".join(block for block, is_stored in steps.events.items() if is_stored),
+                evicted_block_hashes=b"".join(block for block, is_stored in steps.events.items() if not is_stored),
+                load=steps.load,
+            )
+        )
+
+    def _queue(self, frame: replica_pb2.ConnectResponse) -> None:
         if self.cut_off.is_set():
             return
-        frame = replica_pb2.ConnectResponse(
-            frame=self._num_frames,
-            snapshot=snapshot,
-            outputs=outputs,
-            stored_block_hashes=stored,
-            evicted_block_hashes=evicted,
-            load=load,
-        )
+        frame.frame = self._num_frames
         now_s, num_bytes = self._clock(), frame.ByteSize()
         self._num_frames += 1
         self._outbox.append((now_s, num_bytes, frame))
@@ -109,3 +162,15 @@ class RouterConnection:
                 self._outbox_bytes -= num_bytes
             self._wake.clear()
             await self._wake.wait()
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What the steps since the last frame gave."""
+
+    outputs: list[replica_pb2.RequestOutput] = field(default_factory=list)
+    events: dict[bytes, bool] = field(default_factory=dict)
+    """Of blocks, whether they were stored or evicted: the last counts, and one told twice changes nothing."""
+    load: replica_pb2.Load | None = None
+    """None: there was no step."""
+    is_urgent: bool = False

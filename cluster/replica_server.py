@@ -25,7 +25,7 @@ from router.tls import InnerTls, bind
 from workers.async_engine import Snapshot
 from workers.engine import EngineLoad, StepResult
 from workers.errors import InvalidRequestError
-from workers.request import Request, RequestId
+from workers.request import Request, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class ReplicaServer(ReplicaServicer):
         *,
         tracer: Tracer = NO_TRACER,
         limits: OutboxLimits | None = None,
+        stream_interval_s: float = 0.0,
         hello_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,6 +84,7 @@ class ReplicaServer(ReplicaServicer):
         self._engine = engine
         self._spans = ReplicaSpans(tracer, info.replica_id)
         self._limits = limits or OutboxLimits()
+        self._stream_interval_s = stream_interval_s
         self._hello_timeout_s = hello_timeout_s
         self._clock = clock
         self._connections: dict[int, RouterConnection] = {}
@@ -116,11 +118,11 @@ class ReplicaServer(ReplicaServicer):
 
     def on_step(self, result: StepResult) -> None:
         """Send what one engine step gave: to each router its outputs, all cache events and the load."""
-        stored, evicted = b"".join(result.stored_block_hashes), b"".join(result.evicted_block_hashes)
+        for output in result.outputs:
+            self._add_output(output)
         load = self._to_load(result.load)
-        outputs = self._outputs_by_router(result)
-        for number, connection in self._connections.items():
-            connection.send(outputs=outputs.get(number, ()), stored=stored, evicted=evicted, load=load)
+        for connection in self._connections.values():
+            connection.end_step(result.stored_block_hashes, result.evicted_block_hashes, load)
         self._note_idle()
 
     async def Connect(  # type: ignore[override]  # noqa: N802 - writes to its context, where the stub expects a generator
@@ -161,7 +163,13 @@ class ReplicaServer(ReplicaServicer):
         """Enter a stream and queue its snapshot, in one turn of the event loop."""
         self._num_connections += 1
         number = self._num_connections
-        connection = RouterConnection(number, router_id, limits=self._limits, clock=self._clock)
+        connection = RouterConnection(
+            number,
+            router_id,
+            limits=self._limits,
+            clock=self._clock,
+            stream_interval_s=self._stream_interval_s,
+        )
         state = self._engine.snapshot()
         connection.send(snapshot=self._to_snapshot(state, version), load=self._to_load(state.load))
         self._connections[number] = connection
@@ -170,6 +178,7 @@ class ReplicaServer(ReplicaServicer):
 
     def _close(self, connection: RouterConnection) -> None:
         self._connections.pop(connection.number, None)
+        connection.close()
         for engine_id in connection.engine_ids:
             connection.close_request(engine_id)
             self._spans.drop(engine_id, "the router's stream ended")
@@ -216,19 +225,16 @@ class ReplicaServer(ReplicaServicer):
         else:
             self._is_idle.set()
 
-    def _outputs_by_router(self, result: StepResult) -> dict[int, list[replica_pb2.RequestOutput]]:
-        outputs: dict[int, list[replica_pb2.RequestOutput]] = {}
-        for output in result.outputs:
-            number = int(output.request_id.partition("/")[0])
-            connection = self._connections.get(number)
-            name = connection.name_of(output.request_id) if connection else None
-            if connection is None or name is None:
-                continue  # aborted, or its router is gone
-            outputs.setdefault(number, []).append(to_output(output, name))
-            if output.finish is not None or output.error is not None:
-                connection.close_request(output.request_id)
-                self._spans.end(output)
-        return outputs
+    def _add_output(self, output: RequestOutput) -> None:
+        connection = self._connections.get(int(output.request_id.partition("/")[0]))
+        name = connection.name_of(output.request_id) if connection else None
+        if connection is None or name is None:
+            return  # aborted, or its router is gone
+        is_last = output.finish is not None or output.error is not None
+        connection.add_output(output.request_id, to_output(output, name), is_last=is_last)
+        if is_last:
+            connection.close_request(output.request_id)
+            self._spans.end(output)
 
     def _to_snapshot(self, state: Snapshot, version: int) -> replica_pb2.Snapshot:
         info = self._info

@@ -140,6 +140,14 @@ class CacheFlags:
         _of_cache(help="Who is served first: fcfs, priority, deadline, shortest_remaining or mlfq."),
         Setting("models[0].scheduler.policy"),
     ] = None
+    stream_interval: Annotated[
+        float | None,
+        _of_cache(
+            metavar="SECONDS",
+            help="Tokens closer than this come in one message; 0: in one each. Default: 0.02 on a CPU, else 0.",
+        ),
+        Setting("models[0].stream_interval_s"),
+    ] = None
     block_size: Annotated[
         int | None, _of_cache(help="Tokens in a KV block."), Setting("models[0].cache.block_size")
     ] = None

@@ -165,7 +165,9 @@ class ConnectResponse(_message.Message):
         """In frame 0 only."""
 
     @_builtins.property
-    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOutput]: ...
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOutput]:
+        """In the order of the steps; of several, a request may have several."""
+
     @_builtins.property
     def load(self) -> Global___Load: ...
     def __init__(

@@ -47,8 +47,8 @@ class ReplicaServicer:
     """
 
     def Connect(self, request_iterator, context):
-        """One stream for each (router, replica). Down: hello once, then submit and abort. Up: a snapshot, then one frame for each
-        engine step that concerns this router. Outputs, cache events and load come in one order, so the router's view cannot
+        """One stream for each (router, replica). Down: hello once, then submit and abort. Up: a snapshot, then frames, each of
+        one engine step or of several that followed each other. Outputs, cache events and load come in one order, so the router's view cannot
         drift; when the stream breaks, the router drops the view and starts from a new snapshot. The replica aborts every
         request of a broken stream.
         """

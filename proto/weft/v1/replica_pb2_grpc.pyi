@@ -34,8 +34,8 @@ class ReplicaStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReplicaAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_replica_pb2.ConnectRequest, _replica_pb2.ConnectResponse]
-    """One stream for each (router, replica). Down: hello once, then submit and abort. Up: a snapshot, then one frame for each
-    engine step that concerns this router. Outputs, cache events and load come in one order, so the router's view cannot
+    """One stream for each (router, replica). Down: hello once, then submit and abort. Up: a snapshot, then frames, each of
+    one engine step or of several that followed each other. Outputs, cache events and load come in one order, so the router's view cannot
     drift; when the stream breaks, the router drops the view and starts from a new snapshot. The replica aborts every
     request of a broken stream.
     """
@@ -46,8 +46,8 @@ class ReplicaAsyncStub(ReplicaStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_replica_pb2.ConnectRequest, _replica_pb2.ConnectResponse]  # type: ignore[assignment]
-    """One stream for each (router, replica). Down: hello once, then submit and abort. Up: a snapshot, then one frame for each
-    engine step that concerns this router. Outputs, cache events and load come in one order, so the router's view cannot
+    """One stream for each (router, replica). Down: hello once, then submit and abort. Up: a snapshot, then frames, each of
+    one engine step or of several that followed each other. Outputs, cache events and load come in one order, so the router's view cannot
     drift; when the stream breaks, the router drops the view and starts from a new snapshot. The replica aborts every
     request of a broken stream.
     """
@@ -61,8 +61,8 @@ class ReplicaServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_replica_pb2.ConnectRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_replica_pb2.ConnectResponse], _abc.AsyncIterator[_replica_pb2.ConnectResponse]]:
-        """One stream for each (router, replica). Down: hello once, then submit and abort. Up: a snapshot, then one frame for each
-        engine step that concerns this router. Outputs, cache events and load come in one order, so the router's view cannot
+        """One stream for each (router, replica). Down: hello once, then submit and abort. Up: a snapshot, then frames, each of
+        one engine step or of several that followed each other. Outputs, cache events and load come in one order, so the router's view cannot
         drift; when the stream breaks, the router drops the view and starts from a new snapshot. The replica aborts every
         request of a broken stream.
         """
