@@ -25,9 +25,8 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int e
         const bool is_together = (begin + token) % layout_.block_size + TILE <= layout_.block_size;
         const int pace = !is_asked && token < AHEAD ? 2 : 1;
         for (int head = 0; head < heads; head++) {
-            upcoming.ask(pace * TILE * head_dim / STEP);
             const T* keys = is_together ? tensors_.keys + offsets[token] + head * head_dim : gather_keys(offsets + token, head, scratch);
-            score_row(scores + head * PARTITION + token, keys, is_together ? token_stride_ : head_dim, q + head * head_dim, head_dim);
+            score_row(scores + head * PARTITION + token, keys, is_together ? token_stride_ : head_dim, q + head * head_dim, head_dim, upcoming, pace);
         }
     }
     soften(tile, 0, heads, {begin, end}, scores, PARTITION, params_.scale, running);

@@ -62,12 +62,13 @@ inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t*
     }
 }
 
-// Memory that is read soon, in that order: asked for in the second-level cache, some lines at a time.
+// Memory that is read soon, in that order: asked for some lines at a time.
 class Upcoming {
   public:
     // `size` values from here on, whole lines.
     void add(const BFloat16* from, int64_t size) { runs_[count_++] = {from, from + size}; }
 
+    template <_mm_hint HINT>
     void ask(int num_lines) {
         for (; num_lines > 0; num_lines--, next_ += STEP) {
             if (next_ == end_) {
@@ -75,7 +76,7 @@ class Upcoming {
                 next_ = runs_[run_].begin;
                 end_ = runs_[run_++].end;
             }
-            _mm_prefetch(next_, _MM_HINT_T1);
+            _mm_prefetch(next_, HINT);
         }
     }
 
@@ -89,10 +90,11 @@ class Upcoming {
 };
 
 // Scores of one row of q with 16 tokens. By tiles the keys are the left side of the product as they lie, q is the only column of
-// the right one; by vectors keys are transposed on their way.
-inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride, const BFloat16* q, int head_dim) {
+// the right one; by vectors keys are transposed on their way. Meanwhile `pace` times as many lines are asked for.
+inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride, const BFloat16* q, int head_dim, Upcoming& upcoming, int pace) {
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) {
+        upcoming.ask<_MM_HINT_T1>(pace * TILE * head_dim / STEP);
         _tile_zero(0);
         for (int dim = 0; dim < head_dim; dim += STEP) {
             _tile_loadd(4, keys + dim, token_stride * int64_t(sizeof(BFloat16)));
@@ -106,7 +108,10 @@ inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride,
     Floats sums{};
     for (int dim = 0; dim < head_dim; dim += STEP) {
         __m512i rows[TILE];
-        for (int i = 0; i < TILE; i++) rows[i] = _mm512_loadu_si512(keys + i * token_stride + dim);
+        for (int i = 0; i < TILE; i++) {
+            rows[i] = _mm512_loadu_si512(keys + i * token_stride + dim);
+            upcoming.ask<_MM_HINT_T0>(pace);  // evenly: many at once hold up the loads after them
+        }
         transpose_pairs(rows);
         for (int pair = 0; pair < TILE; pair++) sums = add_products(sums, two_of(q + dim + 2 * pair), rows[pair]);
     }
@@ -136,7 +141,7 @@ void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* o
     Floats sums[2 * LINES];
     for (int i = 0; i < 2 * LINES; i++) sums[i] = load(totals + i * LANES);
     for (int token = 0; token < num_tokens; token += 2) {
-        upcoming.ask(2 * LINES);
+        upcoming.ask<_MM_HINT_T0>(2 * LINES);
         const BFloat16* even = values + offsets[token];
         const BFloat16* odd = values + offsets[std::min(token + 1, num_tokens - 1)];  // the weight of none is 0
         const __m512i two = two_of(weights + token);
@@ -156,7 +161,7 @@ void add_step_of_values(float* totals, const BFloat16* values, const int64_t* of
                         Upcoming& upcoming) {
     __m512 even_sums[2 * LINES] = {}, odd_sums[2 * LINES] = {};
     const auto add = [&](__m512* sums, int token) {
-        upcoming.ask(LINES);
+        upcoming.ask<_MM_HINT_T1>(LINES);
         const __m512 weight = _mm512_set1_ps(weights[token]);
         for (int line = 0; line < LINES; line++) {
             const __m512i both = _mm512_loadu_si512(values + offsets[token] + line * STEP);
