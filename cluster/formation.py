@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 _ADOPT_TIMEOUT_S = 10.0
 _LOAD_TIMEOUT_S = 2.0
-_CPU_STREAM_INTERVAL_S = 0.02
-"""Some three steps of a 110 M model, one of a 0.5 B: longer gives no more of what messages take (docs/experiments)."""
 _RANK_ACTOR = ray.remote(RankActor)
 
 
@@ -234,6 +232,7 @@ class Formation:
 
     async def _create_actors(self, placement: Placement, group: PlacementGroup) -> None:
         self._stages = await asyncio.to_thread(self._look_at_stages, group)
+        interval_s = self._spec.model.stream_interval_s
         for rank in range(placement.parallel.world_size):
             index = placement.stage_of(rank)
             stage = self._stages[index]
@@ -244,7 +243,7 @@ class Formation:
                 engine=self._spec.model.engine,
                 num_threads=stage.num_threads,
                 drain_timeout_s=self._spec.model.drain_timeout_s,
-                stream_interval_s=self._stream_interval_s(placement),
+                stream_interval_s=placement.default_stream_interval_s if interval_s is None else interval_s,
                 log_level=self._spec.log_level,
                 tracing=self._spec.tracing,
                 recording=self._spec.recording,
@@ -262,13 +261,6 @@ class Formation:
                 **stage.options,
             )
             self._actors.append(actor.remote(spec))
-
-    def _stream_interval_s(self, placement: Placement) -> float:
-        """On a CPU, messages to clients take time from the model."""
-        said = self._spec.model.stream_interval_s
-        if said is not None:
-            return said
-        return 0.0 if placement.gpus_per_rank else _CPU_STREAM_INTERVAL_S
 
     def _look_at_stages(self, group: PlacementGroup) -> list[_Stage]:
         """Say how the ranks of each stage are started, on the node where it lies."""

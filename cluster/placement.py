@@ -62,6 +62,12 @@ class Placement:
         """Ray's name: a single stage is packed strictly, several go as near to each other as they can."""
         return "STRICT_PACK" if self.parallel.pipeline_parallel == 1 else "PACK"
 
+    @property
+    def default_stream_interval_s(self) -> float:
+        """Between messages of one stream: where a CPU computes, they take time from the model. Longer intervals give
+        little more (docs/experiments/serving.md)."""
+        return 0.0 if self.gpus_per_rank else 0.02
+
     def stage_of(self, rank: int) -> int:
         """Return the index of the bundle that this rank belongs to."""
         return rank // self.parallel.tensor_parallel

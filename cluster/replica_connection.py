@@ -1,7 +1,7 @@
 """One router's stream as the replica sees it: the requests that came over it and the frames that wait to be written.
 
 What steps give goes into one frame until an interval has passed, or until something is the first or the last of its
-request: each message on its way to a client takes CPU time of four processes, which may be where the model computes.
+request: each message on its way to a client takes CPU time of three processes, which may be where the model computes.
 The outbox is bounded in bytes and in age, so a router that stops reading is cut off instead of filling the memory.
 Knows nothing of gRPC or the engine; replica_server.py moves messages in and out.
 """

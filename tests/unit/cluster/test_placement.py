@@ -29,6 +29,11 @@ def test_each_stage_is_a_bundle_and_may_lie_elsewhere() -> None:
     assert [wanted.stage_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
+def test_messages_wait_for_each_other_only_where_a_cpu_computes() -> None:
+    assert placement(gpus=1).default_stream_interval_s == 0
+    assert placement(gpus=0).default_stream_interval_s == 0.02
+
+
 def test_cpu_group_asks_for_no_gpu() -> None:
     assert "GPU" not in placement(2, gpus=0).bundle
 
