@@ -142,6 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--recorded", action="store_true")
     options = parser.parse_args(argv)
+    gc.freeze()  # what was imported, as a rank does (cluster/imports.py)
     found = [
         measure(policy, num, options.steps, recorded=options.recorded)
         for num in options.sequences

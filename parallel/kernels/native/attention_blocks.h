@@ -80,7 +80,8 @@ void multiply_rows(float* sums, int64_t sums_stride, const BFloat16* left, int64
     for (; num_panels > 0; num_panels--, panels += panel_stride, sums += PANEL)
         for_each_part(num_rows, [&](int row, int count) {
             const LeftVectors part{reinterpret_cast<const char*>(left + row * left_stride), row_bytes, 64, count};
-            multiply_vectors<Pairs>(sums + row * sums_stride, sums_stride, part, {reinterpret_cast<const char*>(panels)}, Close{}, num_steps);
+            const RightVectors right{reinterpret_cast<const char*>(panels), STEP_BYTES / 2, STEP_BYTES};
+            multiply_vectors<Pairs>(sums + row * sums_stride, sums_stride, part, right, Close{}, num_steps);
         });
 }
 

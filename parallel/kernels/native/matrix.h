@@ -1,8 +1,8 @@
 // A product with a matrix that was laid out for the dot products of bf16 pairs, once, when it was loaded.
 //
-// The matrix [out, in] is cut into panels of 32 outputs, a panel into steps of 32 inputs, a step into two tiles of 16
-// outputs; in a tile the pairs of inputs follow each other, [pair][output][2]. So a tile is the right-hand operand of a
-// tile product (AMX), each of its rows that of a vector one, and a panel is read from front to back. A vector product takes
+// The matrix [out, in] is cut into panels of 32 outputs, a panel into steps of 32 inputs; in a step the pairs of inputs follow
+// each other, [pair][output][2], of 16 outputs and of the others as panels.h says. So 16 outputs are the right-hand operand of
+// a tile product (AMX), a pair of them that of a vector one, and a panel is read from front to back. A vector product takes
 // the pairs as they are (AVX512_BF16), or as float32, half of each at a time (AVX512), which a CPU may do faster.
 
 #pragma once
@@ -25,11 +25,16 @@ constexpr int STEP = 32;                              // inputs
 constexpr int64_t STEP_SIZE = int64_t(PANEL) * STEP;  // values of a panel's step, 2 KB
 
 struct PackedMatrix {
-    const BFloat16* values;  // [panels][steps][2 tiles][16 pairs][16 outputs][2]; outputs past the last are 0
+    const BFloat16* values;  // [panels][steps], each as place_of says; outputs past the last are 0
     const BFloat16* bias;    // [out], or null
     int64_t num_out;         // a multiple of 16
     int num_in;              // a multiple of STEP
 };
+
+// Of an output's pair of inputs in a step of its panel.
+inline int64_t place_of(int output, int pair) {
+    return (pair * RUN_BYTES + output / LANES * TO_SECOND) / int64_t(sizeof(BFloat16)) + output % LANES * 2;
+}
 
 // In place where `packed` is the weight, of whole panels: each lies where its outputs lay.
 inline void pack_matrix(BFloat16* packed, const BFloat16* weight, int64_t num_out, int num_in, Team& team) {
@@ -39,11 +44,10 @@ inline void pack_matrix(BFloat16* packed, const BFloat16* weight, int64_t num_ou
         BFloat16* const rows = buffer.room(size_t(PANEL) * num_in);
         std::fill(std::copy(weight + first, weight + end, rows), rows + PANEL * num_in, BFloat16{});
         uint32_t* to = reinterpret_cast<uint32_t*>(packed + first);
-        for (int k = 0; k < num_in; k += STEP)
-            for (int tile = 0; tile < 2; tile++)
-                for (int pair = 0; pair < STEP / 2; pair++)
-                    for (int output = 0; output < LANES; output++, to++)
-                        std::memcpy(to, rows + (tile * LANES + output) * num_in + k + 2 * pair, sizeof(*to));
+        for (int k = 0; k < num_in; k += STEP, to += STEP_SIZE / 2)
+            for (int pair = 0; pair < STEP / 2; pair++)
+                for (int output = 0; output < PANEL; output++)
+                    std::memcpy(to + place_of(output, pair) / 2, rows + output * num_in + k + 2 * pair, sizeof(*to));
     });
 }
 
@@ -56,9 +60,9 @@ inline void unpack_rows(BFloat16* rows, const int64_t* indices, int64_t count, c
             std::fill_n(to, matrix.num_in, BFloat16{});
             return;
         }
-        const BFloat16* from = matrix.values + output / PANEL * PANEL * matrix.num_in + output % PANEL / LANES * (STEP_SIZE / 2) + output % LANES * 2;
+        const BFloat16* from = matrix.values + output / PANEL * PANEL * matrix.num_in + place_of(int(output % PANEL), 0);
         for (int k = 0; k < matrix.num_in; k += STEP, from += STEP_SIZE)
-            for (int pair = 0; pair < STEP / 2; pair++, to += 2) std::memcpy(to, from + pair * 2 * LANES, sizeof(uint32_t));
+            for (int pair = 0; pair < STEP / 2; pair++, to += 2) std::memcpy(to, from + place_of(0, pair), sizeof(uint32_t));
     });
 }
 

@@ -1,9 +1,9 @@
 // A product of quantized rows with a matrix in 8 bits that was laid out for it once, when it was loaded: sums of integers
 // are exact, so that neither the order nor the number of rows changes a bit.
 //
-// The matrix [out, in] is cut into panels of 32 outputs, a panel into steps of 64 inputs, a step into two tiles of 16
-// outputs; in a tile runs of four inputs follow each other, [run][output][4]. So a tile is the right-hand operand of a
-// tile product (AMX), each of its rows that of a vector one (VNNI), and a panel is read from front to back.
+// The matrix [out, in] is cut into panels of 32 outputs, a panel into steps of 64 inputs; in a step runs of four inputs follow
+// each other, [run][output][4], of 16 outputs and of the others as panels.h says. So 16 outputs are the right-hand operand of
+// a tile product (AMX), a run of them that of a vector one (VNNI), and a panel is read from front to back.
 
 #pragma once
 
@@ -32,7 +32,7 @@ inline bool use_tiles() {
 
 template <class T>
 struct Matrix {
-    const int8_t* values;  // [panels][steps][2 tiles][16 runs][16 outputs][4]; 0 past the last output and input
+    const int8_t* values;  // [panels][steps][16 runs][32 outputs][4], or as tiles; 0 past the last output and input
     const float* scales;   // [panels][32]
     const int32_t* sums;   // [panels][32]: 128 times the sum of an output's weights
     const T* bias;         // [out], or null
@@ -72,9 +72,9 @@ void pack_matrix(const Matrix<T>& matrix, const T* weight, int64_t first, int64_
             int32_t sum = 0;
             for (int k = 0; k < steps * STEP; k++) sum += row[k];
             sums[output] = 128 * sum;
-            int8_t* column = to + output / LANES * (STEP_SIZE / 2) + output % LANES * 4;
+            int8_t* column = to + output / LANES * TO_SECOND + output % LANES * 4;
             for (int k = 0; k < steps * STEP; k += 4)
-                std::memcpy(column + k / STEP * STEP_SIZE + k % STEP * LANES, row + k, 4);
+                std::memcpy(column + k / STEP * STEP_SIZE + k % STEP / 4 * RUN_BYTES, row + k, 4);
         }
     });
 }

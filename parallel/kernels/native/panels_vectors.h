@@ -46,7 +46,7 @@ struct LeftVectors {
 // What 32 outputs have: 64 bytes for each four of a row, of the first 16 outputs and, `second` bytes further, of the others.
 struct RightVectors {
     const char* first;
-    int64_t second = STEP_BYTES / 2, step_stride = STEP_BYTES;  // as in a panel
+    int64_t second = TO_SECOND, step_stride = STEP_BYTES;  // as in a panel
 };
 
 // A panel that comes from farther away than the first-level cache, and what is asked for while it passes.
@@ -55,6 +55,7 @@ struct Far {
     Ahead* ahead;
 
     static constexpr bool IS_FAR = true, PASSES_ONCE = false;
+    static constexpr int64_t RUN = RUN_BYTES;
     Lines take() const { return ahead->take(); }
 };
 
@@ -63,12 +64,15 @@ struct Passing {
     const char* following;
 
     static constexpr bool IS_FAR = true, PASSES_ONCE = true;
+    static constexpr int64_t RUN = RUN_BYTES;
     static Lines take() { return {}; }
 };
 
+// What is no panel, but as two tiles are.
 struct Close {
     static constexpr const char* following = nullptr;
     static constexpr bool IS_FAR = false, PASSES_ONCE = false;
+    static constexpr int64_t RUN = 64;
     static Lines take() { return {}; }
 };
 
@@ -117,10 +121,11 @@ void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, 
         for (int run = 0; run < 16; run++) {
             if (run < asked.count) _mm_prefetch(asked.first + run * 64, _MM_HINT_T1);
             if (Place::IS_FAR) {  // the hardware looks less far ahead than memory is slow
-                ask_for<Place>(ahead + run * 64);
-                ask_for<Place>(ahead + run * 64 + STEP_BYTES / 2);
+                ask_for<Place>(ahead + run * 128);
+                ask_for<Place>(ahead + run * 128 + 64);
             }
-            totals.add(row + run * Numbers::LEFT_BYTES, row_stride, values + run * 64, values + run * 64 + to_second);
+            const char* const first = values + run * Place::RUN;
+            totals.add(row + run * Numbers::LEFT_BYTES, row_stride, first, first + to_second);
         }
     }
     totals.write(sums, sums_stride);
@@ -138,9 +143,10 @@ void multiply_unrolled_vectors(typename Numbers::Sum* sums, int64_t sums_stride,
         const char* const ahead = values < last ? values + STEP_BYTES : place.following;
 #pragma GCC unroll 16
         for (int run = 0; run < 16; run++) {
-            ask_for<Passing>(ahead + run * 64);
-            ask_for<Passing>(ahead + run * 64 + STEP_BYTES / 2);
-            totals.add(row + run * Numbers::LEFT_BYTES, left.row_stride, values + run * 64, values + run * 64 + STEP_BYTES / 2);
+            ask_for<Passing>(ahead + run * 128);
+            ask_for<Passing>(ahead + run * 128 + 64);
+            const char* const first = values + run * RUN_BYTES;
+            totals.add(row + run * Numbers::LEFT_BYTES, left.row_stride, first, first + TO_SECOND);
         }
     }
     totals.write(sums, sums_stride);

@@ -277,7 +277,8 @@ def test_a_weight_is_packed_in_its_own_place_where_panels_are_whole(
     assert isinstance(linear, NativeLinear)
     assert (linear._packed.data_ptr() == weight.data_ptr()) == is_in_place
     outputs = torch.cat((original, torch.zeros(-num_out % 32, 256).bfloat16())).view(-1, 2, 16, 8, 16, 2)
-    assert torch.equal(linear._packed, outputs.permute(0, 3, 1, 4, 2, 5).flatten())
+    orders = [(0, 3, 1, 4, 2, 5), (0, 3, 4, 1, 2, 5)]  # in tiles; without them, by lines
+    assert any(torch.equal(linear._packed, outputs.permute(order).flatten()) for order in orders)
 
 
 def test_library_is_compiled_once_and_again_when_the_compiler_changes(
