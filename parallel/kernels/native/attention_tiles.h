@@ -3,8 +3,6 @@
 
 #pragma once
 
-#include <unistd.h>
-
 #include "attention_plan.h"
 #include "matrix.h"
 
@@ -64,23 +62,13 @@ inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t*
     }
 }
 
-// Whether vectors have lines that they read soon in the first-level cache. Of a Zen 4, which has 32 KB, memory is then read at
-// 0.7 times the speed; of a Zen 5, which has 48, at 1.0 to 1.1 times.
-inline bool has_large_first_level() {
-#ifdef _SC_LEVEL1_DCACHE_SIZE
-    static const bool has = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
-    return has;
-#else
-    return false;
-#endif
-}
-
 // Memory that is read soon, in that order: asked for some lines at a time.
 class Upcoming {
   public:
     // `size` values from here on, whole lines.
     void add(const BFloat16* from, int64_t size) { runs_[count_++] = {from, from + size}; }
 
+    template <_mm_hint HINT>
     void ask(int num_lines) {
         for (; num_lines > 0; num_lines--, next_ += STEP) {
             if (next_ == end_) {
@@ -88,10 +76,7 @@ class Upcoming {
                 next_ = runs_[run_].begin;
                 end_ = runs_[run_++].end;
             }
-            if (is_first_level_)
-                _mm_prefetch(next_, _MM_HINT_T0);
-            else
-                _mm_prefetch(next_, _MM_HINT_T1);
+            _mm_prefetch(next_, HINT);
         }
     }
 
@@ -100,7 +85,6 @@ class Upcoming {
         const BFloat16 *begin, *end;
     };
     Run runs_[2 * PARTITION + STEP];
-    const bool is_first_level_ = !may_use_tiles() && has_large_first_level();
     int count_ = 0, run_ = 0;
     const BFloat16 *next_ = nullptr, *end_ = nullptr;
 };
@@ -110,7 +94,7 @@ class Upcoming {
 inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride, const BFloat16* q, int head_dim, Upcoming& upcoming, int pace) {
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) {
-        upcoming.ask(pace * TILE * head_dim / STEP);
+        upcoming.ask<_MM_HINT_T1>(pace * TILE * head_dim / STEP);
         _tile_zero(0);
         for (int dim = 0; dim < head_dim; dim += STEP) {
             _tile_loadd(4, keys + dim, token_stride * int64_t(sizeof(BFloat16)));
@@ -126,7 +110,7 @@ inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride,
         __m512i rows[TILE];
         for (int i = 0; i < TILE; i++) {
             rows[i] = _mm512_loadu_si512(keys + i * token_stride + dim);
-            upcoming.ask(pace);  // evenly: many at once hold up the loads after them
+            upcoming.ask<SOON>(pace);  // evenly: many at once hold up the loads after them
         }
         transpose_pairs(rows);
         for (int pair = 0; pair < TILE; pair++) sums = add_products(sums, two_of(q + dim + 2 * pair), rows[pair]);
@@ -157,7 +141,7 @@ void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* o
     Floats sums[2 * LINES];
     for (int i = 0; i < 2 * LINES; i++) sums[i] = load(totals + i * LANES);
     for (int token = 0; token < num_tokens; token += 2) {
-        upcoming.ask(2 * LINES);
+        upcoming.ask<SOON>(2 * LINES);
         const BFloat16* even = values + offsets[token];
         const BFloat16* odd = values + offsets[std::min(token + 1, num_tokens - 1)];  // the weight of none is 0
         const __m512i two = two_of(weights + token);
@@ -177,7 +161,7 @@ void add_step_of_values(float* totals, const BFloat16* values, const int64_t* of
                         Upcoming& upcoming) {
     __m512 even_sums[2 * LINES] = {}, odd_sums[2 * LINES] = {};
     const auto add = [&](__m512* sums, int token) {
-        upcoming.ask(LINES);
+        upcoming.ask<_MM_HINT_T1>(LINES);
         const __m512 weight = _mm512_set1_ps(weights[token]);
         for (int line = 0; line < LINES; line++) {
             const __m512i both = _mm512_loadu_si512(values + offsets[token] + line * STEP);

@@ -27,6 +27,7 @@ _FLAGS = (
     *("-shared", "-fPIC", "-fvisibility=hidden"),
 )
 _TIMEOUT_S = 300.0
+_FIRST_LEVEL = "SC_LEVEL1_DCACHE_SIZE"
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def build_library(cache: Path | None = None) -> Path:
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
         output = Path(folder) / library.name
-        _run([*compiler, *_FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(output)])
+        _run([*compiler, *_flags(), str(SOURCES / "kernels.cpp"), "-o", str(output)])
         os.replace(output, library)
     logger.info("compiled the CPU kernels with %s in %.1f s: %s", compiler[0], time.monotonic() - started, library)
     return library
@@ -68,11 +69,17 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "weft"
 
 
+def _flags() -> tuple[str, ...]:
+    """Those, and what the compiler does not know of the CPU."""
+    num_bytes = os.sysconf(_FIRST_LEVEL) if _FIRST_LEVEL in os.sysconf_names else 0
+    return (*_FLAGS, f"-DWEFT_FIRST_LEVEL_BYTES={num_bytes}") if num_bytes > 0 else _FLAGS
+
+
 def _key(compiler: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
-    for part in (*compiler, *_FLAGS, _run([*compiler, "--version"]), cpu_features()):
+    for part in (*compiler, *_flags(), _run([*compiler, "--version"]), cpu_features()):
         digest.update(part.encode())
     return digest.hexdigest()[:16]
 

@@ -76,10 +76,9 @@ struct Close {
     static Lines take() { return {}; }
 };
 
-// What is not wanted again enters no other cache.
 template <class Place>
 inline void ask_for(const char* line) {
-    _mm_prefetch(line, Place::PASSES_ONCE ? _MM_HINT_NTA : _MM_HINT_T0);
+    _mm_prefetch(line, Place::PASSES_ONCE ? ONCE : _MM_HINT_T0);
 }
 
 // The sums of some rows with 32 outputs.
