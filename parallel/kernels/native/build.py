@@ -27,7 +27,7 @@ _FLAGS = (
     *("-shared", "-fPIC", "-fvisibility=hidden"),
 )
 _TIMEOUT_S = 300.0
-_FIRST_LEVEL = "SC_LEVEL1_DCACHE_SIZE"
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,20 @@ def default_cache() -> Path:
 
 
 def _flags() -> tuple[str, ...]:
-    """Those, and what the compiler does not know of the CPU."""
-    num_bytes = os.sysconf(_FIRST_LEVEL) if _FIRST_LEVEL in os.sysconf_names else 0
-    return (*_FLAGS, f"-DWEFT_FIRST_LEVEL_BYTES={num_bytes}") if num_bytes > 0 else _FLAGS
+    """Those, and what the compiler does not tell of the CPU."""
+    return (*_FLAGS, f"-DWEFT_FIRST_LEVEL_KB={_first_level_kb()}")
+
+
+def _first_level_kb() -> int:
+    """Of the first-level cache for data; 0 where Linux does not tell."""
+    for cache in _CACHES.glob("index*"):
+        try:
+            kind = (cache / "level").read_text() + (cache / "type").read_text()
+            if kind == "1\nData\n":
+                return int((cache / "size").read_text().removesuffix("K\n"))
+        except (OSError, ValueError):
+            continue
+    return 0
 
 
 def _key(compiler: Sequence[str]) -> str:

@@ -24,11 +24,7 @@ constexpr int LANES = 16;
 #ifdef __AVX512F__
 // Where vectors have what they read soon from memory, and what they read once. In 32 KB of a first-level cache (a Zen 4) such lines
 // cost much of the speed of memory, in 48 (a Zen 5) the second-level one does.
-#ifdef WEFT_FIRST_LEVEL_BYTES
-constexpr bool IS_FIRST_LEVEL_LARGE = WEFT_FIRST_LEVEL_BYTES >= 48 * 1024;
-#else
-constexpr bool IS_FIRST_LEVEL_LARGE = true;
-#endif
+constexpr bool IS_FIRST_LEVEL_LARGE = WEFT_FIRST_LEVEL_KB >= 48;
 constexpr _mm_hint SOON = IS_FIRST_LEVEL_LARGE ? _MM_HINT_T0 : _MM_HINT_T1, ONCE = IS_FIRST_LEVEL_LARGE ? _MM_HINT_NTA : _MM_HINT_T1;
 #endif
 
