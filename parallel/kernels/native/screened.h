@@ -1,5 +1,5 @@
 // The largest outputs of a few rows, exact though most of the matrix is read in 8 bits only. With w of an output as integers
-// times a scale, and x as the sum of two such rows, what a sum may be off is bounded (Cauchy and Schwarz):
+// times a scale, and x as such a row or the sum of two, what a sum may be off is bounded (Cauchy and Schwarz):
 //
 //     |w . x - w' . x'|  <=  |w - w'| |x| + |w'| |x - x'|
 //
@@ -18,11 +18,14 @@
 
 namespace weft {
 
-constexpr int MOST_SCREENED_ROWS = 48;
 constexpr int SCREEN_SECTIONS = 3;     // of a team: rows become integers, the product in 8 bits, what is made certain
 
-// Rows up to which this is faster: with more, products of vectors are no longer as fast as memory.
-inline int most_screened_rows() { return int8::use_tiles() ? MOST_SCREENED_ROWS : 12; }
+// Rows up to which this is faster than the product itself.
+inline int most_screened_rows() { return int8::use_tiles() ? 48 : 512; }
+
+// Rows of integers for a row of x. Two leave fewer panels to multiply again; but by vectors products of more than a few rows are
+// slower than memory, and then one is faster.
+inline int num_integer_rows(int num_rows) { return int8::use_tiles() || num_rows <= 4 ? 2 : 1; }
 
 // A copy of a matrix in 8 bits, whose outputs are whole panels; as many bytes as packed_linear.py says.
 struct Screen {
@@ -81,7 +84,7 @@ struct ScreenedRow {
     float norm, error;  // |x|; |x - x'|, and what rounding may add
 };
 
-// Where the product in 8 bits goes, two rows of it for each of x: what the outputs of a panel are at most, and the largest
+// Where the product in 8 bits goes, one or two rows of it for each of x: what the outputs of a panel are at most, and the largest
 // that one of them is at least.
 struct Bounds {
     using Value = float;
@@ -92,6 +95,7 @@ struct Bounds {
     float* most;                // [rows][panels]
     std::atomic<float>* least;  // [rows]
     int64_t num_out;
+    int num_parts;  // rows of integers for each of x
 
     bool is_streamed(int64_t) const { return false; }
 
@@ -100,14 +104,15 @@ struct Bounds {
     }
 
     void finish(const Target<float>& share, int64_t num_rows, int64_t end) const {
-        for (int64_t row = 0; row < num_rows / 2; row++) {
+        for (int64_t row = share.first_row / num_parts; row < (share.first_row + num_rows) / num_parts; row++) {
             Floats least_of_share = broadcast(-INFINITY);
             for (int64_t panel = share.first_panel; panel < end; panel++) {
                 Floats above = broadcast(-INFINITY);
                 Ints is_number = above == above;
                 for (int i = 0; i < PANEL; i += LANES) {
                     const int64_t output = panel * PANEL + i;
-                    const Floats value = load(share.at(2 * row, panel) + i) + load(share.at(2 * row + 1, panel) + i);
+                    Floats value = load(share.at(num_parts * row, panel) + i);
+                    if (num_parts > 1) value += load(share.at(num_parts * row + 1, panel) + i);
                     const Floats off = load(screen.errors + output) * rows[row].norm + load(screen.norms + output) * rows[row].error;
                     is_number &= value + off == value + off;
                     above = larger(value + off, above);
@@ -127,7 +132,8 @@ struct Bounds {
 class ScreenedSearch {
   public:
     ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen)
-        : left_(left), packed_(packed), screen_(screen), integers_(room_for_integers(2 * left.count, packed.num_in)) {
+        : left_(left), packed_(packed), screen_(screen), num_parts_(num_integer_rows(left.count)),
+          integers_(room_for_integers(num_parts_ * left.count, packed.num_in)), rows_(size_t(left.count)), least_(size_t(left.count)) {
         static thread_local Buffer<float> room;
         most_ = room.room(size_t(left.count * panels()));
         for (std::atomic<float>& each : least_) each = -INFINITY;
@@ -135,10 +141,13 @@ class ScreenedSearch {
 
     void run(const Searched<float>& searched, Team& team) {
         team.for_each(left_.count, [&](int64_t row) { quantize(int(row)); });
-        int8::multiply<false>(Bounds{screen_, rows_, most_, least_, packed_.num_out}, integers_, screen_.matrix, team);
+        int8::multiply<false>(Bounds{screen_, rows_.data(), most_, least_.data(), packed_.num_out, num_parts_}, integers_, screen_.matrix, team);
         team.for_each(panels(), [&](int64_t panel) {
+            static thread_local std::vector<int> open;
+            open.clear();
             for (int row = 0; row < left_.count; row++)
-                if (!(most_[row * panels() + panel] < least_[row].load(std::memory_order_relaxed))) make_certain(searched, row, panel);
+                if (!(most_[row * panels() + panel] < least_[row].load(std::memory_order_relaxed))) open.push_back(row);
+            if (!open.empty()) make_certain(searched, open, panel);
         });
     }
 
@@ -158,26 +167,34 @@ class ScreenedSearch {
         for (int k = 0; k < num_in; k += LANES) store(rest + k, load(x(row) + k));
         const double norm_of_x = norm(rest, num_in);
         const int64_t stride = integers_.step_stride();
-        integers_.scales[2 * row] = quantize_with_rest(integers_.row(2 * row), stride, rest, x(row), num_in, flip);
-        integers_.scales[2 * row + 1] = quantize_with_rest(integers_.row(2 * row + 1), stride, rest + num_in, rest, num_in, flip);
-        rows_[row] = {rounded_up(norm_of_x), rounded_up(norm(rest + num_in, num_in) + rounding_share(num_in) * norm_of_x)};
+        const int first = num_parts_ * row;
+        integers_.scales[first] = quantize_with_rest(integers_.row(first), stride, rest, x(row), num_in, flip);
+        if (num_parts_ > 1) integers_.scales[first + 1] = quantize_with_rest(integers_.row(first + 1), stride, rest + num_in, rest, num_in, flip);
+        const double error = norm(rest + (num_parts_ - 1) * num_in, num_in);
+        rows_[row] = {rounded_up(norm_of_x), rounded_up(error + rounding_share(num_in) * norm_of_x)};
     }
 
-    void make_certain(const Searched<float>& searched, int row, int64_t panel) const {
-        alignas(64) float outputs[PANEL];
-        const PackedMatrix one{packed_.values + panel * PANEL * packed_.num_in, nullptr, PANEL, packed_.num_in};
+    void make_certain(const Searched<float>& searched, const std::vector<int>& open, int64_t panel) const {
+        static thread_local Buffer<BFloat16> room;
+        static thread_local Buffer<float> room_for_outputs;
+        const int num_in = packed_.num_in, count = int(open.size());
+        BFloat16* const rows = room.room(size_t(count * num_in + scratch_size(count, num_in)));
+        float* const outputs = room_for_outputs.room(size_t(count) * PANEL);
+        for (int i = 0; i < count; i++) std::copy_n(x(open[i]), num_in, rows + i * num_in);
+        const PackedMatrix one{packed_.values + panel * PANEL * num_in, nullptr, PANEL, num_in};
         Team alone(nullptr, 1);
-        multiply(Target<float>{outputs, PANEL}, {x(row), left_.stride, 1}, one, nullptr, alone);
-        searched.finish(Target<float>{outputs, PANEL, false, row, panel}, 1, panel + 1);
+        multiply(Target<float>{outputs, PANEL}, {rows, num_in, count}, one, rows + count * num_in, alone);
+        for (int i = 0; i < count; i++) searched.finish(Target<float>{outputs + i * PANEL, PANEL, false, open[i], panel}, 1, panel + 1);
     }
 
     const LeftRows left_;
     const PackedMatrix packed_;
     const Screen screen_;
+    const int num_parts_;
     const int8::Left integers_;
     float* most_;  // as in Bounds
-    ScreenedRow rows_[MOST_SCREENED_ROWS];
-    std::atomic<float> least_[MOST_SCREENED_ROWS];
+    std::vector<ScreenedRow> rows_;
+    std::vector<std::atomic<float>> least_;
 };
 
 }  // namespace weft

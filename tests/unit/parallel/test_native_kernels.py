@@ -204,7 +204,7 @@ def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(programs: Programs, 
             check_largest(table, rows)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 12, 40])
+@pytest.mark.parametrize("num_rows", [1, 3, 12, 40, 150])
 @pytest.mark.parametrize("kind", ["random", "close", "equal", "spread", "no-number"])
 def test_the_largest_of_few_rows_of_a_table_is_exact(programs: Programs, kind: str, num_rows: int) -> None:
     if programs.make_screen is None:
