@@ -55,7 +55,11 @@ struct Shares {
     int64_t panels, run, panel_runs, count;
 
     Shares(int num_rows, Parts parts, int64_t num_out, int num_threads) {
+#ifdef WEFT_HAS_AMX
         constexpr int64_t CACHED = 1024 * 1024;  // of a part of x stays near a core while panels pass
+#else
+        constexpr int64_t CACHED = 256 * 1024;   // CPUs without tiles have smaller caches, and are slower than panels come
+#endif
         constexpr int64_t LEAST = 128 * 1024, MOST = 512 * 1024;  // of the matrix are read by an item
         constexpr int64_t RUN = 16;  // panels whose sums are kept between parts
         const int64_t panel_bytes = parts.num_steps * STEP_BYTES;
