@@ -232,6 +232,12 @@ def test_the_largest_of_few_rows_of_a_table_is_exact(programs: Programs, kind: s
             check_largest(table, x)
 
 
+def test_the_largest_of_rows_that_several_shares_have_is_exact(programs: Programs) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(num, 4096, generator=generator).bfloat16() for num in (1056, 300))
+    check_largest(NativeTable(weight, programs, 2, memory=HugePages()), x)
+
+
 @pytest.mark.parametrize("num_rows", [1, 5, 17, 33, 65, 700])
 @pytest.mark.parametrize(("num_out", "num_in", "has_bias"), [(4128, 96, True), (2064, 1056, False), (592, 2624, False)])
 def test_the_largest_of_a_product_with_a_packed_matrix(
