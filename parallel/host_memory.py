@@ -1,14 +1,22 @@
-"""Memory of the process: what its allocator keeps although it is free, and pages that are large."""
+"""Memory of the process: what its allocator keeps although it is free, pages that are large, and pages taken early."""
 
 import ctypes
 import mmap
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
 
 import torch
 from torch import Tensor
 
 _HUGE_PAGE, _PIECE, _CACHE_LINE = 2 << 20, 64 << 20, 64
 """Bytes; a piece is what `HugePages` asks the system for at once."""
-_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 4, 14, 22  # of Linux
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 4, 14, 22, 23  # of Linux
+_SCARCE = 0.1
+"""Of the machine's memory: no more is taken early when less is available."""
 
 
 def release_free_memory() -> None:
@@ -64,6 +72,36 @@ def read_now(x: Tensor) -> None:
     Left to page faults they come in pieces of 128 KB, each asked for when the one before is there.
     """
     _advise_touched(x, _MADV_POPULATE_READ)
+
+
+def populate_when_idle(rows_RBX: Tensor) -> Thread:
+    """Take the pages of new memory on the CPU before they are written, in a thread that gets idle cores only.
+
+    A step that writes a page first waits for the system to find and clear it. Blocks B are taken in their order, of all
+    rows R. The thread ends when the tensor is gone or memory is scarce; without Linux 5.14 nothing is done.
+    """
+    thread = Thread(target=_populate, args=(weakref.ref(rows_RBX),), name="populate", daemon=True)
+    if hasattr(os, "SCHED_IDLE"):
+        thread.start()
+    return thread
+
+
+def _populate(get_rows: Callable[[], Tensor | None]) -> None:
+    with suppress(OSError):  # a container may forbid it
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    first = 0
+    while (rows_RBX := get_rows()) is not None and first < rows_RBX.shape[1] and not _is_memory_scarce():
+        end = first + -(-_HUGE_PAGE // rows_RBX[0, 0].nbytes)
+        for row_BX in rows_RBX:
+            _advise_touched(row_BX[first:end], _MADV_POPULATE_WRITE)
+        first = end
+        del rows_RBX, row_BX  # the memory belongs to somebody else
+
+
+def _is_memory_scarce() -> bool:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    size = {name: int(kib.split()[0]) for name, kib in (line.split(":") for line in lines)}
+    return size["MemAvailable"] < _SCARCE * size["MemTotal"]
 
 
 def leave(x: Tensor) -> None:

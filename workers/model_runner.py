@@ -14,6 +14,7 @@ from parallel.collectives import broadcast
 from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
+from parallel.host_memory import populate_when_idle
 from parallel.kernels.base import AttentionMeta, LayerCache
 from parallel.kernels.cuda_buckets import StepBucket, largest_pieces, largest_steps
 from parallel.kernels.select import select_sampling
@@ -61,6 +62,8 @@ class ModelRunner:
         self._device = device
         self._config = config
         self._caches: list[LayerCache] = []
+        self._rows_RBX = torch.empty(0)
+        """The memory of the caches, by blocks."""
         groups = decoder.layer_groups
         self.windows = groups.windows
         """Of each group of layers that has a block table, its sliding window."""
@@ -113,6 +116,7 @@ class ModelRunner:
         one of each size of which the layers record a graph.
         """
         planes = self._allocate(num_blocks)
+        self._rows_RBX = block_rows(self._decoder, planes, num_blocks=num_blocks)
         if self.is_busy_while_computing:
             self._rehearse_prompts([1])
         else:
@@ -123,8 +127,9 @@ class ModelRunner:
         if self._config.scheduler.async_scheduling is None and self.joins_later and self._decoder.starts_steps:
             self.looks_ahead = self.spares_newcomers = True
         if self.num_host_blocks:
-            rows = block_rows(self._decoder, planes, num_blocks=num_blocks)
-            self._host = make_host_cache(rows, num_slots=self.num_host_blocks)
+            self._host = make_host_cache(self._rows_RBX, num_slots=self.num_host_blocks)
+        if self._decoder.device.type == "cpu":
+            populate_when_idle(self._rows_RBX)
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         block_size = self._config.cache.block_size

@@ -1,4 +1,4 @@
-"""Memory that weights share: apart from each other, on the boundaries that kernels want, and given back."""
+"""Memory that weights share: apart from each other, on boundaries, and given back. New memory that is taken early."""
 
 import gc
 import mmap
@@ -6,7 +6,12 @@ import mmap
 import pytest
 import torch
 
-from parallel.host_memory import HugePages
+from parallel import host_memory
+from parallel.host_memory import HugePages, populate_when_idle
+
+PAGE = mmap.PAGESIZE
+TIMEOUT_S = 60.0
+"""Idle cores may be rare."""
 
 
 def test_tensors_lie_one_after_the_other_on_cache_lines() -> None:
@@ -46,3 +51,60 @@ def test_memory_is_given_back_with_the_last_of_its_tensors(monkeypatch: pytest.M
     del kept
     gc.collect()
     assert not alive
+
+
+@pytest.fixture
+def new_rows() -> torch.Tensor:
+    """Of two rows and 40 blocks, in pages of 4 KB that nobody has written."""
+    return new_memory(2 * 40 * 64 * PAGE).view(2, 40, -1)
+
+
+def new_memory(num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def populate(rows_RBX: torch.Tensor) -> None:
+    thread = populate_when_idle(rows_RBX)
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+def num_pages_there(x: torch.Tensor) -> int:
+    """Of those that x has, what the system has given out: the top bit of an entry in this file."""
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek(x.data_ptr() // PAGE * 8)
+        entries = pages.read(x.nbytes // PAGE * 8)
+    return sum(entry >> 7 for entry in entries[7::8])
+
+
+def test_new_memory_is_taken_before_it_is_written(new_rows: torch.Tensor) -> None:
+    assert num_pages_there(new_rows) == 0
+    populate(new_rows)
+    assert num_pages_there(new_rows) == 2 * 40 * 64
+    assert not new_rows.any()
+
+
+def test_the_first_blocks_of_all_rows_are_taken_first_and_none_of_memory_that_is_gone(
+    new_rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advised: list[tuple[int, int]] = []
+    kept = {"rows": new_rows.view(2, 40, -1)}
+
+    def advise(first: int, size: int, advice: int) -> None:
+        advised.append((first - new_rows.data_ptr(), size))
+        if len(advised) == 4:
+            kept.clear()
+
+    monkeypatch.setattr(host_memory, "_advise_pages", advise)
+    thread = populate_when_idle(kept["rows"])
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    block, row = 64 * PAGE, 40 * 64 * PAGE
+    piece = 2 << 20
+    assert advised == [(0, piece), (row, piece), (8 * block, piece), (row + 8 * block, piece)]
+
+
+def test_scarce_memory_is_left_to_who_writes_it(new_rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_SCARCE", 1.1)
+    populate(new_rows)
+    assert num_pages_there(new_rows) == 0
