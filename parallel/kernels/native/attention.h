@@ -36,7 +36,7 @@ bool has_dot_products(int head_dim) {
 
 template <class T, class C = T>
 struct Tensors {
-    T* out;  // [T, heads, head_dim], dense
+    Target<T> out;  // [T, heads, head_dim]
     const T* q;
     int64_t q_token_stride;  // elements; heads are dense
     const C* keys;           // [blocks, block_size, kv heads, head_dim], dense; int8_t: as cache_int8.h says
@@ -377,8 +377,9 @@ class PagedAttention {
                 for (int member = 0; member < group_; member++, row++) {
                     const float factor = final_factor(running[row], head + member);
                     const int64_t token = tile.first_query + query;
-                    T* to = tensors_.out + (token * layout_.num_heads + head + member) * head_dim;
-                    for (int dim = 0; dim < head_dim; dim += LANES) store(to + dim, load(totals + dim) * factor);
+                    const int64_t column = int64_t(head + member) * head_dim;
+                    for (int dim = 0; dim < head_dim; dim += LANES)
+                        store(tensors_.out.place(token, column + dim), load(totals + dim) * factor);
                     totals += head_dim;
                 }
     }
@@ -415,7 +416,7 @@ bool packs_chunks(const StepLayout& layout) {
 
 // One layer, whatever its cache holds.
 template <class T>
-void attend(T* out, const T* q, int64_t q_token_stride, const void* keys, const void* values, const StepLayout& layout,
+void attend(const Target<T>& out, const T* q, int64_t q_token_stride, const void* keys, const void* values, const StepLayout& layout,
             const LayerParams& params, AttentionPlan& plan, Team& team) {
     if (layout.is_int8) {
         const Tensors<T, int8_t> tensors{out, q, q_token_stride, static_cast<const int8_t*>(keys), static_cast<const int8_t*>(values)};

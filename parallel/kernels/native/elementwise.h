@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "targets.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -30,9 +31,9 @@ struct Rows {
 };
 
 // out = x / sqrt(mean(x^2) + eps) * weight, the weight of (i, j) at j * weight_stride. With a residual, x is added to it
-// first, and the sum is what is normed. What is written is dense.
+// first, and the sum is what is normed.
 template <class T, class W>
-void rms_norm(T* out, const T* x, Rows rows, T* residual, const W* weights, int64_t weight_stride, float eps,
+void rms_norm(const Target<T>& out, const T* x, Rows rows, T* residual, const W* weights, int64_t weight_stride, float eps,
               Team& team) {
     const int64_t size = rows.size, row_size = rows.num_inner * size;
     for_each_run_of_rows(rows.num_outer, row_size, team, [=](int64_t begin, int64_t end) {
@@ -50,9 +51,12 @@ void rms_norm(T* out, const T* x, Rows rows, T* residual, const W* weights, int6
             for (int64_t k = 0; k < size; k++) squares += to_float(from[k]) * to_float(from[k]);
             const float scale = 1.0f / std::sqrt(squares / float(size) + eps);
             const W* weight = weights + inner * weight_stride;
-            T* to = out + i * size;
+            const int64_t run = out.is_packed ? PANEL : size;
+            for (int64_t k = 0; k < size; k += run) {
+                T* to = out.place(i, k);
 #pragma omp simd
-            for (int64_t k = 0; k < size; k++) put(to + k, to_float(from[k]) * scale * to_float(weight[k]));
+                for (int64_t j = 0; j < run; j++) put(to + j, to_float(from[k + j]) * scale * to_float(weight[k + j]));
+            }
         }
     });
 }

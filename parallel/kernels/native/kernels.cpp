@@ -25,9 +25,9 @@ using namespace weft;
     EXPORT void weft_attention_##NAME(void* out, const void* q, int64_t q_token_stride, const void* keys,               \
                                       const void* values, const StepLayout* layout, const LayerParams* params) {        \
         AttentionPlan plan(*layout, params->window, packs_chunks<T>(*layout));                                       \
+        const Target<T> to{static_cast<T*>(out), int64_t(layout->num_heads) * layout->head_dim};                        \
         on_team(layout->num_threads, 1, [&](Team& team) {                                                               \
-            attend(static_cast<T*>(out), static_cast<const T*>(q), q_token_stride, keys, values, *layout, *params, plan,\
-                   team);                                                                                               \
+            attend(to, static_cast<const T*>(q), q_token_stride, keys, values, *layout, *params, plan, team);           \
         });                                                                                                             \
     }                                                                                                                   \
     EXPORT int weft_has_dot_products_##NAME(int head_dim, int is_int8) {                                                \
@@ -50,7 +50,8 @@ using namespace weft;
                                      int64_t outer_stride, int64_t size, void* residual, const void* weight,            \
                                      int64_t weight_stride, int is_weight_float32, float eps, int num_threads) {        \
         const Rows rows{num_outer, num_inner, outer_stride, size};                                                      \
-        T *to = static_cast<T*>(out), *sum = static_cast<T*>(residual);                                                 \
+        const Target<T> to{static_cast<T*>(out), size};                                                                 \
+        T* sum = static_cast<T*>(residual);                                                                             \
         const T* from = static_cast<const T*>(x);                                                                       \
         on_team(threads_for(num_outer * num_inner * size, num_threads), 1, [&](Team& team) {                            \
             if (is_weight_float32)                                                                                      \

@@ -149,23 +149,35 @@ class Program {
         for (int i = 0; i + 1 < count_; i++) {
             const Operation &o = operations_[i], &next = operations_[i + 1];
             const bool is_read_so = is_product(next) && next.in.buffer == o.out.buffer && next.in.column == 0 &&
-                                    next.num_in == stride(o.out);
-            is_packed_[i] = o.kind == Kind::MULTIPLY_GATED && is_read_so && readers[o.out.buffer] == 1;
+                                    o.out.column == 0 && next.num_in == stride(o.out);
+            is_packed_[i] = can_pack(o) && is_read_so && readers[o.out.buffer] == 1;
+        }
+    }
+
+    bool can_pack(const Operation& o) const {
+        switch (o.kind) {
+            case Kind::RMS_NORM:
+                return o.num_heads == 1 && o.size == stride(o.out);
+            case Kind::ATTENTION:
+                return step_.layers[o.index].group->layout.head_dim % PANEL == 0;
+            default:
+                return o.kind == Kind::MULTIPLY_GATED;
         }
     }
 
     void run(int index, AttentionPlan* plan, Team& team) const {
         const Operation& o = operations_[index];
-        const bool is_out_packed = is_packed_[index];
         T* const packed_out = packed_[index % 2];  // what is read lies in the other one
+        const auto out = [&] { return Target<T>{is_packed_[index] ? packed_out : at(o.out), stride(o.out), bool(is_packed_[index])}; };
         switch (o.kind) {
             case Kind::RMS_NORM: {
                 const Rows rows{step_.num_tokens, o.num_heads, stride(o.in), o.size};
+                const Target<T> to{out().values, o.size, bool(is_packed_[index])};
                 T* residual = o.second.buffer < 0 ? nullptr : at(o.second);
                 if (o.flag)
-                    rms_norm(at(o.out), at(o.in), rows, residual, static_cast<const float*>(o.weight), o.weight_stride, o.eps, team);
+                    rms_norm(to, at(o.in), rows, residual, static_cast<const float*>(o.weight), o.weight_stride, o.eps, team);
                 else
-                    rms_norm(at(o.out), at(o.in), rows, residual, static_cast<const T*>(o.weight), o.weight_stride, o.eps, team);
+                    rms_norm(to, at(o.in), rows, residual, static_cast<const T*>(o.weight), o.weight_stride, o.eps, team);
                 return;
             }
             case Kind::ROTARY: {
@@ -188,7 +200,7 @@ class Program {
             }
             case Kind::ATTENTION: {
                 const LayerStep& layer = step_.layers[o.index];
-                return attend(at(o.out), at(o.in), stride(o.in), layer.keys, layer.values, layer.group->layout, *o.params, *plan, team);
+                return attend(out(), at(o.in), stride(o.in), layer.keys, layer.values, layer.group->layout, *o.params, *plan, team);
             }
             case Kind::MULTIPLY:
             case Kind::MULTIPLY_GATED: {
@@ -196,9 +208,8 @@ class Program {
                 const bool is_left_packed = index > 0 && is_packed_[index - 1];
                 T* const other = packed_[1 - index % 2];
                 const LeftRows left{is_left_packed ? other : at(o.in), stride(o.in), int(step_.num_tokens), is_left_packed};
-                const Target<T> out{is_out_packed ? packed_out : at(o.out), stride(o.out), is_out_packed};
-                if (o.kind == Kind::MULTIPLY) return weft::multiply<false>(out, left, matrix, other, team);
-                return weft::multiply<true>(out, left, matrix, other, team);
+                if (o.kind == Kind::MULTIPLY) return weft::multiply<false>(out(), left, matrix, other, team);
+                return weft::multiply<true>(out(), left, matrix, other, team);
             }
 #ifdef WEFT_HAS_INT8
             case Kind::MULTIPLY_INT8:

@@ -35,6 +35,8 @@ struct Target {
         if (is_packed) return values + row / ROWS * ROWS * num_out + panel * ROWS * PANEL + row % ROWS * PANEL;
         return values + (row - first_row) * num_out + (panel - first_panel) * PANEL;
     }
+    // Where a column lies; up to the next multiple of PANEL those after it follow.
+    T* place(int64_t row, int64_t column) const { return at(row, column / PANEL) + column % PANEL; }
     bool is_streamed(int64_t num_rows) const { return !is_packed && goes_past_caches(values, num_rows, num_out * int64_t(sizeof(T))); }
 
     Target share(int64_t, int64_t, int64_t, int64_t) const { return *this; }
