@@ -8,6 +8,7 @@
 namespace weft {
 
 constexpr int AHEAD = STEP;  // tokens that are asked for before they are read
+constexpr int TOGETHER = 4;  // tokens whose values are added, of all heads, before those after them: about as they lie in memory
 
 template <class T, class C>
 void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int end, const T* q, Scratch& scratch, Running* running,
@@ -32,14 +33,15 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int e
     soften(tile, 0, heads, {begin, end}, scores, PARTITION, params_.scale, running);
     for (int head = 0; head < heads; head++) round_weights(scores + head * PARTITION, (count + STEP - 1) / STEP * STEP);
     std::fill(totals, totals + size_t(heads) * head_dim, 0.0f);
-    for (int token = 0; token < count; token += STEP)
+    const int together = may_use_tiles() ? STEP : TOGETHER;
+    for (int token = 0; token < count; token += together)
         for (int head = 0; head < heads; head++) {
             const float* weights = scores + head * PARTITION + token;
             const T* values = tensors_.values + head * head_dim;
             float* to = totals + head * head_dim;
             const BFloat16* rounded = reinterpret_cast<const BFloat16*>(scores + head * PARTITION) + token;
             const auto add = [&](auto add_step, auto add_pairs, int dim) {
-                const int num_tokens = std::min(STEP, count - token);
+                const int num_tokens = std::min(together, count - token);
                 if (may_use_tiles()) return add_step(to + dim, values + dim, offsets + token, weights, num_tokens, upcoming);
                 add_pairs(to + dim, values + dim, offsets + token, rounded, num_tokens, upcoming);
             };

@@ -75,15 +75,21 @@ class Upcoming {
                 if (run_ == count_) return;
                 next_ = runs_[run_].begin;
                 end_ = runs_[run_++].end;
+                if (run_ < count_)  // a line of each page after it: addresses are looked up side by side, and early
+                    for (auto line = runs_[run_].begin; line < runs_[run_].end && line < runs_[run_].begin + MOST_PAGES * PAGE; line += PAGE)
+                        _mm_prefetch(line, HINT);
             }
             _mm_prefetch(next_, HINT);
         }
     }
 
   private:
+    static constexpr int PAGE = 2048, MOST_PAGES = 8;  // values of 4 KB
+
     struct Run {
         const BFloat16 *begin, *end;
     };
+
     Run runs_[2 * PARTITION + STEP];
     int count_ = 0, run_ = 0;
     const BFloat16 *next_ = nullptr, *end_ = nullptr;
