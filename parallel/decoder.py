@@ -164,19 +164,21 @@ class Decoder:
         caches: Sequence[LayerCache],
         metas: Sequence[AttentionMeta],
         *,
+        rows_S: Tensor | None,
         finds_largest: bool,
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """As `forward`, begun, if `can_start`; what is returned joins in, and gives the result.
+        """As `forward`, begun, if `can_start`; what is returned joins in, and gives the result of the tokens `rows_S`.
 
-        It is called once, in the same thread, which has nothing else of the model computed before. Besides, it gives
-        `largest` of all tokens if that was wanted, good until the next start, or None if it is still to be asked for.
+        These are [S] int64, ascending, or None for all. It is called once, in the same thread, which has nothing else
+        of the model computed before. Besides, it gives `largest` of these tokens if that was wanted, good until the
+        next start, or None if it is still to be asked for.
         """
         assert self._started is not None, "can_start"
         into: Tensor | Lookup = x
         if self._embedding is not None:
             into = self._embedding.lookup(x) or self._embedding(x, positions_T)
         head = self._head.searched_alone if finds_largest and self._head is not None else None
-        finish = self._started.start(into, self._angles, positions_T, caches, metas, head)
+        finish = self._started.start(into, self._angles, positions_T, caches, metas, rows_S, head)
 
         def result() -> tuple[Tensor, Tensor | None]:
             x_TE, residual_TE, found_T = finish()

@@ -35,7 +35,7 @@ from workers.stats import RankStats
 logger = logging.getLogger(__name__)
 
 _FinishLayers = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-"""Gives the hidden states, and perhaps the largest logits of all of them."""
+"""Gives the hidden states, of the sampled tokens on the last stage, and perhaps the largest logits of all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,16 +180,17 @@ class ModelRunner:
         if not self.joins_later or not self._decoder.can_start(metas):
             return partial(self._run_layers, work, metas)
         inputs = work.inputs
-        finds_largest = self._takes_largest(work.plan) and inputs.sample_rows is None
-        x = self._layers_input(work)
+        finds_largest = self._takes_largest(work.plan)
+        x, rows = self._layers_input(work), inputs.sample_rows
         self._clock.begin()
-        return self._decoder.start(x, inputs.positions, self._caches, metas, finds_largest=finds_largest)
+        return self._decoder.start(x, inputs.positions, self._caches, metas, rows_S=rows, finds_largest=finds_largest)
 
     @torch.inference_mode()
     def _run_layers(self, work: StepWork, metas: list[AttentionMeta]) -> tuple[torch.Tensor, None]:
         x = self._layers_input(work)
         self._clock.begin()
-        return self._decoder(x, work.inputs.positions, self._caches, metas), None
+        hidden, rows = self._decoder(x, work.inputs.positions, self._caches, metas), work.inputs.sample_rows
+        return hidden[rows] if self._mesh.is_last_stage and rows is not None else hidden, None
 
     def _takes_largest(self, plan: StepPlan) -> bool:
         return plan.is_greedy and self._decoder.finds_largest
@@ -214,7 +215,7 @@ class ModelRunner:
         samples = self._mesh.is_last_stage and len(inputs.sample_slots) > 0
         takes_largest = self._takes_largest(plan)
         if samples and given is None:
-            given = self._ask_head(hidden, inputs, takes_largest=takes_largest)
+            given = self._ask_head(hidden, takes_largest=takes_largest)
         self._clock.end(follows=plan.follows, cost=cost or self._cost(inputs))
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
@@ -233,10 +234,9 @@ class ModelRunner:
         return inputs.token_ids
 
     @torch.inference_mode()
-    def _ask_head(self, hidden: torch.Tensor, inputs: StepInputs, *, takes_largest: bool) -> torch.Tensor | None:
+    def _ask_head(self, hidden: torch.Tensor, *, takes_largest: bool) -> torch.Tensor | None:
         """Logits, or the tokens themselves; None on ranks that do not sample."""
-        rows = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
-        return self._decoder.largest(rows) if takes_largest else self._decoder.logits(rows)
+        return self._decoder.largest(hidden) if takes_largest else self._decoder.logits(hidden)
 
     def _sample(self, given: torch.Tensor | None, inputs: StepInputs, *, is_chosen: bool) -> Sampled | None:
         sampled = None

@@ -296,6 +296,7 @@ class StartedLayers(RunLayers, Protocol):
         positions_T: Tensor,
         caches: Sequence[LayerCache],
         metas: Sequence[AttentionMeta],
+        rows_S: Tensor | None,
         head: "SearchedLinear | None",
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
         """As the call, begun; what is returned joins in, and gives the result. It is called once, in the same thread,
@@ -305,11 +306,14 @@ class StartedLayers(RunLayers, Protocol):
             x: what goes in, [T, E], or where it is found.
             angles: here those of all positions.
             positions_T: [T] int64, whose angles the tokens take.
+            rows_S: [S] int64, ascending, the tokens whose results are wanted; None: all. Of the others nothing is
+                computed after the last attention.
             head: to be searched in the first part of the result.
 
         Returns:
-            besides, what the search found: `indices_T` of `SearchedLinear.largest`, good until the next start. None if
-            there was none, or where it is not this one's business.
+            the results of the wanted tokens, [S, E] each; besides, what the search found: `indices_T` of
+            `SearchedLinear.largest`, good until the next start. None if there was none, or where it is not this one's
+            business.
         """
 
 

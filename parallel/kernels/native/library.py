@@ -153,6 +153,8 @@ class Step(ctypes.Structure):
         ("searched", c_int32),
         ("table", c_void_p),
         ("embedding", c_void_p),
+        ("kept", c_void_p),
+        ("num_kept", c_int64),
     )
 
 

@@ -6,7 +6,9 @@
 #pragma once
 
 #include <deque>
+#include <iterator>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "attention.h"
@@ -75,6 +77,8 @@ struct Step {
     int32_t searched;    // the buffer whose rows are looked up in the table after all operations
     const Table* table;  // null: none
     const Embedding* embedding;  // whose rows fill the first buffer before all operations; null: it is filled
+    const int64_t* kept;         // the tokens whose result is wanted, ascending: after the last attention there are no others. null: all
+    int64_t num_kept;
 };
 
 template <class T>
@@ -102,17 +106,23 @@ class Program {
                 if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, packs_chunks<T>(*layout));
                 plans_in_order_.push_back(entry->second);
             }
+        if (step.kept) find_kept();
         find_packed();
         const Place searched{step.searched, 0};
-        if (step.table) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), int(step.num_tokens)});
+        const int num_rows = int(num_tokens(count));
+        if (step.table && num_rows > 0) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), num_rows});
     }
 
-    int num_sections() const { return 1 + count_ * MULTIPLY_SECTIONS + TableSearch::SECTIONS; }
+    int num_sections() const { return 2 + count_ * MULTIPLY_SECTIONS + TableSearch::SECTIONS; }
 
     void run(Team& team) const {
         if (step_.embedding) look_up(*step_.embedding, team);
         int num_attentions = 0;
         for (int i = 0; i < count_; i++) {
+            if (i == num_whole_) {
+                if (step_.num_kept == 0) return;
+                keep(team);
+            }
             AttentionPlan* plan = operations_[i].kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
             run(i, plan, team);
         }
@@ -140,17 +150,42 @@ class Program {
             copy_rows(x, embedding.token_ids, step_.num_tokens, values, embedding.num_rows, width, team);
     }
 
+    // Of an operation; of the result, the one past the last.
+    int64_t num_tokens(int index) const { return step_.kept && index >= num_whole_ ? step_.num_kept : step_.num_tokens; }
+
+    // Finds the operations that have all tokens, and what the others read of them.
+    void find_kept() {
+        const auto is_attention = [](const Operation& o) { return o.kind == Kind::ATTENTION; };
+        const Operation* const end = operations_ + count_;
+        num_whole_ = int(std::find_if(std::reverse_iterator(end), std::reverse_iterator(operations_), is_attention).base() - operations_);
+        std::set<int> written;
+        for (const Operation* o = operations_ + num_whole_; o < end; o++) {
+            for (const int buffer : {o->in.buffer, o->second.buffer})
+                if (buffer >= 0 && !written.count(buffer)) kept_buffers_.insert(buffer);
+            written.insert(o->out.buffer);
+        }
+    }
+
+    // Puts the rows that are kept in front of each buffer.
+    void keep(Team& team) const {
+        const std::vector<int> buffers(kept_buffers_.begin(), kept_buffers_.end());
+        team.for_each(int64_t(buffers.size()), [&](int64_t item) {
+            const Place place{buffers[item], 0};
+            for (int64_t i = 0; i < step_.num_kept; i++)
+                if (step_.kept[i] != i) std::copy_n(at(place) + step_.kept[i] * stride(place), stride(place), at(place) + i * stride(place));
+        });
+    }
+
     // Finds the results that only the product after them reads: they are written as it wants them.
     void find_packed() {
         is_packed_.assign(count_, false);
-        if (!needs_packing(step_.num_tokens)) return;
         std::map<int, int> readers;
         for (int i = 0; i < count_; i++) readers[operations_[i].in.buffer]++, readers[operations_[i].second.buffer]++;
         for (int i = 0; i + 1 < count_; i++) {
             const Operation &o = operations_[i], &next = operations_[i + 1];
             const bool is_read_so = is_product(next) && next.in.buffer == o.out.buffer && next.in.column == 0 &&
                                     o.out.column == 0 && next.num_in == stride(o.out);
-            is_packed_[i] = can_pack(o) && is_read_so && readers[o.out.buffer] == 1;
+            is_packed_[i] = can_pack(o) && is_read_so && readers[o.out.buffer] == 1 && i + 1 != num_whole_ && needs_packing(num_tokens(i));
         }
     }
 
@@ -171,7 +206,7 @@ class Program {
         const auto out = [&] { return Target<T>{is_packed_[index] ? packed_out : at(o.out), stride(o.out), bool(is_packed_[index])}; };
         switch (o.kind) {
             case Kind::RMS_NORM: {
-                const Rows rows{step_.num_tokens, o.num_heads, stride(o.in), o.size};
+                const Rows rows{num_tokens(index), o.num_heads, stride(o.in), o.size};
                 const Target<T> to{out().values, o.size, bool(is_packed_[index])};
                 T* residual = o.second.buffer < 0 ? nullptr : at(o.second);
                 if (o.flag)
@@ -182,20 +217,20 @@ class Program {
             }
             case Kind::ROTARY: {
                 const AnglesStep& angles = step_.angles[o.index];
-                return rotary(at(o.in), stride(o.in), step_.num_tokens, o.num_heads, o.size, angles.cos, angles.sin,
+                return rotary(at(o.in), stride(o.in), num_tokens(index), o.num_heads, o.size, angles.cos, angles.sin,
                               angles.half, angles.positions, bool(o.flag), team);
             }
             case Kind::SILU_MUL:
-                return silu_mul(at(o.out), at(o.in), step_.num_tokens, o.size, team);
+                return silu_mul(at(o.out), at(o.in), num_tokens(index), o.size, team);
             case Kind::WRITE_CACHE: {
                 const LayerStep& layer = step_.layers[o.index];
                 const auto& [layout, slots] = *layer.group;
                 if (layout.is_int8)
                     return write_cache_int8(static_cast<int8_t*>(layer.keys), static_cast<int8_t*>(layer.values), at(o.in),
-                                            at(o.second), stride(o.in), stride(o.second), slots, step_.num_tokens,
+                                            at(o.second), stride(o.in), stride(o.second), slots, num_tokens(index),
                                             {layout.block_size, o.num_heads, o.size}, team);
                 return write_cache(static_cast<T*>(layer.keys), static_cast<T*>(layer.values), at(o.in), at(o.second),
-                                   stride(o.in), stride(o.second), slots, step_.num_tokens,
+                                   stride(o.in), stride(o.second), slots, num_tokens(index),
                                    int64_t(o.num_heads) * o.size, team);
             }
             case Kind::ATTENTION: {
@@ -207,23 +242,23 @@ class Program {
                 const PackedMatrix matrix{static_cast<const T*>(o.weight), static_cast<const T*>(o.bias), o.num_out, o.num_in};
                 const bool is_left_packed = index > 0 && is_packed_[index - 1];
                 T* const other = packed_[1 - index % 2];
-                const LeftRows left{is_left_packed ? other : at(o.in), stride(o.in), int(step_.num_tokens), is_left_packed};
+                const LeftRows left{is_left_packed ? other : at(o.in), stride(o.in), int(num_tokens(index)), is_left_packed};
                 if (o.kind == Kind::MULTIPLY) return weft::multiply<false>(out(), left, matrix, other, team);
                 return weft::multiply<true>(out(), left, matrix, other, team);
             }
 #ifdef WEFT_HAS_INT8
             case Kind::MULTIPLY_INT8:
-                return multiply_int8<false>(o, team);
+                return multiply_int8<false>(o, num_tokens(index), team);
             case Kind::MULTIPLY_GATED_INT8:
-                return multiply_int8<true>(o, team);
+                return multiply_int8<true>(o, num_tokens(index), team);
 #endif
         }
     }
 
 #ifdef WEFT_HAS_INT8
     template <bool IS_GATED>
-    void multiply_int8(const Operation& o, Team& team) const {
-        const int8::Left left = quantized_->room(step_.num_tokens, o.num_in);  // there is as much already
+    void multiply_int8(const Operation& o, int64_t num_tokens, Team& team) const {
+        const int8::Left left = quantized_->room(num_tokens, o.num_in);  // there is as much already
         int8::quantize(left, at(o.in), stride(o.in), o.num_in, team);
         const Target<T> out{at(o.out), o.num_out / (IS_GATED ? 2 : 1)};
         int8::multiply<IS_GATED>(out, left, int8::Matrix<T>(o.weight, o.bias, o.num_out, o.num_in), team);
@@ -234,6 +269,8 @@ class Program {
     const Operation* operations_;
     const int count_;
     const Step& step_;
+    int num_whole_ = count_;      // operations that have all tokens
+    std::set<int> kept_buffers_;  // that the others read
     BFloat16* packed_[2] = {};
     std::vector<char> is_packed_;  // the result of each operation
     std::deque<AttentionPlan> plans_;

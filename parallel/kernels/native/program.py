@@ -75,12 +75,13 @@ class CompiledLayers:
         positions_T: Tensor,
         caches: Sequence[LayerCache],
         metas: Sequence[AttentionMeta],
+        rows_S: Tensor | None,
         head: SearchedLinear | None,
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
         """See `StartedLayers`."""
         assert self._program is not None, "can_start"
         table = head if isinstance(head, NativeTable) else None
-        return self._program.start(x, angles, positions_T, caches, metas, table)
+        return self._program.start(x, angles, positions_T, caches, metas, rows_S, table)
 
     def _record(
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
@@ -170,15 +171,21 @@ class Program:
         positions_T: Tensor,
         caches: Sequence[LayerCache],
         metas: Sequence[AttentionMeta],
+        rows_S: Tensor | None,
         table: NativeTable | None,
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
         """See `StartedLayers`."""
         x_TE = self._look_up(x) if isinstance(x, Lookup) else x
-        found_T = None if table is None else self._search(table, x_TE.shape[0])
+        num_rows = x_TE.shape[0]
+        if rows_S is not None:
+            num_rows = rows_S.shape[0]
+            self._step.kept, self._step.num_kept = rows_S.data_ptr(), num_rows
+        found_S = None if table is None else self._search(table, num_rows)
         out_TE = self._place(x_TE, angles, positions_T, caches, metas)
         started = self._programs.start(self._operations, len(self._operations), ctypes.byref(self._step))
-        self._step.embedding = self._step.table = None  # of this step, which has its own copy by now
-        return partial(self._finish, started, (out_TE, x_TE, found_T), (x, positions_T, metas))
+        self._step.embedding = self._step.table = self._step.kept = None  # of this step, which has its own copy by now
+        result = out_TE[:num_rows], x_TE[:num_rows], found_S
+        return partial(self._finish, started, result, (x, positions_T, metas, rows_S))
 
     def _finish(
         self, started: int, result: tuple[Tensor, Tensor, Tensor | None], pointed_to: object

@@ -167,7 +167,9 @@ def test_layers_begun_by_other_threads_give_the_same_bits(
         expected = run(decoder, caches, meta)
         assert decoder.can_start(metas)
         for finds_largest in (False, True):
-            finish = decoder.start(positions * 7 % 512, positions, caches, metas, finds_largest=finds_largest)
+            finish = decoder.start(
+                positions * 7 % 512, positions, caches, metas, rows_S=None, finds_largest=finds_largest
+            )
             Event().wait(delay_s)  # the others may be done before this thread joins, or in the midst of it
             hidden, found = finish()
             assert torch.equal(hidden, expected)
@@ -180,6 +182,32 @@ def test_layers_begun_by_other_threads_give_the_same_bits(
             else:
                 assert found is None
         assert torch.equal(run(decoder, caches, meta), expected)  # nothing is left of the start
+
+
+@pytest.mark.parametrize("name", [*COMPILED])
+@pytest.mark.parametrize("int8_linears", [False, True], ids=["bfloat16", "int8"])
+def test_only_wanted_tokens_go_past_the_last_attention(name: str, int8_linears: bool, tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    decoder = load(tmp_path / "model", CONFIG | COMPILED[name], build(), int8_linears=int8_linears)
+    caches = filled_caches(decoder, 120)
+    for spans in [[(1, 1)], *STEPS]:
+        meta = make_meta(sorted(spans, key=lambda span: span[0] != 1), block_size=BLOCK_SIZE, num_blocks=120)
+        positions, metas = positions_of(meta), [meta] * decoder.num_local_layers
+        expected = run(decoder, caches, meta)
+        if not decoder.can_start(metas):
+            assert int8_linears, "a CPU may multiply no vectors of 8 bits"
+            return
+        ends = [start - 1 for start in meta.query_starts_host[1:]]
+        for rows in ([], [0], ends, ends[1:], [*range(1, len(expected), 3)], [*range(len(expected))]):
+            rows_S = torch.tensor(rows, dtype=torch.int64)
+            finish = decoder.start(
+                positions * 7 % 512, positions, caches, metas, rows_S=rows_S, finds_largest=len(rows) > 0
+            )
+            hidden, found = finish()
+            assert torch.equal(hidden, expected[rows_S])
+            if rows and found is not None:
+                assert torch.equal(found, decoder.largest(hidden))
+        assert torch.equal(run(decoder, caches, meta), expected)
 
 
 def test_one_thread_begins_nothing(tmp_path: Path) -> None:
