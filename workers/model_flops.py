@@ -1,7 +1,7 @@
 """The operations that a rank's model has to do in a step: multiplications and additions of products and attention.
 
-What bench/load/model_cost.py says of a whole run, of one step. Host arithmetic, as in model_reads.py. Every token counts in
-every layer, though some kernels leave out what nobody asks of the last one (`StartedLayers.start`).
+What bench/load/model_cost.py says of a whole run, of one step. Host arithmetic, as in model_reads.py. Every token
+counts in every layer, though some kernels leave out what nobody asks of the last one (`StartedLayers.start`).
 """
 
 from collections import Counter
