@@ -179,6 +179,7 @@ class Program {
     // Finds the results that only the product after them reads: they are written as it wants them.
     void find_packed() {
         is_packed_.assign(count_, false);
+        if (!needs_packing(step_.num_tokens)) return;
         std::map<int, int> readers;
         for (int i = 0; i < count_; i++) readers[operations_[i].in.buffer]++, readers[operations_[i].second.buffer]++;
         for (int i = 0; i + 1 < count_; i++) {
