@@ -77,8 +77,8 @@ struct Step {
     int32_t searched;    // the buffer whose rows are looked up in the table after all operations
     const Table* table;  // null: none
     const Embedding* embedding;  // whose rows fill the first buffer before all operations; null: it is filled
-    const int64_t* kept;         // the tokens whose result is wanted, ascending: after the last attention there are no others. null: all
-    int64_t num_kept;
+    const int64_t* kept;         // the tokens whose result is wanted, ascending: after the last attention there are no others
+    int64_t num_kept;            // below 0: all
 };
 
 template <class T>
@@ -106,10 +106,10 @@ class Program {
                 if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, packs_chunks<T>(*layout));
                 plans_in_order_.push_back(entry->second);
             }
-        if (step.kept) find_kept();
+        if (step.num_kept >= 0) find_kept();
         find_packed();
         const Place searched{step.searched, 0};
-        const int num_rows = int(num_tokens(count));
+        const int num_rows = int(step.num_kept < 0 ? step.num_tokens : step.num_kept);
         if (step.table && num_rows > 0) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), num_rows});
     }
 
@@ -150,8 +150,7 @@ class Program {
             copy_rows(x, embedding.token_ids, step_.num_tokens, values, embedding.num_rows, width, team);
     }
 
-    // Of an operation; of the result, the one past the last.
-    int64_t num_tokens(int index) const { return step_.kept && index >= num_whole_ ? step_.num_kept : step_.num_tokens; }
+    int64_t num_tokens(int index) const { return index < num_whole_ ? step_.num_tokens : step_.num_kept; }
 
     // Finds the operations that have all tokens, and what the others read of them.
     void find_kept() {

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 Angles = tuple[Tensor, ...]
 
+_ALL = -1
+"""Tokens are kept."""
 _MOST_CONTEXT = 2048
 """Tokens up to which a chunk is attended here where there are no dot products for it; torch is faster beyond."""
 
@@ -144,6 +146,7 @@ class Program:
             angles=ctypes.addressof(self._angles),
             num_threads=num_threads,
             searched=self._output,
+            num_kept=_ALL,
         )
         self._x_TE = torch.empty(0, tape.widths[0], dtype=torch.bfloat16)
         self._values_T, self._found_T = torch.empty(0), torch.empty(0, dtype=torch.int64)
@@ -178,12 +181,13 @@ class Program:
         x_TE = self._look_up(x) if isinstance(x, Lookup) else x
         num_rows = x_TE.shape[0]
         if rows_S is not None:
-            num_rows = rows_S.shape[0]
-            self._step.kept, self._step.num_kept = rows_S.data_ptr(), num_rows
+            self._step.kept = rows_S.data_ptr()
+            self._step.num_kept = num_rows = rows_S.shape[0]
         found_S = None if table is None else self._search(table, num_rows)
         out_TE = self._place(x_TE, angles, positions_T, caches, metas)
         started = self._programs.start(self._operations, len(self._operations), ctypes.byref(self._step))
-        self._step.embedding = self._step.table = self._step.kept = None  # of this step, which has its own copy by now
+        self._step.embedding = self._step.table = None  # of this step, which has its own copy by now
+        self._step.num_kept = _ALL
         result = out_TE[:num_rows], x_TE[:num_rows], found_S
         return partial(self._finish, started, result, (x, positions_T, metas, rows_S))
 

@@ -10,7 +10,7 @@ from parallel import host_memory
 from parallel.host_memory import HugePages, populate_when_idle
 
 PAGE = mmap.PAGESIZE
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 """Idle cores may be rare."""
 
 
