@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Angles = tuple[Tensor, ...]
 
 _ALL = -1
-"""Tokens are kept."""
+"""In place of how many tokens are kept."""
 _MOST_CONTEXT = 2048
 """Tokens up to which a chunk is attended here where there are no dot products for it; torch is faster beyond."""
 

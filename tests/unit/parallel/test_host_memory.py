@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import threading
 
 import pytest
 import torch
@@ -89,14 +90,17 @@ def test_the_first_blocks_of_all_rows_are_taken_first_and_none_of_memory_that_is
 ) -> None:
     advised: list[tuple[int, int]] = []
     kept = {"rows": new_rows.view(2, 40, -1)}
+    is_begun = threading.Event()
 
     def advise(first: int, size: int, advice: int) -> None:
+        assert is_begun.wait(TIMEOUT_S)  # till then whoever began it has the rows
         advised.append((first - new_rows.data_ptr(), size))
         if len(advised) == 4:
             kept.clear()
 
     monkeypatch.setattr(host_memory, "_advise_pages", advise)
     thread = populate_when_idle(kept["rows"])
+    is_begun.set()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
     block, row = 64 * PAGE, 40 * 64 * PAGE
