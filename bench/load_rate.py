@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import describe_machine
+from cluster.spares import engine_variables
 from parallel.weight_index import FORMATS
 
 _NUM_READERS = 4
@@ -112,7 +113,8 @@ def _read(files: Sequence[Path]) -> float:
 
 def _run(script: str, *arguments: object) -> float:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    variables = os.environ | engine_variables(os.cpu_count() or 1)
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, env=variables).stdout)
 
 
 if __name__ == "__main__":

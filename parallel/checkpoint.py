@@ -1,15 +1,17 @@
 """Loads the weights of one rank from a Hugging Face folder, reading only the slices it holds, several at once.
 
-What those are is planned by weight_reads.py; their files are opened by weight_files.py. A file is mapped, never read
-whole. Pages that were touched count as memory of this process: those of a slice are left when it is copied, and a file
-is mapped anew for each part of the decoder, since more pages come than are asked for. A part is laid out for the
-kernels, which may copy it, before the next is read.
+What those are is planned by weight_reads.py; their files are opened by weight_files.py. Rows are read straight to
+where they stay. What is not in one piece is copied from a mapped file, of which pages that were touched count as memory
+of this process: those of a slice are left when it is copied, and a file is mapped anew for each part of the decoder,
+since more pages come than are asked for. While a part is laid out for the kernels, which may copy it, the next are
+read.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,8 +29,9 @@ from parallel.weight_files import locate_tensors, open_tensors
 from parallel.weight_reads import OpenFiles, WeightRead, plan_reads
 
 _NUM_READERS = 3
-"""With more, more of them get the same large page anew, and all but one throw it away (docs/experiments)."""
-_MAPPED_FRACTION = 0.02
+_MAX_BEGUN, _MAX_BEGUN_INT8 = 0.3, 0.1
+"""Of the rank's own weights; those that will be in 8 bits have twice as many bytes till they are laid out."""
+_MAPPED_FRACTION = 0.01
 """Pages of files that are mapped at once, as a part of the rank's own weights."""
 _MIN_BATCH_BYTES = 1 << 18
 _STORED_BYTES = 4  # of an element, but for rare float64
@@ -84,7 +87,8 @@ def load_decoder(
         int8_linears=int8_linears,
         int8_cache=int8_cache,
     )
-    bytes_read = _load(decoder, folder, progress, lay_out=_lay_out)
+    max_begun = _MAX_BEGUN_INT8 if int8_linears else _MAX_BEGUN
+    bytes_read = _load(decoder, folder, progress, max_begun=max_begun, lay_out=_lay_out)
     logger.info("rank %d read %d bytes of weights from %s", mesh.rank, bytes_read, folder)
     return decoder
 
@@ -97,27 +101,50 @@ def load_weights(decoder: Decoder, folder: Path, *, progress: Progress | None = 
     Raises:
         CheckpointError: a file is missing or corrupt, or a tensor is missing or has the wrong shape or dtype.
     """
-    return _load(decoder, folder, progress, lay_out=lambda finish: None)
+    return _load(decoder, folder, progress, max_begun=_MAX_BEGUN, lay_out=lambda finish: None)
 
 
-def _load(decoder: Decoder, folder: Path, progress: Progress | None, lay_out: Callable[[_Finish], None]) -> int:
-    """Fill part by part, and lay out each before the next: a copy that the kernels make is only ever one of a part."""
+def _load(
+    decoder: Decoder,
+    folder: Path,
+    progress: Progress | None,
+    *,
+    max_begun: float,
+    lay_out: Callable[[_Finish], None],
+) -> int:
+    """Lay out one part after the other, so that a copy that the kernels make is only ever one of a part.
+
+    Meanwhile the next are read: no part is begun when those that are not laid out are more of the weights than that.
+    """
     plans, finishes = _plan(decoder, folder)
     _check(plans)
     total = sum(read.num_elements for plan in plans for reads in plan.values() for read in reads)
     own_bytes = total * decoder.dtype.itemsize
     max_touched = max(int(own_bytes * _MAPPED_FRACTION), _NUM_READERS * _MIN_BATCH_BYTES) // _STORED_BYTES
     done = num_bytes = 0
-    with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="weights") as readers:
-        while plans:
-            # Nothing here may keep the weights of a part that is laid out: the kernels may have their own.
-            for batch_elements, batch_bytes in _read(plans.pop(0), max_touched, readers):
+    begun: deque[_BegunPart] = deque()
+    with ExitStack() as parts, _readers() as readers:
+        while plans or begun:
+            while plans and sum(part.num_elements for part in begun) <= max_begun * total:
+                begun.append(parts.enter_context(_begin(plans.pop(0), max_touched // _NUM_READERS, readers)))
+            for batch_elements, batch_bytes in begun[0].finish():
                 done += batch_elements
                 num_bytes += batch_bytes
                 if progress is not None:
                     progress(done / total)
+            # Nothing here may keep the weights of a part that is laid out: the kernels may have their own.
+            begun.popleft()
             lay_out(finishes.pop(0))
     return num_bytes
+
+
+@contextmanager
+def _readers() -> Iterator[ThreadPoolExecutor]:
+    readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="weights")
+    try:
+        yield readers
+    finally:
+        readers.shutdown(cancel_futures=True)
 
 
 def _lay_out(finish: _Finish) -> None:
@@ -163,7 +190,7 @@ def _plan(decoder: Decoder, folder: Path) -> tuple[list[_Plan], list[_Finish]]:
 
 def _batches(plan: _Plan, max_touched: int) -> Iterator[_Batch]:
     """Reads of one file, in order, as many as one reader may map; a slice is cut up for that."""
-    limit = max_touched // _NUM_READERS or 1
+    limit = max_touched or 1
     for file, reads in plan.items():
         batch: list[WeightRead] = []
         num_touched = 0
@@ -177,34 +204,34 @@ def _batches(plan: _Plan, max_touched: int) -> Iterator[_Batch]:
         yield _Batch(file=file, reads=batch, num_touched=num_touched)
 
 
-def _read(plan: _Plan, max_touched: int, readers: ThreadPoolExecutor) -> Iterator[tuple[int, int]]:
-    """Fill the parameters of a part; yield what each batch gives."""
+class _BegunPart:
+    """A part of the decoder whose parameters are being filled."""
+
+    def __init__(self, num_elements: int, running: Iterable[Future[tuple[int, int]]], files: ExitStack) -> None:
+        self.num_elements = num_elements
+        self._running = deque(running)
+        self._files = files
+
+    def __enter__(self) -> "_BegunPart":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._files.close()
+
+    def finish(self) -> Iterator[tuple[int, int]]:
+        """Wait for it; yield what each batch gives."""
+        while self._running:
+            yield self._running.popleft().result()
+        self._files.close()
+
+
+def _begin(plan: _Plan, max_touched: int, readers: ThreadPoolExecutor) -> _BegunPart:
     files = {place for file, reads in plan.items() for read in reads for place, _ in read.stored(file)}
+    num_elements = sum(read.num_elements for reads in plan.values() for read in reads)
     with ExitStack() as stack:
         opened = {file: stack.enter_context(open_tensors(file)) for file in files}
-        yield from _copy(_batches(plan, max_touched), max_touched, opened, readers)
-
-
-def _copy(
-    batches: Iterable[_Batch], max_touched: int, opened: OpenFiles, readers: ThreadPoolExecutor
-) -> Iterator[tuple[int, int]]:
-    """Copy several at a time, as long as they touch no more than that together; yield what each gives.
-
-    A batch that alone touches more than that, since a single row does, is copied alone.
-    """
-    running: dict[Future[tuple[int, int]], int] = {}
-
-    def finished() -> Iterator[tuple[int, int]]:
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            del running[future]
-            yield future.result()
-
-    for batch in batches:
-        while running and (len(running) == _NUM_READERS or sum(running.values()) + batch.num_touched > max_touched):
-            yield from finished()
-        running[readers.submit(batch.copy, opened)] = batch.num_touched
-    while running:
-        yield from finished()
+        running = [readers.submit(batch.copy, opened) for batch in _batches(plan, max_touched)]
+        return _BegunPart(num_elements, running, stack.pop_all())
 
 
 def _check(plans: Iterable[_Plan]) -> None:

@@ -1,11 +1,14 @@
-"""Opens weight files, whatever their format, as maps of which only the slices that are asked for are read.
+"""Opens weight files, whatever their format, of which only the slices that are asked for are read.
 
-safetensors     a header and plain bytes
-*.bin           a zip file of plain bytes and a pickle, of which torch reads tensors only (`weights_only`)
+safetensors     a header and plain bytes; mapped, or read into memory of the caller's
+*.bin           a zip file of plain bytes and a pickle, of which torch reads tensors only (`weights_only`); mapped
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -37,6 +40,10 @@ _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in STORED_DTYPE
 }
 
 
+_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header."""
+
+
 class StoredTensor(Protocol):
     """A tensor in a file."""
 
@@ -58,6 +65,31 @@ class StoredTensors(Protocol):
 
     def get_slice(self, name: str) -> StoredTensor:
         """One of them."""
+
+    def find(self, name: str) -> "FileBytes | None":
+        """Where its bytes lie, one after the other; None: that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileBytes:
+    """Those of a file from some byte on."""
+
+    file: Path
+    offset: int
+
+    def read(self, first: int, target: Tensor) -> None:
+        """Fill a contiguous tensor on the CPU, beginning so many bytes after the first of these.
+
+        Raises CheckpointError when the file ends before that.
+        """
+        memory = memoryview(target.view(-1).view(torch.uint8).numpy().data)
+        with open(self.file, "rb", buffering=0) as opened:
+            opened.seek(self.offset + first)
+            while memory:
+                num_read = opened.readinto(memory)
+                if not num_read:
+                    raise CheckpointError(f"{self.file} has become shorter since it was checked")
+                memory = memory[num_read:]
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
@@ -89,7 +121,7 @@ def open_tensors(file: Path) -> Iterator[StoredTensors]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
     with tensors:
-        yield tensors
+        yield _SafeTensors(file, tensors)
 
 
 def _load(file: Path) -> dict[str, Tensor]:
@@ -105,6 +137,36 @@ def _load(file: Path) -> dict[str, Tensor]:
     return {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
 
 
+class _SafeTensors:
+    def __init__(self, file: Path, tensors: Any) -> None:
+        self._file = file
+        self._tensors = tensors
+
+    def keys(self) -> list[str]:
+        return list(self._tensors.keys())
+
+    def get_slice(self, name: str) -> StoredTensor:
+        stored: StoredTensor = self._tensors.get_slice(name)
+        return stored
+
+    def find(self, name: str) -> FileBytes:
+        first, _ = self._header[name]["data_offsets"]
+        return FileBytes(self._file, self._header_end + first)
+
+    @cached_property
+    def _header(self) -> Mapping[str, Any]:
+        """The library has checked it, and says nothing of places."""
+        with open(self._file, "rb") as opened:
+            opened.seek(_LENGTH_BYTES)
+            header: Mapping[str, Any] = json.loads(opened.read(self._header_end - _LENGTH_BYTES))
+        return header
+
+    @cached_property
+    def _header_end(self) -> int:
+        with open(self._file, "rb") as opened:
+            return _LENGTH_BYTES + int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+
+
 class _PickledTensors:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -114,6 +176,9 @@ class _PickledTensors:
 
     def get_slice(self, name: str) -> "_PickledTensor":
         return _PickledTensor(self._tensors[name].detach())
+
+    def find(self, name: str) -> None:
+        return None
 
 
 class _PickledTensor:

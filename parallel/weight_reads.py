@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from parallel.description import DecoderDescription
@@ -20,13 +21,15 @@ from parallel.quantization.fp8 import Fp8TilePacking
 from parallel.quantization.mxfp4 import Mxfp4Packing
 from parallel.quantization.packing import Packing, Stored
 from parallel.shard import Piece, ShardedParameter
-from parallel.weight_files import STORED_DTYPES, StoredTensors
+from parallel.weight_files import STORED_DTYPES, FileBytes, StoredTensors
 
 PACKINGS: Sequence[Packing] = (Mxfp4Packing(), Fp8TilePacking())
 """Ways to store a matrix in fewer bits, known by the tensors that they have beside or in place of its own."""
 
 OpenFiles = Mapping[Path, StoredTensors]
 
+_CONVERTED_ELEMENTS = 1 << 16
+"""At once, so that they stay in the cache of a core."""
 _UNPACKED_ELEMENTS = 1 << 22
 """At once: while it is unpacked a weight takes several times the memory that it is kept in."""
 
@@ -89,11 +92,35 @@ class WeightRead:
 
     def copy(self, file: Path, opened: OpenFiles) -> int:
         """Fill the target; return the bytes that were read."""
+        if self.dim == 0 and (found := opened[file].find(self.name)) is not None:
+            return self._read_rows(found, STORED_DTYPES[opened[file].get_slice(self.name).get_dtype()])
         with _StoredSlice(opened[file], self.name, self.expert) as stored:
             columns = () if self.dim == 0 else (slice(self.start, self.stop),)
             weights = stored[slice(self._rows.start, self._rows.stop), *columns]
             self.target.copy_(weights.t() if self.is_transposed else weights)
         return stored.num_bytes
+
+    def _read_rows(self, found: FileBytes, dtype: torch.dtype) -> int:
+        """Read what lies in one piece: straight to the target, if that has the same bytes."""
+        if self._holds_as_stored(dtype):
+            found.read(self._num_skipped * dtype.itemsize, self.target)
+        else:
+            for part in self.cut(_CONVERTED_ELEMENTS):
+                sizes = part.target.t().shape if self.is_transposed else part.target.shape
+                rows = torch.empty(sizes, dtype=dtype)
+                found.read(part._num_skipped * dtype.itemsize, rows)
+                part.target.copy_(rows.t() if self.is_transposed else rows)
+        return self.num_elements * dtype.itemsize
+
+    @property
+    def _num_skipped(self) -> int:
+        """Elements of the stored tensor before the first of these rows."""
+        sizes = self.shape[-self.target.dim() :]
+        return (self.expert or 0) * math.prod(sizes) + self.start * math.prod(sizes[1:])
+
+    def _holds_as_stored(self, dtype: torch.dtype) -> bool:
+        is_same = self.target.dtype == dtype and self.target.is_contiguous() and not self.is_transposed
+        return is_same and self.target.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from parallel import checkpoint
 from parallel.checkpoint import load_decoder, load_weights
 from parallel.decoder import Decoder
 from parallel.description import DecoderDescription
@@ -19,6 +22,7 @@ from parallel.families.registry import describe_model, family_of
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
 from parallel.weight_index import PICKLED, SAFETENSORS
+from parallel.weight_reads import OpenFiles, WeightRead
 
 CPU = torch.device("cpu")
 SINGLE_FILE, INDEX_FILE = SAFETENSORS.single, SAFETENSORS.index
@@ -196,6 +200,48 @@ def test_progress_grows_to_one(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(seen) > 10
     assert seen == sorted(seen)
     assert 0 < seen[0] < seen[-1] == 1.0
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_the_next_parts_are_read_while_one_is_laid_out_as_far_as_memory_allows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
+    monkeypatch.setattr("parallel.checkpoint._MAX_BEGUN", 0.9 if is_allowed else 0.0)
+    copied: list[str] = []
+    is_copied = threading.Event()
+    copy, lay_out = WeightRead.copy, checkpoint._lay_out
+    seen_first: list[bool] = []
+
+    def noting_copy(read: WeightRead, file: Path, opened: OpenFiles) -> int:
+        num_bytes = copy(read, file, opened)
+        copied.append(read.name)
+        if ".layers.0." in read.name:
+            is_copied.set()
+        return num_bytes
+
+    def waiting_lay_out(finish: Callable[[], None]) -> None:
+        if not seen_first:  # the embedding
+            seen_first.append(is_copied.wait(30.0 if is_allowed else 0.0))
+            assert any("layers.0" in name for name in copied) == is_allowed
+        lay_out(finish)
+
+    monkeypatch.setattr(WeightRead, "copy", noting_copy)
+    monkeypatch.setattr("parallel.checkpoint._lay_out", waiting_lay_out)
+    load_decoder(folder, mesh=_mesh(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels())
+    assert seen_first == [is_allowed]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_converted_a_few_at_a_time_are_the_same(name: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bf16 from float32; of gpt2 transposed, of mixtral some of the experts."""
+    description, mesh = describe_model(tiny_model(name)), _mesh(tp_rank=rank, tp=2)
+    exact, converted = (_decoder(description, mesh, dtype) for dtype in (torch.float32, torch.bfloat16))
+    load_weights(exact, tiny_model(name))
+    monkeypatch.setattr("parallel.weight_reads._CONVERTED_ELEMENTS", 100)
+    load_weights(converted, tiny_model(name))
+    for a, b in zip(exact.sharded_parameters(), converted.sharded_parameters(), strict=True):
+        assert torch.equal(a.tensor.to(b.tensor.dtype), b.tensor)
 
 
 @pytest.mark.parametrize("max_context", [0, 257])

@@ -19,7 +19,7 @@ from parallel.errors import CheckpointError
 from parallel.families.registry import describe_model
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
-from parallel.weight_files import locate_tensors, open_tensors
+from parallel.weight_files import FileBytes, locate_tensors, open_tensors
 from parallel.weight_index import PICKLED, SAFETENSORS
 
 
@@ -136,3 +136,25 @@ def test_missing_part_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"pytorch_model-00001\.bin does not exist, but pytorch_model\.bin"):
         _weights(folder)
+
+
+def test_a_file_that_became_shorter_after_it_was_opened_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(range(100)))
+    target = torch.empty(40, dtype=torch.uint8)
+    FileBytes(file, 50).read(10, target)
+    assert target.tolist() == list(range(60, 100))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has become shorter"):
+        FileBytes(file, 50).read(11, target)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_bytes_of_a_tensor_are_found(name: str) -> None:
+    file = tiny_model(name) / SAFETENSORS.single
+    with open_tensors(file) as tensors:
+        for key, expected in load_file(file).items():
+            found = tensors.find(key)
+            assert found is not None
+            target = torch.empty_like(expected)
+            found.read(0, target)
+            assert torch.equal(target, expected)
