@@ -25,6 +25,9 @@ from bench.peers.measure import Options, measure
 from bench.peers.report import make_report, print_report
 from cluster.errors import ClusterError
 
+_INTERRUPTED = 130
+"""The exit status, as a shell has it for SIGINT."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print tables, and end with a line of JSON."""
@@ -42,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.json is not None:
         with args.json.open("a") as file:
             file.write(line + "\n")
+    if outcome.was_interrupted:
+        sys.exit(_INTERRUPTED)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -54,10 +54,12 @@ class Outcome:
     measured: list[Measured] = field(default_factory=list)
     agreements: dict[str, dict[str, Agreement]] = field(default_factory=dict)
     """By workload and peer."""
+    was_interrupted: bool = False
+    """Before the last round: by Ctrl-C."""
 
 
 def measure(options: Options, *, tell: Callable[[str], None]) -> Outcome:
-    """Run the whole comparison; `tell` gets a line for each thing that happens.
+    """Run the whole comparison; `tell` gets a line for each thing that happens. Ctrl-C ends the rounds early.
 
     Raises BenchConfigError for an unknown peer, and WorkerError when Weft itself fails.
     """
@@ -66,8 +68,14 @@ def measure(options: Options, *, tell: Callable[[str], None]) -> Outcome:
         run = _Run(options, outcome, workers, tell)
         for workload in options.workloads:
             run.compare(workload)
-        for index, workload, engine in interleave([WEFT, *options.peers], options.workloads, options.rounds):
-            run.section(index, workload, engine)
+        try:
+            for index, workload, engine in interleave([WEFT, *options.peers], options.workloads, options.rounds):
+                run.section(index, workload, engine)
+        except KeyboardInterrupt:
+            if not outcome.measured:
+                raise
+            outcome.was_interrupted = True
+            tell("interrupted; medians are of the rounds till then")
     return outcome
 
 

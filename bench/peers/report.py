@@ -21,6 +21,7 @@ def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any
         "device": options.device,
         "weft_kv_cache_dtype": options.weft_kv_cache_dtype,
         "rounds": options.rounds,
+        "was_interrupted": outcome.was_interrupted,
         "seed": options.seed,
         "num_threads": options.num_threads,
         "machine": dict(machine),

@@ -167,6 +167,35 @@ def test_engines_that_fail_are_left_out_and_the_others_are_compared(
     assert [(row["workload"], row["engine"]) for row in report["rows"]] == [("W1", WEFT), ("W1", "vllm")]
 
 
+def test_an_interrupt_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("works"))
+    options = _options(tmp_path, "vllm")
+    lines: list[str] = []
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        if line.startswith("round 1 W1 vllm"):
+            raise KeyboardInterrupt
+
+    outcome = measure(options, tell=tell)
+
+    assert [(each.round, each.engine) for each in outcome.measured] == [(1, WEFT), (1, "vllm")]
+    assert outcome.was_interrupted
+    assert "interrupted" in lines[-1]
+    assert make_report(options, outcome, machine={})["was_interrupted"]
+
+
+def test_an_interrupt_before_anything_was_measured_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("works"))
+
+    def interrupt(run: object, index: int, workload: str, engine: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring._Run, "section", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure(_options(tmp_path), tell=lambda line: None)
+
+
 def test_a_failure_of_weft_itself_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("refuses"))
     with pytest.raises(WorkerError, match="weft: ValueError: no such dtype"):
