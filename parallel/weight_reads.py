@@ -30,6 +30,8 @@ OpenFiles = Mapping[Path, StoredTensors]
 
 _CONVERTED_ELEMENTS = 1 << 16
 """At once, so that they stay in the cache of a core."""
+_SENT_ELEMENTS = 1 << 22
+"""To a GPU at once, from pinned memory, which torch keeps for the next."""
 _UNPACKED_ELEMENTS = 1 << 22
 """At once: while it is unpacked a weight takes several times the memory that it is kept in."""
 
@@ -105,9 +107,10 @@ class WeightRead:
         if self._holds_as_stored(dtype):
             found.read(self._num_skipped * dtype.itemsize, self.target)
         else:
-            for part in self.cut(_CONVERTED_ELEMENTS):
+            is_sent = self.target.device.type != "cpu"
+            for part in self.cut(_SENT_ELEMENTS if is_sent else _CONVERTED_ELEMENTS):
                 sizes = part.target.t().shape if self.is_transposed else part.target.shape
-                rows = torch.empty(sizes, dtype=dtype)
+                rows = torch.empty(sizes, dtype=dtype, pin_memory=is_sent)
                 found.read(part._num_skipped * dtype.itemsize, rows)
                 part.target.copy_(rows.t() if self.is_transposed else rows)
         return self.num_elements * dtype.itemsize
