@@ -158,8 +158,6 @@ class _Batch:
 
     file: Path
     reads: Sequence[WeightRead]
-    num_touched: int
-    """Elements in the pages that are read."""
 
     def copy(self, opened: OpenFiles) -> tuple[int, int]:
         """Fill the targets; return how many elements they have, and the bytes that were read."""
@@ -197,11 +195,11 @@ def _batches(plan: _Plan, max_touched: int) -> Iterator[_Batch]:
         for read in reads:
             for part in read.cut(limit):
                 if batch and num_touched + part.num_touched > limit:
-                    yield _Batch(file=file, reads=batch, num_touched=num_touched)
+                    yield _Batch(file=file, reads=batch)
                     batch, num_touched = [], 0
                 batch.append(part)
                 num_touched += part.num_touched
-        yield _Batch(file=file, reads=batch, num_touched=num_touched)
+        yield _Batch(file=file, reads=batch)
 
 
 class _BegunPart:

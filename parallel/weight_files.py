@@ -80,16 +80,19 @@ class FileBytes:
     def read(self, first: int, target: Tensor) -> None:
         """Fill a contiguous tensor on the CPU, beginning so many bytes after the first of these.
 
-        Raises CheckpointError when the file ends before that.
+        Raises CheckpointError when the file cannot be read, or ends before that.
         """
         memory = memoryview(target.view(-1).view(torch.uint8).numpy().data)
-        with open(self.file, "rb", buffering=0) as opened:
-            opened.seek(self.offset + first)
-            while memory:
-                num_read = opened.readinto(memory)
-                if not num_read:
-                    raise CheckpointError(f"{self.file} has become shorter since it was checked")
-                memory = memory[num_read:]
+        try:
+            with open(self.file, "rb", buffering=0) as opened:
+                opened.seek(self.offset + first)
+                while memory:
+                    num_read = opened.readinto(memory)
+                    if not num_read:
+                        raise CheckpointError(f"{self.file} has become shorter since it was checked")
+                    memory = memory[num_read:]
+        except OSError as error:
+            raise CheckpointError(f"{self.file} cannot be read: {error.strerror}") from error
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:

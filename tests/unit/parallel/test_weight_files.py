@@ -146,6 +146,9 @@ def test_a_file_that_became_shorter_after_it_was_opened_is_named(tmp_path: Path)
     assert target.tolist() == list(range(60, 100))
     with pytest.raises(CheckpointError, match=r"model\.safetensors has become shorter"):
         FileBytes(file, 50).read(11, target)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: No such file"):
+        FileBytes(file, 50).read(0, target)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
