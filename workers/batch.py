@@ -8,6 +8,9 @@ from workers.host_tier import Copies
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.sequence import Sequence
 
+_NOTHING: list[int] = []
+"""Stays empty. A list for each share would be one more for the garbage collector to count."""
+
 
 class Flight(NamedTuple):
     """A plan whose output has not come back, with the sequences of its shares in their order."""
@@ -63,8 +66,11 @@ class Batch:
         ones = [sequence for sequence, num_tokens in self.shares.items() if num_tokens == 1]
         more = [sequence for sequence, num_tokens in self.shares.items() if num_tokens > 1]
         sequences = ones + more
-        scheduled = [_plan_share(sequence, self.shares[sequence]) for sequence in sequences]
-        is_greedy = all(sequence.is_greedy for sequence in sequences)
+        scheduled = []
+        is_greedy = True
+        for sequence in sequences:  # one loop: thousands do not stay in a core's cache from one to the next
+            scheduled.append(_plan_share(sequence, self.shares[sequence]))
+            is_greedy = is_greedy and sequence.is_greedy
         plan = StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads, follows, is_greedy)
         return Flight(plan, sequences)
 
@@ -83,13 +89,14 @@ def _introduce(sequence: Sequence) -> NewSequence:
 def _plan_share(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     start = sequence.num_scheduled_tokens
     token_ids, block_table = sequence.token_ids, sequence.block_table
+    num_known_tokens, num_known_blocks = sequence.num_planned_tokens, sequence.num_planned_blocks
     samples = start + num_tokens == len(token_ids) + sequence.num_sampling
     share = ScheduledSequence(
         sequence.slot,
         start,
         num_tokens,
-        token_ids[sequence.num_planned_tokens :],
-        block_table[sequence.num_planned_blocks :],
+        token_ids[num_known_tokens:] if num_known_tokens < len(token_ids) else _NOTHING,
+        block_table[num_known_blocks:] if num_known_blocks < len(block_table) else _NOTHING,
         samples,
     )
     sequence.num_planned_tokens = len(token_ids)
