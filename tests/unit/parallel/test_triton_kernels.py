@@ -104,13 +104,15 @@ def test_a_decoder_whose_steps_are_filled_up_is_right_when_interpreted() -> None
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from parallel.kernels import triton_attention, triton_elementwise, triton_sampling
+from parallel.kernels import triton_attention, triton_elementwise, triton_grouped_linear, triton_sampling
+
+capability = {capability}
 
 
 def build(kernel, pointers, constants, floats, **options):
     signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(floats, "fp32")
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def attend(is_prefill):
@@ -161,8 +163,13 @@ for name, constants in (
     pointers = dict(logits="*fp32", largest="*fp32", values="*fp32", settings="*fp64", places="*i32", sums="*i64")
     pointers = {of: kind for of, kind in (pointers | dict(token_ids="*i64")).items() if of in kernel.arg_names}
     build(kernel, pointers, constants, (), num_warps=16 if name == "_limit" else 4)
+for tile_rows in (16, 64):
+    pointers = dict.fromkeys(("x", "weight", "out"), "*bf16") | dict(starts="*i32", ends="*i32", tile_ends="*i64")
+    sizes = dict(TILE_ROWS=tile_rows, TILE_OUT=64, TILE_IN=32, EXPERTS=128)
+    build(triton_grouped_linear._multiply, pointers, sizes, ())
 """
 
 
-def test_kernels_compile_for_a_gpu_and_attention_fits_in_its_shared_memory() -> None:
-    run_with_triton(_COMPILE)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_a_gpu_and_attention_fits_in_its_shared_memory(capability: int) -> None:
+    run_with_triton(_COMPILE.replace("{capability}", str(capability)))
