@@ -44,11 +44,19 @@ class Batch:
     _filled: dict[int, Sequence] = field(default_factory=dict)
     """Blocks that others can find already, and who fills them in this step."""
 
-    def add(self, sequence: Sequence, num_tokens: int, filled: list[int]) -> None:
-        """Give a sequence its share; `filled` are the blocks that it makes known thereby."""
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence its share."""
         self.shares[sequence] = num_tokens
         self.budget -= num_tokens
-        for block in filled:
+
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """Give sequences one token each."""
+        self.shares.update(dict.fromkeys(sequences, 1))
+        self.budget -= len(sequences)
+
+    def note_filled(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Note the blocks that a sequence fills, and has made known."""
+        for block in blocks:
             self._filled[block] = sequence
 
     def start(self, sequence: Sequence) -> None:

@@ -196,6 +196,13 @@ class KVCacheManager:
             return []
         return self._make_known(sequence, min(num_full, len(sequence.token_ids) // self.block_size))
 
+    def at_block_border(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Return those whose next token is the first or the last of a block: `allocate` and `commit` of that one token
+        have nothing to do for the others.
+        """
+        size = self.block_size
+        return [sequence for sequence in sequences if (sequence.num_scheduled_tokens + 1) % size <= 1]
+
     def retract(self, sequence: Sequence) -> None:
         """Take back what `commit` made known and nobody computed."""
         start, stop = (num * self._num_groups for num in (sequence.num_full_blocks, sequence.num_known_blocks))

@@ -192,8 +192,7 @@ class Scheduler:
         self._roster.renew_order(now_s)
         batch = Batch(budget=self._config.max_num_batched_tokens, now_s=now_s)
         decodes, prefills = self._split_ready()
-        for sequence in decodes:
-            self._share(batch, sequence, 1)
+        self._share_decodes(batch, decodes)
         for sequence in prefills:
             self._admit(batch, before_level=sequence.order[0])
             if not batch.budget:
@@ -254,14 +253,29 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_left, self._max_chunk_tokens, budget)
 
+    def _share_decodes(self, batch: Batch, decodes: list[Sequence]) -> None:
+        """Give running sequences one token each. Few have anything to do with blocks for it."""
+        batch.add_decodes(decodes)
+        for sequence in self._cache.at_block_border(decodes):
+            if self._find_blocks(batch, sequence, 1):
+                batch.note_filled(sequence, self._cache.commit(sequence, 1))
+            else:
+                batch.drop(sequence)
+
     def _share(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
-        """Give a running sequence its share of the step, preempting later ones for its blocks.
+        """Give a running sequence its share of the step, if there are blocks for it."""
+        if self._find_blocks(batch, sequence, num_tokens):
+            batch.add(sequence, num_tokens)
+            batch.note_filled(sequence, self._cache.commit(sequence, num_tokens))
+
+    def _find_blocks(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
+        """Get a running sequence the blocks for its share of the step, preempting later ones for them.
 
         Without success it keeps what it has and is not in this step: later ones are in flight or needed in this step,
         or there are none and earlier ones will take its blocks or finish.
         """
         if sequence.slot == NO_SLOT:
-            return  # preempted a moment ago, for this step
+            return False  # preempted a moment ago, for this step
         while not self._cache.allocate(sequence, num_tokens):
             if self._roster.drop_suspended():
                 continue
@@ -269,9 +283,9 @@ class Scheduler:
             victims = [candidate for candidate in later if _may_yield(candidate, batch)]
             if not victims:
                 self._must_settle = self._looks_ahead and bool(later)
-                return
+                return False
             self._preempt(batch, max(victims, key=self._roster.yield_key))
-        batch.add(sequence, num_tokens, self._cache.commit(sequence, num_tokens))
+        return True
 
     def _preempt(self, batch: Batch, sequence: Sequence) -> None:
         """Take slot and blocks from a running sequence; it keeps its tokens and is computed again."""

@@ -49,6 +49,21 @@ def test_table_grows_only_when_the_last_block_is_full() -> None:
     cache.check_integrity([sequence])
 
 
+def test_a_token_inside_a_block_needs_nothing() -> None:
+    cache = make_cache()
+    sequence = make_sequence(13)
+
+    borders = []
+    for start in range(13):
+        is_at_border = cache.at_block_border([sequence]) == [sequence]
+        held, num_known = len(sequence.block_table), sequence.num_known_blocks
+        compute(cache, sequence, 1)
+        assert is_at_border or (len(sequence.block_table), sequence.num_known_blocks) == (held, num_known)
+        borders += [start] * is_at_border
+
+    assert borders == [0, 3, 4, 7, 8, 11, 12]
+
+
 def test_share_that_does_not_fit_takes_nothing() -> None:
     cache = make_cache(num_blocks=2)
     sequence = make_sequence(12)
