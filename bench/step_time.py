@@ -58,7 +58,7 @@ class Steps:
     """A scheduler and a rank's input builder, with a model that always says the same."""
 
     def __init__(self, policy: SchedulingPolicy, num_seqs: int, num_steps: int, recorder: Recorder | None) -> None:
-        length = _NUM_PROMPT_TOKENS + num_steps + 4 * _NUM_WARM_UP_STEPS
+        length = _NUM_PROMPT_TOKENS + _BLOCK_SIZE + num_steps + 4 * _NUM_WARM_UP_STEPS
         num_blocks = num_seqs * (length // _BLOCK_SIZE + 2)
         make_scheduler = Scheduler if recorder is None else partial(RecordingScheduler, sink=recorder)
         self._scheduler = make_scheduler(
@@ -79,8 +79,8 @@ class Steps:
         self._inputs = InputBuilder(
             num_slots=num_seqs, max_context=_MAX_CONTEXT, block_size=_BLOCK_SIZE, device=torch.device("cpu")
         )
-        for i in range(num_seqs):
-            self._add(i, _NUM_PROMPT_TOKENS, max_tokens=length)
+        for i in range(num_seqs):  # in each step as many of them begin a block, and fill one
+            self._add(i, _NUM_PROMPT_TOKENS + i % _BLOCK_SIZE, max_tokens=length)
         while self._scheduler.num_waiting:
             self.run()
         for i in range(num_seqs // 2):
