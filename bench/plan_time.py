@@ -60,7 +60,7 @@ def _measure(num_ranks: int, num_seqs: int, pause_s: float, num_plans: int) -> d
     link.proceed(0)
     starts_s, sent_s = [], []
     for number in range(_NUM_WARM_UP_PLANS + num_plans):
-        plan = StepPlan(number, [], [], [ScheduledSequence(slot, 100, 1, [5], [], True) for slot in range(num_seqs)])
+        plan = StepPlan(number, [], [], [ScheduledSequence(slot, 100, 1, 5, [], True) for slot in range(num_seqs)])
         time.sleep(pause_s)
         starts_s.append(time.perf_counter())
         link.send_plan(plan)

@@ -99,11 +99,12 @@ def _plan_share(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     token_ids, block_table = sequence.token_ids, sequence.block_table
     num_known_tokens, num_known_blocks = sequence.num_planned_tokens, sequence.num_planned_blocks
     samples = start + num_tokens == len(token_ids) + sequence.num_sampling
+    num_learnt = len(token_ids) - num_known_tokens
     share = ScheduledSequence(
         sequence.slot,
         start,
         num_tokens,
-        token_ids[num_known_tokens:] if num_known_tokens < len(token_ids) else _NOTHING,
+        token_ids[-1] if num_learnt == 1 else token_ids[num_known_tokens:] if num_learnt else _NOTHING,
         block_table[num_known_blocks:] if num_known_blocks < len(block_table) else _NOTHING,
         samples,
     )

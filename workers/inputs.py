@@ -104,9 +104,8 @@ class InputBuilder:
         _append(tables, self._num_blocks, {share.slot: share.new_blocks for share in shares if share.new_blocks})
         if last is not None and token_ids is not None:
             return self._go_on(last, token_ids)
-        _append(
-            self._tokens, self._num_tokens, {share.slot: share.new_token_ids for share in shares if share.new_token_ids}
-        )
+        learnt = {share.slot: token_ids for share in shares if (token_ids := share.new_token_ids)}
+        _append(self._tokens, self._num_tokens, learnt)
         return self._to_tensors(
             slots=[share.slot for share in shares],
             nums=[share.num_tokens for share in shares],
@@ -326,9 +325,9 @@ def _next_tokens(last: _Decodes, shares: list[ScheduledSequence]) -> list[int] |
         return None
     token_ids = []
     for share in shares:
-        if share.num_tokens != 1 or len(share.new_token_ids) != 1 or not share.samples:
+        if share.num_tokens != 1 or not isinstance(share.learnt, int) or not share.samples:
             return None
-        token_ids.append(share.new_token_ids[0])
+        token_ids.append(share.learnt)
     return token_ids
 
 

@@ -33,12 +33,19 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     slot: int
     start: int
     num_tokens: int
-    new_token_ids: list[int]
-    """Tokens that the leader has learnt of since this slot was last planned, to append to what the rank knows."""
+    learnt: int | list[int]
+    """The token that the leader has learnt of since this slot was last planned, to append to what the rank knows; a
+    list where there is none, or more than one. It nearly always is one: thousands of lists would set off the collector.
+    """
     new_blocks: list[int]
     """Block ids to append to the slot's block table; with several groups of layers, one for each side by side."""
     samples: bool
     """The share ends at the sequence's last token: sample the next one."""
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """What was learnt, as a list."""
+        return [self.learnt] if isinstance(self.learnt, int) else self.learnt
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

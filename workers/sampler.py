@@ -97,7 +97,7 @@ class Sampler:
             self.add(new)
         if self._penalized:
             for share in plan.scheduled:
-                if share.new_token_ids and share.slot in self._penalized:
+                if share.slot in self._penalized:
                     self.append(share.slot, share.new_token_ids)
 
     def append(self, slot: int, token_ids: Sequence[int]) -> None:

@@ -51,7 +51,7 @@ def serve(mesh: Mesh, max_size: int) -> Served:
     late_chunks = {4: ScheduledSequence(2, 0, 19, [], [4, 5], False), 5: ScheduledSequence(2, 19, 11, [], [], True)}
     for number in range(12):
         fed = 40 + 3 * number  # not what was sampled, which not every rank knows
-        decodes = [ScheduledSequence(s, len(PROMPT) - s + number, 1, [fed + s], [], True) for s in (0, 1)]
+        decodes = [ScheduledSequence(s, len(PROMPT) - s + number, 1, fed + s, [], True) for s in (0, 1)]
         more = [late_chunks[number]] if number in late_chunks else []
         outputs.append(runner.run(StepPlan(number + 1, [], [late] if number == 4 else [], decodes + more)))
     if not mesh.is_last_stage:

@@ -178,7 +178,7 @@ def test_changed_input_is_noticed_where_it_first_matters(file: Path) -> None:
     )
     difference = replay_file(file).difference
     assert difference is not None
-    assert difference.place == "plan.scheduled[0].new_token_ids[0]"
+    assert difference.place == "plan.scheduled[0].learnt"
     assert difference.now == "96"
 
 

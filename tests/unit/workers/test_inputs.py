@@ -22,6 +22,11 @@ def builder(num_slots: int = 8, max_context: int = 64) -> InputBuilder:
     return InputBuilder(num_slots=num_slots, max_context=max_context, block_size=BLOCK, device=torch.device("cpu"))
 
 
+def learnt(token_ids: list[int]) -> int | list[int]:
+    """As the scheduler says it."""
+    return token_ids[0] if len(token_ids) == 1 else token_ids
+
+
 def new(slot: int, token_ids: list[int]) -> NewSequence:
     return NewSequence(slot, token_ids, len(token_ids), SamplingParams(), [])
 
@@ -36,7 +41,7 @@ def test_chunks_and_decodes_are_packed_one_after_the_other() -> None:
     )  # fmt: skip
     step = inputs.build(
         StepPlan(1, [], [], [
-            ScheduledSequence(2, 3, 1, [99], [], True),
+            ScheduledSequence(2, 3, 1, 99, [], True),
             ScheduledSequence(5, 2, 4, [], [9], False),
         ])
     )  # fmt: skip
@@ -72,7 +77,7 @@ def test_tokens_that_the_leader_does_not_know_yet_are_named_by_slot() -> None:
         StepPlan(1, [], [], [ScheduledSequence(5, 2, 1, [], [], True), ScheduledSequence(2, 3, 1, [], [], True)])
     )
     later = inputs.build(
-        StepPlan(2, [], [], [ScheduledSequence(5, 3, 1, [], [], True), ScheduledSequence(2, 4, 1, [99], [8], True)])
+        StepPlan(2, [], [], [ScheduledSequence(5, 3, 1, [], [], True), ScheduledSequence(2, 4, 1, 99, [8], True)])
     )
 
     assert (ahead.fed_rows.tolist(), ahead.fed_slots.tolist()) == ([1], [2])
@@ -141,7 +146,7 @@ def test_random_plans_equal_a_plain_reading_of_them() -> None:
             blocks = list(range(next_block, next_block + -(-end // BLOCK) - len(tables[slot])))
             next_block += len(blocks)
             tables[slot] += blocks
-            shares.append(ScheduledSequence(slot, computed[slot], num, added, blocks, end == len(known[slot])))
+            shares.append(ScheduledSequence(slot, computed[slot], num, learnt(added), blocks, end == len(known[slot])))
             computed[slot] = end
         if not shares:
             continue
@@ -170,7 +175,7 @@ def test_each_group_of_layers_has_tables_and_slots_of_its_own() -> None:
     )  # fmt: skip
     step = inputs.build(
         StepPlan(1, [], [], [
-            ScheduledSequence(2, 1, 1, [3], [], True),
+            ScheduledSequence(2, 1, 1, 3, [], True),
             ScheduledSequence(1, 6, 3, [1, 2, 3], [11, 12], True),
         ])
     )  # fmt: skip
@@ -202,7 +207,7 @@ def decoding(num_groups: int) -> Iterator[StepPlan]:
             num_new = -(-ends[slot] // BLOCK) - entries[slot]
             entries[slot] += num_new
             table = [next(blocks) for _ in range(num_new * num_groups)]
-            shares.append(ScheduledSequence(slot, start, ends[slot] - start, added[slot], table, True))
+            shares.append(ScheduledSequence(slot, start, ends[slot] - start, learnt(added[slot]), table, True))
         shares.sort(key=lambda share: share.num_tokens > 1)
         yield StepPlan(number, [], news, shares)
         news = []

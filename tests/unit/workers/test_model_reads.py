@@ -90,7 +90,7 @@ def test_a_run_counts_what_the_benchmark_says_of_it(config: dict[str, Any], tmp_
         prompt = NewSequence(0, [5, 6, 7, 8, 9, 10], 6, sampling, [])
         run(executor, StepPlan(0, [], [prompt], [ScheduledSequence(0, 0, 6, [], [0], True)]))
         for number, start in ((1, 6), (2, 7)):
-            run(executor, StepPlan(number, [], [], [ScheduledSequence(0, start, 1, [5], [], True)]))
+            run(executor, StepPlan(number, [], [], [ScheduledSequence(0, start, 1, 5, [], True)]))
     finally:
         executor.close()
     cost = ModelCost.of(describe_model(tmp_path), torch.float32)

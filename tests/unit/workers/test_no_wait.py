@@ -65,7 +65,7 @@ def test_a_step_is_started_without_a_wait_whatever_its_requests_want(runner: Mod
     plans = [
         StepPlan(0, [], prompts, [ScheduledSequence(slot, 0, 4, [], [slot], True) for slot in range(3)]),
         # with tokens that only the device knows; penalties wait for theirs
-        StepPlan(1, [], [], [ScheduledSequence(slot, 4, 1, [7] * (slot == 2), [], True) for slot in range(3)]),
+        StepPlan(1, [], [], [ScheduledSequence(slot, 4, 1, 7 if slot == 2 else [], [], True) for slot in range(3)]),
     ]
     for plan in plans:
         with torch.inference_mode(), NobodyAsks():

@@ -55,7 +55,7 @@ def test_every_step_that_can_come_is_recorded_before_the_first_request(model: Pa
                 chunks = [ScheduledSequence(slot, start, num, [], new_blocks, True) for slot in range(num_seqs)]
                 runner.run(StepPlan(number, [], prompts if start == 0 else [], chunks))
                 number += 1
-            decodes = [ScheduledSequence(slot, context - 1, 1, [7], [], True) for slot in range(num_seqs)]
+            decodes = [ScheduledSequence(slot, context - 1, 1, 7, [], True) for slot in range(num_seqs)]
             output = runner.run(StepPlan(number, [], [], decodes))
             assert output is not None
             assert len(output.sampled) == num_seqs

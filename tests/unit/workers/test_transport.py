@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 def plan(number: int, num_seqs: int = 2) -> StepPlan:
     new = NewSequence(1, [5, 6, 7], 2, SamplingParams(seed=2**64 - 1, stop=("a",), temperature=0.1), [2])
-    return StepPlan(number, [3], [new], [ScheduledSequence(i, 9, 1, [4], [8], True) for i in range(num_seqs)])
+    return StepPlan(number, [3], [new], [ScheduledSequence(i, 9, 1, 4, [8], True) for i in range(num_seqs)])
 
 
 def in_thread(target: Callable[[], None]) -> threading.Thread:
