@@ -23,7 +23,12 @@ from cluster.controller import NAMESPACE
 from cluster.errors import RayError
 from workers.cores import give_way
 
+logger = logging.getLogger(__name__)
+
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through Ray; the least it takes is about 75 MB
+
+_START_ATTEMPTS = 2
+"""Once in hundreds of starts Ray's node, just begun, left no trace, and Ray gave it up after 30 seconds."""
 
 _JOIN_TIMEOUT_S = 10.0
 
@@ -61,19 +66,24 @@ def start_local_ray(*, log_to_driver: bool) -> None:
         os.environ.setdefault(name, value)
     _quieten()
     give_way()  # Ray's own processes inherit it
-    try:
-        with _only_what_is_used(log_to_driver=log_to_driver):
-            ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=log_to_driver,
-                logging_level=logging.ERROR,
-                _node_ip_address=_LOOPBACK,
-            )
-    except Exception as error:  # Ray has no common base for what its start may raise
-        raise RayError(f"a local Ray could not be started: {error}") from error
+    for attempt in range(1, _START_ATTEMPTS + 1):
+        with _only_what_is_used(log_to_driver=log_to_driver) as nodes:
+            try:
+                ray.init(
+                    address="local",
+                    namespace=NAMESPACE,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    log_to_driver=log_to_driver,
+                    logging_level=logging.ERROR,
+                    _node_ip_address=_LOOPBACK,
+                )
+                return
+            except Exception as error:  # Ray has no common base for what its start may raise
+                processes = _end(nodes)
+                if attempt == _START_ATTEMPTS:
+                    raise RayError(f"a local Ray could not be started: {error} ({processes})") from error
+                logger.warning("a local Ray did not start, and is started again: %s (%s)", error, processes)
 
 
 def join_ray(address: str, *, log_to_driver: bool) -> None:
@@ -112,18 +122,37 @@ def _deaf_to_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _end(nodes: Sequence[Any]) -> str:
+    """End the processes of nodes that did not start; return how each was before that."""
+    states = [
+        f"{kind} {'ran' if info.process.poll() is None else f'had ended with {info.process.returncode}'}"
+        for node in nodes
+        for kind, infos in node.all_processes.items()
+        for info in infos
+    ]
+    for node in nodes:
+        node.kill_all_processes(check_alive=False)
+    ray.shutdown()
+    return ", ".join(states) or "no process was begun"
+
+
 @contextmanager
-def _only_what_is_used(*, log_to_driver: bool) -> Iterator[None]:
+def _only_what_is_used(*, log_to_driver: bool) -> Iterator[list[Any]]:
     """Let Ray's head come up without its autoscaler and dashboard, and without the reader of logs if nobody listens.
 
     Nothing here asks them, and `ray.init`, which has no settings for that, would wait for the dashboard to come up. Nor
-    has it any for its node's agents.
+    has it any for its node's agents. Yields the nodes that are made meanwhile.
     """
+    nodes: list[Any] = []
     module: Any = ray_node
     services: Any = ray_services
     whole, start_process = module.Node, services.start_ray_process
 
     class LocalNode(whole):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: object, **settings: object) -> None:
+            nodes.append(self)
+            super().__init__(*args, **settings)
+
         def start_monitor(self) -> None:
             pass
 
@@ -139,7 +168,7 @@ def _only_what_is_used(*, log_to_driver: bool) -> Iterator[None]:
 
     module.Node, services.start_ray_process = LocalNode, start_with_late_agents
     try:
-        yield
+        yield nodes
     finally:
         module.Node, services.start_ray_process = whole, start_process
 

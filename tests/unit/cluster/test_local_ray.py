@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,3 +40,51 @@ def test_an_address_where_nothing_listens_is_told_before_ray_waits_for_it(monkey
         for somebody in (address, f"ray://{address}", "auto"):
             local_ray.join_ray(somebody, log_to_driver=False)
     assert asked == [address, f"ray://{address}", "auto"]
+
+
+class Process:
+    returncode = -9
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+class Node:
+    """A node of Ray whose own process ends at once."""
+
+    num_ended = 0
+
+    def __init__(self) -> None:
+        self.all_processes = {"raylet": [SimpleNamespace(process=Process())]}
+        raise RuntimeError("it does not come up")
+
+    def kill_all_processes(self, *, check_alive: bool) -> None:
+        type(self).num_ended += 1
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_a_ray_that_does_not_come_up_is_started_again(
+    num_failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = []
+
+    def start(**settings: object) -> None:
+        attempts.append(settings["address"])
+        if len(attempts) <= num_failures:
+            local_ray.ray_node.Node()
+
+    monkeypatch.setattr(local_ray.ray_node, "Node", Node)
+    monkeypatch.setattr(Node, "num_ended", 0)
+    monkeypatch.setattr(local_ray, "give_way", lambda: None)
+    monkeypatch.setattr(local_ray.os, "environ", {})
+    monkeypatch.setattr(local_ray.ray, "init", start)
+    if num_failures < 2:
+        local_ray.start_local_ray(log_to_driver=False)
+    else:
+        with pytest.raises(RayError, match=r"it does not come up \(raylet had ended with -9\)"):
+            local_ray.start_local_ray(log_to_driver=False)
+    assert attempts == ["local"] * min(num_failures + 1, 2)
+    assert ["raylet had ended with -9" in record.getMessage() for record in caplog.records] == [True] * bool(
+        num_failures
+    )
+    assert local_ray.ray_node.Node is Node
