@@ -162,6 +162,8 @@ class AsyncEngine:
 
     def _wait(self) -> list[Request | RequestId] | None:
         """Return the commands since the last call, at once while there is work; None to stop."""
+        if not self._engine.has_work:
+            self._engine.rest()
         with self._wake:
             if not (self._commands or self._is_stopping or self._engine.has_work):
                 self._wake.wait(IDLE_CHECK_S)

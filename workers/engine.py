@@ -232,9 +232,12 @@ class Engine:
 
     def check(self) -> None:
         """Raise GroupFailedError when a rank is gone; for moments with nothing to do."""
+        self._executor.check()
+
+    def rest(self) -> None:
+        """Nothing is to be done for a while: let nothing be lost, should this process be killed meanwhile."""
         if self._recorder is not None:
             self._recorder.flush()
-        self._executor.check()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books contradict each other. Slow: for tests."""

@@ -4,17 +4,21 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.engines import FakeExecutor, Outcome, fake_engine, request
 from helpers.fake_model import run_alone
+from weft.recording import Recorder, Recording
 
+from workers import async_engine
 from workers.async_engine import AsyncEngine
 from workers.detokenizer import IncrementalDetokenizer
 from workers.engine import StepResult
 from workers.errors import GroupFailedError, InvalidRequestError
 from workers.plan import StepPlan
+from workers.recording import SchedulerCall, SchedulerSetup, Updated
 from workers.request import FinishReason, RequestId, RequestOutput
 
 
@@ -50,6 +54,14 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+def calls_in(path: Path) -> list[SchedulerCall]:
+    recording = Recording(path)
+    recording.read_header(SchedulerSetup)
+    calls = list(recording.read_frames(SchedulerCall))
+    recording.close()
+    return calls
 
 
 async def collect(engine: AsyncEngine, name: str, prompt: list[int], **sampling: Any) -> Outcome:
@@ -219,3 +231,20 @@ async def test_group_failure_reaches_everyone(is_idle: bool) -> None:
         with pytest.raises(GroupFailedError, match="rank 1 died"):
             await collect(engine, "late", [1])
     assert [str(failure) for failure in failures] == ["rank 1 died"]
+
+
+async def test_what_is_recorded_is_in_the_file_as_soon_as_there_is_nothing_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stops a service then kills the process, which closes nothing."""
+    monkeypatch.setattr(async_engine, "IDLE_CHECK_S", 60.0)
+    recorder = Recorder(tmp_path / "decisions", max_bytes=1 << 20, clock=lambda: 0.0)  # no second ever passes
+    engine = AsyncEngine(fake_engine(recorder=recorder))
+    engine.start()
+    try:
+        await collect(engine, "a", [1, 2, 3], max_tokens=3)
+        async with asyncio.timeout(10):
+            while not any(isinstance(call, Updated) and call.ends for call in calls_in(recorder.path)):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    finally:
+        await engine.stop()
