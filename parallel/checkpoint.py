@@ -25,7 +25,7 @@ from parallel.host_memory import release_free_memory
 from parallel.kernels.base import Kernels
 from parallel.mesh import Mesh
 from parallel.quantization.packing import Stored
-from parallel.weight_files import locate_tensors, open_tensors
+from parallel.weight_files import is_only_mapped, locate_tensors, open_tensors
 from parallel.weight_reads import OpenFiles, WeightRead, plan_reads
 
 _NUM_READERS = 3
@@ -115,9 +115,12 @@ def _load(
     """Lay out one part after the other, so that a copy that the kernels make is only ever one of a part.
 
     Meanwhile the next are read: no part is begun when those that are not laid out are more of the weights than that.
+    Of files that are only mapped one part at a time: more pages come than are asked for, and stay until it is done.
     """
     plans, finishes = _plan(decoder, folder)
     _check(plans)
+    if any(is_only_mapped(file) for plan in plans for file in plan):
+        max_begun = 0.0
     total = sum(read.num_elements for plan in plans for reads in plan.values() for read in reads)
     own_bytes = total * decoder.dtype.itemsize
     max_touched = max(int(own_bytes * _MAPPED_FRACTION), _NUM_READERS * _MIN_BATCH_BYTES) // _STORED_BYTES

@@ -108,10 +108,15 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
     return files
 
 
+def is_only_mapped(file: Path) -> bool:
+    """Whether no tensor of a weight file can be read into memory of the caller's."""
+    return file.suffix == ".bin"
+
+
 @contextmanager
 def open_tensors(file: Path) -> Iterator[StoredTensors]:
     """A weight file, mapped until the end of the block. Raises CheckpointError when it is missing or corrupt."""
-    if file.suffix == ".bin":
+    if is_only_mapped(file):
         pickled = _load(file)
         try:
             yield _PickledTensors(pickled)
