@@ -1,6 +1,6 @@
 """Files of recorded decisions: what a pure module was told, call by call, and what it decided, to be decided again.
 
-    weft decisions 1 scheduler        a line of text: version of the format, and which module
+    weft decisions 2 scheduler        a line of text: version of the format, and which module
     length, header                    each frame is msgpack after its length, 4 bytes, little-endian
     length, call and decision
     ...
@@ -23,7 +23,8 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
+"""Goes up where a file recorded before can no longer be read, or what it holds would be told as a difference."""
 SUFFIX = ".decisions"
 
 _MAGIC = "weft decisions"

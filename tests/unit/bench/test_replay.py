@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import msgspec
 import pytest
 from helpers.engines import FakeExecutor, fake_engine, request, run
 from typer.testing import CliRunner
-from weft.recording import Recorder, Recording, RecordingError
+from weft.recording import VERSION, Recorder, Recording, RecordingError
 
 from bench.errors import BenchConfigError, BenchError
 from bench.replay import Outcome, first_difference, replay_file
+from bench.replayed_modules import KINDS
 from cluster.cli import app
 from workers.config import SchedulingPolicy
 from workers.errors import EngineError, GroupFailedError
@@ -212,7 +214,7 @@ def test_torn_file_is_replayed_up_to_its_last_whole_frame(file: Path) -> None:
 
 
 def test_recording_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"weft decisions 1 weather\n")
+    (tmp_path / "file").write_bytes(b"weft decisions 2 weather\n")
     with pytest.raises(RecordingError, match="of 'weather'; allowed: scheduler, router, autoscaler"):
         replay_file(tmp_path / "file")
 
@@ -222,6 +224,32 @@ def test_differences_have_a_place() -> None:
     assert first_difference([1, (2, 3)], [1, (2, 4)]) == ("[1][1]", "3", "4")
     assert first_difference([1], [1, 2]) == ("[1]", "nothing", "2")
     assert first_difference(Scheduled(0.0, None), "it failed") == ("", str(Scheduled(0.0, None)), "it failed")
+
+
+# The format
+
+
+def shape_of(*types: Any) -> str:
+    """Fingerprint of how values of these types are written: names and types of their fields, no texts and defaults."""
+
+    def strip(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [strip(item) for item in schema]
+        if isinstance(schema, dict):
+            return {key: strip(value) for key, value in schema.items() if key not in ("description", "default")}
+        return schema
+
+    schemas = strip(msgspec.json.schema_components(types, ref_template="{name}"))
+    return sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()[:8]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("scheduler", "c69c3044"), ("router", "30f4b75e"), ("autoscaler", "fb3317b0")]
+)
+def test_files_of_another_shape_have_another_version(kind: str, shape: str) -> None:
+    """Where this fails, a field was added or changed: raise VERSION unless files recorded before still replay."""
+    assert VERSION == 2
+    assert shape_of(KINDS[kind].header, KINDS[kind].call) == shape
 
 
 # The command
