@@ -88,24 +88,24 @@ inline const BFloat16* pack_rows(const BFloat16* x, int64_t x_row_stride, int nu
     BFloat16* to = packed;
     for (int k = 0; k < num_in; k += TILE_K)
         for (int first = 0; first < row_blocks * TILE; first += TILE, to += TILE * TILE_K) {
-            __m512i rows[TILE] = {};
-            for (int i = 0; i < std::min(TILE, num_rows - first); i++) rows[i] = _mm512_loadu_si512(x + (first + i) * x_row_stride + k);
-            transpose_pairs(rows);
-            for (int pair = 0; pair < TILE; pair++) _mm512_store_si512(to + pair * TILE_K, rows[pair]);
+            Ints rows[TILE] = {};
+            for (int i = 0; i < std::min(TILE, num_rows - first); i++) rows[i] = load_bits(x + (first + i) * x_row_stride + k);
+            transpose(rows);
+            for (int pair = 0; pair < TILE; pair++) store_bits(to + pair * TILE_K, rows[pair]);
         }
     return packed;
 }
 
 // out[row, o .. o + 15] from sums[o][row]. A streamed row goes past the caches.
 inline void write_transposed(float* out, int64_t num_out, int num_rows, const float* sums, bool is_streamed) {
-    __m512i rows[TILE];
-    for (int i = 0; i < TILE; i++) rows[i] = _mm512_load_si512(sums + i * TILE);
-    transpose_pairs(rows);
+    Ints rows[TILE];
+    for (int i = 0; i < TILE; i++) rows[i] = load_bits(sums + i * TILE);
+    transpose(rows);
     for (int row = 0; row < num_rows; row++, out += num_out)
         if (is_streamed)
-            _mm512_stream_si512(reinterpret_cast<__m512i*>(out), rows[row]);
+            stream(out, rows[row]);
         else
-            _mm512_storeu_si512(out, rows[row]);
+            store_bits(out, rows[row]);
 }
 
 // As multiply_rows; num_out a multiple of 32, num_in of TILE_K.

@@ -46,7 +46,7 @@ struct Tensors {
 // Buffers of one thread; they only grow.
 class Scratch {
   public:
-    Buffer<float> scores, part, totals;
+    Buffer<float> scores, part, totals, queries;
     Buffer<BFloat16> packed;
     std::vector<Running> running;
     const Tile* next = nullptr;   // that this thread is likely to compute after this one
@@ -237,7 +237,7 @@ class PagedAttention {
         if (rows == 1) return attend_single_rows(tile, tokens.begin, tokens.end, q, scratch, running, totals);
         std::fill_n(running, tile.num_kv_heads * rows, Running{});
         const PackedTokens packed = pack(tile, tokens.begin, tokens, scratch);
-        const TileScope scope = TileScope::of_rows(std::min(rows, TILE));
+        [[maybe_unused]] const TileScope scope = TileScope::of_rows(std::min(rows, TILE));
         Blocks& blocks = Blocks::of_this_thread();
         for (int head = 0; head < tile.num_kv_heads; head++) {
             const int64_t part = int64_t(head) * packed.num_tokens * head_dim;

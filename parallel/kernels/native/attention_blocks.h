@@ -64,10 +64,10 @@ void multiply_row_tile(float* sums, int64_t sums_stride, const BFloat16* left, i
 
 #endif
 
-// The same for any number of panels; by vectors, nothing is done meanwhile.
+// The same for any number of panels, and up to BLOCK_ROWS rows; by vectors, nothing is done meanwhile.
 template <class Meanwhile>
 void multiply_rows(float* sums, int64_t sums_stride, const BFloat16* left, int64_t left_stride, int num_rows,
-                   const BFloat16* panels, int64_t panel_stride, int num_panels, int num_steps, const Meanwhile& meanwhile) {
+                   const BFloat16* panels, int64_t panel_stride, int num_panels, int num_steps, [[maybe_unused]] const Meanwhile& meanwhile) {
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) {
         for (; num_panels > 1; num_panels -= 2, panels += 2 * panel_stride, sums += 2 * PANEL)
@@ -76,12 +76,19 @@ void multiply_rows(float* sums, int64_t sums_stride, const BFloat16* left, int64
         return;
     }
 #endif
-    const int64_t row_bytes = left_stride * int64_t(sizeof(*left));
+    static thread_local Buffer<float> buffer;
+    float* const room = buffer.room(room_to_multiply(num_rows, num_steps * STEP));
+    LeftVectors parts[BLOCK_ROWS];
+    const auto part_of = [&](int row, int count) -> LeftVectors {
+        return {reinterpret_cast<const char*>(left + row * left_stride), left_stride * int64_t(sizeof(*left)), 64, count};
+    };
+    for_each_part(num_rows, [&](int row, int count) {
+        parts[row] = to_multiply(part_of(row, count), num_steps, room + room_to_multiply(row, num_steps * STEP));
+    });
     for (; num_panels > 0; num_panels--, panels += panel_stride, sums += PANEL)
-        for_each_part(num_rows, [&](int row, int count) {
-            const LeftVectors part{reinterpret_cast<const char*>(left + row * left_stride), row_bytes, 64, count};
+        for_each_part(num_rows, [&](int row, int) {
             const RightVectors right{reinterpret_cast<const char*>(panels), STEP_BYTES / 2, STEP_BYTES};
-            multiply_vectors<Pairs>(sums + row * sums_stride, sums_stride, part, right, Close{}, num_steps);
+            multiply_vectors<Multiplied>(sums + row * sums_stride, sums_stride, parts[row], right, Close{}, num_steps);
         });
 }
 

@@ -28,11 +28,10 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
     int32_t* const sums = scratch.totals.room(rows_size);
 
     const auto take_scales = [&](int token, int count) {
-        const __mmask16 is_there = __mmask16((1u << count) - 1);
         const float *of_keys = scales(tensors_.keys, tile, begin + token), *of_values = scales(tensors_.values, tile, begin + token);
         for (int head = 0; head < tile.num_kv_heads; head++, of_keys += layout_.block_size, of_values += layout_.block_size) {
-            _mm512_storeu_ps(key_scales + head * scales_stride + token, _mm512_maskz_loadu_ps(is_there, of_keys));
-            _mm512_storeu_ps(value_scales + head * scales_stride + token, _mm512_maskz_loadu_ps(is_there, of_values));
+            store(key_scales + head * scales_stride + token, load_first(of_keys, count));
+            store(value_scales + head * scales_stride + token, load_first(of_values, count));
         }
     };
     const auto soften_heads = [&](int first, int count) {
@@ -71,7 +70,7 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
                 for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
                     if (next >= 0) prefetch(tensors_.keys + next + head * head_dim, token_stride_, head_dim);
                     int8::score_keys<known_head_dim>(tensors_.keys + offset, token_stride_, count,
-                                                     _mm512_loadu_ps(key_scales + head * scales_stride + token), queries,
+                                                     load(key_scales + head * scales_stride + token), queries,
                                                      head * rows, rows, head_dim, params_.scale,
                                                      scores + size_t(head) * rows * scales_stride + token, scales_stride);
                 }

@@ -31,89 +31,77 @@ struct Queries {
 template <class T>
 void quantize_query(const Queries& to, int row, const T* x, int head_dim) {
     const float most = largest_magnitude(x, head_dim);
-    const __m512 inverse = _mm512_set1_ps(1 / most * MOST_QUERY);
-    __m512i sum = _mm512_setzero_si512();
+    const float inverse = 1 / most * MOST_QUERY;
+    Ints total{};
     for (int dim = 0; dim < head_dim; dim += LANES) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load(x + dim), inverse));
-        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-        const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
-        _mm_storeu_si128((__m128i*)(to.high + int64_t(row) * head_dim + dim), _mm512_cvtepi32_epi8(high));
-        _mm_storeu_si128((__m128i*)(to.low + int64_t(row) * head_dim + dim), _mm512_cvtepi32_epi8(low));
-        sum = _mm512_add_epi32(sum, whole);
+        const Ints whole = to_nearest(load(x + dim) * inverse), high = (whole + 128) >> 8;
+        store_low_bytes(to.high + int64_t(row) * head_dim + dim, high);
+        store_low_bytes(to.low + int64_t(row) * head_dim + dim, whole - (high << 8));
+        total = total + whole;
     }
     to.scales[row] = most / MOST_QUERY;
-    to.offsets[row] = int32_t(uint32_t(_mm512_reduce_add_epi32(sum)) * 128u);
+    to.offsets[row] = int32_t(uint32_t(sum(total)) * 128u);
 }
 
 // The weights of a row times the scales of the values, which may overwrite them; returns what 1 stands for. `count` is
 // rounded up to LANES.
 inline float quantize_weights(uint8_t* high, uint8_t* low, float* weights, const float* scales, int count) {
-    __m512i most = _mm512_set1_epi32(bit_cast<int32_t>(LEAST));
+    Ints most = broadcast(bit_cast<int32_t>(LEAST));
     for (int i = 0; i < count; i += LANES) {
         const Floats x = load(weights + i) * load(scales + i);
-        most = _mm512_max_epi32(most, _mm512_and_si512((__m512i)x, _mm512_set1_epi32(0x7fffffff)));  // a NaN is the largest
+        most = larger(most, bit_cast<Ints>(x) & 0x7fffffff);  // a NaN is the largest
         store(weights + i, x);
     }
-    const float largest_weight = bit_cast<float>(_mm512_reduce_max_epi32(most));
-    const __m512 inverse = _mm512_set1_ps(1 / largest_weight * MOST_WEIGHT);
+    const float largest_weight = bit_cast<float>(largest(most)), inverse = 1 / largest_weight * MOST_WEIGHT;
     for (int i = 0; i < count; i += LANES) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load(weights + i), inverse));
-        _mm_storeu_si128((__m128i*)(high + i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
-        _mm_storeu_si128((__m128i*)(low + i), _mm512_cvtepi32_epi8(whole));
+        const Ints whole = to_nearest(load(weights + i) * inverse);
+        store_low_bytes(high + i, whole >> 8);
+        store_low_bytes(low + i, whole);
     }
     return largest_weight / MOST_WEIGHT;
 }
 
 // Lane i of the result is the sum of rows[i].
-inline __m512i sum_each(const __m512i* rows) {
-    __m512i pairs[8], fours[4];
-    for (int i = 0; i < 8; i++)
-        pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]),
-                                    _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]));
-    for (int i = 0; i < 4; i++)
-        fours[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]),
-                                    _mm512_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
-    const auto add_halves = [](__m512i a, __m512i b) {
-        return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
-    };
+inline Ints sum_each(const Ints* rows) {
+    Ints pairs[8], fours[4];
+    for (int i = 0; i < 8; i++) pairs[i] = unpack_low<int32_t>(rows[2 * i], rows[2 * i + 1]) + unpack_high<int32_t>(rows[2 * i], rows[2 * i + 1]);
+    for (int i = 0; i < 4; i++) fours[i] = unpack_low<int64_t>(pairs[2 * i], pairs[2 * i + 1]) + unpack_high<int64_t>(pairs[2 * i], pairs[2 * i + 1]);
+    const auto add_halves = [](const Ints& a, const Ints& b) { return quarters_of<0, 2>(a, b) + quarters_of<1, 3>(a, b); };
     return add_halves(add_halves(fours[0], fours[1]), add_halves(fours[2], fours[3]));
 }
 
-inline __m512i join(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+inline Ints join(const Ints& high, const Ints& low) { return (high << 8) + low; }
 
 // Scores of some rows with the keys of num_tokens <= LANES tokens, LANES of them a row. HEAD_DIM 0: not known when compiled.
 template <int HEAD_DIM>
-void score_keys(const int8_t* keys, int64_t token_stride, int num_tokens, __m512 key_scales, const Queries& queries,
+void score_keys(const int8_t* keys, int64_t token_stride, int num_tokens, const Floats& key_scales, const Queries& queries,
                 int first_row, int num_rows, int runtime_head_dim, float scale, float* scores, int64_t scores_stride) {
     const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
     for (int row = first_row; row < first_row + num_rows; row++, scores += scores_stride) {
         const int8_t *high = queries.high + int64_t(row) * head_dim, *low = queries.low + int64_t(row) * head_dim;
-        __m512i products[LANES];
+        Ints products[LANES];
         for (int token = 0; token < LANES; token++) {
             const int8_t* key = keys + std::min(token, num_tokens - 1) * token_stride;
-            __m512i of_high = _mm512_setzero_si512(), of_low = of_high;
+            Ints of_high{}, of_low{};
             for (int dim = 0; dim < head_dim; dim += STEP) {
-                const __m512i larger = _mm512_xor_si512(_mm512_loadu_si512(key + dim), _mm512_set1_epi8(char(0x80)));
-                of_high = _mm512_dpbusd_epi32(of_high, larger, _mm512_loadu_si512(high + dim));
-                of_low = _mm512_dpbusd_epi32(of_low, larger, _mm512_loadu_si512(low + dim));
+                const Ints larger = load_bits(key + dim) ^ int32_t(0x80808080);
+                of_high = add_fours(of_high, larger, load_bits(high + dim));
+                of_low = add_fours(of_low, larger, load_bits(low + dim));
             }
             products[token] = join(of_high, of_low);
         }
-        const __m512i sums = _mm512_sub_epi32(sum_each(products), _mm512_set1_epi32(queries.offsets[row]));
-        const __m512 factors = _mm512_mul_ps(key_scales, _mm512_set1_ps(queries.scales[row] * scale));
-        _mm512_storeu_ps(scores, _mm512_mul_ps(_mm512_cvtepi32_ps(sums), factors));
+        store(scores, to_floats(sum_each(products) - queries.offsets[row]) * (key_scales * (queries.scales[row] * scale)));
     }
 }
 
 // Four tokens' values of STEP dims as [dim][token]: lane 4 l + i of mixed[j] has dim 16 l + 4 j + i.
-inline void mix(__m512i* mixed, const int8_t* const* tokens) {
-    const __m512i a = _mm512_loadu_si512(tokens[0]), b = _mm512_loadu_si512(tokens[1]);
-    const __m512i c = _mm512_loadu_si512(tokens[2]), d = _mm512_loadu_si512(tokens[3]);
-    const __m512i ab[2] = {_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)};
-    const __m512i cd[2] = {_mm512_unpacklo_epi8(c, d), _mm512_unpackhi_epi8(c, d)};
+inline void mix(Ints* mixed, const int8_t* const* tokens) {
+    const Ints a = load_bits(tokens[0]), b = load_bits(tokens[1]), c = load_bits(tokens[2]), d = load_bits(tokens[3]);
+    const Ints ab[2] = {unpack_low<int8_t>(a, b), unpack_high<int8_t>(a, b)};
+    const Ints cd[2] = {unpack_low<int8_t>(c, d), unpack_high<int8_t>(c, d)};
     for (int i = 0; i < 2; i++) {
-        mixed[2 * i] = _mm512_unpacklo_epi16(ab[i], cd[i]);
-        mixed[2 * i + 1] = _mm512_unpackhi_epi16(ab[i], cd[i]);
+        mixed[2 * i] = unpack_low<int16_t>(ab[i], cd[i]);
+        mixed[2 * i + 1] = unpack_high<int16_t>(ab[i], cd[i]);
     }
 }
 
@@ -124,26 +112,25 @@ void add_values(const int8_t* values, int64_t token_stride, int num_tokens, cons
     const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
     constexpr int FOURS = LANES / 4;
     for (int dim = 0; dim < head_dim; dim += STEP) {
-        __m512i mixed[FOURS][4];
+        Ints mixed[FOURS][4];
         for (int four = 0; four < FOURS; four++) {
             const int8_t* tokens[4];
             for (int i = 0; i < 4; i++) tokens[i] = values + std::min(4 * four + i, num_tokens - 1) * token_stride + dim;
             mix(mixed[four], tokens);
         }
         // behind the last token are the weights of others
-        const __mmask16 is_there = __mmask16((1u << num_tokens) - 1);
         for (int row = 0; row < num_rows; row++) {
-            alignas(16) uint32_t weights[2][FOURS];
-            _mm_store_si128((__m128i*)weights[0], _mm_maskz_loadu_epi8(is_there, high + row * weights_stride));
-            _mm_store_si128((__m128i*)weights[1], _mm_maskz_loadu_epi8(is_there, low + row * weights_stride));
+            int32_t weights[2][FOURS];
+            copy_first_bytes(weights[0], high + row * weights_stride, num_tokens);
+            copy_first_bytes(weights[1], low + row * weights_stride, num_tokens);
             int32_t* const to = totals + int64_t(row) * head_dim + dim;
             for (int j = 0; j < 4; j++) {
-                __m512i of_high = _mm512_setzero_si512(), of_low = _mm512_loadu_si512(to + j * LANES);
+                Ints of_high{}, of_low = load_bits(to + j * LANES);
                 for (int four = 0; four < FOURS; four++) {
-                    of_high = _mm512_dpbusd_epi32(of_high, _mm512_set1_epi32(int(weights[0][four])), mixed[four][j]);
-                    of_low = _mm512_dpbusd_epi32(of_low, _mm512_set1_epi32(int(weights[1][four])), mixed[four][j]);
+                    of_high = add_fours(of_high, broadcast(weights[0][four]), mixed[four][j]);
+                    of_low = add_fours(of_low, broadcast(weights[1][four]), mixed[four][j]);
                 }
-                _mm512_storeu_si512(to + j * LANES, join(of_high, of_low));
+                store_bits(to + j * LANES, join(of_high, of_low));
             }
         }
     }
@@ -152,33 +139,32 @@ void add_values(const int8_t* values, int64_t token_stride, int num_tokens, cons
 // The totals of a row in the order of dims, times what 1 stands for.
 inline void write_totals(float* out, const int32_t* totals, float scale, int head_dim) {
     for (int dim = 0; dim < head_dim; dim += STEP) {
-        __m512i x[4], y[4];
-        for (int j = 0; j < 4; j++) x[j] = _mm512_loadu_si512(totals + dim + j * LANES);
+        Ints x[4], y[4];
+        for (int j = 0; j < 4; j++) x[j] = load_bits(totals + dim + j * LANES);
         for (int i = 0; i < 2; i++) {
-            y[i] = _mm512_shuffle_i32x4(x[2 * i], x[2 * i + 1], 0x44);      // lanes 0, 1 of both
-            y[i + 2] = _mm512_shuffle_i32x4(x[2 * i], x[2 * i + 1], 0xee);  // 2, 3
+            y[i] = quarters_of<0, 1>(x[2 * i], x[2 * i + 1]);
+            y[i + 2] = quarters_of<2, 3>(x[2 * i], x[2 * i + 1]);
         }
         for (int i = 0; i < 2; i++) {
-            x[2 * i] = _mm512_shuffle_i32x4(y[2 * i], y[2 * i + 1], 0x88);
-            x[2 * i + 1] = _mm512_shuffle_i32x4(y[2 * i], y[2 * i + 1], 0xdd);
+            x[2 * i] = quarters_of<0, 2>(y[2 * i], y[2 * i + 1]);
+            x[2 * i + 1] = quarters_of<1, 3>(y[2 * i], y[2 * i + 1]);
         }
-        for (int l = 0; l < 4; l++)
-            _mm512_storeu_ps(out + dim + l * LANES, _mm512_mul_ps(_mm512_cvtepi32_ps(x[l]), _mm512_set1_ps(scale)));
+        for (int l = 0; l < 4; l++) store(out + dim + l * LANES, to_floats(x[l]) * scale);
     }
 }
 
 // The keys of some heads, side by side in memory, as right-hand tiles [head][16 tokens][step][4 dims][token]; the first
 // head of token i begins at keys + offsets[i]. For vectors they are unsigned.
 inline void pack_keys(int8_t* packed, const int8_t* keys, const int64_t* offsets, int num_tokens, int num_heads, int head_dim) {
-    const __m512i flips = _mm512_set1_epi8(char(use_tiles() ? 0 : 0x80));
+    const int32_t flips = use_tiles() ? 0 : int32_t(0x80808080);
     for (int token = 0; token < num_tokens; token += TILE)
         for (int head = 0; head < num_heads; head++) {
             int8_t* to = packed + (int64_t(head) * num_tokens + token) * head_dim;
             for (int dim = 0; dim < head_dim; dim += STEP, to += TILE * STEP) {
-                __m512i rows[TILE];
-                for (int i = 0; i < TILE; i++) rows[i] = _mm512_loadu_si512(keys + offsets[token + i] + head * head_dim + dim);
-                transpose_pairs(rows);
-                for (int i = 0; i < TILE; i++) _mm512_storeu_si512(to + i * STEP, _mm512_xor_si512(rows[i], flips));
+                Ints rows[TILE];
+                for (int i = 0; i < TILE; i++) rows[i] = load_bits(keys + offsets[token + i] + head * head_dim + dim);
+                transpose(rows);
+                for (int i = 0; i < TILE; i++) store_bits(to + i * STEP, rows[i] ^ flips);
             }
         }
 }
@@ -191,9 +177,9 @@ inline void pack_values(int8_t* packed, const int8_t* values, const int64_t* off
             for (int dim = 0; dim < head_dim; dim += STEP, to += TOKENS * STEP) {
                 const int8_t* tokens[4];
                 for (int i = 0; i < 4; i++) tokens[i] = values + offsets[token + i] + head * head_dim + dim;
-                __m512i mixed[4];
+                Ints mixed[4];
                 mix(mixed, tokens);
-                for (int j = 0; j < 4; j++) _mm512_storeu_si512(to + j * TILE * STEP, mixed[j]);
+                for (int j = 0; j < 4; j++) store_bits(to + j * TILE * STEP, mixed[j]);
             }
         }
 }
@@ -210,9 +196,7 @@ struct TwoSums {
         _tile_stored(2, parts[2], 64);
         _tile_stored(3, parts[3], 64);
     }
-    __m512i row(int side, int i) const {
-        return join(_mm512_load_si512(parts[2 * side] + i * TILE), _mm512_load_si512(parts[2 * side + 1] + i * TILE));
-    }
+    Ints row(int side, int i) const { return join(load_bits(parts[2 * side] + i * TILE), load_bits(parts[2 * side + 1] + i * TILE)); }
 };
 
 inline void zero_tiles() {
@@ -245,12 +229,10 @@ inline void score_packed_keys_by_tiles(const int8_t* packed, int num_tokens, con
             }
             sums.take();
             for (int side = 0; side < 2; side++) {
-                const __m512 scales = _mm512_loadu_ps(key_scales + token + side * TILE);
-                for (int i = 0; i < rows; i++) {
-                    const __m512 factors = _mm512_mul_ps(scales, _mm512_set1_ps(queries.scales[first_row + row + i] * scale));
-                    _mm512_storeu_ps(scores + i * scores_stride + token + side * TILE,
-                                     _mm512_mul_ps(_mm512_cvtepi32_ps(sums.row(side, i)), factors));
-                }
+                const Floats scales = load(key_scales + token + side * TILE);
+                for (int i = 0; i < rows; i++)
+                    store(scores + i * scores_stride + token + side * TILE,
+                          to_floats(sums.row(side, i)) * (scales * (queries.scales[first_row + row + i] * scale)));
             }
         }
     }
@@ -277,19 +259,22 @@ inline void sum_packed_values_by_tiles(const int8_t* packed, int num_tokens, con
             sums.take();
             for (int side = 0; side < 2; side++)
                 for (int i = 0; i < std::min(TILE, num_rows - row); i++)
-                    _mm512_storeu_si512(totals + int64_t(row + i) * head_dim + dim + side * TILE, sums.row(side, i));
+                    store_bits(totals + int64_t(row + i) * head_dim + dim + side * TILE, sums.row(side, i));
         }
 }
 
 #endif
 
 // `Numbers` of panels_vectors.h: signed queries, unsigned keys.
+#ifdef WEFT_HAS_FOURS
 struct SignedFours : Alike {
     using Sum = int32_t;
-    using Vector = __m512i;
 
-    static Vector add(Vector sums, __m512i four, __m512i right) { return _mm512_dpbusd_epi32(sums, right, four); }
+    static Ints add(const Ints& sums, const Ints& four, const Ints& right) { return add_fours(sums, right, four); }
 };
+#else
+struct SignedFours : FoursAsPairs<true, false> {};
+#endif
 
 // Both parts of some rows times 32 outputs; finish(row, side, sums of 16) for each.
 template <class Numbers, class Finish>
@@ -301,7 +286,7 @@ void multiply_two_parts(const LeftVectors& high, const LeftVectors& low, const R
         for (int i = 0; i < count; i++)
             for (int side = 0; side < 2; side++) {
                 const int place = i * PANEL + side * LANES;
-                finish(row + i, side, join(_mm512_load_si512(parts[0] + place), _mm512_load_si512(parts[1] + place)));
+                finish(row + i, side, join(load_bits(parts[0] + place), load_bits(parts[1] + place)));
             }
     });
 }
@@ -318,10 +303,9 @@ inline void score_packed_keys(const int8_t* packed, int num_tokens, const float*
     };
     for (int token = 0; token < num_tokens; token += 2 * TILE) {
         const RightVectors right{reinterpret_cast<const char*>(packed + int64_t(token) * head_dim), TILE * head_dim, TILE * STEP};
-        multiply_two_parts<SignedFours>(rows(queries.high), rows(queries.low), right, head_dim / STEP, [&](int row, int side, __m512i sums) {
-            const __m512i products = _mm512_sub_epi32(sums, _mm512_set1_epi32(queries.offsets[first_row + row]));
-            const __m512 factors = _mm512_mul_ps(_mm512_loadu_ps(key_scales + token + side * TILE), _mm512_set1_ps(queries.scales[first_row + row] * scale));
-            _mm512_storeu_ps(scores + row * scores_stride + token + side * TILE, _mm512_mul_ps(_mm512_cvtepi32_ps(products), factors));
+        multiply_two_parts<SignedFours>(rows(queries.high), rows(queries.low), right, head_dim / STEP, [&](int row, int side, const Ints& sums) {
+            const Floats factors = load(key_scales + token + side * TILE) * (queries.scales[first_row + row] * scale);
+            store(scores + row * scores_stride + token + side * TILE, to_floats(sums - queries.offsets[first_row + row]) * factors);
         });
     }
 }
@@ -335,8 +319,8 @@ inline void sum_packed_values(const int8_t* packed, int num_tokens, const uint8_
     const auto rows = [&](const uint8_t* part) -> LeftVectors { return {reinterpret_cast<const char*>(part), weights_stride, STEP, num_rows}; };
     for (int dim = 0; dim < head_dim; dim += 2 * TILE) {
         const RightVectors right{reinterpret_cast<const char*>(packed + dim * TOKENS), TILE * STEP, int64_t(TOKENS) * head_dim};
-        multiply_two_parts<Fours>(rows(high), rows(low), right, num_tokens / TOKENS, [&](int row, int side, __m512i sums) {
-            _mm512_storeu_si512(totals + int64_t(row) * head_dim + dim + side * TILE, sums);
+        multiply_two_parts<Fours>(rows(high), rows(low), right, num_tokens / TOKENS, [&](int row, int side, const Ints& sums) {
+            store_bits(totals + int64_t(row) * head_dim + dim + side * TILE, sums);
         });
     }
 }

@@ -11,7 +11,7 @@
 namespace weft {
 
 // A pair, in all lanes.
-inline __m512i two_of(const BFloat16* x) { return Alike::left(reinterpret_cast<const char*>(x)); }
+inline Ints two_of(const BFloat16* x) { return broadcast(bit_cast<int32_t>(*reinterpret_cast<const BFloat16(*)[2]>(x))); }
 
 // The keys of some heads, side by side in memory, each as a packed matrix [num_tokens, head_dim], one after the other. The
 // first head of token i begins at keys + offsets[i]. All heads of a few tokens are packed before the next tokens, since so
@@ -24,14 +24,14 @@ inline void pack_keys(BFloat16* packed, const BFloat16* keys, const BFloat16* va
             BFloat16* to = packed + (int64_t(head) * num_tokens + token / PANEL * PANEL) * head_dim + token % PANEL / TILE * (STEP_SIZE / 2);
             for (int dim = 0; dim < head_dim; dim += STEP, to += STEP_SIZE) {
                 const int column = head * head_dim + dim;
-                __m512i rows[TILE];
+                Ints rows[TILE];
                 for (int i = 0; i < TILE; i++) {
-                    rows[i] = _mm512_loadu_si512(keys + offsets[token + i] + column);
+                    rows[i] = load_bits(keys + offsets[token + i] + column);
                     _mm_prefetch(keys + offsets[std::min(token + i + AHEAD, num_tokens - 1)] + column, _MM_HINT_T0);
                     _mm_prefetch(values + offsets[token + i] + column, _MM_HINT_T1);
                 }
-                transpose_pairs(rows);
-                for (int pair = 0; pair < TILE; pair++) _mm512_storeu_si512(to + pair * STEP, rows[pair]);
+                transpose(rows);
+                for (int pair = 0; pair < TILE; pair++) store_bits(to + pair * STEP, rows[pair]);
             }
         }
 }
@@ -39,25 +39,14 @@ inline void pack_keys(BFloat16* packed, const BFloat16* keys, const BFloat16* va
 // The values of some heads, each as a packed matrix [head_dim, num_tokens].
 inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t* offsets, int num_tokens, int num_heads,
                         int head_dim) {
-    struct Places {
-        uint16_t low[32], high[32];
-    };
-    static const Places places = [] {
-        Places places;
-        for (int i = 0; i < 32; i++) {
-            places.low[i] = uint16_t(i / 2 + i % 2 * 32);
-            places.high[i] = uint16_t(places.low[i] + 16);
-        }
-        return places;
-    }();
-    const __m512i low = _mm512_loadu_si512(places.low), high = _mm512_loadu_si512(places.high);
     for (int token = 0; token < num_tokens; token += 2) {
         const BFloat16 *even = values + offsets[token], *odd = values + offsets[token + 1];
         BFloat16* to = packed + token / STEP * STEP_SIZE + token % STEP * (STEP / 2);
         for (int dim = 0; dim < num_heads * head_dim; dim += PANEL, to += PANEL * num_tokens) {
-            const __m512i first = _mm512_loadu_si512(even + dim), second = _mm512_loadu_si512(odd + dim);
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, low, second));
-            _mm512_storeu_si512(to + STEP_SIZE / 2, _mm512_permutex2var_epi16(first, high, second));
+            Ints first = load_bits(even + dim), second = load_bits(odd + dim);
+            interleave<BFloat16>(first, second);
+            store_bits(to, first);
+            store_bits(to + STEP_SIZE / 2, second);
         }
     }
 }
@@ -113,16 +102,49 @@ inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride,
 #endif
     Floats sums{};
     for (int dim = 0; dim < head_dim; dim += STEP) {
-        __m512i rows[TILE];
+        Ints rows[TILE];
         for (int i = 0; i < TILE; i++) {
-            rows[i] = _mm512_loadu_si512(keys + i * token_stride + dim);
+            rows[i] = load_bits(keys + i * token_stride + dim);
             upcoming.ask<SOON>(pace);  // evenly: many at once hold up the loads after them
         }
-        transpose_pairs(rows);
+        transpose(rows);
         for (int pair = 0; pair < TILE; pair++) sums = add_products(sums, two_of(q + dim + 2 * pair), rows[pair]);
     }
     store(scores, sums);
 }
+
+#ifdef WEFT_HAS_AVX2
+// The same of HEADS rows, each with a head of its own, side by side, and q as float32: scores are PARTITION apart. Four sums or two are
+// under way at a time, for each waits for its last product.
+template <int HEADS>
+void score_rows(float* scores, const BFloat16* keys, int64_t token_stride, const float* q, int head_dim, Upcoming& upcoming, int pace) {
+    constexpr int TOKENS = 8, DIMS = 2 * TOKENS;  // of a block
+    __m256 sums[HEADS][2] = {};
+    for (int dim = 0; dim < head_dim; dim += DIMS)
+#pragma GCC unroll 2
+        for (int head = 0; head < HEADS; head++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                __m256i rows[TOKENS];
+                const BFloat16* from = keys + half * TOKENS * token_stride + head * head_dim + dim;
+                for (int i = 0; i < TOKENS; i++, from += token_stride) {
+                    rows[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+                    if (i % 2) upcoming.ask<SOON>(pace);
+                }
+                transpose_block(rows);
+                const float* two = q + head * head_dim + dim;
+                __m256 sum = sums[head][half];
+                for (int pair = 0; pair < TOKENS; pair++, two += 2) {  // in the order of add_products
+                    const __m256i second = _mm256_and_si256(rows[pair], _mm256_set1_epi32(int32_t(0xffff0000)));
+                    sum = _mm256_fmadd_ps(_mm256_broadcast_ss(two + 1), (__m256)second, sum);
+                    sum = _mm256_fmadd_ps(_mm256_broadcast_ss(two), (__m256)_mm256_slli_epi32(rows[pair], 16), sum);
+                }
+                sums[head][half] = sum;
+            }
+    for (int head = 0; head < HEADS; head++)
+        for (int half = 0; half < 2; half++) _mm256_storeu_ps(scores + head * PARTITION + half * TOKENS, sums[head][half]);
+}
+#endif
 
 inline void round_to_bfloat16(float* x, int count) {
     for (int i = 0; i < count; i += 2 * LANES) {
@@ -132,9 +154,18 @@ inline void round_to_bfloat16(float* x, int count) {
     }
 }
 
-// Weights of a row, in whole runs of 32, as they meet the values: for tiles still float32, for vectors bf16 in the same place.
+// Whether weights meet the values as float32, and even and odd dims are summed apart; else as pairs of bf16.
+inline bool are_weights_floats() {
+#ifdef WEFT_HAS_AVX2
+    return true;
+#else
+    return may_use_tiles();
+#endif
+}
+
+// Weights of a row, in whole runs of 32, as they meet the values: if not float32, bf16 in the same place.
 inline void round_weights(float* weights, int count) {
-    if (may_use_tiles()) return round_to_bfloat16(weights, count);
+    if (are_weights_floats()) return round_to_bfloat16(weights, count);
     BFloat16* const rounded = reinterpret_cast<BFloat16*>(weights);
     for (int i = 0; i < count; i += 2 * LANES) store_two(rounded + i, load(weights + i), load(weights + i + LANES), false);
 }
@@ -150,12 +181,34 @@ void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* o
         upcoming.ask<SOON>(2 * LINES);
         const BFloat16* even = values + offsets[token];
         const BFloat16* odd = values + offsets[std::min(token + 1, num_tokens - 1)];  // the weight of none is 0
-        const __m512i two = two_of(weights + token);
+        const Ints two = two_of(weights + token);
         for (int line = 0; line < LINES; line++) {
-            const __m512i a = _mm512_loadu_si512(even + line * STEP), b = _mm512_loadu_si512(odd + line * STEP);
-            sums[2 * line] = add_products(sums[2 * line], two, _mm512_unpacklo_epi16(a, b));
-            sums[2 * line + 1] = add_products(sums[2 * line + 1], two, _mm512_unpackhi_epi16(a, b));
+            const Ints a = load_bits(even + line * STEP), b = load_bits(odd + line * STEP);
+            sums[2 * line] = add_products(sums[2 * line], two, unpack_low<int16_t>(a, b));
+            sums[2 * line + 1] = add_products(sums[2 * line + 1], two, unpack_high<int16_t>(a, b));
         }
+    }
+    for (int i = 0; i < 2 * LINES; i++) store(totals + i * LANES, sums[i]);
+}
+
+// The same by float32, with the same bits. Of each 32 dims `totals` has the even ones first.
+template <int LINES>
+void add_floats_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const float* weights, int num_tokens,
+                          Upcoming& upcoming) {
+    Floats sums[2 * LINES];
+    for (int i = 0; i < 2 * LINES; i++) sums[i] = load(totals + i * LANES);
+    const auto add = [&](int token) {
+        const Floats weight = broadcast(weights[token]);
+        for (int line = 0; line < LINES; line++) {
+            const Ints both = load_bits(values + offsets[token] + line * STEP);
+            sums[2 * line] = multiply_add(weight, first_half(both), sums[2 * line]);
+            sums[2 * line + 1] = multiply_add(weight, second_half(both), sums[2 * line + 1]);
+        }
+    };
+    for (int token = 0; token < num_tokens; token += 2) {
+        upcoming.ask<SOON>(2 * LINES);
+        if (token + 1 < num_tokens) add(token + 1);
+        add(token);
     }
     for (int i = 0; i < 2 * LINES; i++) store(totals + i * LANES, sums[i]);
 }
@@ -165,16 +218,14 @@ void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* o
 template <int LINES>
 void add_step_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const float* weights, int num_tokens,
                         Upcoming& upcoming) {
-    __m512 even_sums[2 * LINES] = {}, odd_sums[2 * LINES] = {};
-    const auto add = [&](__m512* sums, int token) {
+    Floats even_sums[2 * LINES] = {}, odd_sums[2 * LINES] = {};
+    const auto add = [&](Floats* sums, int token) {
         upcoming.ask<_MM_HINT_T1>(LINES);
-        const __m512 weight = _mm512_set1_ps(weights[token]);
+        const Floats weight = broadcast(weights[token]);
         for (int line = 0; line < LINES; line++) {
-            const __m512i both = _mm512_loadu_si512(values + offsets[token] + line * STEP);
-            const __m512 even = (__m512)_mm512_slli_epi32(both, 16);
-            const __m512 odd = (__m512)_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000)));
-            sums[2 * line] = _mm512_fmadd_ps(weight, even, sums[2 * line]);
-            sums[2 * line + 1] = _mm512_fmadd_ps(weight, odd, sums[2 * line + 1]);
+            const Ints both = load_bits(values + offsets[token] + line * STEP);
+            sums[2 * line] = multiply_add(weight, first_half(both), sums[2 * line]);
+            sums[2 * line + 1] = multiply_add(weight, second_half(both), sums[2 * line + 1]);
         }
     };
     int token = 0;
@@ -184,18 +235,19 @@ void add_step_of_values(float* totals, const BFloat16* values, const int64_t* of
     }
     if (token < num_tokens) add(even_sums, token);
     for (int i = 0; i < 2 * LINES; i++)
-        _mm512_storeu_ps(totals + i * LANES, _mm512_loadu_ps(totals + i * LANES) + (even_sums[i] + odd_sums[i]));
+        store(totals + i * LANES, load(totals + i * LANES) + (even_sums[i] + odd_sums[i]));
 }
 
 // The dims of a row in order again.
 inline void interleave(float* totals, int head_dim) {
-    const __m512i of_tiles = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i of_pairs = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i low = may_use_tiles() ? of_tiles : of_pairs, high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     for (int dim = 0; dim < head_dim; dim += STEP) {
-        const __m512 even = _mm512_loadu_ps(totals + dim), odd = _mm512_loadu_ps(totals + dim + LANES);
-        _mm512_storeu_ps(totals + dim, _mm512_permutex2var_ps(even, low, odd));
-        _mm512_storeu_ps(totals + dim + LANES, _mm512_permutex2var_ps(even, high, odd));
+        Ints first = load_bits(totals + dim), second = load_bits(totals + dim + LANES);
+        if (are_weights_floats())
+            interleave<int32_t>(first, second);
+        else
+            interleave<Quarter>(first, second);
+        store_bits(totals + dim, first);
+        store_bits(totals + dim + LANES, second);
     }
 }
 

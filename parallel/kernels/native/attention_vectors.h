@@ -22,8 +22,7 @@ inline Floats join_each(Floats* rows, const Join& join) {
     for (int width = LANES / 2; width >= 1; width /= 2)
         for (int i = 0; i < width; i++) {
             const Floats a = rows[2 * i], b = rows[2 * i + 1];
-            rows[i] = join(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+            rows[i] = join(even_lanes(a, b), odd_lanes(a, b));
         }
     return rows[0];
 }
@@ -48,7 +47,7 @@ inline Floats multiply(const BFloat16* q, const BFloat16* key, int runtime_head_
     if (head_dim % (2 * LANES) == 0) {
         Floats total{};
         for (int dim = 0; dim < head_dim; dim += 2 * LANES)
-            total = add_products(total, _mm512_loadu_si512(key + dim), _mm512_loadu_si512(q + dim));
+            total = add_products(total, load_bits(key + dim), load_bits(q + dim));
         return total;
     }
 #endif
@@ -210,7 +209,7 @@ class Softmax {
     // After the search of all rows.
     void settle(int num_rows) {
         for (int row = 0; row < num_rows; row += LANES) {
-            const Floats most = join_each(lanes_ + row, larger) * scale_;
+            const Floats most = join_each(lanes_ + row, [](const Floats& a, const Floats& b) { return larger(a, b); }) * scale_;
             store(most_ + row, choose(most == -INFINITY, Floats{}, most));  // nothing is seen: all weights become 0
         }
     }

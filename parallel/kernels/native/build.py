@@ -71,7 +71,8 @@ def default_cache() -> Path:
 
 def _flags() -> tuple[str, ...]:
     """Those, and what the compiler does not tell of the CPU."""
-    return (*_FLAGS, f"-DWEFT_FIRST_LEVEL_KB={_first_level_kb()}")
+    is_intel = _of_cpu("vendor_id").endswith("GenuineIntel")
+    return (*_FLAGS, f"-DWEFT_FIRST_LEVEL_KB={_first_level_kb()}", f"-DWEFT_IS_INTEL={int(is_intel)}")
 
 
 def _first_level_kb() -> int:
@@ -97,11 +98,16 @@ def _key(compiler: Sequence[str]) -> str:
 
 def cpu_features() -> str:
     """What tells this CPU's instructions from another's: a home folder may be shared by several kinds."""
+    return _of_cpu("flags", "Features") or platform.processor()
+
+
+def _of_cpu(*names: str) -> str:
+    """The line of the first core that begins so; empty where Linux has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+        return ""
+    return next((line for line in lines if line.startswith(names)), "")
 
 
 def _run(command: list[str]) -> str:

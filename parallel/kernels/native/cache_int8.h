@@ -15,13 +15,6 @@
 
 namespace weft {
 
-inline Floats load(const int8_t* from) {
-    typedef int8_t Bytes __attribute__((vector_size(LANES)));
-    Bytes bytes;
-    std::memcpy(&bytes, from, sizeof(bytes));
-    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
-}
-
 // Where things lie in the blocks of a half of the cache.
 struct Int8Blocks {
     int64_t block_size, num_heads, head_dim;
@@ -37,19 +30,17 @@ float quantize_head(int8_t* to, const T* x, int64_t head_dim) {
     Ints most{};
     for (int64_t dim = 0; dim < head_dim; dim += LANES) {
         const Ints bits = bit_cast<Ints>(load(x + dim)) & 0x7fffffff;  // those of a NaN are larger than any number's
-        const Ints is_more = bits > most;
-        most = (bits & is_more) | (most & ~is_more);
+        most = larger(most, bits);
     }
-    int32_t largest_bits = bit_cast<int32_t>(LEAST);
-    for (int lane = 0; lane < LANES; lane++) largest_bits = std::max(largest_bits, most[lane]);
-    const float largest = bit_cast<float>(largest_bits), inverse = 1 / largest * 127.0f;
+    const int32_t largest_bits = std::max(largest(most), bit_cast<int32_t>(LEAST));
+    const float magnitude = bit_cast<float>(largest_bits), inverse = 1 / magnitude * 127.0f;
     for (int64_t dim = 0; dim < head_dim; dim += LANES) {
         float scaled[LANES];
         store(scaled, load(x + dim) * inverse);
 #pragma omp simd
         for (int lane = 0; lane < LANES; lane++) to[dim + lane] = int8_t(int32_t(__builtin_rintf(scaled[lane])));
     }
-    return largest / 127.0f;
+    return magnitude / 127.0f;
 }
 
 // As write_cache.

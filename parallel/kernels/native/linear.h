@@ -22,10 +22,10 @@ void multiply_tile(const T* x, int64_t x_row_stride, const T* weight, int num_in
         for (; i + 2 * LANES <= num_in; i += 2 * LANES)
 #pragma GCC unroll 16  // else GCC keeps the sums in memory
             for (int o = 0; o < OUTS; o++) {
-                const __m512i w = _mm512_loadu_si512(weight + int64_t(o) * num_in + i);
+                const Ints w = load_bits(weight + int64_t(o) * num_in + i);
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++) {
-                    const __m512i other = _mm512_loadu_si512(x + row * x_row_stride + i);
+                    const Ints other = load_bits(x + row * x_row_stride + i);
                     totals[row * OUTS + o] = add_products(totals[row * OUTS + o], w, other);
                 }
             }

@@ -3,7 +3,7 @@
 // The matrix [out, in] is cut into panels of 32 outputs, a panel into steps of 32 inputs; in a step the pairs of inputs follow
 // each other, [pair][output][2], of 16 outputs and of the others as panels.h says. So 16 outputs are the right-hand operand of
 // a tile product (AMX), a pair of them that of a vector one, and a panel is read from front to back. A vector product takes
-// the pairs as they are (AVX512_BF16), or as float32, half of each at a time (AVX512), which a CPU may do faster.
+// the pairs as they are (AVX512_BF16), or as float32, half of each at a time (AVX512, AVX2), which a CPU may do faster.
 
 #pragma once
 
@@ -13,7 +13,8 @@
 #define WEFT_HAS_PACKED_MATRIX
 
 #include <algorithm>
-#include <immintrin.h>
+#include <type_traits>
+#include <vector>
 
 #include "amx.h"
 #include "panels_vectors.h"
@@ -109,52 +110,57 @@ struct Pairs : Alike {
     using Sum = float;
     using Vector = Floats;
 
-    static Vector add(Vector sums, __m512i left, __m512i right) { return add_products(sums, left, right); }
+    static Floats add(const Floats& sums, const Ints& left, const Ints& right) { return add_products(sums, left, right); }
 };
 
-// Of rows in float32.
+// Of rows in float32; in the order of add_products.
 struct PairsOfFloats {
     using Sum = float;
     using Vector = Floats;
-    static constexpr int LEFT_BYTES = 8;
+    static constexpr int LEFT_BYTES = 8, PARTS = 2;
 
-    static Halves left(const char* from) {
+    template <int PART>
+    static Floats left(const char* from) {
         float two[2];
         std::memcpy(two, from, sizeof(two));
-        return {broadcast(two[0]), broadcast(two[1])};
+        return broadcast(two[1 - PART]);
     }
-    static Halves right(const char* from) { return Halves::of(_mm512_loadu_si512(from)); }
-    static Vector add(Vector sums, const Halves& left, const Halves& right) { return add_products(sums, left, right); }
+    template <int PART>
+    static Floats right(const char* from) {
+        return PART ? first_half(load_bits(from)) : second_half(load_bits(from));
+    }
+    static Floats add(const Floats& sums, const Floats& left, const Floats& right) { return accumulate(sums, left, right); }
 };
 
-// Whether rows are best multiplied in float32. Intel's CPUs begin a product of pairs every second cycle, and two of float32 in each.
-inline bool are_floats_faster() {
+// Whether rows are best multiplied in float32. Intel's CPUs begin a product of pairs every second cycle at most, and two of float32 in
+// each.
 #ifdef __AVX512BF16__
-    static const bool are = __builtin_cpu_is("intel");
-    return are;
+constexpr bool ARE_FLOATS_FASTER = IS_INTEL;
 #else
-    return true;
+constexpr bool ARE_FLOATS_FASTER = true;
 #endif
-}
+using Multiplied = std::conditional_t<ARE_FLOATS_FASTER, PairsOfFloats, Pairs>;
 
-// Rows in float32, [steps][rows][32 inputs], until this thread calls it again.
-inline LeftVectors in_float32(const LeftVectors& left, int num_steps) {
-    static thread_local Buffer<float> buffer;
-    float* const values = buffer.room(size_t(num_steps) * left.num_rows * STEP);
-    float* to = values;
+// Rows of bf16 as `Multiplied` has them: as they are, or in float32, [steps][rows][32 inputs] in `room`.
+inline LeftVectors to_multiply(const LeftVectors& left, int num_steps, float* room) {
+    if (!ARE_FLOATS_FASTER) return left;
+    float* to = room;
     for (int step = 0; step < num_steps; step++)
         for (int row = 0; row < left.num_rows; row++, to += STEP) {
             const auto* from = reinterpret_cast<const BFloat16*>(left.row(row) + step * left.step_stride);
             store_two(to, load(from), load(from + LANES), false);
         }
     constexpr int64_t ROW_BYTES = STEP * sizeof(float);
-    return {reinterpret_cast<const char*>(values), ROW_BYTES, left.num_rows * ROW_BYTES, left.num_rows};
+    return {reinterpret_cast<const char*>(room), ROW_BYTES, left.num_rows * ROW_BYTES, left.num_rows};
 }
 
+// Values of room for that.
+inline size_t room_to_multiply(int num_rows, int num_in) { return ARE_FLOATS_FASTER ? size_t(num_rows) * num_in : 0; }
+
 // `Product` of bf16; see panels.h. V: of the result.
-template <class N, class V>
+template <class V>
 struct Products {
-    using Numbers = N;
+    using Numbers = Multiplied;
     using Sum = float;
     using Value = V;
     PackedMatrix matrix;
@@ -191,7 +197,7 @@ constexpr int MULTIPLY_SECTIONS = 2;  // of a team, at most
 template <bool IS_GATED, class Result>
 void multiply_by_tiles(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
     const bool is_streamed = result.is_streamed(left.count);
-    const Products<Pairs, typename Result::Value> products{matrix};
+    const Products<typename Result::Value> products{matrix};
     const Parts parts = left.is_packed ? Parts::of(products.num_steps()) : Parts::whole(products.num_steps());
     int last_row = -1;  // that this thread has read
     const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
@@ -222,17 +228,41 @@ inline LeftVectors vectors_of(const LeftRows& left, int row, int count, int num_
     return {reinterpret_cast<const char*>(block + row % ROWS * STEP), 64, STEP_BYTES, count};
 }
 
-template <bool IS_GATED, class Numbers, class Result>
+// The rows of a thread's shares, of which the next one often has the same.
+class RowsOfShares {
+  public:
+    RowsOfShares(const LeftRows& left, int num_in) : left_(left), num_in_(num_in) {}
+
+    // Those from `row` on, as Multiplied has them, until this thread asks for others.
+    const std::vector<LeftVectors>& parts_of(int row, int num_rows) {
+        if (row == row_) return parts_;
+        static thread_local Buffer<float> buffer;
+        float* room = buffer.room(room_to_multiply(num_rows, num_in_));
+        row_ = row;
+        parts_.clear();
+        for_each_part(num_rows, [&](int first, int count) {
+            parts_.push_back(to_multiply(vectors_of(left_, row + first, count, num_in_), num_in_ / STEP, room));
+            room += room_to_multiply(count, num_in_);
+        });
+        return parts_;
+    }
+
+  private:
+    const LeftRows left_;
+    const int num_in_;
+    int row_ = -1;
+    std::vector<LeftVectors> parts_;
+};
+
+template <bool IS_GATED, class Result>
 void multiply_by_vectors(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
     const bool is_streamed = result.is_streamed(left.count);
-    const Products<Numbers, typename Result::Value> products{matrix};
-    const auto rows_from = [=](int row, int count) {
-        const LeftVectors rows = vectors_of(left, row, count, matrix.num_in);
-        return Numbers::LEFT_BYTES > 4 ? in_float32(rows, products.num_steps()) : rows;
-    };
-    const auto work = [=](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+    const Products<typename Result::Value> products{matrix};
+    RowsOfShares rows_of_shares(left, matrix.num_in);
+    const auto work = [&](int row, int rows, int64_t begin, int64_t end, int64_t following) {
         const auto out = result.share(row, rows, begin, end);
-        multiply_rows_by_vectors<IS_GATED>(out, row, rows, rows_from, products, begin, end, following, is_streamed);
+        const auto& parts = rows_of_shares.parts_of(row, rows);
+        multiply_parts_by_vectors<IS_GATED>(out, row, parts, products, begin, end, following, is_streamed);
         result.finish(out, rows, end);
     };
     for_each_share(left.count, Parts::whole(products.num_steps()), result.num_out, team, work);
@@ -250,8 +280,7 @@ void multiply(const Result& result, LeftRows left, const PackedMatrix& matrix, B
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) return multiply_by_tiles<IS_GATED>(result, left, matrix, team);
 #endif
-    if (are_floats_faster()) return multiply_by_vectors<IS_GATED, PairsOfFloats>(result, left, matrix, team);
-    multiply_by_vectors<IS_GATED, Pairs>(result, left, matrix, team);
+    multiply_by_vectors<IS_GATED>(result, left, matrix, team);
 }
 
 }  // namespace weft

@@ -81,32 +81,45 @@ void pack_matrix(const Matrix<T>& matrix, const T* weight, int64_t first, int64_
 
 // sum * x's scale * the output's scale + bias of 16 outputs, each step rounded: not contracted, for the same bits as torch.
 template <class T>
-inline Floats scaled(__m512i sums, float scale, const Matrix<T>& matrix, int64_t output) {
-    constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m512 product = _mm512_mul_round_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(scale), NEAREST);
-    const __m512 result = _mm512_mul_round_ps(product, (__m512)load(matrix.scales + output), NEAREST);
-    if (!matrix.bias) return (Floats)result;
+inline Floats scaled(const Ints& sums, float scale, const Matrix<T>& matrix, int64_t output) {
+    const Floats product = multiply_rounded(to_floats(sums), broadcast(scale));
+    const Floats result = multiply_rounded(product, load(matrix.scales + output));
+    if (!matrix.bias) return result;
     alignas(64) T rest[LANES] = {};
     const T* bias = matrix.bias + output;
     if (output + LANES > matrix.num_out) {
         std::memcpy(rest, bias, size_t(std::max<int64_t>(0, matrix.num_out - output)) * sizeof(T));
         bias = rest;
     }
-    return (Floats)_mm512_add_round_ps(result, (__m512)load(bias), NEAREST);
+    return result + load(bias);
 }
 
 // `Numbers` of panels_vectors.h; rows are unsigned.
+#ifdef WEFT_HAS_FOURS
 struct Fours : Alike {
     using Sum = int32_t;
-    using Vector = __m512i;
 
-    static Vector add(Vector sums, __m512i four, __m512i right) { return _mm512_dpbusd_epi32(sums, four, right); }
+    static Ints add(const Ints& sums, const Ints& four, const Ints& right) { return add_fours(sums, four, right); }
 };
+using Multiplied = Fours;
+#else
+struct Fours : FoursAsPairs<false, true> {};
+
+// Of rows that are pairs already; see `Left`.
+struct Multiplied : Fours {
+    static constexpr int LEFT_BYTES = 8;
+
+    template <int PART>
+    static Ints left(const char* from) {
+        return Alike::left<PART>(from + 4 * PART);
+    }
+};
+#endif
 
 // `Product` of 8 bits; see panels.h.
 template <class T>
 struct Products {
-    using Numbers = Fours;
+    using Numbers = Multiplied;
     using Sum = int32_t;
     using Value = T;
     Matrix<T> matrix;
@@ -128,8 +141,8 @@ struct Products {
     const char* panel(int64_t panel) const { return reinterpret_cast<const char*>(matrix.panel(panel)); }
     void outputs(const int32_t* sums, int row, int64_t panel, Floats& first, Floats& second) const {
         const auto half = [&](int64_t output) {
-            const __m512i x = _mm512_load_si512(sums + output % PANEL);
-            return scaled(is_unsigned ? _mm512_sub_epi32(x, _mm512_load_si512(matrix.sums + output)) : x, scales[row], matrix, output);
+            const Ints x = load_bits(sums + output % PANEL);
+            return scaled(is_unsigned ? x - load_bits(matrix.sums + output) : x, scales[row], matrix, output);
         };
         first = half(panel * PANEL), second = half(panel * PANEL + LANES);
     }
@@ -140,8 +153,10 @@ template <class T>
 void quantize(const Left& left, const T* x, int64_t stride, int num_in, Team& team) {
     const int flip = use_tiles() ? 0 : 0x80;
     for_each_run_of_rows(left.num_rows, num_in, team, [=](int64_t begin, int64_t end) {
-        for (int row = int(begin); row < int(end); row++)
+        for (int row = int(begin); row < int(end); row++) {
             left.scales[row] = quantize_row(left.row(row), left.step_stride(), x + row * stride, num_in, flip);
+            left.finish_row(row);
+        }
     });
 }
 
@@ -182,12 +197,14 @@ void multiply(const Result& result, const Left& left, const Matrix<T>& matrix, T
 #endif
     const bool is_streamed = result.is_streamed(left.num_rows);
     const Products<T> products{matrix, left.scales, true};
-    const auto rows_from = [&](int row, int count) -> LeftVectors {
-        return {reinterpret_cast<const char*>(left.row(row)), STEP, left.step_stride(), count};
-    };
+    std::vector<LeftVectors> parts;
     const auto work = [&](int row, int rows, int64_t begin, int64_t end, int64_t following) {
         const auto out = result.share(row, rows, begin, end);
-        multiply_rows_by_vectors<IS_GATED>(out, row, rows, rows_from, products, begin, end, following, is_streamed);
+        parts.clear();
+        for_each_part(rows, [&](int first, int count) {
+            parts.push_back({reinterpret_cast<const char*>(left.row(row + first)), Left::ROW_BYTES, left.step_stride(), count});
+        });
+        multiply_parts_by_vectors<IS_GATED>(out, row, parts, products, begin, end, following, is_streamed);
         result.finish(out, rows, end);
     };
     for_each_share(left.num_rows, Parts::whole(left.num_steps), result.num_out, team, work);

@@ -4,35 +4,71 @@
 // sum takes its inputs in their order, however many rows there are, so that the bits of a row do not depend on the others.
 //
 // What is multiplied is told by `Numbers`:
-//     Sum, Vector             a sum, and 16 of them in a register
+//     Sum, Vector             a sum, and 16 of them
 //     LEFT_BYTES              that a row has for each four of an output
-//     left(from)              those, in all lanes
-//     right(from)             four bytes of each of 16 outputs
+//     PARTS                   in which these are multiplied, one part after the other
+//     left<PART>(from)        those of a row, in all lanes
+//     right<PART>(from)       four bytes of each of 16 outputs
 //     add(sums, left, right)  adds their products
 
 #pragma once
 
+#include <vector>
+
 #include "panels.h"
 
-#ifdef __AVX512F__
+#ifdef WEFT_HAS_PAIRS
 
 namespace weft {
 
-constexpr int MOST_VECTOR_ROWS = 12;  // whose sums fill 24 of the 32 registers
+#ifdef WEFT_HAS_AVX512
+constexpr int MOST_VECTOR_ROWS = 12, MOST_WHOLE_ROWS = 12;  // whose sums fill 24 of the 32 registers
 constexpr int MOST_UNROLLED_ROWS = 2;
-constexpr int VECTOR_PREFETCH = 2;    // steps ahead
+constexpr int VECTOR_PREFETCH = 2;  // steps ahead
+#else
+constexpr int MOST_VECTOR_ROWS = 6, MOST_WHOLE_ROWS = 3;  // 12 of the 16; of more than three half a panel passes, then the other
+constexpr int MOST_UNROLLED_ROWS = 0;
+constexpr int VECTOR_PREFETCH = 1;
+#endif
+
+inline int num_passes(int num_rows) { return num_rows > MOST_WHOLE_ROWS ? 2 : 1; }
 
 // `Numbers` whose rows are as their outputs are.
 struct Alike {
-    static constexpr int LEFT_BYTES = 4;
+    using Vector = Ints;
+    static constexpr int LEFT_BYTES = 4, PARTS = 1;
 
-    static __m512i left(const char* from) {
+    template <int PART>
+    static Ints left(const char* from) {
         int32_t four;
         std::memcpy(&four, from, sizeof(four));
-        return _mm512_set1_epi32(four);
+        return broadcast(four);
     }
-    static __m512i right(const char* from) { return _mm512_loadu_si512(from); }
+    template <int PART>
+    static Ints right(const char* from) {
+        return load_bits(from);
+    }
 };
+
+#if defined(WEFT_HAS_AVX2) && !defined(WEFT_HAS_FOURS)
+// Integers of 8 bits, as pairs of 16: two of each four, then the others.
+template <bool ARE_ROWS_SIGNED, bool ARE_OUTPUTS_SIGNED>
+struct FoursAsPairs {
+    using Sum = int32_t;
+    using Vector = Ints;
+    static constexpr int LEFT_BYTES = 4, PARTS = 2;
+
+    template <int PART>
+    static Ints left(const char* from) {
+        return to_pairs<PART == 1, ARE_ROWS_SIGNED>(Alike::left<PART>(from));
+    }
+    template <int PART>
+    static Ints right(const char* from) {
+        return to_pairs<PART == 1, ARE_OUTPUTS_SIGNED>(load_bits(from));
+    }
+    static Ints add(const Ints& sums, const Ints& left, const Ints& right) { return add_pairs(sums, left, right); }
+};
+#endif
 
 // Up to 32 rows, 16 * LEFT_BYTES of each a step. Strides in bytes.
 struct LeftVectors {
@@ -81,28 +117,32 @@ inline void ask_for(const char* line) {
     _mm_prefetch(line, Place::PASSES_ONCE ? ONCE : _MM_HINT_T0);
 }
 
-// The sums of some rows with 32 outputs.
-template <class Numbers, int NUM_ROWS>
+// The sums of some rows with WIDTH times 16 outputs.
+template <class Numbers, int NUM_ROWS, int WIDTH>
 struct Totals {
-    typename Numbers::Vector sums[NUM_ROWS][2] = {};
+    typename Numbers::Vector sums[NUM_ROWS][WIDTH] = {};
 
     // Adds products of four bytes of each output.
-    void add(const char* row, int64_t row_stride, const char* first_outputs, const char* second_outputs) {
-        const auto first = Numbers::right(first_outputs), second = Numbers::right(second_outputs);
+    void add(const char* row, int64_t row_stride, const char* outputs, int64_t to_second) {
+        add_part<0>(row, row_stride, outputs, to_second);
+        if constexpr (Numbers::PARTS > 1) add_part<1>(row, row_stride, outputs, to_second);
+    }
+
+    template <int PART>
+    void add_part(const char* row, int64_t row_stride, const char* outputs, int64_t to_second) {
+        decltype(Numbers::template right<PART>(outputs)) right[WIDTH];
+        for (int i = 0; i < WIDTH; i++) right[i] = Numbers::template right<PART>(outputs + i * to_second);
 #pragma GCC unroll 16  // else GCC keeps the sums in memory
         for (int i = 0; i < NUM_ROWS; i++) {
-            const auto all = Numbers::left(row + i * row_stride);
-            sums[i][0] = Numbers::add(sums[i][0], all, first);
-            sums[i][1] = Numbers::add(sums[i][1], all, second);
+            const auto left = Numbers::template left<PART>(row + i * row_stride);
+            for (int j = 0; j < WIDTH; j++) sums[i][j] = Numbers::add(sums[i][j], left, right[j]);
         }
     }
 
     void write(typename Numbers::Sum* to, int64_t stride) const {
 #pragma GCC unroll 16
-        for (int i = 0; i < NUM_ROWS; i++, to += stride) {
-            std::memcpy(to, &sums[i][0], sizeof(sums[i][0]));
-            std::memcpy(to + LANES, &sums[i][1], sizeof(sums[i][1]));
-        }
+        for (int i = 0; i < NUM_ROWS; i++, to += stride)
+            for (int j = 0; j < WIDTH; j++) store(to + j * LANES, sums[i][j]);
     }
 };
 
@@ -110,24 +150,26 @@ struct Totals {
 template <class Numbers, int NUM_ROWS, int64_t ROW_STRIDE, class Place>
 void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left,
                               const RightVectors& right, const Place& place, int num_steps) {
-    Totals<Numbers, NUM_ROWS> totals;
-    const char *row = left.first, *values = right.first;
+    constexpr int WIDTH = NUM_ROWS > MOST_WHOLE_ROWS ? 1 : 2;
     const int64_t row_stride = ROW_STRIDE ? ROW_STRIDE : left.row_stride, to_second = right.second;
-    for (int step = 0; step < num_steps; step++, values += right.step_stride, row += left.step_stride) {
-        const int later = step + VECTOR_PREFETCH - num_steps;
-        const char* ahead = later < 0 ? values + VECTOR_PREFETCH * STEP_BYTES : place.following + later * STEP_BYTES;
-        const Lines asked = place.take();
-        for (int run = 0; run < 16; run++) {
-            if (run < asked.count) _mm_prefetch(asked.first + run * 64, _MM_HINT_T1);
-            if (Place::IS_FAR) {  // the hardware looks less far ahead than memory is slow
-                ask_for<Place>(ahead + run * 128);
-                ask_for<Place>(ahead + run * 128 + 64);
+    for (int first_output = 0; first_output < PANEL; first_output += WIDTH * LANES) {
+        Totals<Numbers, NUM_ROWS, WIDTH> totals;
+        const char *row = left.first, *values = right.first + first_output / LANES * to_second;
+        for (int step = 0; step < num_steps; step++, values += right.step_stride, row += left.step_stride) {
+            const int later = step + VECTOR_PREFETCH - num_steps;
+            const char* ahead = later < 0 ? values + VECTOR_PREFETCH * STEP_BYTES : place.following + later * STEP_BYTES;
+            const Lines asked = place.take();
+            for (int run = 0; run < 16; run++) {
+                if (run < asked.count) _mm_prefetch(asked.first + run * 64, _MM_HINT_T1);
+                if (Place::IS_FAR) {  // the hardware looks less far ahead than memory is slow
+                    ask_for<Place>(ahead + run * 128);
+                    if (WIDTH > 1) ask_for<Place>(ahead + run * 128 + 64);
+                }
+                totals.add(row + run * Numbers::LEFT_BYTES, row_stride, values + run * Place::RUN, to_second);
             }
-            const char* const first = values + run * Place::RUN;
-            totals.add(row + run * Numbers::LEFT_BYTES, row_stride, first, first + to_second);
         }
+        totals.write(sums + first_output, sums_stride);
     }
-    totals.write(sums, sums_stride);
 }
 
 // The same for so few rows that only memory counts, and a panel that passes once: a step is all written out, and the one
@@ -135,7 +177,7 @@ void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, 
 template <class Numbers, int NUM_ROWS>
 void multiply_unrolled_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const char* values,
                                const Passing& place, int num_steps) {
-    Totals<Numbers, NUM_ROWS> totals;
+    Totals<Numbers, NUM_ROWS, 2> totals;
     const char* row = left.first;
     const char* const last = values + (num_steps - 1) * STEP_BYTES;
     for (; values <= last; values += STEP_BYTES, row += left.step_stride) {
@@ -144,8 +186,7 @@ void multiply_unrolled_vectors(typename Numbers::Sum* sums, int64_t sums_stride,
         for (int run = 0; run < 16; run++) {
             ask_for<Passing>(ahead + run * 128);
             ask_for<Passing>(ahead + run * 128 + 64);
-            const char* const first = values + run * RUN_BYTES;
-            totals.add(row + run * Numbers::LEFT_BYTES, left.row_stride, first, first + TO_SECOND);
+            totals.add(row + run * Numbers::LEFT_BYTES, left.row_stride, values + run * RUN_BYTES, TO_SECOND);
         }
     }
     totals.write(sums, sums_stride);
@@ -166,55 +207,53 @@ void multiply_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const Le
     if constexpr (MOST > 1) multiply_vectors<Numbers, MOST - 1>(sums, sums_stride, left, right, place, num_steps);
 }
 
-// Parts of blocks of rows that `for_each_part` gives.
-inline int num_parts_of(int num_rows) {
-    return num_rows / ROWS * int(divide_up(ROWS, MOST_VECTOR_ROWS)) + int(divide_up(num_rows % ROWS, MOST_VECTOR_ROWS));
-}
-
-// Calls work(first row, rows) for parts of some rows, about equally many in each.
+// Calls work(first row, rows) for parts of some rows, about equally many in each that is of the same block.
 template <class Work>
 void for_each_part(int num_rows, const Work& work) {
-    const int num_parts = int(divide_up(num_rows, MOST_VECTOR_ROWS));
-    for (int part = 0; part < num_parts; part++) {
-        const int first = num_rows * part / num_parts;
-        work(first, num_rows * (part + 1) / num_parts - first);
+    for (int block = 0; block < num_rows; block += ROWS) {
+        const int rows = std::min(ROWS, num_rows - block), num_parts = int(divide_up(rows, MOST_VECTOR_ROWS));
+        for (int part = 0; part < num_parts; part++) {
+            const int first = rows * part / num_parts;
+            work(block + first, rows * (part + 1) / num_parts - first);
+        }
     }
 }
 
-// Rows times panels [begin, end) of the result. rows(i, count): LeftVectors of so many from i on. A panel passes once for each
-// part of the rows, and meanwhile the next one comes to the second-level cache, an equal part of it each time.
-template <bool IS_GATED, class Product, class Rows>
-void multiply_rows_by_vectors(const Target<typename Product::Value>& out, int first_row, int num_rows, const Rows& rows,
-                              const Product& product, int64_t begin, int64_t end, int64_t following, bool is_streamed) {
+// Rows from `row` on, by parts, times panels [begin, end) of the result. A panel passes for each part, and meanwhile the next one comes
+// to the second-level cache, an equal part of it each time.
+template <bool IS_GATED, class Product>
+void multiply_parts_by_vectors(const Target<typename Product::Value>& out, int first_row, const std::vector<LeftVectors>& parts,
+                               const Product& product, int64_t begin, int64_t end, int64_t following, bool is_streamed) {
     using Numbers = typename Product::Numbers;
     alignas(64) typename Product::Sum sums[MOST_VECTOR_ROWS * PANEL];
     alignas(64) float gates[MOST_VECTOR_ROWS * PANEL];
-    const int num_steps = product.num_steps(), num_parts = num_parts_of(num_rows), num_asks = num_steps * num_parts;
+    int num_asks = 0;
+    const int num_steps = product.num_steps();
+    for (const LeftVectors& left : parts) num_asks += num_steps * num_passes(left.num_rows);
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
         Ahead ahead(product.panel(next), num_steps, num_asks), ahead_ups(product.panel(next + ups - panel), num_steps, num_asks);
-        int part = 0;
-        for (int block = 0; block < num_rows; block += ROWS)
-            for_each_part(std::min(ROWS, num_rows - block), [&](int first, int count) {
-                const auto multiply = [&](const LeftVectors& left, int64_t current, int64_t after, Ahead& meanwhile) {
-                    const char *values = product.panel(current), *following = product.panel(after);
-                    if (num_parts == 1) return multiply_vectors<Numbers>(sums, PANEL, left, {values}, Passing{following}, num_steps);
-                    multiply_vectors<Numbers>(sums, PANEL, left, {values}, Far{following, &meanwhile}, num_steps);
-                };
-                const int row = first_row + block + first;
-                const LeftVectors left = rows(row, count);
-                const int64_t after = ++part < num_parts ? panel : next;
-                if (IS_GATED) {
-                    multiply(left, panel, ups, ahead);
-                    Writer<Becomes::GATES, Product> writer(product, out, row, gates, false);
-                    writer.begin(row, count, panel, panel, sums);
-                    writer.write(count);
-                }
-                multiply(left, IS_GATED ? ups : panel, after, IS_GATED ? ahead_ups : ahead);
-                Writer<IS_GATED ? Becomes::GATED : Becomes::RESULT, Product> writer(product, out, row, gates, is_streamed);
-                writer.begin(row, count, IS_GATED ? ups : panel, panel, sums);
+        int row = first_row;
+        for (const LeftVectors& left : parts) {
+            const auto multiply = [&](int64_t current, int64_t after, Ahead& meanwhile) {
+                const char *values = product.panel(current), *following = product.panel(after);
+                if (num_asks == num_steps) return multiply_vectors<Numbers>(sums, PANEL, left, {values}, Passing{following}, num_steps);
+                multiply_vectors<Numbers>(sums, PANEL, left, {values}, Far{following, &meanwhile}, num_steps);
+            };
+            const int count = left.num_rows;
+            const int64_t after = &left != &parts.back() ? panel : next;
+            if (IS_GATED) {
+                multiply(panel, ups, ahead);
+                Writer<Becomes::GATES, Product> writer(product, out, row, gates, false);
+                writer.begin(row, count, panel, panel, sums);
                 writer.write(count);
-            });
+            }
+            multiply(IS_GATED ? ups : panel, after, IS_GATED ? ahead_ups : ahead);
+            Writer<IS_GATED ? Becomes::GATED : Becomes::RESULT, Product> writer(product, out, row, gates, is_streamed);
+            writer.begin(row, count, IS_GATED ? ups : panel, panel, sums);
+            writer.write(count);
+            row += count;
+        }
     }
     if (is_streamed) _mm_sfence();  // before others are told that it is done
 }

@@ -26,12 +26,10 @@ float largest(const T* row, int64_t size) {
     float most = largest(larger(larger(lanes[0], lanes[1]), larger(lanes[2], lanes[3])));
     for (; i < size; i++) {
         const float x = to_float(row[i]);
-        is_nan[0] |= x != x ? -1 : 0;
+        if (x != x) return NAN;
         most = std::max(most, x);
     }
-    for (int k = 0; k < LANES; k++)
-        if (is_nan[k]) return NAN;
-    return most;
+    return has_any(is_nan) ? NAN : most;
 }
 
 // Where `value` is first, which is in the row.

@@ -46,11 +46,11 @@ inline float rounded_up(double x) { return float(x * (1 + 0x1p-10) + 0x1p-54); }
 template <class T>
 inline float quantize_with_rest(int8_t* to, int64_t step_stride, float* rest, const T* x, int num_in, int flip) {
     const float scale = int8::quantize_row(to, step_stride, x, num_in, flip);
-    const __m128i flips = _mm_set1_epi8(char(flip));
     for (int i = 0; i < num_in; i += LANES) {
         const int8_t* const integers = to + i / int8::STEP * step_stride + i % int8::STEP;
-        const __m128i signed_ones = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(integers)), flips);
-        store(rest + i, load(x + i) - (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(signed_ones)) * scale);
+        // an unsigned one is 128 too large, as a signed one of 8 bits it is 128 too small or too large
+        const Ints ones = flip ? (load_bytes(integers) & 0xff) - 128 : load_bytes(integers);
+        store(rest + i, load(x + i) - to_floats(ones) * scale);
     }
     return scale;
 }
@@ -118,7 +118,7 @@ struct Bounds {
                     above = larger(value + off, above);
                     least_of_share = larger(value - off, least_of_share);
                 }
-                most[row * (num_out / PANEL) + panel] = _mm512_test_epi32_mask((__m512i)~is_number, (__m512i)~is_number) ? INFINITY : largest(above);
+                most[row * (num_out / PANEL) + panel] = has_any(~is_number) ? INFINITY : largest(above);
             }
             const float found = largest(least_of_share);
             float known = least[row].load(std::memory_order_relaxed);
@@ -170,6 +170,7 @@ class ScreenedSearch {
         const int first = num_parts_ * row;
         integers_.scales[first] = quantize_with_rest(integers_.row(first), stride, rest, x(row), num_in, flip);
         if (num_parts_ > 1) integers_.scales[first + 1] = quantize_with_rest(integers_.row(first + 1), stride, rest + num_in, rest, num_in, flip);
+        for (int part = 0; part < num_parts_; part++) integers_.finish_row(first + part);
         const double error = norm(rest + (num_parts_ - 1) * num_in, num_in);
         rows_[row] = {rounded_up(norm_of_x), rounded_up(error + rounding_share(num_in) * norm_of_x)};
     }

@@ -1,5 +1,4 @@
-// Sixteen float32 lanes on any machine (the compiler splits them where registers are shorter), and the two element
-// types of tensors. Vector extensions of GCC and Clang.
+// Sixteen float32 lanes, the two element types of tensors, and the functions of softmax and SiLU.
 
 #pragma once
 
@@ -7,25 +6,21 @@
 #include <cstdlib>
 #include <cstring>
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-#define WEFT_HAS_PAIRS
-#endif
+#include "wide.h"
+
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
 namespace weft {
 
-constexpr int LANES = 16;
+#ifdef WEFT_HAS_PAIRS
+constexpr bool IS_INTEL = WEFT_IS_INTEL;
 
-#ifdef __AVX512F__
 // Where vectors have what they read soon from memory, and what they read once. In 32 KB of a first-level cache (a Zen 4) such lines
-// cost much of the speed of memory, in 48 (a Zen 5) the second-level one does.
-constexpr bool IS_FIRST_LEVEL_LARGE = WEFT_FIRST_LEVEL_KB >= 48;
-constexpr _mm_hint SOON = IS_FIRST_LEVEL_LARGE ? _MM_HINT_T0 : _MM_HINT_T1, ONCE = IS_FIRST_LEVEL_LARGE ? _MM_HINT_NTA : _MM_HINT_T1;
+// cost much of the speed of memory, in 48 (a Zen 5) the second-level one does; an Intel (Emerald Rapids) reads half as fast by `prefetchnta`.
+constexpr bool IS_FIRST_LEVEL_LARGE = WEFT_FIRST_LEVEL_KB >= 48, IS_SECOND_LEVEL_SLOW = IS_FIRST_LEVEL_LARGE && !IS_INTEL;
+constexpr _mm_hint SOON = IS_FIRST_LEVEL_LARGE ? _MM_HINT_T0 : _MM_HINT_T1, ONCE = IS_SECOND_LEVEL_SLOW ? _MM_HINT_NTA : _MM_HINT_T1;
 #endif
 
 // Memory that only grows, on the boundary of a cache line: tiles and vectors that cross one cost twice.
@@ -65,23 +60,10 @@ inline bool goes_past_caches(const void* out, int64_t num_rows, int64_t row_byte
     return is_on_lines && num_rows * row_bytes > LEAST;
 }
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t HalfWords __attribute__((vector_size(32)));
-
 // The upper half of a float32.
 struct BFloat16 {
     uint16_t bits;
 };
-
-template <class To, class From>
-inline To bit_cast(From from) {
-    static_assert(sizeof(To) == sizeof(From));
-    To to;
-    std::memcpy(&to, &from, sizeof(to));
-    return to;
-}
 
 inline float to_float(float x) { return x; }
 inline float to_float(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
@@ -95,36 +77,24 @@ inline void put(BFloat16* place, float x) {
     place->bits = uint16_t(x == x ? rounded : 0x7fc0);
 }
 
-inline Floats broadcast(float x) { return x - Floats{}; }
+inline Floats load(const BFloat16* from) { return bit_cast<Floats>(load_half_words(&from->bits) << 16); }
+inline Floats load(const int8_t* from) { return to_floats(load_bytes(from)); }
 
-inline Floats load(const float* from) {
-    Floats x;
-    std::memcpy(&x, from, sizeof(x));
-    return x;
+// The bf16 that each is stored as.
+inline Words to_bfloat16(const Floats& x) {
+    const Words bits = bit_cast<Words>(x), is_number = bit_cast<Words>(x == x);
+    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (rounded & is_number) | (0x7fc0u & ~is_number);
 }
 
-inline Floats load(const BFloat16* from) {
-    HalfWords halves;
-    std::memcpy(&halves, from, sizeof(halves));
-    return bit_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
-}
-
-inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
-
-inline void store(BFloat16* to, Floats x) {
-    const Words bits = bit_cast<Words>(x);
-    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Words is_number = bit_cast<Words>(x == x);
-    const HalfWords halves = __builtin_convertvector((rounded & is_number) | (0x7fc0 & ~is_number), HalfWords);
-    std::memcpy(to, &halves, sizeof(halves));
-}
+inline void store(BFloat16* to, const Floats& x) { store_half_words(&to->bits, to_bfloat16(x)); }
 
 // Two vectors, one after the other; streamed: past the caches.
 inline void store_two(float* to, Floats first, Floats second, bool is_streamed) {
-#ifdef __AVX512F__
+#ifdef WEFT_HAS_PAIRS
     if (is_streamed) {
-        _mm512_stream_ps(to, (__m512)first);
-        _mm512_stream_ps(to + LANES, (__m512)second);
+        stream(to, bit_cast<Ints>(first));
+        stream(to + LANES, bit_cast<Ints>(second));
         return;
     }
 #endif
@@ -132,13 +102,16 @@ inline void store_two(float* to, Floats first, Floats second, bool is_streamed) 
     store(to + LANES, second);
 }
 
-inline void store_two(BFloat16* to, Floats first, Floats second, bool is_streamed) {
-#ifdef __AVX512BF16__
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    if (is_streamed)
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), both);
-    else
-        _mm512_storeu_si512(to, both);
+inline void store_two(BFloat16* to, Floats first, Floats second, [[maybe_unused]] bool is_streamed) {
+#if defined(__AVX512BF16__)
+    const Ints both = (Ints)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    if (is_streamed) return stream(to, both);
+    store_bits(to, both);
+#elif defined(WEFT_HAS_AVX2)
+    const __m256i halves[2] = {pack_half_words(to_bfloat16(first)), pack_half_words(to_bfloat16(second))};
+    const Ints both{{(Ints::Half)halves[0], (Ints::Half)halves[1]}};
+    if (is_streamed) return stream(to, both);
+    store_bits(to, both);
 #else
     store(to, first);
     store(to + LANES, second);
@@ -154,40 +127,8 @@ inline void round_two(Floats& first, Floats& second) {
     first = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
     second = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
 #else
-    T both[2 * LANES];
-    store_two(both, first, second, false);
-    first = load(both), second = load(both + LANES);
+    first = bit_cast<Floats>(to_bfloat16(first) << 16), second = bit_cast<Floats>(to_bfloat16(second) << 16);
 #endif
-}
-
-inline Floats choose(Ints is_first, Floats first, Floats second) {
-    return bit_cast<Floats>((bit_cast<Ints>(first) & is_first) | (bit_cast<Ints>(second) & ~is_first));
-}
-
-// a where it is larger, else b: also where either is a NaN.
-inline Floats larger(Floats a, Floats b) {
-#ifdef __AVX512F__
-    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
-#endif
-    return choose(a > b, a, b);
-}
-
-inline float sum(Floats x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)x);
-#endif
-    float total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += x[lane];
-    return total;
-}
-
-inline float largest(Floats x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_max_ps((__m512)x);
-#endif
-    float most = x[0];
-    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
-    return most;
 }
 
 // e^x to 2 units in the last place; 0 below -87, and at most e^88. Split as 2^n e^r with |r| <= ln(2) / 2
@@ -212,27 +153,39 @@ inline Floats exponential(Floats x) {
     x = choose(x > 88.0f, broadcast(88.0f), x);
     const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     const Floats n = (x * 1.44269504f + shifter) - shifter;
-    const Floats y = exp_lanes(x, n, __builtin_convertvector(n, Ints));
+    const Floats y = exp_lanes(x, n, to_whole(n));
     return choose(is_tiny, Floats{}, y);
 }
 
-#ifdef __AVX512F__
-// 2^x to 3e-6 of it, much finer than bf16: 2^r for 0 <= r < 1 by a polynomial, times 2^floor(x).
+#ifdef WEFT_HAS_PAIRS
+// 2^x to 3e-6 of it, much finer than bf16, where that is a normal number: 2^r for 0 <= r < 1 by a polynomial, times 2^floor(x).
 inline Floats power_of_two(Floats x) {
+#ifdef WEFT_HAS_AVX512
     const Floats r = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+    x = by_halves<Floats>(  // a NaN stays one
+        [](auto x) { return _mm256_min_ps(_mm256_set1_ps(127.5f), _mm256_max_ps(_mm256_set1_ps(-126.0f), (__m256)x)); }, x);
+    const Floats whole = by_halves<Floats>([](auto x) { return _mm256_floor_ps((__m256)x); }, x), r = x - whole;
+#endif
     Floats p = r * 1.34266659e-2f + 5.22425039e-2f;
     p = p * r + 0.241280192f;
     p = p * r + 0.693044846f;
     p = p * r + 1.0f;
+#ifdef WEFT_HAS_AVX512
     return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return p * bit_cast<Floats>((to_whole(whole) + 127) << 23);
+#endif
 }
 #endif
 
 // x / (1 + e^-x), as finely as T asks for.
 template <class T>
 inline Floats silu(Floats x) {
-#ifdef __AVX512F__
+#if defined(WEFT_HAS_AVX512)
     if (sizeof(T) == 2) return x * (Floats)_mm512_rcp14_ps((__m512)(power_of_two(x * -1.44269504f) + 1.0f));  // to 7e-5 of it
+#elif defined(WEFT_HAS_PAIRS)
+    if (sizeof(T) == 2) return x / (power_of_two(x * -1.44269504f) + 1.0f);
 #endif
     return x / (1.0f + exponential(-x));
 }
@@ -249,12 +202,16 @@ inline float exponential(float x) {
 // e^(x * scale - most), at most 1, as finely as T asks for; 0 where it would be too small for a normal number.
 template <class T>
 inline Floats exponential_from(Floats x, float scale, float most) {
-#ifdef __AVX512F__
+#ifdef WEFT_HAS_PAIRS
     if (sizeof(T) == 2) {
         constexpr float LOG2_E = 1.44269504f;
         const Floats y = x * (scale * LOG2_E) - most * LOG2_E;
+#ifdef WEFT_HAS_AVX512
         const __mmask16 is_seen = _mm512_cmp_ps_mask((__m512)y, (__m512)broadcast(-126.0f), _CMP_NLT_UQ);  // a NaN stays one
         return (Floats)_mm512_maskz_mov_ps(is_seen, (__m512)power_of_two(y));
+#else
+        return bit_cast<Floats>(bit_cast<Ints>(power_of_two(y)) & ~(y < -126.0f));
+#endif
     }
 #endif
     return exponential(x * scale - most);
@@ -262,50 +219,17 @@ inline Floats exponential_from(Floats x, float scale, float most) {
 
 #ifdef WEFT_HAS_PAIRS
 // The first and the second bf16 of each lane, as float32.
-struct Halves {
-    Floats first, second;
+inline Floats first_half(const Ints& pairs) { return bit_cast<Floats>(pairs << 16); }
+inline Floats second_half(const Ints& pairs) { return bit_cast<Floats>(pairs & int32_t(0xffff0000)); }
 
-    static Halves of(__m512i pairs) {
-        return {(Floats)_mm512_slli_epi32(pairs, 16), (Floats)_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)))};
-    }
-};
-
-inline Floats add_products(Floats sums, const Halves& a, const Halves& b) {
-    return (Floats)_mm512_fmadd_ps((__m512)a.second, (__m512)b.second, _mm512_fmadd_ps((__m512)a.first, (__m512)b.first, (__m512)sums));
-}
-
-// Adds both products of each lane's pairs of bf16, which are exact, in float32.
-inline Floats add_products(Floats sums, __m512i a, __m512i b) {
+// Adds both products of each lane's pairs of bf16, which are exact, in float32. In the order of Intel's products of pairs, whose bits
+// these are but for what is too small for a normal number.
+inline Floats add_products(const Floats& sums, const Ints& a, const Ints& b) {
 #ifdef __AVX512BF16__
     return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
 #else
-    return add_products(sums, Halves::of(a), Halves::of(b));
+    return multiply_add(first_half(a), first_half(b), multiply_add(second_half(a), second_half(b), sums));
 #endif
-}
-#endif
-
-#ifdef __AVX512F__
-// Rows [0, 16) of 16 pairs of bf16, or of float32, become columns.
-inline void transpose_pairs(__m512i* rows) {
-    __m512i other[16];
-    for (int i = 0; i < 16; i += 2) {
-        other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            rows[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
-            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; j++) {
-            other[i + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0x88);
-            other[i + j + 4] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0xdd);
-        }
-    for (int j = 0; j < 8; j++) {
-        rows[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
-        rows[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
-    }
 }
 #endif
 

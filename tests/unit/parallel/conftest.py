@@ -20,13 +20,25 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return NativeCpuKernels.build()
 
 
-@pytest.fixture(scope="module", params=["", "-mno-amx-tile", "-mno-amx-tile -mno-avx512bf16"])
+_LESSER_CPUS = {
+    "amx_tile": "-mno-amx-tile",
+    "avx512_bf16": "-mno-amx-tile -mno-avx512bf16",
+    "avx512f": "-mno-amx-tile -mno-avx512f",
+    "avx2": "-mno-amx-tile -mno-avx512f -mno-avx2",
+}
+"""How to compile for a CPU that has not this feature, nor those before it."""
+
+
+@pytest.fixture(scope="module", params=[None, *_LESSER_CPUS])
 def library(request: pytest.FixtureRequest) -> Path:
-    """The compiled ones, for this CPU, without its matrix tiles, and without its products of bfloat16 pairs too; all
-    stay in the user's cache."""
+    """The compiled ones: for this CPU, and for those that have ever less of what it has; all stay in the user's cache."""
     _require_compiler()
+    if request.param is None:
+        return build.build_library()
+    if request.param not in build.cpu_features().split():
+        pytest.skip(f"as without {request.param}: this CPU has none")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", (*build._FLAGS, *request.param.split()))
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, *_LESSER_CPUS[request.param].split()))
         return build.build_library()
 
 
