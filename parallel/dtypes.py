@@ -8,6 +8,7 @@ import torch
 from parallel.device.base import Device
 from parallel.errors import CheckpointError, ConfigError
 from parallel.families.fields import Fields, read_json_object
+from parallel.families.registry import describe_model
 from parallel.weight_files import STORED_DTYPES, locate_tensors, open_tensors
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -18,16 +19,24 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Dtypes that a model can compute in, by the names that users give them."""
 
 
-def resolve_dtype(name: str, folder: Path, device: Device) -> torch.dtype:
+def resolve_dtype(name: str, folder: Path, device: Device, *, multiplies_bfloat16: bool = False) -> torch.dtype:
     """The dtype called `name`; "auto" lets the device decide, knowing that of the checkpoint.
 
+    Args:
+        multiplies_bfloat16: the kernels have products of their own for it (`select.multiplies_bfloat16`), however slow
+            torch is in it on this device. Matrices of experts are left to torch.
+
     Raises:
-        ConfigError: the name, or the one in config.json, is not known.
+        ConfigError: the name, or what config.json says, is not known.
         CheckpointError: "auto", config.json says nothing, and the weights cannot be read.
+        UnsupportedModelError: "auto", and the model's family is not known.
     """
-    if name == "auto":
-        return device.default_dtype(checkpoint_dtype(folder))
-    return _find(name, "dtype", ("auto", *DTYPES))
+    if name != "auto":
+        return _find(name, "dtype", ("auto", *DTYPES))
+    stored = checkpoint_dtype(folder)
+    if multiplies_bfloat16 and stored is torch.bfloat16 and describe_model(folder).moe is None:
+        return stored
+    return device.default_dtype(stored)
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:

@@ -39,7 +39,7 @@ from parallel.errors import DeviceError
 from parallel.families.registry import describe_model
 from parallel.kernels.base import Kernels
 from parallel.kernels.inductor import InductorKernels
-from parallel.kernels.select import select_kernels
+from parallel.kernels.select import multiplies_bfloat16, select_kernels
 from parallel.mesh import Mesh
 from parallel.one_shot import OneShotAllReduce
 from workers.config import EngineConfig
@@ -271,7 +271,8 @@ def _leave(runner: ModelRunner | None = None, *, has_failed: bool = False) -> No
 def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: RankStats | None) -> ModelRunner:
     folder = Path(config.model)
     device: Device = select_device(config.device, _local_rank(mesh.rank))
-    dtype = resolve_dtype(config.dtype, folder, device)
+    has_products = multiplies_bfloat16(device.torch_device, config.kernels)
+    dtype = resolve_dtype(config.dtype, folder, device, multiplies_bfloat16=has_products)
     check_dtype(config.cache, describe_model(folder), device.torch_device)
     kernels = _select_kernels(config, device.torch_device, dtype)
     decoder = load_decoder(

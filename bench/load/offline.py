@@ -24,6 +24,7 @@ from parallel.device.energy import GpuEnergy
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
 from parallel.families.registry import describe_model
+from parallel.kernels.select import multiplies_bfloat16
 from router.call import ChatMessage
 from router.tokenizer import ModelTokenizer
 from workers.config import EngineConfig
@@ -103,7 +104,8 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
     folder = find_model(options.model)
     config = engine_config(folder, options.settings)
     device = select_device(config.device)
-    dtype = resolve_dtype(config.dtype, folder, device)
+    has_products = multiplies_bfloat16(device.torch_device, config.kernels)
+    dtype = resolve_dtype(config.dtype, folder, device, multiplies_bfloat16=has_products)
     watcher.begin("load", 1.0)
     started_s = time.perf_counter()
     stats = RankStats()

@@ -39,7 +39,7 @@ class CpuDevice:
     works_by_itself = False
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        """That of the checkpoint; float32 for what this CPU is slow in: float16, and bfloat16 without AVX512."""
+        """That of the checkpoint; float32 for what torch is slow in here: float16, and bfloat16 without AVX512."""
         capability = torch.backends.cpu.get_cpu_capability()
         is_slow = checkpoint_dtype is torch.float16 or capability in _SLOW_IN_BFLOAT16
         if not is_slow or checkpoint_dtype is torch.float32:

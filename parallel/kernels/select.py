@@ -15,6 +15,8 @@ from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from parallel.kernels.inductor import InductorKernels
+from parallel.kernels.native.build import build_library
+from parallel.kernels.native.library import load_programs
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import ChooseTokens, choose_in_torch
 
@@ -56,6 +58,16 @@ def select_kernels(
         kernels = _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
     return _compiled(kernels, device, name) if compiles else kernels
+
+
+def multiplies_bfloat16(device: torch.device, name: str = "auto") -> bool:
+    """Whether the kernels called `name` have products of bfloat16 of their own on this CPU; compiles where needed."""
+    if device.type != "cpu" or name not in ("auto", "cpu-native"):
+        return False
+    try:
+        return load_programs(build_library()) is not None
+    except DeviceError:  # the choice of kernels tells the reason
+        return False
 
 
 def select_sampling(device: torch.device, name: str = "auto") -> ChooseTokens:

@@ -474,6 +474,21 @@ def test_auto_dtype_is_what_the_device_makes_of_the_config(folder: Path, key: st
     assert resolve_dtype("auto", folder, _FakeDevice()) == torch.float16  # type: ignore[arg-type]
 
 
+def test_auto_dtype_stays_bfloat16_where_the_kernels_multiply_it_themselves(folder: Path) -> None:
+    _set_config(folder, dtype="bfloat16")
+    device = _FakeDevice()
+    assert resolve_dtype("auto", folder, device, multiplies_bfloat16=True) == torch.bfloat16  # type: ignore[arg-type]
+    _set_config(folder, dtype="float32")
+    assert resolve_dtype("auto", folder, device, multiplies_bfloat16=True) == torch.float32  # type: ignore[arg-type]
+
+
+def test_auto_dtype_of_experts_is_left_to_the_device(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "model"))
+    _set_config(folder, dtype="bfloat16")
+    device = _FakeDevice()
+    assert resolve_dtype("auto", folder, device, multiplies_bfloat16=True) == torch.float16  # type: ignore[arg-type]
+
+
 def test_auto_dtype_without_config_is_that_of_the_weights(folder: Path) -> None:
     _set_config(folder)
     assert checkpoint_dtype(folder) == torch.float32

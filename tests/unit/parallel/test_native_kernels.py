@@ -18,7 +18,7 @@ from parallel.kernels.native.library import Operations, Programs, load_operation
 from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack
 from parallel.kernels.native.tape import Recorder
 from parallel.kernels.reference import ReferenceKernels
-from parallel.kernels.select import select_kernels
+from parallel.kernels.select import multiplies_bfloat16, select_kernels
 
 CPU = torch.device("cpu")
 
@@ -317,3 +317,17 @@ def test_without_a_compiler_auto_falls_back_and_native_is_refused(
     assert "no C++ compiler" in caplog.text
     with pytest.raises(DeviceError, match=r"no C\+\+ compiler"):
         select_kernels(CPU, torch.bfloat16, "cpu-native")
+
+
+def test_products_of_bfloat16_are_told_by_what_was_compiled(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.kernels.select.build_library", lambda: library)
+    has_programs = load_programs(library) is not None
+    assert multiplies_bfloat16(CPU) == multiplies_bfloat16(CPU, "cpu-native") == has_programs
+    assert not multiplies_bfloat16(CPU, "cpu")
+    assert not multiplies_bfloat16(torch.device("cuda"))
+
+
+def test_without_a_compiler_there_are_no_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda _name: None)
+    assert not multiplies_bfloat16(CPU)
