@@ -46,7 +46,7 @@ struct Tensors {
 // Buffers of one thread; they only grow.
 class Scratch {
   public:
-    Buffer<float> scores, part, totals, queries;
+    Buffer<float> scores, part, totals;
     Buffer<BFloat16> packed;
     std::vector<Running> running;
     const Tile* next = nullptr;   // that this thread is likely to compute after this one

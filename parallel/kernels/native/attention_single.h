@@ -22,26 +22,13 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int e
     const bool is_asked = scratch.asked == tensors_.keys + offsets[0];
     ask_ahead(upcoming, tile, begin, end, is_asked, scratch);
     [[maybe_unused]] const TileScope scope = TileScope::of_columns(1);
-#ifdef WEFT_HAS_AVX2
-    float* const queries = scratch.queries.room(size_t(heads) * head_dim);
-    for (int i = 0; i < heads * head_dim; i += LANES) store(queries + i, load(q + i));
-#endif
     for (int token = 0; token < num_tokens; token += TILE) {
         const bool is_together = (begin + token) % layout_.block_size + TILE <= layout_.block_size;
         const int pace = !is_asked && token < AHEAD ? 2 : 1;
-        int head = 0;
-#ifdef WEFT_HAS_AVX2
-        for (; is_together && head + 2 <= heads; head += 2)
-            score_rows<2>(scores + head * PARTITION + token, tensors_.keys + offsets[token] + head * head_dim, token_stride_, queries + head * head_dim, head_dim, upcoming, pace);
-#endif
-        for (; head < heads; head++) {
+        for (int head = 0; head < heads; head++) {
             const T* keys = is_together ? tensors_.keys + offsets[token] + head * head_dim : gather_keys(offsets + token, head, scratch);
             const int64_t stride = is_together ? token_stride_ : head_dim;
-#ifdef WEFT_HAS_AVX2
-            score_rows<1>(scores + head * PARTITION + token, keys, stride, queries + head * head_dim, head_dim, upcoming, pace);
-#else
             score_row(scores + head * PARTITION + token, keys, stride, q + head * head_dim, head_dim, upcoming, pace);
-#endif
         }
     }
     soften(tile, 0, heads, {begin, end}, scores, PARTITION, params_.scale, running);
@@ -58,8 +45,6 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int e
                 const int num_tokens = std::min(together, count - token);
                 if (may_use_tiles())
                     add_step_of_values<lines>(to + dim, values + dim, offsets + token, weights, num_tokens, upcoming);
-                else if (are_weights_floats())
-                    add_floats_of_values<lines>(to + dim, values + dim, offsets + token, weights, num_tokens, upcoming);
                 else
                     add_pairs_of_values<lines>(to + dim, values + dim, offsets + token, rounded, num_tokens, upcoming);
             };

@@ -113,39 +113,6 @@ inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride,
     store(scores, sums);
 }
 
-#ifdef WEFT_HAS_AVX2
-// The same of HEADS rows, each with a head of its own, side by side, and q as float32: scores are PARTITION apart. Four sums or two are
-// under way at a time, for each waits for its last product.
-template <int HEADS>
-void score_rows(float* scores, const BFloat16* keys, int64_t token_stride, const float* q, int head_dim, Upcoming& upcoming, int pace) {
-    constexpr int TOKENS = 8, DIMS = 2 * TOKENS;  // of a block
-    __m256 sums[HEADS][2] = {};
-    for (int dim = 0; dim < head_dim; dim += DIMS)
-#pragma GCC unroll 2
-        for (int head = 0; head < HEADS; head++)
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; half++) {
-                __m256i rows[TOKENS];
-                const BFloat16* from = keys + half * TOKENS * token_stride + head * head_dim + dim;
-                for (int i = 0; i < TOKENS; i++, from += token_stride) {
-                    rows[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-                    if (i % 2) upcoming.ask<SOON>(pace);
-                }
-                transpose_block(rows);
-                const float* two = q + head * head_dim + dim;
-                __m256 sum = sums[head][half];
-                for (int pair = 0; pair < TOKENS; pair++, two += 2) {  // in the order of add_products
-                    const __m256i second = _mm256_and_si256(rows[pair], _mm256_set1_epi32(int32_t(0xffff0000)));
-                    sum = _mm256_fmadd_ps(_mm256_broadcast_ss(two + 1), (__m256)second, sum);
-                    sum = _mm256_fmadd_ps(_mm256_broadcast_ss(two), (__m256)_mm256_slli_epi32(rows[pair], 16), sum);
-                }
-                sums[head][half] = sum;
-            }
-    for (int head = 0; head < HEADS; head++)
-        for (int half = 0; half < 2; half++) _mm256_storeu_ps(scores + head * PARTITION + half * TOKENS, sums[head][half]);
-}
-#endif
-
 inline void round_to_bfloat16(float* x, int count) {
     for (int i = 0; i < count; i += 2 * LANES) {
         Floats first = load(x + i), second = load(x + i + LANES);
@@ -154,18 +121,9 @@ inline void round_to_bfloat16(float* x, int count) {
     }
 }
 
-// Whether weights meet the values as float32, and even and odd dims are summed apart; else as pairs of bf16.
-inline bool are_weights_floats() {
-#ifdef WEFT_HAS_AVX2
-    return true;
-#else
-    return may_use_tiles();
-#endif
-}
-
-// Weights of a row, in whole runs of 32, as they meet the values: if not float32, bf16 in the same place.
+// Weights of a row, in whole runs of 32, as they meet the values: for tiles still float32, for vectors bf16 in the same place.
 inline void round_weights(float* weights, int count) {
-    if (are_weights_floats()) return round_to_bfloat16(weights, count);
+    if (may_use_tiles()) return round_to_bfloat16(weights, count);
     BFloat16* const rounded = reinterpret_cast<BFloat16*>(weights);
     for (int i = 0; i < count; i += 2 * LANES) store_two(rounded + i, load(weights + i), load(weights + i + LANES), false);
 }
@@ -187,28 +145,6 @@ void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* o
             sums[2 * line] = add_products(sums[2 * line], two, unpack_low<int16_t>(a, b));
             sums[2 * line + 1] = add_products(sums[2 * line + 1], two, unpack_high<int16_t>(a, b));
         }
-    }
-    for (int i = 0; i < 2 * LINES; i++) store(totals + i * LANES, sums[i]);
-}
-
-// The same by float32, with the same bits. Of each 32 dims `totals` has the even ones first.
-template <int LINES>
-void add_floats_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const float* weights, int num_tokens,
-                          Upcoming& upcoming) {
-    Floats sums[2 * LINES];
-    for (int i = 0; i < 2 * LINES; i++) sums[i] = load(totals + i * LANES);
-    const auto add = [&](int token) {
-        const Floats weight = broadcast(weights[token]);
-        for (int line = 0; line < LINES; line++) {
-            const Ints both = load_bits(values + offsets[token] + line * STEP);
-            sums[2 * line] = multiply_add(weight, first_half(both), sums[2 * line]);
-            sums[2 * line + 1] = multiply_add(weight, second_half(both), sums[2 * line + 1]);
-        }
-    };
-    for (int token = 0; token < num_tokens; token += 2) {
-        upcoming.ask<SOON>(2 * LINES);
-        if (token + 1 < num_tokens) add(token + 1);
-        add(token);
     }
     for (int i = 0; i < 2 * LINES; i++) store(totals + i * LANES, sums[i]);
 }
@@ -242,7 +178,7 @@ void add_step_of_values(float* totals, const BFloat16* values, const int64_t* of
 inline void interleave(float* totals, int head_dim) {
     for (int dim = 0; dim < head_dim; dim += STEP) {
         Ints first = load_bits(totals + dim), second = load_bits(totals + dim + LANES);
-        if (are_weights_floats())
+        if (may_use_tiles())
             interleave<int32_t>(first, second);
         else
             interleave<Quarter>(first, second);

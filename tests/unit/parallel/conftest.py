@@ -31,7 +31,7 @@ _LESSER_CPUS = {
 
 @pytest.fixture(scope="module", params=[None, *_LESSER_CPUS])
 def library(request: pytest.FixtureRequest) -> Path:
-    """The compiled ones: for this CPU, and for those that have ever less of what it has; all stay in the user's cache."""
+    """The compiled ones: for this CPU, and for CPUs that have ever less; all stay in the user's cache."""
     _require_compiler()
     if request.param is None:
         return build.build_library()
