@@ -57,7 +57,7 @@ class Upcoming {
     // `size` values from here on, whole lines.
     void add(const BFloat16* from, int64_t size) { runs_[count_++] = {from, from + size}; }
 
-    template <_mm_hint HINT>
+    template <Hint HINT>
     void ask(int num_lines) {
         for (; num_lines > 0; num_lines--, next_ += STEP) {
             if (next_ == end_) {

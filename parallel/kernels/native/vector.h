@@ -17,10 +17,12 @@ namespace weft {
 #ifdef WEFT_HAS_PAIRS
 constexpr bool IS_INTEL = WEFT_IS_INTEL;
 
+using Hint = decltype(_MM_HINT_T0);  // of a prefetch; compilers have types of their own for it
+
 // Where vectors have what they read soon from memory, and what they read once. In 32 KB of a first-level cache (a Zen 4) such lines
 // cost much of the speed of memory, in 48 (a Zen 5) the second-level one does; an Intel (Emerald Rapids) reads half as fast by `prefetchnta`.
 constexpr bool IS_FIRST_LEVEL_LARGE = WEFT_FIRST_LEVEL_KB >= 48, IS_SECOND_LEVEL_SLOW = IS_FIRST_LEVEL_LARGE && !IS_INTEL;
-constexpr _mm_hint SOON = IS_FIRST_LEVEL_LARGE ? _MM_HINT_T0 : _MM_HINT_T1, ONCE = IS_SECOND_LEVEL_SLOW ? _MM_HINT_NTA : _MM_HINT_T1;
+constexpr Hint SOON = IS_FIRST_LEVEL_LARGE ? _MM_HINT_T0 : _MM_HINT_T1, ONCE = IS_SECOND_LEVEL_SLOW ? _MM_HINT_NTA : _MM_HINT_T1;
 #endif
 
 // Memory that only grows, on the boundary of a cache line: tiles and vectors that cross one cost twice.
