@@ -122,7 +122,10 @@ def _num_spares(ray_address: str) -> int:
 
 
 def _runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # also when it ends meanwhile
+        return False
 
 
 def main(folder: Path, control: str) -> None:
