@@ -49,7 +49,10 @@ def nothing_left() -> Iterator[set[int]]:
 
 
 def runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # also when it ends meanwhile
+        return False
 
 
 def ask(router: str) -> None:
