@@ -426,6 +426,10 @@ void attend(const Target<T>& out, const T* q, int64_t q_token_stride, const void
     PagedAttention<T>(tensors, layout, params, plan).run(team);
 }
 
+// In attention.cpp.
+extern template void attend(const Target<float>&, const float*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
+extern template void attend(const Target<BFloat16>&, const BFloat16*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
+
 }  // namespace weft
 
 #include "attention_chunks.h"

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from parallel.errors import DeviceError
@@ -22,10 +23,7 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 """In order of preference; the `ziglang` package is taken where none of them is installed."""
 
-_FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp-simd"),
-    *("-shared", "-fPIC", "-fvisibility=hidden"),
-)
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-fvisibility=hidden")
 _TIMEOUT_S = 300.0
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -46,8 +44,9 @@ def build_library(cache: Path | None = None) -> Path:
     started = time.monotonic()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
+        objects = _compile(compiler, Path(folder))
         output = Path(folder) / library.name
-        _run([*compiler, *_flags(), str(SOURCES / "kernels.cpp"), "-o", str(output)])
+        _run([*compiler, "-shared", *objects, "-o", str(output)])
         os.replace(output, library)
     logger.info("compiled the CPU kernels with %s in %.1f s: %s", compiler[0], time.monotonic() - started, library)
     return library
@@ -67,6 +66,20 @@ def find_compiler() -> list[str]:
 def default_cache() -> Path:
     """A folder of this user's own: what lies in it is loaded as code."""
     return Path.home() / ".cache" / "weft"
+
+
+def _compile(compiler: Sequence[str], folder: Path) -> list[str]:
+    """Each source, all at once: the objects."""
+    flags = _flags()
+
+    def compile_one(source: Path) -> str:
+        output = str(folder / f"{source.stem}.o")
+        _run([*compiler, *flags, "-c", str(source), "-o", output])
+        return output
+
+    sources = sorted(SOURCES.glob("*.cpp"))
+    with ThreadPoolExecutor(len(sources)) as pool:
+        return list(pool.map(compile_one, sources))
 
 
 def _flags() -> tuple[str, ...]:

@@ -1,11 +1,8 @@
-// The operations of `Kernels` that plain torch does slowly on a CPU, behind a C interface: compiled once per machine by
-// build.py, called through ctypes by library.py. reference.py defines what each one means.
-//
-// Pointers are to dense rows unless a stride (in elements) says otherwise. Nothing here checks its arguments.
+// All exports.h speaks of but attention.
 
-#include "attention.h"
 #include "cache_int8.h"
 #include "elementwise.h"
+#include "exports.h"
 #include "linear.h"
 #include "matrix.h"
 #include "matrix_int8.h"
@@ -15,24 +12,7 @@
 
 using namespace weft;
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-#define FOR_EACH_TYPE(DEFINE) \
-    DEFINE(float32, float)    \
-    DEFINE(bfloat16, BFloat16)
-
 #define DEFINE(NAME, T)                                                                                                 \
-    EXPORT void weft_attention_##NAME(void* out, const void* q, int64_t q_token_stride, const void* keys,               \
-                                      const void* values, const StepLayout* layout, const LayerParams* params) {        \
-        AttentionPlan plan(*layout, params->window, packs_chunks<T>(*layout));                                       \
-        const Target<T> to{static_cast<T*>(out), int64_t(layout->num_heads) * layout->head_dim};                        \
-        on_team(layout->num_threads, 1, [&](Team& team) {                                                               \
-            attend(to, static_cast<const T*>(q), q_token_stride, keys, values, *layout, *params, plan, team);           \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT int weft_has_dot_products_##NAME(int head_dim, int is_int8) {                                                \
-        return is_int8 ? has_dot_products<T, int8_t>(head_dim) : has_dot_products<T>(head_dim);                         \
-    }                                                                                                                   \
     EXPORT void weft_multiply_rows_##NAME(float* out, const void* x, int64_t x_row_stride, int num_rows,                 \
                                           const void* weight, int64_t num_out, int num_in, int num_threads) {           \
         multiply_rows(Target<float>{out, num_out}, static_cast<const T*>(x), x_row_stride, num_rows,                    \
