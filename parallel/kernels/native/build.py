@@ -3,6 +3,7 @@
 Knows compilers and files; what the library offers is in library.py.
 """
 
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parallel.errors import DeviceError
@@ -33,23 +35,40 @@ logger = logging.getLogger(__name__)
 def build_library(cache: Path | None = None) -> Path:
     """The compiled library; compiled now where the cache has none for these sources, this compiler and this CPU.
 
-    Several processes may build at once: each puts its own file in place whole. Raises DeviceError when there is no
-    compiler or it fails.
+    Of several processes that want it at once, one compiles and the others wait for it. Raises DeviceError when there is
+    no compiler or it fails.
     """
     compiler = find_compiler()
     cache = cache or default_cache()
     library = cache / f"weft_kernels_{_key(compiler)}.so"
     if library.exists():
         return library
-    started = time.monotonic()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
-        objects = _compile(compiler, Path(folder))
+    with _locked(library.with_suffix(".lock")):
+        if not library.exists():
+            _build(compiler, library)
+    return library
+
+
+def _build(compiler: Sequence[str], library: Path) -> None:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
         output = Path(folder) / library.name
-        _run([*compiler, "-shared", *objects, "-o", str(output)])
+        _run([*compiler, "-shared", *_compile(compiler, Path(folder)), "-o", str(output)])
         os.replace(output, library)
     logger.info("compiled the CPU kernels with %s in %.1f s: %s", compiler[0], time.monotonic() - started, library)
-    return library
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among processes; not where the file system has no locks: there each puts its own file in place whole."""
+    with path.open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def find_compiler() -> list[str]:

@@ -1,7 +1,10 @@
 """The compiled kernels: built once, with a clear error where they cannot be, and with results that no split changes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, Semaphore
+from typing import TextIO
 
 import pytest
 import torch
@@ -300,6 +303,35 @@ def test_library_is_compiled_once_and_again_when_the_compiler_changes(
     with pytest.raises(DeviceError, match="not this one"):
         build.build_library(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_who_wants_the_library_at_once_waits_for_the_one_that_compiles_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs: list[Path] = []
+    lock, asked, may_end = build.fcntl.flock, Semaphore(0), Event()
+
+    def compile_slowly(command: list[str]) -> str:
+        outputs.append(Path(command[-1]))
+        outputs[-1].touch()
+        assert may_end.wait(30)
+        return ""
+
+    def ask(file: TextIO, operation: int) -> None:
+        asked.release()
+        lock(file, operation)
+
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "_key", lambda compiler: "key")
+    monkeypatch.setattr(build, "_run", compile_slowly)
+    monkeypatch.setattr(build.fcntl, "flock", ask)
+    with ThreadPoolExecutor() as pool:
+        built = [pool.submit(build.build_library, tmp_path) for _ in range(2)]
+        assert all(asked.acquire(timeout=30) for _ in built)
+        may_end.set()
+        assert {each.result(30) for each in built} == {tmp_path / "weft_kernels_key.so"}
+    assert sorted(output.name for output in outputs) == ["attention.o", "kernels.o", "weft_kernels_key.so"]
+    assert [path.name for path in tmp_path.iterdir()] == ["weft_kernels_key.so"]
 
 
 def test_auto_takes_them_on_a_cpu(operations: dict[torch.dtype, Operations]) -> None:
