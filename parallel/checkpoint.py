@@ -1,10 +1,10 @@
 """Loads the weights of one rank from a Hugging Face folder, reading only the slices it holds, several at once.
 
 What those are is planned by weight_reads.py; their files are opened by weight_files.py. Rows are read straight to
-where they stay. What is not in one piece is copied from a mapped file, of which pages that were touched count as memory
-of this process: those of a slice are left when it is copied, and a file is mapped anew for each part of the decoder,
-since more pages come than are asked for. While a part is laid out for the kernels, which may copy it, the next are
-read.
+where they stay, columns by way of a few whole rows. What cannot be read so (`.bin` files, packed matrices) is copied
+from a mapped file, of which pages that were touched count as memory of this process: those of a slice are left when it
+is copied, and a file is mapped anew for each part of the decoder, since more pages come than are asked for. While a
+part is laid out for the kernels, which may copy it, the next are read.
 """
 
 import logging

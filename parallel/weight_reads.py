@@ -30,6 +30,8 @@ OpenFiles = Mapping[Path, StoredTensors]
 
 _CONVERTED_ELEMENTS = 1 << 16
 """At once, so that they stay in the cache of a core."""
+_ROW_ELEMENTS = 1 << 18
+"""At once, of rows of which only columns are wanted: small reads cost more than what stays near a core gains."""
 _SENT_ELEMENTS = 1 << 22
 """To a GPU at once, from pinned memory, which torch keeps for the next."""
 _UNPACKED_ELEMENTS = 1 << 22
@@ -94,36 +96,37 @@ class WeightRead:
 
     def copy(self, file: Path, opened: OpenFiles) -> int:
         """Fill the target; return the bytes that were read."""
-        if self.dim == 0 and (found := opened[file].find(self.name)) is not None:
-            return self._read_rows(found, STORED_DTYPES[opened[file].get_slice(self.name).get_dtype()])
+        if (found := opened[file].find(self.name)) is not None:
+            return self._read(found, STORED_DTYPES[opened[file].get_slice(self.name).get_dtype()])
         with _StoredSlice(opened[file], self.name, self.expert) as stored:
             columns = () if self.dim == 0 else (slice(self.start, self.stop),)
             weights = stored[slice(self._rows.start, self._rows.stop), *columns]
             self.target.copy_(weights.t() if self.is_transposed else weights)
         return stored.num_bytes
 
-    def _read_rows(self, found: FileBytes, dtype: torch.dtype) -> int:
-        """Read what lies in one piece: straight to the target, if that has the same bytes."""
+    def _read(self, found: FileBytes, dtype: torch.dtype) -> int:
+        """Read what has the same bytes in one piece straight to the target; else whole rows, some at a time."""
         if self._holds_as_stored(dtype):
             found.read(self._num_skipped * dtype.itemsize, self.target)
-        else:
-            is_sent = self.target.device.type != "cpu"
-            for part in self.cut(_SENT_ELEMENTS if is_sent else _CONVERTED_ELEMENTS):
-                sizes = part.target.t().shape if self.is_transposed else part.target.shape
-                rows = torch.empty(sizes, dtype=dtype, pin_memory=is_sent)
-                found.read(part._num_skipped * dtype.itemsize, rows)
-                part.target.copy_(rows.t() if self.is_transposed else rows)
+            return self.num_elements * dtype.itemsize
+        is_sent = self.target.device.type != "cpu"
+        for part in self.cut(_SENT_ELEMENTS if is_sent else _CONVERTED_ELEMENTS if self.dim == 0 else _ROW_ELEMENTS):
+            sizes = (len(part._rows), *self.shape[-self.target.dim() :][1:])
+            rows = torch.empty(sizes, dtype=dtype, pin_memory=is_sent)
+            found.read(part._num_skipped * dtype.itemsize, rows)
+            weights = rows if self.dim == 0 else rows[:, self.start : self.stop]
+            part.target.copy_(weights.t() if self.is_transposed else weights)
         return self.num_elements * dtype.itemsize
 
     @property
     def _num_skipped(self) -> int:
         """Elements of the stored tensor before the first of these rows."""
         sizes = self.shape[-self.target.dim() :]
-        return (self.expert or 0) * math.prod(sizes) + self.start * math.prod(sizes[1:])
+        return (self.expert or 0) * math.prod(sizes) + self._rows.start * math.prod(sizes[1:])
 
     def _holds_as_stored(self, dtype: torch.dtype) -> bool:
         is_same = self.target.dtype == dtype and self.target.is_contiguous() and not self.is_transposed
-        return is_same and self.target.device.type == "cpu"
+        return self.dim == 0 and is_same and self.target.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
