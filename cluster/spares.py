@@ -1,11 +1,12 @@
 """Worker processes that Ray starts ahead, so that who comes next finds Python and everything imported there: spares.
 
 A group that is READY leaves one for each of its ranks on their nodes, a service that stops one for a controller and one
-for a router, `weft warm` both. `prepare`, which such a process runs before it takes work, imports what is needed, and
-notes in Ray's store that a spare waits. Whoever creates actors looks for these notes and asks for processes of that
-kind; Ray then hands out those that wait. The kind is told by environment variables, and one of them by the code: a
-spare never becomes a rank of other code than it has imported; those of other code end when new ones are left. What goes
-wrong (a spare has died, say) makes a start slower, and nothing else.
+for a router, `weft warm` both. `prepare`, which such a process runs before it takes work, imports what is needed, for a
+rank also compiles the kernels where nobody has yet, and notes in Ray's store that a spare waits. Whoever creates actors
+looks for these notes and asks for processes of that kind; Ray then hands out those that wait. The kind is told by
+environment variables, and one of them by the code: a spare never becomes a rank of other code than it has imported;
+those of other code end when new ones are left. What goes wrong (a spare has died, say) makes a start slower, and
+nothing else.
 
     spare/NODE/KIND/until        when those of this kind on this node end, in seconds since 1970; gone: at once
     spare/NODE/KIND/most         how many of them whoever asked last wants there; gone: any number
@@ -173,6 +174,8 @@ def prepare() -> None:
             _check_is_wanted(place)
         import_for_good(*SpareKind(role).modules)
         if not has_work:
+            if role == SpareKind.RANK:
+                _compile_kernels()
             _begin_to_wait(place, code)
     except Exception:
         if not has_work:
@@ -191,6 +194,18 @@ def take_spare() -> None:
     try:
         drop_notes(wait.notes)
     except SpareError as error:
+        _tell(str(error))
+
+
+def _compile_kernels() -> None:
+    """What else the first rank on this kind of CPU would compile. Blocks until it is there."""
+    # not imported with this module, which commands read
+    from parallel.errors import DeviceError
+    from parallel.kernels.native.build import build_library
+
+    try:
+        build_library()
+    except DeviceError as error:
         _tell(str(error))
 
 

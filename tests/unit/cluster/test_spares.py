@@ -14,6 +14,8 @@ from cluster import ray_prestart, spares
 from cluster.code_id import code_id
 from cluster.errors import SpareError
 from cluster.spares import SpareKind, leave_spares, num_waiting, prepare, spare_options, take_spare
+from parallel.errors import DeviceError
+from parallel.kernels.native import build
 
 RANK = SpareKind.RANK
 SERVICE = SpareKind.SERVICE
@@ -69,8 +71,16 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch, imported: list[str]) -> Iterator[Notes]:
-    """The store of a node n, in whose process nothing is imported."""
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been compiled."""
+    built: list[str] = []
+    monkeypatch.setattr(build, "build_library", lambda: built.append("kernels"))
+    return built
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, imported: list[str], compiled: list[str]) -> Iterator[Notes]:
+    """The store of a node n, in whose process nothing is imported or compiled."""
     store = Notes()
     for name in ("list_notes", "read_note", "leave_note", "drop_notes", "num_started_at_once", "start_ahead"):
         monkeypatch.setattr(spares, name, getattr(store, name))
@@ -117,15 +127,36 @@ def test_controller_becomes_a_spare_where_one_waits(store: Notes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "modules"), [(RANK, ["cluster.leader"]), (SERVICE, ["cluster.controller", "router.app"])]
+    ("kind", "modules", "libraries"),
+    [(RANK, ["cluster.leader"], ["kernels"]), (SERVICE, ["cluster.controller", "router.app"], [])],
 )
-def test_spare_notes_that_it_waits_when_everything_is_imported(
-    store: Notes, imported: list[str], monkeypatch: pytest.MonkeyPatch, kind: SpareKind, modules: list[str]
+def test_spare_notes_that_it_waits_when_everything_is_imported_and_compiled(
+    store: Notes,
+    imported: list[str],
+    compiled: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: SpareKind,
+    modules: list[str],
+    libraries: list[str],
 ) -> None:
     leave_spares("n", kind, count=1, lifetime_s=600)
     become(monkeypatch, kind.full_name)
     assert spare_options("n", kind)
     assert imported == modules
+    assert compiled == libraries
+
+
+def test_rank_waits_where_nothing_can_be_compiled(
+    store: Notes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise DeviceError("no C++ compiler")
+
+    monkeypatch.setattr(build, "build_library", fail)
+    leave_spares("n", RANK, count=1, lifetime_s=600)
+    become(monkeypatch)
+    assert num_waiting("n", RANK) == 1
+    assert "no C++ compiler" in caplog.text
 
 
 def test_taken_spare_is_not_counted_any_more(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
