@@ -87,13 +87,16 @@ class ReplicaLink(ReplicaBook):
         self._has_outgoing = asyncio.Event()
         self._may_leave = asyncio.Event()
         self._next_frame = 0
-        self._last_frame_s = 0.0
+        self._silent_s = 0.0
+        self._waiting_since_s: float | None = None
 
     def submit(self, submit: replica_pb2.Submit, *, num_pending_tokens: int) -> Inbox:
         """Send a request, and return where its outputs will arrive. Only while `takes_requests`; never blocks."""
         assert self.state is LinkState.READY
         assert submit.request_id not in self._inboxes
         inbox = Inbox()
+        if not self._inboxes:
+            self._waiting_since_s = self._clock()
         self._inboxes[submit.request_id] = inbox
         self.note_submit(submit.request_id, num_pending_tokens, self._clock())
         self._send(replica_pb2.ConnectRequest(submit=submit))
@@ -104,7 +107,8 @@ class ReplicaLink(ReplicaBook):
         if request_id in self._inboxes:
             self.note_abort(request_id)
             self._forget(request_id)
-            self._send(replica_pb2.ConnectRequest(abort=replica_pb2.Abort(request_id=request_id)))
+            if not self._unsend(request_id):
+                self._send(replica_pb2.ConnectRequest(abort=replica_pb2.Abort(request_id=request_id)))
 
     def retire(self) -> None:
         """Take no more requests, do not dial again, and end `run` when the last request here has ended."""
@@ -216,7 +220,7 @@ class ReplicaLink(ReplicaBook):
         if frame.frame != self._next_frame:
             raise ProtocolError(f"frame {frame.frame} came; wanted: {self._next_frame}")
         self._next_frame += 1
-        self._last_frame_s = self._clock()
+        self._break_silence()
         if frame.stored_block_hashes or frame.evicted_block_hashes:
             self.note_blocks(_split(frame.stored_block_hashes), _split(frame.evicted_block_hashes))
         for output in frame.outputs:
@@ -238,6 +242,8 @@ class ReplicaLink(ReplicaBook):
 
     def _forget(self, request_id: str) -> None:
         del self._inboxes[request_id]
+        if not self._inboxes:
+            self._silent_s, self._waiting_since_s = self._waited_in_silence_s, None
         if self._is_retired and not self._inboxes:
             self._may_leave.set()
 
@@ -245,6 +251,7 @@ class ReplicaLink(ReplicaBook):
         """Leave the ready state, and hand the replica's requests back."""
         self._outgoing.clear()
         inboxes, self._inboxes = self._inboxes, {}
+        self._break_silence()
         for inbox in inboxes.values():
             inbox.lose(reason)
         self.note_disconnected()
@@ -252,6 +259,14 @@ class ReplicaLink(ReplicaBook):
     def _send(self, message: replica_pb2.ConnectRequest) -> None:
         self._outgoing.append(message)  # bounded by the requests that admission lets in
         self._has_outgoing.set()
+
+    def _unsend(self, request_id: str) -> bool:
+        """Take back a request that still waits to be sent; whether it did."""
+        for index, message in enumerate(self._outgoing):
+            if message.submit.request_id == request_id:
+                del self._outgoing[index]
+                return True
+        return False
 
     async def _write(self, call: _Call) -> None:
         while True:
@@ -262,13 +277,19 @@ class ReplicaLink(ReplicaBook):
 
     async def _watch_for_stall(self) -> None:
         limit_s = self._config.stall_timeout_s
-        self._last_frame_s = self._clock()
         while True:
             await asyncio.sleep(limit_s / 4)
-            if not self._inboxes:
-                self._last_frame_s = self._clock()  # a silence counts from when somebody waits
-            elif self._clock() - self._last_frame_s > limit_s:
-                raise ProtocolError(f"nothing came for {limit_s:g} s while {len(self._inboxes)} requests waited")
+            if self._waited_in_silence_s > limit_s:
+                raise ProtocolError(f"nothing came for {limit_s:g} s while requests waited")
+
+    @property
+    def _waited_in_silence_s(self) -> float:
+        """For how long there have been requests here since the last frame, those included that were taken back."""
+        since_s = self._waiting_since_s
+        return self._silent_s + (0.0 if since_s is None else self._clock() - since_s)
+
+    def _break_silence(self) -> None:
+        self._silent_s, self._waiting_since_s = 0.0, self._clock() if self._inboxes else None
 
     async def _leave_when_retired(self) -> None:
         await self._may_leave.wait()

@@ -233,7 +233,7 @@ class FakeReplica(ReplicaServicer):
                 self._submit(message.submit, stream)
             else:
                 self.aborts.append(message.abort.request_id)
-                if stream.sequences.pop(message.abort.request_id, None):
+                if stream.sequences.pop(message.abort.request_id, None) and self._steps_allowed != 0:
                     self._broadcast()
             self._notify()
 

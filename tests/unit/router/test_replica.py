@@ -54,6 +54,7 @@ async def test_aborted_request_reaches_the_replica_once_and_its_late_outputs_go_
         )
         link.submit(submit, num_pending_tokens=2)
         assert link.load.num_requests == 1
+        await until(lambda: replica.num_requests == 1)
         link.abort("x")
         link.abort("x")
         assert link.load.num_requests == 0
@@ -64,6 +65,22 @@ async def test_aborted_request_reaches_the_replica_once_and_its_late_outputs_go_
         link.submit(replica_pb2.Submit(request_id="y", prompt_token_ids=[1]), num_pending_tokens=1)
         await until(lambda: replica.num_requests == 1)
         assert link.is_ready
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def test_request_that_is_aborted_before_it_was_sent_is_not_sent() -> None:
+    async with FakeReplica("a", paused=True) as replica:
+        link = link_to(replica)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        for request_id in ("x", "y", "z"):
+            link.submit(replica_pb2.Submit(request_id=request_id, prompt_token_ids=[1]), num_pending_tokens=1)
+        link.abort("x")
+        link.abort("y")
+        await until(lambda: replica.num_requests == 1)
+        assert [submit.request_id for submit in replica.submits] == ["z"]
+        assert not replica.aborts
         running.cancel()
         await asyncio.wait((running,))
 
