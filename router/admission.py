@@ -1,8 +1,8 @@
 """The bounded queue in front of the replicas: a place for each request, first come first served, or an early refusal.
 
-A request enters before its prompt is tokenized and starts before a replica is chosen, so everything the router holds
-for clients is bounded by max_in_flight + max_queued. Who gets a place when is decided in places.py. Owned by the event
-loop.
+A request enters before its prompt is tokenized and starts before a replica is chosen, but when its model has one, so
+everything the router holds for clients is bounded by max_in_flight + max_queued. Who gets a place when is decided in
+places.py. Owned by the event loop.
 """
 
 import asyncio

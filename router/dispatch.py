@@ -30,6 +30,9 @@ _OUTCOMES = {
 }
 _FINISHED = ("stop", "length")
 
+_LONG_TEXT = 100_000
+"""Characters; more may take seconds to encode."""
+
 
 class Dispatcher:
     """Serves calls over the models of a directory. Satisfies call.Dispatch; lives on one event loop."""
@@ -76,7 +79,7 @@ class Dispatcher:
                 flight = self._flight(request, route, span)
                 try:
                     with span.child("weft.admission"):
-                        await flight.hold()
+                        await flight.hold(self._most_held)
                         await place.start(deadline_s)
                     meter.start()
                     while not outcome:
@@ -139,6 +142,12 @@ class Dispatcher:
             for route in self._directory.routes
         ]
 
+    @property
+    def _most_held(self) -> int:
+        """Requests that may wait for a replica of one model: its share of all places."""
+        config = self._admission.config
+        return max(1, (config.max_in_flight + config.max_queued) // len(self._directory.routes))
+
     async def _prepare(self, call: GenerateCall, route: ModelRoute, deadline_s: float | None) -> PreparedRequest:
         """Turn a call into tokens and complete parameters. Raises InvalidRequestError."""
         check_call(call)
@@ -170,9 +179,11 @@ class Dispatcher:
     async def _encode(
         self, tokenizer: Tokenizer, prompt: str | tuple[ChatMessage, ...], add_special_tokens: bool
     ) -> tuple[int, ...]:
+        num_characters = len(prompt) if isinstance(prompt, str) else sum(len(each.content) for each in prompt)
+        run = self._pool.run_long if num_characters > _LONG_TEXT else self._pool.run
         if isinstance(prompt, str):
-            return await self._pool.run(tokenizer.encode, prompt, add_special_tokens)
-        return await self._pool.run(tokenizer.render_chat, prompt)
+            return await run(tokenizer.encode, prompt, add_special_tokens)
+        return await run(tokenizer.render_chat, prompt)
 
     async def _max_context(self, route: ModelRoute) -> int:
         """Return the model's context; when only replicas know it, wait for the first."""

@@ -19,7 +19,7 @@ from weft.v1 import inference_pb2, replica_pb2
 from router.call import GenerateDelta
 from router.config import FailoverConfig
 from router.directory import Directory, ModelRoute
-from router.errors import DeadlineError, InvalidRequestError, RequestFailedError
+from router.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError
 from router.inbox import Ending, Inbox, Received, ReplicaLost
 from router.metrics import RouterMetrics
 from router.placing import Placing
@@ -92,6 +92,7 @@ class Flight:
         self._generated: list[int] = []
         self._part: _Part | None = None
         self._served_by: list[ReplicaId] = []
+        self._retry_after_s = retry_after_s
         self._placing = Placing(config, route.name, retry_after_s)
         self._is_held = False  # as far as the controller knows
         self._first_prediction: int | None = None
@@ -100,26 +101,46 @@ class Flight:
         self._hashes: list[bytes] | None = None
         route.num_open += 1  # until `close`
 
-    async def hold(self) -> None:
-        """Wait for the model's first replica, where one is started because somebody asks.
+    async def hold(self, most: int) -> None:
+        """Wait while the model has no replica; for longer where one is started because somebody asks.
+
+        Args:
+            most: requests of the model that may wait so.
 
         Raises:
             DeadlineError, NoReplicaError: none came in time.
+            OverloadedError: as many wait as may.
         """
-        give_up_s = time.monotonic() + self._config.cold_start_wait_s
+        if self._route.num_ready:
+            return
+        if self._route.num_waiting >= most:
+            raise OverloadedError(
+                f"{self._route.num_waiting} requests wait for a replica of model {self._route.name!r}; allowed: {most}",
+                retry_after_s=self._retry_after_s(),
+            )
+        self._route.num_waiting += 1
         try:
             async with asyncio.timeout_at(self._request.deadline_s):
-                while self._route.starts_on_demand and not self._route.num_ready:
-                    self._is_held = True
-                    self._directory.report_soon()
-                    left_s = give_up_s - time.monotonic()
-                    if left_s <= 0:
-                        raise self._placing.no_replica_error(self._config.cold_start_wait_s)
-                    await self._directory.wait_for_change(left_s)
+                await self._wait_for_replica()
         except TimeoutError:
             raise DeadlineError(
                 f"the deadline passed before a replica of model {self._route.name!r} was ready"
             ) from None
+        finally:
+            self._route.num_waiting -= 1
+
+    async def _wait_for_replica(self) -> None:
+        begin_s = time.monotonic()
+        while not self._route.num_ready:
+            limit_s = self._config.new_request_wait_s
+            if self._route.starts_on_demand:
+                limit_s = self._config.cold_start_wait_s
+                self._is_held = True
+                self._directory.report_soon()
+            left_s = begin_s + limit_s - time.monotonic()
+            if left_s <= 0:
+                raise self._placing.no_replica_error(limit_s)
+            await self._directory.wait_for_change(left_s)
 
     async def next(self) -> GenerateDelta:
         """Return the next delta; after one with `finished` there is none.
@@ -192,7 +213,11 @@ class Flight:
             links = self._placing.find(self._route, now_s)
             if links:
                 return self._submit(links)
-            await self._directory.wait_for_change(self._placing.wait_s(now_s))
+            if self._route.starts_on_demand and not self._placing.has_begun and not self._route.num_ready:
+                await self._wait_for_replica()  # its last one has just left
+                self._placing.seek_anew(time.monotonic())
+            else:
+                await self._directory.wait_for_change(self._placing.wait_s(now_s))
 
     async def _hash(self) -> None:
         """Hash the blocks of prompt and output once for each placing, off the event loop when they are many."""

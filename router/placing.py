@@ -31,17 +31,22 @@ class Placing:
         """When it was last without a replica that gives tokens; refusals do not begin the wait anew."""
 
     @property
-    def _has_begun(self) -> bool:
+    def has_begun(self) -> bool:
+        """A replica has worked on it."""
         return self._has_tokens or bool(self._breaks)
 
     @property
     def _limit_s(self) -> float:
-        return self._config.failover_wait_s if self._has_begun else self._config.new_request_wait_s
+        return self._config.failover_wait_s if self.has_begun else self._config.new_request_wait_s
 
     def seek(self, now_s: float) -> None:
         """Begin to look for a replica, if it does not already."""
         if self._seeking_since_s is None:
             self._seeking_since_s = now_s
+
+    def seek_anew(self, now_s: float) -> None:
+        """Begin to look only now."""
+        self._seeking_since_s = now_s
 
     def find(self, route: Route[LinkT], now_s: float) -> Sequence[LinkT]:
         """Return those of the model's replicas that the request may go to now; none: wait for `wait_s`, ask again.
@@ -54,7 +59,7 @@ class Placing:
         found = route.find(self._full | self._leaving, now_s)
         if found and now_s <= give_up_s:
             return found
-        if self._full and not self._has_begun:
+        if self._full and not self.has_begun:
             raise OverloadedError(
                 f"all replicas of model {self._model!r} are full", retry_after_s=self._retry_after_s()
             )

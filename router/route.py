@@ -62,6 +62,8 @@ class Route(Generic[LinkT]):
         """Of the model; None until a replica was connected."""
         self.num_open = 0
         """Requests that were accepted and have not ended."""
+        self.num_waiting = 0
+        """Of those: who wait while there is no replica, and have not been on one."""
         self.num_finished = 0
         """Requests that were served, but those that began while there was no replica."""
         self.num_on_time = 0

@@ -39,6 +39,7 @@ class TokenizerPool:
     def __init__(self, load: Callable[[str], Tokenizer], *, num_threads: int) -> None:
         self._load = load
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
 
     async def get(self, path: str) -> Tokenizer:
@@ -57,6 +58,14 @@ class TokenizerPool:
         """Run a function in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
 
+    async def run_long(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what may take seconds in a thread that is there for this alone, one after the other.
+
+        Once begun it goes on, also when its caller has left.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._long_thread, lambda: function(*args, **kwargs))
+
     def close(self) -> None:
         """Let the threads end; work that has not begun is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._long_thread.shutdown(wait=False, cancel_futures=True)

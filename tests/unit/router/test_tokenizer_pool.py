@@ -51,3 +51,15 @@ async def test_work_runs_in_another_thread() -> None:
     pool = TokenizerPool(lambda _: ByteTokenizer(), num_threads=1)
     assert await pool.run(threading.get_ident) != threading.get_ident()
     pool.close()
+
+
+async def test_long_work_leaves_the_threads_to_the_rest_also_when_its_caller_has_gone() -> None:
+    may_end = threading.Event()
+    pool = TokenizerPool(lambda path: ByteTokenizer(), num_threads=1)
+    long = [asyncio.create_task(pool.run_long(may_end.wait)) for _ in range(3)]
+    await asyncio.sleep(0)
+    long[0].cancel()
+    assert await asyncio.wait_for(pool.run(len, "abc"), 10) == 3
+    may_end.set()
+    assert await asyncio.gather(*long[1:]) == [True, True]
+    pool.close()
