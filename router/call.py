@@ -1,6 +1,6 @@
 """One generation as the front ends ask for it and as its deltas come back: plain values that gRPC and HTTP share."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +80,10 @@ class Dispatch(Protocol):
 
     async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
+
+    async def token_names(self, model: str, token_ids: Collection[int]) -> dict[int, str]:
+        """Return what each token reads as on its own. For the tokens of an answer: ids are not checked, and no place
+        is needed."""
 
     def list_models(self) -> list[ModelCard]:
         """Return the models served now."""

@@ -5,7 +5,7 @@ Text work runs in the tokenizer pool; replicas are the business of flight.py. Ev
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Collection
 from typing import TypeVar
 
 from weft.v1 import inference_pb2 as pb
@@ -19,6 +19,7 @@ from router.errors import DeadlineError, NoReplicaError, RateLimitedError, Route
 from router.flight import Flight, PreparedRequest
 from router.metrics import RouterMetrics
 from router.spans import NO_TRACER, Span, Tracer
+from router.token_names import TokenNames
 from router.tokenizer_pool import Tokenizer, TokenizerPool
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class Dispatcher:
         self._directory = directory
         self._admission = admission
         self._pool = pool
+        self._names = TokenNames(pool)
         self._metrics = metrics
         self._rng = rng
         self._tracer = tracer
@@ -129,6 +131,11 @@ class Dispatcher:
             tokenizer = await self._pool.get(route.path)
             check_token_ids("token_ids", token_ids, route.vocab_size or tokenizer.vocab_size)
             return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens)
+
+    async def token_names(self, model: str, token_ids: Collection[int]) -> dict[int, str]:
+        """Return what each token of an answer reads as on its own. The answer had its place; its names need none."""
+        route = self._directory.resolve(model)
+        return await self._names.of(await self._pool.get(route.path), token_ids)
 
     def list_models(self) -> list[ModelCard]:
         """Return the models served now."""

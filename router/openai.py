@@ -37,7 +37,6 @@ from router.openai_render import (
     CompletionRenderer,
     Json,
     Renderer,
-    TokenNames,
     error_body,
     error_headers,
     render_error,
@@ -119,7 +118,6 @@ class _Front:
         self._reads_trace_context = reads_trace_context
         self._max_body_bytes = max_body_bytes
         self._ready = ready if ready is not None else self._has_ready_replica
-        self._names = TokenNames(dispatch)
         self._started_at = int(time.time())
 
     async def complete(self, request: Request) -> "_Exchange":
@@ -193,7 +191,7 @@ class _Front:
             created=int(time.time()),
             choices_per_prompt=asked.num_choices,
             include_usage=asked.include_usage,
-            names=self._names,
+            dispatch=self._dispatch,
         )
         sources = [self._dispatch.generate(call) for call in calls]
         return _Exchange(sources, renderer, is_stream=bool(asked.stream))

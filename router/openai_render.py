@@ -3,10 +3,9 @@
 Pure but for the names of tokens, which come from the dispatcher; openai.py sends what is built here.
 """
 
-import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -25,7 +24,6 @@ Json = dict[str, Any]
 
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
-_MAX_TOKEN_NAMES = 65_536
 
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: "stop",
@@ -38,32 +36,6 @@ _ERROR_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
-
-
-class TokenNames:
-    """What each token of a model reads as on its own, for log-probabilities; asks the dispatcher once for each."""
-
-    def __init__(self, dispatch: Dispatch) -> None:
-        self._dispatch = dispatch
-        self._names: dict[tuple[str, int], str] = {}
-
-    async def of(self, model: str, token_ids: Iterable[int]) -> dict[int, str]:
-        """Return the name of each token id. A token that is only a part of a character is named "�"."""
-        wanted = sorted(set(token_ids))
-        missing = [token_id for token_id in wanted if (model, token_id) not in self._names]
-        found = await asyncio.gather(*(self._ask(model, token_id) for token_id in missing))
-        if len(self._names) + len(missing) > _MAX_TOKEN_NAMES:
-            self._names.clear()
-        names = {token_id: self._names[model, token_id] for token_id in wanted if (model, token_id) in self._names}
-        for token_id, name in zip(missing, found, strict=True):
-            names[token_id] = self._names[model, token_id] = name
-        return names
-
-    async def _ask(self, model: str, token_id: int) -> str:
-        # A decoder may drop the space before the first word of a text, so the name is what the token adds to itself.
-        once = await self._dispatch.detokenize(model, (token_id,), skip_special_tokens=False)
-        twice = await self._dispatch.detokenize(model, (token_id, token_id), skip_special_tokens=False)
-        return twice[len(once) :]
 
 
 class Choice:
@@ -93,14 +65,14 @@ class Renderer(ABC):
         created: int,
         choices_per_prompt: int,
         include_usage: bool,
-        names: TokenNames,
+        dispatch: Dispatch,
     ) -> None:
         self._calls = calls
         self._id = response_id
         self._created = created
         self._choices_per_prompt = choices_per_prompt
         self._include_usage = include_usage
-        self._names = names
+        self._dispatch = dispatch
         self._choices = [Choice(index) for index in range(len(calls))]
         self._model = ""
 
@@ -167,7 +139,7 @@ class Renderer(ABC):
 
     async def _token_names(self, logprobs: Sequence[pb.TokenLogprobs]) -> dict[int, str]:
         token_ids = {each.token_id for position in logprobs for each in (position.chosen, *position.top)}
-        return await self._names.of(self._model, token_ids)
+        return await self._dispatch.token_names(self._model, token_ids)
 
     def _ending(self, choice: Choice) -> Json:
         """Return why a choice ended: the OpenAI reason, and the stop string or the requested stop token that did it."""

@@ -1,7 +1,7 @@
 """A Dispatch without replicas: it answers with a text of its own, one byte a token, and records what was asked."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 
 from weft.v1 import inference_pb2 as pb
 
@@ -24,7 +24,6 @@ class FakeDispatch:
         self.calls: list[GenerateCall] = []
         self.aborted: list[str] = []
         """Request ids of the calls that were closed before their end."""
-        self.num_detokenized = 0
         self.error: Exception | None = None
         """Raised by every call, after `error_after` tokens."""
         self.error_after = 0
@@ -57,9 +56,11 @@ class FakeDispatch:
 
     async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         self._check_model(model)
-        self.num_detokenized += 1
         text = bytes(token_id for token_id in token_ids if token_id < EOS).decode(errors="replace")
         return text if skip_special_tokens else text + "<eos>" * token_ids.count(EOS)
+
+    async def token_names(self, model: str, token_ids: Collection[int]) -> dict[int, str]:
+        return {each: await self.detokenize(model, (each,), skip_special_tokens=False) for each in token_ids}
 
     def list_models(self) -> list[ModelCard]:
         return [self.model]

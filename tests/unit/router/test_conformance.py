@@ -251,6 +251,15 @@ async def test_logprobs(request_name: str) -> None:
     ]
 
 
+async def test_names_of_tokens_need_no_place() -> None:
+    """The answer has the only one."""
+    request = hello(logprobs=5)
+    async with FakeReplica("a") as a, serving(a, admission=AdmissionConfig(max_in_flight=1, max_queued=0)) as fronts:
+        await ask(fronts["grpc"], request)
+        answer = await ask_all(fronts, request)
+    assert [len(position.top) for position in answer.logprobs] == [5] * 10
+
+
 async def test_tenants_share_no_prefix() -> None:
     async with FakeReplica("a") as a, serving(a) as fronts:
         used = []

@@ -1,0 +1,46 @@
+"""What each token of a vocabulary reads as on its own, for log-probabilities; asked for once, off the event loop.
+
+The names go with the tokenizer that gave them: a model that is served from another folder has other names.
+"""
+
+from collections.abc import Iterable
+from itertools import islice
+from weakref import WeakKeyDictionary
+
+from router.tokenizer_pool import Tokenizer, TokenizerPool
+
+_MAX_TOKEN_NAMES = 65_536
+"""That are kept of each tokenizer."""
+
+
+class TokenNames:
+    """Names of tokens, by tokenizer. Owned by the event loop."""
+
+    def __init__(self, pool: TokenizerPool) -> None:
+        self._pool = pool
+        self._kept: WeakKeyDictionary[Tokenizer, dict[int, str]] = WeakKeyDictionary()
+
+    async def of(self, tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[int, str]:
+        """Return the name of each token id. A token that is only a part of a character is named "�"."""
+        kept = self._kept.setdefault(tokenizer, {})
+        wanted = set(token_ids)
+        known = {token_id: kept[token_id] for token_id in wanted if token_id in kept}
+        missing = sorted(wanted - known.keys())
+        if not missing:
+            return known
+        found = await self._pool.run(_read_names, tokenizer, missing)
+        if len(kept) + len(found) > _MAX_TOKEN_NAMES:  # others may have added theirs meanwhile
+            kept.clear()
+        kept.update(islice(found.items(), _MAX_TOKEN_NAMES))
+        return known | found
+
+
+def _read_names(tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[int, str]:
+    return {token_id: _read_name(tokenizer, token_id) for token_id in token_ids}
+
+
+def _read_name(tokenizer: Tokenizer, token_id: int) -> str:
+    # A decoder may drop the space before the first word of a text, so the name is what the token adds to itself.
+    once = tokenizer.decode((token_id,), skip_special_tokens=False)
+    twice = tokenizer.decode((token_id, token_id), skip_special_tokens=False)
+    return twice[len(once) :]
