@@ -17,6 +17,7 @@ from router.convert import check_call, check_chat, check_length, check_token_ids
 from router.directory import Directory, ModelRoute
 from router.errors import DeadlineError, NoReplicaError, RateLimitedError, RouterError
 from router.flight import Flight, PreparedRequest
+from router.keys import cache_space
 from router.metrics import RouterMetrics
 from router.spans import NO_TRACER, Span, Tracer
 from router.token_names import TokenNames
@@ -179,7 +180,7 @@ class Dispatcher:
             prompt_token_ids=token_ids,
             sampling=sampling,
             priority=call.priority,
-            cache_salt=call.cache_salt if call.tenant is None else call.tenant.salted(call.cache_salt),
+            cache_salt=cache_space(call.tenant, call.cache_salt),
             deadline_s=deadline_s,
         )
 

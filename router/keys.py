@@ -96,10 +96,6 @@ class Tenant:
         if self._tokens is not None:
             self._tokens.take(num_tokens)
 
-    def salted(self, cache_salt: str) -> str:
-        """The cache salt of a request of this tenant that asks for `cache_salt`."""
-        return f"{self.name}/{cache_salt}" if self.isolate_cache else cache_salt
-
     def keep_rates_of(self, before: "Tenant") -> None:
         """Go on with what was left of the rates that have not changed."""
         for name in ("_requests", "_tokens"):
@@ -168,6 +164,14 @@ class KeyRing:
             if twice is not None:
                 raise RouterConfigError(f"{self._path}: {what} {twice!r} appears twice; allowed: once")
         return {entry.sha256: Tenant(entry, self._clock) for entry in entries}
+
+
+def cache_space(tenant: Tenant | None, cache_salt: str) -> str:
+    """Return what a request's block hashes are salted with: each isolated key has spaces of its own, all others share
+    those of their salts. Whatever clients send, no two meet."""
+    if tenant is not None and tenant.isolate_cache:
+        return f"key/{len(tenant.name)}/{tenant.name}/{cache_salt}"  # the length: names and salts may hold a slash
+    return f"salt/{cache_salt}" if cache_salt.startswith(("key/", "salt/")) else cache_salt
 
 
 def hash_key(key: str) -> str:

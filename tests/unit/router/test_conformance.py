@@ -488,4 +488,4 @@ async def test_only_a_known_key_opens(name: str, tmp_path: Path) -> None:
     )
     assert (wrong.code, wrong.message) == (StatusCode.UNAUTHENTICATED, "the API key is not known")
     assert answer.finish_reason == "length"
-    assert [submit.cache_salt for submit in a.submits] == ["alice/x"]
+    assert [submit.cache_salt for submit in a.submits] == ["key/5/alice/x"]

@@ -15,7 +15,7 @@ from helpers.router_harness import router_config, running_router
 from router.client import AsyncClient, OverloadedError, UnauthenticatedError
 from router.errors import RateLimitedError, RouterConfigError
 from router.errors import UnauthenticatedError as NotKnown
-from router.keys import KeyRing, hash_key
+from router.keys import KeyRing, cache_space, hash_key
 
 ALICE = "wk-alice"
 
@@ -74,10 +74,20 @@ def test_a_slow_rate_still_allows_one(write: Callable[..., Path]) -> None:
     alice.admit()
 
 
-def test_an_isolated_key_shares_no_prefix(write: Callable[..., Path]) -> None:
-    path = write({"isolate_cache": True}, {"name": "bob", "sha256": hash_key("wk-bob")})
-    assert ring(path).identify(f"Bearer {ALICE}").salted("x") == "alice/x"
-    assert ring(path).identify("Bearer wk-bob").salted("x") == "x"
+def test_spaces_of_cached_prefixes_cannot_meet(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    names = ("alice", "alice/", "alice/x", "5/alice")
+    entries = [{"name": name, "sha256": hash_key(name), "isolate_cache": True} for name in names]
+    path.write_text(yaml.safe_dump({"keys": [*entries, {"name": "bob", "sha256": hash_key("bob")}]}))
+    tenants = [ring(path).identify(f"Bearer {name}") for name in (*names, "bob")]
+    salts = {"", "/", "x", "x/", "/x", "/x/", *names}
+    salts |= {cache_space(tenant, salt) for tenant in (*tenants, None) for salt in salts}  # known to all
+
+    spaces = [cache_space(tenant, salt) for tenant in tenants for salt in sorted(salts)]
+
+    assert len(set(spaces)) == len(spaces)
+    for salt in ("", "x"):
+        assert cache_space(tenants[-1], salt) == cache_space(None, salt) == salt
 
 
 @pytest.mark.parametrize(
@@ -169,4 +179,4 @@ async def test_both_front_ends_want_a_key_and_keep_its_rate(write: Callable[...,
             assert (await http.get("/health")).status_code == 200
             async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())  # type: ignore[no-untyped-call]
-        assert {submit.cache_salt for submit in a.submits} == {"alice/"}
+        assert {submit.cache_salt for submit in a.submits} == {"key/5/alice/"}
