@@ -134,7 +134,7 @@ class KeyRing:
             self.reload()
 
     def reload(self) -> None:
-        """Read the file if it has changed."""
+        """Read the file if it has changed. Whatever it holds, nothing is raised."""
         version = _version(self._path)
         if version == self._version:
             return
@@ -154,7 +154,7 @@ class KeyRing:
     def _read(self) -> Mapping[str, Tenant]:
         try:
             entries = msgspec.convert(yaml.safe_load(self._path.read_bytes()), _File).keys
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
+        except Exception as error:  # yaml lets out whatever a text makes its parts raise, such as ValueError
             raise RouterConfigError(f"the API keys in {self._path} cannot be read: {error}") from error
         for entry in entries:
             _check(entry, self._path)

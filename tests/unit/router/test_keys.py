@@ -94,6 +94,9 @@ def test_spaces_of_cached_prefixes_cannot_meet(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("keys: [", "cannot be read"),
+        ("keys: [{name: 2026-02-30}]", "cannot be read: day is out of range"),
+        ("keys: !!bool perhaps", "cannot be read"),
+        pytest.param("keys: " + "[" * 5000, "cannot be read: maximum recursion depth", id="deep"),
         ("key: []", "unknown field|missing required field"),
         ("keys: [{name: a, sha256: 00}]", "Expected `str`"),
         ("keys: [{name: a, sha256: abc}]", "sha256 of 'a' is no 64 hexadecimal digits"),
@@ -127,7 +130,7 @@ def test_a_changed_file_is_read_again_and_rates_go_on(
     assert keys.identify("Bearer wk-bob").name == "bob"
     with pytest.raises(RateLimitedError):
         keys.identify(f"Bearer {ALICE}").admit()
-    path.write_text("keys: [broken")
+    path.write_text("keys: [{name: 2026-02-30}]")
     keys.reload()
     assert "the API keys stay as they were" in caplog.text
     assert keys.identify("Bearer wk-bob").name == "bob"
