@@ -102,15 +102,15 @@ class LinkConfig:
     """Of the connections to controller and replicas; None: they are not encrypted."""
 
     def __post_init__(self) -> None:
-        _at_least("connect_timeout_s", self.connect_timeout_s, 0)
-        _at_least("stall_timeout_s", self.stall_timeout_s, 0)
+        _at_least("connect_timeout_s", self.connect_timeout_s, 0.001)
+        _at_least("stall_timeout_s", self.stall_timeout_s, 0.001)
         _at_least("backoff_s", self.backoff_s, 0)
         _at_least("max_backoff_s", self.max_backoff_s, self.backoff_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverConfig:
-    """How long a request looks for a replica."""
+    """How long a request looks for a replica; 0: it takes one that is there, or none."""
 
     max_attempts: int = 4
     """Replicas that may break under one request before it fails."""

@@ -55,15 +55,14 @@ class Placing:
             OverloadedError: all are full, and it has not begun.
             NoReplicaError, ReplicaFailedError: none took it for too long.
         """
-        give_up_s = self._give_up_s
         found = route.find(self._full | self._leaving, now_s)
-        if found and now_s <= give_up_s:
+        if found:  # also past the limit: one that waits for nothing takes what is there
             return found
         if self._full and not self.has_begun:
             raise OverloadedError(
                 f"all replicas of model {self._model!r} are full", retry_after_s=self._retry_after_s()
             )
-        if now_s >= give_up_s:
+        if now_s >= self._give_up_s:
             raise self.no_replica_error(self._limit_s)
         self._full.clear()
         self._leaving.clear()

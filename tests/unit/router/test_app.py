@@ -25,7 +25,7 @@ from weft.v1.inference_pb2_grpc import InferenceStub
 
 from router.__main__ import _config, _parser
 from router.app import BoundAddresses
-from router.config import AdmissionConfig, FailoverConfig, PolicyName, RouterConfig
+from router.config import AdmissionConfig, FailoverConfig, LinkConfig, PolicyName, RouterConfig
 from router.errors import RouterConfigError
 from router.server import READINESS_SERVICE
 
@@ -279,6 +279,12 @@ def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str
     addresses = changes.pop("addresses", ())
     with pytest.raises(RouterConfigError, match=message):
         router_config(*addresses, **changes)
+
+
+@pytest.mark.parametrize("name", ["connect_timeout_s", "stall_timeout_s"])
+def test_time_limit_of_a_link_is_not_0(name: str) -> None:
+    with pytest.raises(RouterConfigError, match=f"{name} is 0; allowed: at least 0.001"):
+        LinkConfig(**{name: 0})
 
 
 def test_prefix_affinity_is_the_default() -> None:

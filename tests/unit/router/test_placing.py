@@ -30,8 +30,8 @@ def route_to(*books: ReplicaBook) -> Route[ReplicaBook]:
     return route
 
 
-def seeking(now_s: float = 0.0) -> Placing:
-    placing = Placing(CONFIG, "m", lambda: 1.5)
+def seeking(now_s: float = 0.0, config: FailoverConfig = CONFIG) -> Placing:
+    placing = Placing(config, "m", lambda: 1.5)
     placing.seek(now_s)
     return placing
 
@@ -86,6 +86,19 @@ def test_refusals_do_not_begin_the_wait_anew() -> None:
     placing.seek(9.0)
     with pytest.raises(NoReplicaError):
         placing.find(route_to(ready(A)), 10.5)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_request_that_waits_for_nothing_takes_what_is_there(has_begun: bool) -> None:
+    placing = seeking(config=FailoverConfig(new_request_wait_s=0, failover_wait_s=0))
+    if has_begun:
+        placing.note_break(A, "gone")
+    books = [ready(A), ready(B)]
+    assert list(placing.find(route_to(*books), 0.1)) == books
+    for book in books:
+        placing.note_leaving(book.replica_id)
+    with pytest.raises(ReplicaFailedError if has_begun else NoReplicaError, match="ready for 0 s"):
+        placing.find(route_to(*books), 0.2)
 
 
 def test_so_many_replicas_may_break_under_a_request() -> None:
