@@ -1,13 +1,13 @@
 """One generation as the front ends ask for it and as its deltas come back: plain values that gRPC and HTTP share."""
 
 from collections.abc import AsyncGenerator, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 from weft.v1 import inference_pb2 as pb
 
-from router.keys import Tenant
+from router.keys import OneRequest, Tenant
 from router.spans import TraceContext
 
 
@@ -42,6 +42,8 @@ class GenerateCall:
     target_tpot_s: float | None = None
     tenant: Tenant | None = None
     """Whose API key came with it; None: none is needed."""
+    request: OneRequest = field(default_factory=OneRequest)
+    """What counts against the key's rate; the choices of one HTTP request share it."""
     trace_context: TraceContext = ()
     """Of the client's span."""
 

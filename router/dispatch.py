@@ -70,7 +70,7 @@ class Dispatcher:
             meter.begin(route)
             span.set(gen_ai__request__model=route.name)
             if call.tenant is not None:
-                call.tenant.admit()
+                call.tenant.admit(call.request)
             with self._admission.enter() as place:
                 with span.child("weft.prepare"):
                     request = await _until(deadline_s, self._prepare(call, route, deadline_s))

@@ -68,6 +68,13 @@ class Bucket:
         self.level -= amount
 
 
+@dataclass(slots=True)
+class OneRequest:
+    """A request as its client sent it: it counts once, however many calls it has become."""
+
+    is_counted: bool = False
+
+
 class Tenant:
     """Who holds a key, and what is left of its rates."""
 
@@ -78,8 +85,10 @@ class Tenant:
         self._requests = _bucket(entry.requests_per_minute, clock())
         self._tokens = _bucket(entry.tokens_per_minute, clock())
 
-    def admit(self) -> None:
-        """Count one request. Raises RateLimitedError, and counts nothing, when either rate is used up."""
+    def admit(self, request: OneRequest) -> None:
+        """Count a request, once. Raises RateLimitedError, and counts nothing, when either rate is used up."""
+        if request.is_counted:
+            return
         now_s = self._clock()
         for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             wait_s = 0.0 if bucket is None else bucket.wait_s(now_s)
@@ -90,6 +99,7 @@ class Tenant:
                 )
         if self._requests is not None:
             self._requests.take(1)
+        request.is_counted = True
 
     def spend(self, num_tokens: int) -> None:
         """Count tokens of a prompt or of an answer. A request that is under way is never cut off for them."""

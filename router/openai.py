@@ -31,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 from router.call import Dispatch, GenerateDelta
 from router.convert import MAX_REQUEST_ID_CHARS
 from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
-from router.keys import KeyRing, Tenant
+from router.keys import KeyRing, OneRequest, Tenant
 from router.openai_render import (
     ChatRenderer,
     CompletionRenderer,
@@ -181,10 +181,13 @@ class _Front:
         self, asked: CompletionRequest | ChatCompletionRequest, kind: type[Renderer], caller: "_Caller"
     ) -> "_Exchange":
         response_id = kind.id_prefix + caller.request_id
-        calls = tuple(
-            replace(call, tenant=caller.tenant, trace_context=caller.trace_context, timeout_s=caller.timeout_s)
-            for call in asked.calls(response_id)
-        )
+        of_caller: dict[str, Any] = {
+            "tenant": caller.tenant,
+            "request": OneRequest(),
+            "trace_context": caller.trace_context,
+            "timeout_s": caller.timeout_s,
+        }
+        calls = tuple(replace(call, **of_caller) for call in asked.calls(response_id))
         renderer = kind(
             calls,
             response_id=response_id,

@@ -15,7 +15,7 @@ from helpers.router_harness import router_config, running_router
 from router.client import AsyncClient, OverloadedError, UnauthenticatedError
 from router.errors import RateLimitedError, RouterConfigError
 from router.errors import UnauthenticatedError as NotKnown
-from router.keys import KeyRing, cache_space, hash_key
+from router.keys import KeyRing, OneRequest, cache_space, hash_key
 
 ALICE = "wk-alice"
 
@@ -47,31 +47,61 @@ def test_a_known_key_is_found_and_others_are_refused(write: Callable[..., Path])
 def test_requests_and_tokens_are_limited_and_come_back_with_time(write: Callable[..., Path]) -> None:
     now_s = [100.0]
     alice = ring(write({"requests_per_minute": 2, "tokens_per_minute": 600}), now_s).identify(f"Bearer {ALICE}")
-    alice.admit()
-    alice.admit()
+    alice.admit(OneRequest())
+    alice.admit(OneRequest())
     with pytest.raises(RateLimitedError, match="'alice' has used its requests; allowed: 2 a minute") as refused:
-        alice.admit()
+        alice.admit(OneRequest())
     assert refused.value.retry_after_s == pytest.approx(30)
     now_s[0] += 30
-    alice.admit()
+    alice.admit(OneRequest())
     alice.spend(900)
     now_s[0] += 30
     with pytest.raises(RateLimitedError, match="its tokens; allowed: 600 a minute") as refused:
-        alice.admit()
+        alice.admit(OneRequest())
     assert refused.value.retry_after_s == pytest.approx(0.1)  # 900 of 600 taken, 300 came back: one is missing
     now_s[0] += 0.11
-    alice.admit()
+    alice.admit(OneRequest())
+
+
+def test_a_request_of_many_calls_counts_once_when_it_is_admitted(write: Callable[..., Path]) -> None:
+    now_s = [0.0]
+    alice = ring(write({"requests_per_minute": 1}), now_s).identify(f"Bearer {ALICE}")
+    first, second = OneRequest(), OneRequest()
+    for _ in range(3):
+        alice.admit(first)
+    for _ in range(2):
+        with pytest.raises(RateLimitedError):
+            alice.admit(second)
+    now_s[0] += 60
+    alice.admit(second)
+
+
+async def test_choices_and_prompts_of_one_http_request_count_once(write: Callable[..., Path]) -> None:
+    path = write({"requests_per_minute": 3})
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, api_keys=str(path), http_port=0, metrics_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}") as http,
+    ):
+        known = {"authorization": f"Bearer {ALICE}"}
+        choices = []
+        for asked in ({"prompt": "x", "n": 8}, {"prompt": ["x"] * 8}, {"prompt": ["x", "y"], "n": 4, "stream": True}):
+            answer = await http.post("/v1/completions", json={"max_tokens": 2, **asked}, headers=known)
+            choices.append((answer.status_code, answer.text.count('"finish_reason":"length"')))
+        assert choices == [(200, 8)] * 3
+        refused = await http.post("/v1/completions", json={"prompt": "x", "n": 8}, headers=known)
+        assert refused.status_code == 429
 
 
 def test_a_slow_rate_still_allows_one(write: Callable[..., Path]) -> None:
     now_s = [0.0]
     alice = ring(write({"requests_per_minute": 0.5}), now_s).identify(f"Bearer {ALICE}")
-    alice.admit()
+    alice.admit(OneRequest())
     now_s[0] += 119
     with pytest.raises(RateLimitedError):
-        alice.admit()
+        alice.admit(OneRequest())
     now_s[0] += 1.1
-    alice.admit()
+    alice.admit(OneRequest())
 
 
 def test_spaces_of_cached_prefixes_cannot_meet(tmp_path: Path) -> None:
@@ -124,12 +154,12 @@ def test_a_changed_file_is_read_again_and_rates_go_on(
     write: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = ring(write({"requests_per_minute": 1}))
-    keys.identify(f"Bearer {ALICE}").admit()
+    keys.identify(f"Bearer {ALICE}").admit(OneRequest())
     path = write({"requests_per_minute": 1}, {"name": "bob", "sha256": hash_key("wk-bob")})
     keys.reload()
     assert keys.identify("Bearer wk-bob").name == "bob"
     with pytest.raises(RateLimitedError):
-        keys.identify(f"Bearer {ALICE}").admit()
+        keys.identify(f"Bearer {ALICE}").admit(OneRequest())
     path.write_text("keys: [{name: 2026-02-30}]")
     keys.reload()
     assert "the API keys stay as they were" in caplog.text
