@@ -85,7 +85,30 @@ _CHANNEL_OPTIONS = (
 _READY_POLL_S = 0.1
 
 
-class Client:
+class _TypedErrors:
+    """Makes errors of a client's calls those of client_values.py."""
+
+    _is_closed = False
+
+    @contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise to_error(error) from error
+        except (ValueError, grpc.aio.UsageError, asyncio.CancelledError) as error:  # what gRPC has for a closed channel
+            if not self._is_closed or _is_cancelled_task(error):
+                raise
+            raise CallCancelledError("the client was closed", code=grpc.StatusCode.CANCELLED) from error
+
+
+def _is_cancelled_task(error: BaseException) -> bool:
+    """Whether somebody cancelled the task, not only the call that it waits for."""
+    task = asyncio.current_task() if isinstance(error, asyncio.CancelledError) else None
+    return task is not None and task.cancelling() > 0
+
+
+class Client(_TypedErrors):
     """A connection to a router. Safe to use from several threads at once."""
 
     def __init__(
@@ -116,7 +139,8 @@ class Client:
         self._stub = InferenceStub(self._channel)
 
     def close(self) -> None:
-        """End the connection and every call on it."""
+        """End the connection and every call on it; they raise CallCancelledError, and so do later ones."""
+        self._is_closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -148,13 +172,14 @@ class Client:
         request = generate_request(prompt, messages, options)
         with self._tracer.begin("weft.client") as span:
             metadata = _with_context(self._metadata, span.context)
-            call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=metadata)
-            try:
-                with _typed_errors():
+            timeout_s = options.get("timeout_s", self._timeout_s)
+            with self._typed_errors():
+                call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+                try:
                     for response in call:
                         yield to_delta(response)
-            finally:
-                call.cancel()
+                finally:
+                    call.cancel()
 
     def complete(
         self,
@@ -174,18 +199,18 @@ class Client:
     def tokenize(self, prompt: str | Messages, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
         request = tokenize_request(prompt, model, add_special_tokens)
-        with _typed_errors():
+        with self._typed_errors():
             return tuple(self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        with _typed_errors():
+        with self._typed_errors():
             return self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata).text
 
     def models(self) -> list[ModelInfo]:
         """Return the models that the cluster serves."""
-        with _typed_errors():
+        with self._typed_errors():
             return to_models(
                 self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
             )
@@ -199,7 +224,7 @@ class Client:
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
-            with suppress(UnavailableError, DeadlineError), _typed_errors():
+            with suppress(UnavailableError, DeadlineError), self._typed_errors():
                 response = self._stub.ListModels(
                     pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True, metadata=self._metadata
                 )
@@ -209,7 +234,7 @@ class Client:
         raise _not_ready(timeout_s, model, replicas)
 
 
-class AsyncClient:
+class AsyncClient(_TypedErrors):
     """A connection to a router for asyncio; create and use it on one event loop."""
 
     def __init__(
@@ -232,7 +257,8 @@ class AsyncClient:
         self._stub = InferenceStub(self._channel)
 
     async def close(self) -> None:
-        """End the connection and every call on it."""
+        """End the connection and every call on it; they raise CallCancelledError, and so do later ones."""
+        self._is_closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -254,13 +280,14 @@ class AsyncClient:
         request = generate_request(prompt, messages, options)
         with self._tracer.begin("weft.client") as span:
             metadata = _with_context(self._metadata, span.context)
-            call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=metadata)
-            try:
-                with _typed_errors():
+            timeout_s = options.get("timeout_s", self._timeout_s)
+            with self._typed_errors():
+                call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+                try:
                     async for response in call:
                         yield to_delta(response)
-            finally:
-                call.cancel()
+                finally:
+                    call.cancel()
 
     async def complete(
         self,
@@ -282,7 +309,7 @@ class AsyncClient:
     ) -> tuple[int, ...]:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
         request = tokenize_request(prompt, model, add_special_tokens)
-        with _typed_errors():
+        with self._typed_errors():
             return tuple(
                 (await self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata)).token_ids
             )
@@ -290,12 +317,12 @@ class AsyncClient:
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        with _typed_errors():
+        with self._typed_errors():
             return (await self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)).text
 
     async def models(self) -> list[ModelInfo]:
         """Return the models that the cluster serves."""
-        with _typed_errors():
+        with self._typed_errors():
             return to_models(
                 await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
             )
@@ -305,7 +332,7 @@ class AsyncClient:
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
-            with suppress(UnavailableError, DeadlineError), _typed_errors():
+            with suppress(UnavailableError, DeadlineError), self._typed_errors():
                 response = await self._stub.ListModels(
                     pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True, metadata=self._metadata
                 )
@@ -328,14 +355,6 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
             code=grpc.StatusCode.UNAUTHENTICATED,
         )
     return (("authorization", f"Bearer {api_key}"),)
-
-
-@contextmanager
-def _typed_errors() -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise to_error(error) from error
 
 
 def _is_ready(models: list[ModelInfo], model: str, replicas: int) -> bool:

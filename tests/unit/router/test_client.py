@@ -307,6 +307,46 @@ async def test_closing_the_client_ends_its_calls(target: str, dispatch: FakeDisp
     await dispatch.wait_for_aborts(1)
 
 
+@pytest.mark.parametrize("hold_after", [0, 1])
+async def test_closing_the_async_client_ends_its_calls(target: str, dispatch: FakeDispatch, hold_after: int) -> None:
+    dispatch.hold_after = hold_after
+    client = AsyncClient(target)
+    asking = asyncio.create_task(client.complete("Hi"))
+    await dispatch.wait_for_calls(1)
+
+    await client.close()
+
+    with pytest.raises(CallCancelledError):
+        await asking
+    await dispatch.wait_for_aborts(1)
+
+
+async def test_cancelled_task_stays_cancelled_though_the_client_is_closed(target: str, dispatch: FakeDispatch) -> None:
+    dispatch.hold_after = 0
+    client = AsyncClient(target)
+    asking = asyncio.create_task(client.complete("Hi"))
+    await dispatch.wait_for_calls(1)
+
+    asking.cancel()
+    await client.close()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def test_closed_client_makes_no_calls(target: str) -> None:
+    client, sync = AsyncClient(target), Client(target)
+    await client.close()
+    sync.close()
+
+    for call in (client.complete("Hi"), client.models(), client.tokenize("Hi"), client.wait_ready(10)):
+        with pytest.raises(CallCancelledError, match="the client was closed"):
+            await call
+    for work in (lambda: sync.complete("Hi"), sync.models, lambda: sync.tokenize("Hi"), lambda: sync.wait_ready(10)):
+        with pytest.raises(CallCancelledError, match="the client was closed"):
+            await asyncio.to_thread(work)
+
+
 async def test_sync_client_serves_many_threads(target: str, dispatch: FakeDispatch) -> None:
     def work(sync: Client) -> list[str]:
         with ThreadPoolExecutor(8) as pool:
