@@ -113,14 +113,16 @@ def wait_as_wanted(client: ControlClient, console: Console, *, timeout_s: float,
     """Wait until the models, or one, are served as they are wanted; tells what happens meanwhile.
 
     Raises:
-        ControllerError: a group cannot start, or it is not done in time.
+        ControllerError: a group of the wanted revision cannot start, or it is not done in time.
     """
 
     def is_done(status: control_pb2.GetStatusResponse) -> bool:
         models = [each for each in status.models if model in ("", each.name)]
-        for group in (group for each in models for group in each.groups if not group.leaving):
-            if group.state == control_pb2.GROUP_STATE_FAILED:
-                raise ControllerError(f"{group.group_id} cannot start: {group.detail}")
+        for each in models:
+            for group in each.groups:
+                is_wanted = group.revision == each.revision and not group.leaving  # another one is being replaced
+                if is_wanted and group.state == control_pb2.GROUP_STATE_FAILED:
+                    raise ControllerError(f"{group.group_id} cannot start: {group.detail}")
         return all(is_as_wanted(each) for each in models)
 
     _wait(client, console, is_done, what="as wanted", timeout_s=timeout_s)

@@ -129,6 +129,12 @@ def test_wait_ends_with_the_group_that_cannot_start(console: Console) -> None:
         roll_model(fake.client, "m", ["a=2"], console, undo=False, wait_s=5.0)
 
 
+def test_group_that_failed_before_the_rollout_does_not_end_the_wait(console: Console, out: io.StringIO) -> None:
+    fake = FakeClient(statuses=[model((1, FAILED), (2, STARTING)), model((2, READY), (2, READY))])
+    roll_model(fake.client, "m", ["a=2"], console, undo=False, wait_s=5.0)
+    assert out.getvalue().splitlines()[-1] == "As wanted."
+
+
 def test_wait_has_an_end(console: Console) -> None:
     fake = FakeClient(statuses=[model((2, READY), (2, STARTING))])
     with pytest.raises(ControllerError, match="not as wanted within 0 s: m-0 ready, m-1 starting"):
