@@ -234,7 +234,7 @@ class Controller:
         assert self._service is not None
         assert self._metrics is not None
         if self._nodes is not None:
-            await self._nodes.want([])
+            await self._nodes.close()
         self._store.clear()
         await self._service.stop()
         await self._metrics.close()

@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 
 Bundles = Sequence[dict[str, float]]
 
+_MAX_LAST_TRIES = 5
+_RETRY_S = 1.0
+
 
 class NodeRequest:
     """What Ray's autoscaler was asked for last. Ray keeps one such request for the whole cluster."""
@@ -22,21 +25,37 @@ class NodeRequest:
         """Args: `ask` tells Ray, and blocks; a controller that came after another one does not know what was asked."""
         self._ask = ask
         self._asked: Bundles | None = None if is_successor else []
+        """What Ray was told; None: not known."""
+        self._last_reason = ""
 
     async def want(self, bundles: Bundles) -> None:
-        """Ask for a cluster in which all of these fit, occupied or not; nothing: take the request back."""
+        """Ask for a cluster in which all of these fit, occupied or not; nothing: take the request back.
+
+        When Ray does not listen, the next call tries again.
+        """
         if bundles == self._asked:
             return
-        self._asked = bundles
+        self._asked = None  # a call that fails may have reached Ray
         try:
             await asyncio.to_thread(self._ask, bundles)
         except (RayError, RuntimeError, OSError) as error:
-            logger.warning("Ray was not asked for nodes: %s", error)
+            if self._last_reason != str(error):
+                logger.warning("Ray was not asked for nodes: %s", error)
+            self._last_reason = str(error)
             return
+        self._asked, self._last_reason = bundles, ""
         if bundles:
             logger.info("asked Ray for room for %d bundles: %s", len(bundles), bundles[-1])
         else:
             logger.info("no more nodes are asked for")
+
+    async def close(self) -> None:
+        """Take the request back, for good; in a few seconds, for nobody does it later."""
+        for _ in range(_MAX_LAST_TRIES):
+            await self.want([])
+            if self._asked is not None:
+                return
+            await asyncio.sleep(_RETRY_S)
 
 
 def ask_ray(bundles: Bundles) -> None:
