@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-_MAX_SOURCES = 256
-"""Remembered, most of them dead."""
+_MAX_DEAD = 256
+"""Processes whose logs stay known when they have ended."""
 _MAX_PIECE_BYTES = 256 << 10
 _REMOTE_TIMEOUT_S = 10.0
 
@@ -53,13 +53,10 @@ class LogReader:
         self._sources: dict[str, LogSource] = {}
 
     def note(self, sources: Iterable[LogSource]) -> None:
-        """Remember these; the oldest ones make room."""
-        for source in sources:
-            if source.path:
-                self._sources.pop(source.name, None)  # what lives comes last, and is kept longest
-                self._sources[source.name] = source
-        while len(self._sources) > _MAX_SOURCES:
-            del self._sources[next(iter(self._sources))]
+        """Know all processes that live, which are these; of those that have ended the oldest ones make room."""
+        living = {source.name: source for source in sources if source.path}
+        dead = [(name, source) for name, source in self._sources.items() if name not in living]
+        self._sources = dict(dead[-_MAX_DEAD:]) | living  # what lives comes last: so do those that die next
 
     @property
     def names(self) -> list[str]:

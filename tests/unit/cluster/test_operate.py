@@ -252,6 +252,19 @@ async def test_logs_of_other_nodes_are_read_there_and_dead_ones_stay_known(tmp_p
     assert {"controller", "m-100.1/0"} <= set(reader.names)
 
 
+def test_logs_of_all_that_lives_are_known_however_many_these_are() -> None:
+    def of(group: int) -> list[LogSource]:
+        names = frozenset({f"m-{group}"})
+        return [LogSource(name=f"m-{group}.1/{n}", belongs_to=names, node_id="n", path="/log") for n in range(8)]
+
+    reader = LogReader("n")
+    reader.note([source for group in range(80) for source in of(group)])
+    assert {"m-0", "m-79"} <= set(reader.names)
+    reader.note(of(0))
+    assert {"m-0", "m-79"} <= set(reader.names)
+    assert len(reader.names) == (8 + 1) + (256 + 256 // 8), "of the dead, those at the end"
+
+
 class NodesClient(FakeClient):
     """A controller of nodes at some addresses."""
 
