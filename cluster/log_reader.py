@@ -16,6 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 _MAX_DEAD = 256
 """Processes whose logs stay known when they have ended."""
 _MAX_PIECE_BYTES = 256 << 10
+_MAX_ANSWER_BYTES = 2 << 20
+"""All pieces together: gRPC takes messages of up to 4 MB."""
 _REMOTE_TIMEOUT_S = 10.0
 
 
@@ -40,7 +42,7 @@ class LogPiece:
     has_more: bool
 
 
-ReadRemote = Callable[[LogSource, int | None, int], Awaitable[LogPiece | None]]
+ReadRemote = Callable[[LogSource, int | None, int, int], Awaitable[LogPiece | None]]
 
 
 class LogReader:
@@ -76,34 +78,37 @@ class LogReader:
             for source in self._sources.values()
             if not target or target == source.name or target in source.belongs_to
         ]
-        pieces = await asyncio.gather(*(self._read(source, offsets.get(source.name), tail_bytes) for source in sources))
+        max_bytes = max(1, min(_MAX_PIECE_BYTES, _MAX_ANSWER_BYTES // max(1, len(sources))))
+        pieces = await asyncio.gather(
+            *(self._read(source, offsets.get(source.name), tail_bytes, max_bytes) for source in sources)
+        )
         return {source.name: piece for source, piece in zip(sources, pieces, strict=True) if piece is not None}
 
-    async def _read(self, source: LogSource, offset: int | None, tail_bytes: int) -> LogPiece | None:
+    async def _read(self, source: LogSource, offset: int | None, tail_bytes: int, max_bytes: int) -> LogPiece | None:
         if source.node_id == self._node_id:
-            return await asyncio.to_thread(read_piece, source.path, offset, tail_bytes)
-        return await self._read_remote(source, offset, tail_bytes)
+            return await asyncio.to_thread(read_piece, source.path, offset, tail_bytes, max_bytes)
+        return await self._read_remote(source, offset, tail_bytes, max_bytes)
 
 
-def read_piece(path: str, offset: int | None, tail_bytes: int) -> LogPiece | None:
-    """Read on in a file of this machine; None when it is gone."""
+def read_piece(path: str, offset: int | None, tail_bytes: int, max_bytes: int) -> LogPiece | None:
+    """Read on in a file of this machine, at most so many bytes; None when it is gone."""
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)
             begin = max(0, size - tail_bytes) if offset is None else min(offset, size)
             file.seek(begin)
-            data = file.read(_MAX_PIECE_BYTES)
+            data = file.read(max_bytes)
     except OSError:
         return None
     return LogPiece(data=data, next_offset=begin + len(data), has_more=begin + len(data) < size)
 
 
-async def _read_on_node(source: LogSource, offset: int | None, tail_bytes: int) -> LogPiece | None:
+async def _read_on_node(source: LogSource, offset: int | None, tail_bytes: int, max_bytes: int) -> LogPiece | None:
     affinity = NodeAffinitySchedulingStrategy(node_id=source.node_id, soft=False)
     task = ray.remote(read_piece).options(num_cpus=0, scheduling_strategy=affinity)
     try:
         async with asyncio.timeout(_REMOTE_TIMEOUT_S):
-            piece: LogPiece | None = await task.remote(source.path, offset, tail_bytes)
+            piece: LogPiece | None = await task.remote(source.path, offset, tail_bytes, max_bytes)
     except (RayError, TimeoutError):
         return None  # the node is gone
     return piece

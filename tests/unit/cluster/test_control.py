@@ -1,6 +1,7 @@
 import asyncio
 import io
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from cluster.demand import DemandLedger
 from cluster.errors import ClusterConfigError, ControllerError, NotServedError, StartError
 from cluster.log_reader import LogReader, LogSource
 from cluster.readiness import first_failure, is_ready
+from cluster.show_logs import show_logs
 from cluster.status_view import ChangeView, StartView, print_status, status_as_dict
 from cluster.wanted import Change, ChangeKind
 from router.errors import ModelFilesError
@@ -195,6 +197,26 @@ async def test_logs_are_read_on_where_they_were_left(
         file.write("third\n")
     chunk = await asyncio.to_thread(read, {"m-0.1/0": chunk.next_offset}, 7)
     assert chunk.data == b"third\n"
+
+
+async def test_logs_of_many_processes_are_read_in_answers_that_grpc_takes(tmp_path: Path) -> None:
+    logs = LogReader("here")
+    names = [f"m-0.1/{rank}" for rank in range(80)]
+    (tmp_path / "err").write_text("a line\n" * 9500)
+    path = str(tmp_path / "err")
+    logs.note(LogSource(name=name, belongs_to=frozenset(), node_id="here", path=path) for name in names)
+    server = ControlServer(FakeState(), logs, DemandLedger())
+    listener, address = bind_control_port("127.0.0.1", 0)
+    await server.start(listener)
+    lines: list[str] = []
+
+    def read() -> None:
+        with ControlClient(address) as client:
+            show_logs(client, "", follows=False, tail_bytes=64 << 10, tell=lines.append)
+
+    await asyncio.to_thread(read)
+    await server.stop()
+    assert Counter(lines) == {f"{name} | a line": (64 << 10) // 7 for name in names}
 
 
 async def test_router_without_the_models_folder_gets_what_it_reads(

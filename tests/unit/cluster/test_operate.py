@@ -226,19 +226,22 @@ def test_line_that_never_ends_is_told_in_parts() -> None:
 def test_piece_of_a_log_begins_before_its_end_or_where_it_was_left(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"0123456789")
-    piece = read_piece(str(path), None, 4)
+    piece = read_piece(str(path), None, 4, 8)
     assert piece is not None
     assert (piece.data, piece.next_offset, piece.has_more) == (b"6789", 10, False)
-    piece = read_piece(str(path), 8, 4)
+    piece = read_piece(str(path), 8, 4, 8)
     assert piece is not None
     assert piece.data == b"89"
-    assert read_piece(str(tmp_path / "none"), None, 4) is None
+    piece = read_piece(str(path), 2, 4, 3)
+    assert piece is not None
+    assert (piece.data, piece.next_offset, piece.has_more) == (b"234", 5, True)
+    assert read_piece(str(tmp_path / "none"), None, 4, 8) is None
 
 
 async def test_logs_of_other_nodes_are_read_there_and_dead_ones_stay_known(tmp_path: Path) -> None:
     asked: list[str] = []
 
-    async def read_remote(source: LogSource, offset: int | None, tail_bytes: int) -> None:
+    async def read_remote(source: LogSource, offset: int | None, tail_bytes: int, max_bytes: int) -> None:
         asked.append(source.name)
 
     reader = LogReader("here", read_remote)
