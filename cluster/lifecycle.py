@@ -52,16 +52,17 @@ class RestartPolicy:
 class Lifecycle:
     """State of one group over all of its formations. Events that cannot happen in a state are our own bugs: assert."""
 
-    def __init__(self, policy: RestartPolicy, now_s: float, *, restarts: int = 0) -> None:
+    def __init__(self, policy: RestartPolicy, now_s: float, *, restarts: int = 0, was_ready: bool = False) -> None:
         self._policy = policy
         self._failures = 0
-        self._was_ready = False
         self._not_before_s = now_s
         self.state = GroupState.PENDING
         self.since_s = now_s
         self.detail = "waits for its turn"
         self.restarts = restarts
         """Formations after the first one."""
+        self.was_ready = was_ready
+        """At any time, also under a former controller: it is never given up."""
 
     @property
     def is_over(self) -> bool:
@@ -90,7 +91,7 @@ class Lifecycle:
     def ready(self, now_s: float) -> None:
         """The group takes requests."""
         assert self.state is GroupState.STARTING, self.state
-        self._was_ready = True
+        self.was_ready = True
         self._enter(GroupState.READY, now_s, "")
 
     def failed(self, reason: str, now_s: float) -> None:
@@ -103,7 +104,7 @@ class Lifecycle:
         if self.state is GroupState.READY and now_s - self.since_s >= self._policy.stable_after_s:
             self._failures = 0
         self._failures += 1
-        if not self._was_ready and self._failures >= self._policy.max_start_attempts:
+        if not self.was_ready and self._failures >= self._policy.max_start_attempts:
             self._enter(GroupState.FAILED, now_s, f"gave up after {self._failures} attempts: {reason}")
             return
         delay_s = self._policy.delay_s(self._failures)

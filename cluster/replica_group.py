@@ -66,7 +66,7 @@ class ReplicaGroup:
         policy: RestartPolicy,
         clock: Callable[[], float],
         on_change: Callable[[], None],
-        on_forming: Callable[[], None],
+        on_record: Callable[[], None],
         adopts: bool = False,
     ) -> None:
         """Want a group that does not live yet.
@@ -77,12 +77,12 @@ class ReplicaGroup:
             policy: when it is formed again.
             clock: monotonic seconds.
             on_change: wakes whoever calls `reconcile`.
-            on_forming: saves the record, which has changed; a life begins when it returns.
+            on_record: saves the record, which has changed; a life begins when it returns.
             adopts: its last life may have outlived a former controller and is taken over.
         """
         self.group_id = record.group_id
         self.model = record.spec
-        self.lifecycle = Lifecycle(policy, clock(), restarts=record.restarts)
+        self.lifecycle = Lifecycle(policy, clock(), restarts=record.restarts, was_ready=record.was_ready)
         self.replica_id = ""
         self.is_adopting = adopts and record.num_lives > 0
         """It is not known yet whether its last life goes on."""
@@ -92,7 +92,7 @@ class ReplicaGroup:
         self._form = form
         self._clock = clock
         self._on_change = on_change
-        self._on_forming = on_forming
+        self._on_record = on_record
         self._num_lives = record.num_lives
         self._life: GroupLife | None = None
         self._task: asyncio.Task[Outcome] | None = None
@@ -111,6 +111,7 @@ class ReplicaGroup:
             self._record,
             num_lives=self._num_lives,
             restarts=self.lifecycle.restarts,
+            was_ready=self.lifecycle.was_ready,
             is_leaving=self.is_leaving,
         )
 
@@ -168,7 +169,7 @@ class ReplicaGroup:
         if self._task is None and self.lifecycle.may_form(self._clock()) and (self.is_adopting or not self.is_leaving):
             if not self.is_adopting:
                 self._num_lives += 1
-                self._on_forming()
+                self._on_record()
             self.replica_id = f"{self.group_id}.{self._num_lives}"
             self._life = self._form(self.replica_id, self.model, self, adopts=self.is_adopting)
             self._task = asyncio.create_task(self._life.run(), name=self.replica_id)
@@ -265,7 +266,10 @@ class ReplicaGroup:
         if self.lifecycle.state is GroupState.STARTING:
             self._addresses = addresses
             self._progress = 1.0
+            is_first = not self.lifecycle.was_ready
             self.lifecycle.ready(self._clock())
+            if is_first:
+                self._on_record()
             logger.info("group %s is ready as %s at %s", self.group_id, self.replica_id, addresses.address)
             self._on_change()
 

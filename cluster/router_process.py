@@ -39,7 +39,7 @@ class RouterProcess:
         """Want a router that does not live yet; with `adopts`, one that may have outlived a former controller."""
         self.is_adopting = adopts
         """It is not known yet whether its last life goes on."""
-        self.lifecycle = Lifecycle(policy, clock())
+        self.lifecycle = Lifecycle(policy, clock(), was_ready=adopts)
         self.router_id = config.router_id
         self._config = config
         self._log_level = log_level

@@ -26,6 +26,8 @@ class GroupRecord:
     num_lives: int = 0
     """Its last replica is `group_id`.`num_lives`."""
     restarts: int = 0
+    was_ready: bool = False
+    """At any time."""
     is_leaving: bool = False
 
     @property

@@ -356,7 +356,7 @@ class WantedState:
             policy=self._policy,
             clock=self._clock,
             on_change=self._changed.set,
-            on_forming=self._save,
+            on_record=self._save,
             adopts=adopts,
         )
 

@@ -44,7 +44,7 @@ def make_group(
         policy=RestartPolicy(),
         clock=clock,
         on_change=on_change,
-        on_forming=lambda: None,
+        on_record=lambda: None,
         adopts=num_lives > 0,
     )
 

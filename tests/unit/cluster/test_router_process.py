@@ -32,13 +32,7 @@ async def _hangs() -> None:
 
 
 def _running(actor: FakeActor, life: Coroutine[Any, Any, Any]) -> RouterProcess:
-    router = RouterProcess(
-        RouterConfig(control="127.0.0.1:1"),
-        log_level="warning",
-        policy=RestartPolicy(),
-        clock=lambda: 0.0,
-        on_change=lambda: None,
-    )
+    router = _wanted(adopts=False)
     router._actor = actor
     router._place = RouterPlace(pid=1, grpc_address="", http_address=None, metrics_address=None)
     router._task = asyncio.create_task(life)
@@ -56,6 +50,25 @@ async def test_a_router_that_does_not_answer_is_stopped_all_the_same(
 
     assert router._task is None
     assert router.lifecycle.state is not GroupState.READY
+
+
+def _wanted(*, adopts: bool) -> RouterProcess:
+    return RouterProcess(
+        RouterConfig(control="127.0.0.1:1"),
+        log_level="warning",
+        policy=RestartPolicy(),
+        clock=lambda: 0.0,
+        on_change=lambda: None,
+        adopts=adopts,
+    )
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_router_that_a_controller_before_had_is_never_given_up(adopts: bool) -> None:
+    life = _wanted(adopts=adopts).lifecycle
+    for _ in range(4):
+        life.failed("its port is taken", 0.0)
+    assert life.is_over is not adopts
 
 
 async def test_who_stops_a_router_that_is_being_stopped_sees_it_end() -> None:

@@ -385,6 +385,34 @@ async def test_new_controller_goes_on_with_a_drain_and_a_rollout(bench: Bench) -
     assert len(bench.replicas()) == 2
 
 
+async def test_group_that_served_under_the_controller_before_is_never_given_up(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.settle()
+    bench.restart()
+    bench.state.reconcile()
+    for _ in range(5):
+        await bench.forms.lives[-1].end(Outcome(message="rank 0: the weights cannot be read now"))
+        bench.state.reconcile()
+        bench.clock.advance(31.0)
+        bench.state.reconcile()
+    assert len(bench.forms.lives) == 6
+    assert bench.model().groups[0].state == control_pb2.GROUP_STATE_PENDING
+
+
+async def test_state_that_an_older_controller_saved_is_read(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.settle()
+    saved = json.loads(bench.saved)
+    for group in saved["groups"]:
+        del group["was_ready"]
+    bench.saved = json.dumps(saved).encode()
+    bench.restart()
+    bench.state.reconcile()
+    bench.forms.lives[0].be_adopted()
+    assert bench.replicas() == ["m-0.1"]
+    assert decode(bench.saved).groups[0].was_ready
+
+
 async def test_dry_run_tells_and_changes_nothing(bench: Bench) -> None:
     await bench.apply({"replicas": 2})
     saved = bench.saved
