@@ -96,7 +96,10 @@ class ReplicaGroup:
         self._num_lives = record.num_lives
         self._life: GroupLife | None = None
         self._task: asyncio.Task[Outcome] | None = None
-        self._leaving: asyncio.Task[None] | None = None
+        self._is_leaving = False
+        self._ending: asyncio.Task[None] | None = None
+        self._end_by_s = 0.0  # of the clock; only while it is ending
+        self._limit: asyncio.Timeout | None = None  # the same of the event loop, while the ending waits
         self._is_known = asyncio.Event()  # set when it is not, or no longer, adopting
         if not self.is_adopting:
             self._is_known.set()
@@ -118,12 +121,12 @@ class ReplicaGroup:
     @property
     def is_leaving(self) -> bool:
         """It is drained and ended, and is not formed again."""
-        return self._leaving is not None
+        return self._is_leaving
 
     @property
     def is_gone(self) -> bool:
         """It has left, and nothing of it runs."""
-        return self._leaving is not None and self._leaving.done()
+        return self._is_leaving and self._ending is not None and self._ending.done()
 
     @property
     def places(self) -> tuple[RankPlace, ...]:
@@ -166,7 +169,7 @@ class ReplicaGroup:
     def reconcile(self) -> None:
         """Take note of an end, and form the group when it should be. Never blocks; idempotent."""
         self.observe()
-        if self._task is None and self.lifecycle.may_form(self._clock()) and (self.is_adopting or not self.is_leaving):
+        if self._task is None and self.lifecycle.may_form(self._clock()) and (self.is_adopting or self._ending is None):
             if not self.is_adopting:
                 self._num_lives += 1
                 self._on_record()
@@ -176,23 +179,16 @@ class ReplicaGroup:
             self._task.add_done_callback(lambda _: self._on_change())
 
     def leave(self, grace_s: float) -> None:
-        """Begin to drain the group and to end it for good; requests still there after `grace_s` move elsewhere."""
-        if self._leaving is None:
-            self._leaving = asyncio.create_task(self._leave(grace_s), name=f"{self.group_id} leaves")
+        """Begin to drain the group and to end it for good; requests still there after `grace_s` move elsewhere.
+
+        When it is ending already, it ends at the earlier of the two times.
+        """
+        self._is_leaving = True
+        self._end_within(grace_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Drain the group if it serves, and end it."""
-        was_ready = self.lifecycle.state is GroupState.READY
-        self.lifecycle.drain(self._clock())
-        self._on_change()
-        if was_ready and grace_s > 0 and self._life is not None:
-            await self._life.drain(grace_s)
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._forget_life()
-        self.lifecycle.stopped(self._clock())
-        self._on_change()
+        """Drain the group if it serves, and end it; as `leave` when it is ending already."""
+        await asyncio.shield(self._end_within(grace_s))
 
     def status(self) -> control_pb2.GroupStatus:
         """Tell how the group is."""
@@ -273,9 +269,43 @@ class ReplicaGroup:
             logger.info("group %s is ready as %s at %s", self.group_id, self.replica_id, addresses.address)
             self._on_change()
 
-    async def _leave(self, grace_s: float) -> None:
+    def _end_within(self, grace_s: float) -> asyncio.Task[None]:
+        """Begin to drain and to end the group, or have that end sooner."""
+        end_by_s = self._clock() + grace_s
+        if self._ending is None:
+            self._end_by_s = end_by_s
+            self._ending = asyncio.create_task(self._end(), name=f"{self.group_id} ends")
+        elif end_by_s < self._end_by_s:
+            self._end_by_s = end_by_s
+            if self._limit is not None and not self._limit.expired():
+                self._limit.reschedule(asyncio.get_running_loop().time() + grace_s)
+        return self._ending
+
+    async def _end(self) -> None:
         await self._is_known.wait()
-        await self.stop(grace_s)
+        was_ready = self.lifecycle.state is GroupState.READY
+        self.lifecycle.drain(self._clock())
+        self._on_change()
+        if was_ready:
+            await self._drain()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._forget_life()
+        self.lifecycle.stopped(self._clock())
+        self._on_change()
+
+    async def _drain(self) -> None:
+        left_s = self._end_by_s - self._clock()
+        if left_s <= 0 or self._life is None:
+            return
+        try:
+            async with asyncio.timeout(left_s) as self._limit:
+                await self._life.drain(left_s)
+        except TimeoutError:
+            logger.warning("group %s ends before its requests: its grace is over", self.replica_id)
+        finally:
+            self._limit = None
 
     def _end_adoption(self) -> None:
         self.is_adopting = False

@@ -62,8 +62,10 @@ class FakeLife:
         self.drained_s = grace_s
         if self.holds_requests:
             ended = asyncio.ensure_future(self.requests_ended.wait())
-            await asyncio.wait([ended, self._end], return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
+            try:
+                await asyncio.wait([ended, self._end], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ended.cancel()
 
     async def load(self) -> ReplicaLoad | None:
         return self.busy

@@ -174,6 +174,47 @@ async def test_group_that_leaves_drains_stays_in_membership_and_is_not_formed_ag
     assert len(forms.lives) == 1
 
 
+@pytest.mark.parametrize("graces_s", [(3600.0, 0.0), (3600.0, 0.02), (0.02, 3600.0)])
+@pytest.mark.parametrize("first", ["leave", "stop"])
+async def test_drain_ends_with_the_shorter_grace_of_two(
+    group: ReplicaGroup, forms: Formations, graces_s: tuple[float, float], first: str
+) -> None:
+    group.reconcile()
+    await turns()
+    (life,) = forms.lives
+    life.become_ready()
+    life.holds_requests = True
+    stopping = asyncio.create_task(group.stop(graces_s[0])) if first == "stop" else None
+    if stopping is None:
+        group.leave(graces_s[0])
+    await turns()
+    assert not life.was_cancelled
+    group.leave(graces_s[1])
+    async with asyncio.timeout(10):
+        await group.stop(3600.0)
+        if stopping is not None:
+            await stopping
+    assert life.was_cancelled
+    assert group.is_gone
+
+
+async def test_stop_of_a_group_that_leaves_waits_for_its_requests(group: ReplicaGroup, forms: Formations) -> None:
+    group.reconcile()
+    await turns()
+    (life,) = forms.lives
+    life.become_ready()
+    life.holds_requests = True
+    group.leave(7.0)
+    await turns()
+    stopping = asyncio.create_task(group.stop(grace_s=60.0))
+    await turns()
+    assert not life.was_cancelled
+    life.requests_ended.set()
+    await stopping
+    assert life.was_cancelled
+    assert group.is_gone
+
+
 async def test_pass_at_any_moment_of_a_leave_does_not_disturb_it(group: ReplicaGroup, forms: Formations) -> None:
     group.reconcile()
     await turns()

@@ -176,6 +176,24 @@ async def test_shutdown_stops_routers_and_then_groups_whose_requests_of_other_ro
     assert len(bench.forms.lives) == 2
 
 
+async def test_two_shutdowns_at_once_let_requests_finish(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    for life in bench.forms.lives:
+        life.holds_requests = True
+    await bench.state.drain("m-1.1", 3600.0)
+    stops = [asyncio.create_task(bench.state.shut_down(grace_s)) for grace_s in (60.0, 50.0)]
+    await turns()
+    assert not any(life.was_cancelled for life in bench.forms.lives)
+    assert not bench.state.is_stopped
+    for life in bench.forms.lives:
+        life.requests_ended.set()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*stops)
+    assert all(life.was_cancelled for life in bench.forms.lives)
+    assert bench.state.is_stopped
+
+
 async def test_status_tells_wanted_and_ready_groups(bench: Bench) -> None:
     await bench.apply({"replicas": 3})
     bench.forms.lives[0].become_ready()
