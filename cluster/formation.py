@@ -36,6 +36,7 @@ from cluster.rank_actor import (
     ReplicaLoad,
     rank_name,
 )
+from cluster.see_through import see_through
 from cluster.spares import SpareKind, leave_spares, spare_options
 from router.config import TracingConfig
 from router.tls import InnerTls
@@ -179,14 +180,8 @@ class Formation:
 
     async def _adopt(self) -> Outcome | None:
         """Find the processes of the replica; an outcome when not every one of them runs."""
-        replica_id = self._spec.replica_id
-        world_size = self._spec.model.engine.parallel.world_size
-        found = await asyncio.gather(
-            *(asyncio.to_thread(_find_actor, rank_name(replica_id, rank)) for rank in range(world_size))
-        )
-        self._actors = [actor for actor in found if actor is not None]
-        self._group = await asyncio.to_thread(_find_group, replica_id)
-        if None in found or self._group is None:
+        await see_through(self._find())  # what is not found is not torn down
+        if len(self._actors) < self._spec.model.engine.parallel.world_size or self._group is None:
             return Outcome(message="was lost while no controller watched it")
         try:
             async with asyncio.timeout(_ADOPT_TIMEOUT_S):
@@ -199,6 +194,14 @@ class Formation:
             return Outcome(message="its controller died while it was being started")
         self._listener.on_adopted([report.place for report in reports], reports[0].addresses)
         return None
+
+    async def _find(self) -> None:
+        """Look for the ranks and the place that were left."""
+        replica_id = self._spec.replica_id
+        names = [rank_name(replica_id, rank) for rank in range(self._spec.model.engine.parallel.world_size)]
+        found = await asyncio.gather(*(asyncio.to_thread(_find_actor, name) for name in names))
+        self._actors = [actor for actor in found if actor is not None]
+        self._group = await asyncio.to_thread(_find_group, replica_id)
 
     async def _place(self, placement: Placement) -> PlacementGroup:
         """Reserve a place, and wait for it as long as it takes; anew when other nodes are to be avoided."""

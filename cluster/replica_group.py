@@ -6,7 +6,7 @@ times.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -170,13 +170,7 @@ class ReplicaGroup:
         """Take note of an end, and form the group when it should be. Never blocks; idempotent."""
         self.observe()
         if self._task is None and self.lifecycle.may_form(self._clock()) and (self.is_adopting or self._ending is None):
-            if not self.is_adopting:
-                self._num_lives += 1
-                self._on_record()
-            self.replica_id = f"{self.group_id}.{self._num_lives}"
-            self._life = self._form(self.replica_id, self.model, self, adopts=self.is_adopting)
-            self._task = asyncio.create_task(self._life.run(), name=self.replica_id)
-            self._task.add_done_callback(lambda _: self._on_change())
+            self._begin_life()
 
     def leave(self, grace_s: float) -> None:
         """Begin to drain the group and to end it for good; requests still there after `grace_s` move elsewhere.
@@ -269,6 +263,15 @@ class ReplicaGroup:
             logger.info("group %s is ready as %s at %s", self.group_id, self.replica_id, addresses.address)
             self._on_change()
 
+    def _begin_life(self) -> None:
+        if not self.is_adopting:
+            self._num_lives += 1
+            self._on_record()
+        self.replica_id = f"{self.group_id}.{self._num_lives}"
+        self._life = self._form(self.replica_id, self.model, self, adopts=self.is_adopting)
+        self._task = asyncio.create_task(self._life.run(), name=self.replica_id)
+        self._task.add_done_callback(lambda _: self._on_change())
+
     def _end_within(self, grace_s: float) -> asyncio.Task[None]:
         """Begin to drain and to end the group, or have that end sooner."""
         end_by_s = self._clock() + grace_s
@@ -282,28 +285,30 @@ class ReplicaGroup:
         return self._ending
 
     async def _end(self) -> None:
-        await self._is_known.wait()
+        if self.is_adopting:
+            if self._task is None:  # there is no pass any more in a stop, and what is not looked for is not ended
+                self._begin_life()
+            await self._within_grace(self._is_known.wait())
         was_ready = self.lifecycle.state is GroupState.READY
         self.lifecycle.drain(self._clock())
         self._on_change()
-        if was_ready:
-            await self._drain()
+        left_s = self._end_by_s - self._clock()
+        if was_ready and left_s > 0 and self._life is not None:
+            await self._within_grace(self._life.drain(left_s))
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._forget_life()
         self.lifecycle.stopped(self._clock())
-        self._on_change()
+        self._end_adoption()
 
-    async def _drain(self) -> None:
-        left_s = self._end_by_s - self._clock()
-        if left_s <= 0 or self._life is None:
-            return
+    async def _within_grace(self, event: Awaitable[object]) -> None:
+        """Wait for it, until the group is to end."""
         try:
-            async with asyncio.timeout(left_s) as self._limit:
-                await self._life.drain(left_s)
+            async with asyncio.timeout(self._end_by_s - self._clock()) as self._limit:
+                await event
         except TimeoutError:
-            logger.warning("group %s ends before its requests: its grace is over", self.replica_id)
+            logger.warning("group %s (%s) ends at once: its grace is over", self.group_id, self.replica_id)
         finally:
             self._limit = None
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.router_actor import RouterActor, RouterPlace
 from cluster.saved_state import RouterPorts
+from cluster.see_through import see_through
 from router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,9 @@ class RouterProcess:
         self._actor: Any = None
         self._place: RouterPlace | None = None
         self._task: asyncio.Task[str] | None = None
+        self._is_known = asyncio.Event()  # set when it is not, or no longer, adopting
+        if not adopts:
+            self._is_known.set()
 
     def reconcile(self) -> None:
         """Take note of an end, and start the router when it should be. Never blocks; idempotent."""
@@ -56,15 +61,16 @@ class RouterProcess:
             reason = self._task.result()
             logger.warning("router %s ended: %s", self.router_id, reason)
             self._task = self._place = None
-            self.is_adopting = False
+            self._end_adoption()
             self.lifecycle.failed(reason, now_s)
         if self._task is None and self.lifecycle.may_form(now_s):
-            self.lifecycle.placed(now_s)
-            self._task = asyncio.create_task(self._run(adopts=self.is_adopting))
-            self._task.add_done_callback(lambda _: self._on_change())
+            self._begin_life(now_s)
 
     async def stop(self, grace_s: float) -> None:
         """Let the router finish its requests, at most `grace_s`, and end it."""
+        end_by_s = self._clock() + grace_s
+        if self.is_adopting:
+            await self._find_out(grace_s)
         self.lifecycle.drain(self._clock())
         self._on_change()
         task = self._task  # another `stop` may end it meanwhile
@@ -73,10 +79,11 @@ class RouterProcess:
                 asked = asyncio.ensure_future(_await(self._actor.stop.remote()))
                 # Whether it answers does not matter: it may die or hang now too.
                 asked.add_done_callback(lambda done: done.cancelled() or done.exception())
-                await asyncio.wait([task], timeout=grace_s)
+                await asyncio.wait([task], timeout=max(0.0, end_by_s - self._clock()))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self._task = self._place = None
+        self._end_adoption()
         self.lifecycle.stopped(self._clock())
 
     @property
@@ -115,6 +122,24 @@ class RouterProcess:
             status.metrics_address = self._place.metrics_address or ""
         return status
 
+    def _begin_life(self, now_s: float) -> None:
+        self.lifecycle.placed(now_s)
+        self._task = asyncio.create_task(self._run(adopts=self.is_adopting))
+        self._task.add_done_callback(lambda _: self._on_change())
+
+    async def _find_out(self, timeout_s: float) -> None:
+        """Look whether the last life goes on, and wait for a while: what is not looked for is not ended."""
+        if self._task is None:
+            self._begin_life(self._clock())
+        assert self._task is not None
+        known = asyncio.create_task(self._is_known.wait())
+        await asyncio.wait([known, self._task], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        known.cancel()
+
+    def _end_adoption(self) -> None:
+        self.is_adopting = False
+        self._is_known.set()
+
     async def _run(self, *, adopts: bool) -> str:
         """One life of the router; returns why it ended."""
         self._actor = None
@@ -146,11 +171,12 @@ class RouterProcess:
 
     async def _find(self) -> bool:
         """Take over the router that a former controller started; whether it is there and had begun."""
-        try:
+        await see_through(self._look())  # what is not found is not ended
+        return self._actor is not None and bool(await self._actor.has_begun.remote())
+
+    async def _look(self) -> None:
+        with suppress(ValueError):  # there is none of this name
             self._actor = await asyncio.to_thread(ray.get_actor, self.router_id)
-        except ValueError:
-            return False
-        return bool(await self._actor.has_begun.remote())
 
     async def _note_ready(self, run: Any) -> None:
         ready = asyncio.ensure_future(_await(self._actor.ready.remote()))
@@ -161,7 +187,7 @@ class RouterProcess:
                 return
             place: RouterPlace = ready.result()
             self._place = place
-            self.is_adopting = False
+            self._end_adoption()
             # A restart takes the same ports, so that clients find it again.
             self._config = replace(
                 self._config,

@@ -132,6 +132,8 @@ class WantedState:
     def reconcile(self) -> None:
         """Bring every group and router nearer to what is wanted."""
         if self._is_stopping:
+            for group in self._groups:
+                group.observe()  # an adoption may end, for which a stop waits
             return
         num_groups = len(self._groups)
         for group in self._groups:

@@ -287,3 +287,32 @@ async def test_leaving_group_is_adopted_first_and_then_drained(clock: FakeClock,
     await turns()
     assert forms.lives[0].drained_s == 5.0
     assert group.is_gone
+
+
+async def test_stop_during_an_adoption_waits_until_it_is_known_what_there_is(
+    clock: FakeClock, forms: Formations
+) -> None:
+    group = make_group(clock, forms, num_lives=1)
+    stopping = asyncio.create_task(group.stop(grace_s=60.0))  # before any pass
+    await turns()
+    (life,) = forms.lives
+    assert life.adopts
+    assert not life.was_cancelled
+    clock.advance(2.0)
+    life.be_adopted()
+    await stopping
+    assert life.drained_s == 58.0
+    assert life.was_cancelled
+
+
+async def test_stop_during_an_adoption_that_takes_too_long_ends_the_life_that_looks(
+    clock: FakeClock, forms: Formations
+) -> None:
+    group = make_group(clock, forms, num_lives=1)
+    async with asyncio.timeout(10):
+        await group.stop(grace_s=0.0)
+    (life,) = forms.lives
+    assert life.begun.is_set()  # else it would not have looked for what there is
+    assert life.was_cancelled
+    assert not group.is_adopting
+    assert group.lifecycle.state is GroupState.STOPPED

@@ -1,26 +1,80 @@
 """A wanted router that is told to stop ends, whatever its process does."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 from ray.exceptions import RayError
 
 from cluster.lifecycle import GroupState, RestartPolicy
+from cluster.rank_actor import Outcome
 from cluster.router_actor import RouterPlace
 from cluster.router_process import RouterProcess
 from router.config import RouterConfig
 
 
 class FakeMethod:
-    def __init__(self, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, answer: Callable[[], Awaitable[Any]]) -> None:
         self.remote = answer
 
 
 class FakeActor:
     def __init__(self, stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.stop = FakeMethod(stop)
+
+
+class FakeRouterActor:
+    """A router process that a controller before has started; it ends when it is told to stop."""
+
+    def __init__(self) -> None:
+        self.was_killed = False
+        self.answers = asyncio.Event()
+        self.was_stopped = asyncio.Event()
+        self.ended = FakeMethod(self._ended)
+        self.has_begun = FakeMethod(self._has_begun)
+        self.ready = FakeMethod(self._ready)
+        self.stop = FakeMethod(self._stop)
+
+    def _ended(self) -> "asyncio.Task[Outcome]":
+        return asyncio.create_task(self._end())
+
+    async def _end(self) -> Outcome:
+        await self.was_stopped.wait()
+        return Outcome(message="stopped")
+
+    async def _has_begun(self) -> bool:
+        await self.answers.wait()
+        return True
+
+    async def _ready(self) -> RouterPlace:
+        await self.answers.wait()
+        return RouterPlace(pid=1, grpc_address="h:1", http_address=None, metrics_address=None)
+
+    async def _stop(self) -> None:
+        self.was_stopped.set()
+
+
+class FakeRay:
+    """Knows one actor; tells of it when a test says so."""
+
+    def __init__(self, actor: FakeRouterActor, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.actor = actor
+        self.is_asked = threading.Event()
+        self.may_answer = threading.Event()
+        monkeypatch.setattr("cluster.router_process.ray.get_actor", self.get_actor)
+        monkeypatch.setattr("cluster.router_process.ray.kill", self.kill)
+
+    def get_actor(self, name: str) -> FakeRouterActor:
+        assert name == "router-0"
+        self.is_asked.set()
+        assert self.may_answer.wait(10)
+        return self.actor
+
+    def kill(self, actor: FakeRouterActor, *, no_restart: bool) -> None:
+        assert no_restart
+        actor.was_killed = True
 
 
 async def _dies() -> None:
@@ -90,3 +144,28 @@ async def test_who_stops_a_router_that_is_being_stopped_sees_it_end() -> None:
         may_end.set()
 
     assert router._task is None
+
+
+async def test_stop_during_an_adoption_lets_the_router_finish_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = FakeRouterActor()
+    FakeRay(actor, monkeypatch).may_answer.set()
+    router = _wanted(adopts=True)
+    stopping = asyncio.create_task(router.stop(grace_s=60.0))  # before any pass
+    actor.answers.set()
+    async with asyncio.timeout(10):
+        await stopping
+    assert actor.was_stopped.is_set()
+    assert actor.was_killed
+    assert not router.is_adopting
+    assert router.lifecycle.state is GroupState.STOPPED
+
+
+async def test_stop_without_grace_during_an_adoption_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = FakeRouterActor()
+    fake_ray = FakeRay(actor, monkeypatch)
+    stopping = asyncio.create_task(_wanted(adopts=True).stop(grace_s=0.0))
+    assert await asyncio.to_thread(fake_ray.is_asked.wait, 10)
+    fake_ray.may_answer.set()
+    async with asyncio.timeout(10):
+        await stopping
+    assert actor.was_killed

@@ -194,6 +194,27 @@ async def test_two_shutdowns_at_once_let_requests_finish(bench: Bench) -> None:
     assert bench.state.is_stopped
 
 
+async def test_shutdown_of_a_new_controller_lets_requests_of_what_lives_finish(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    bench.restart()
+    stopping = asyncio.create_task(bench.state.shut_down(60.0))
+    await turns()
+    lives, lost = bench.forms.lives
+    lives.holds_requests = True
+    lives.be_adopted()
+    await lost.end(Outcome(message="was lost while no controller watched it"))
+    bench.state.reconcile()
+    await turns()
+    assert lives.drained_s == 60.0
+    assert not lives.was_cancelled
+    lives.requests_ended.set()
+    async with asyncio.timeout(10):
+        await stopping
+    assert lives.was_cancelled
+    assert len(bench.forms.lives) == 2
+
+
 async def test_status_tells_wanted_and_ready_groups(bench: Bench) -> None:
     await bench.apply({"replicas": 3})
     bench.forms.lives[0].become_ready()
