@@ -43,7 +43,7 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
         console: where to show progress and addresses.
         log_level: of every process.
         stays: False: return when it is READY and leave it running, on a Ray cluster that was joined.
-        takes_over: go on with the service that the Ray cluster has, where it has one.
+        takes_over: go on with the service that the Ray cluster has, where it has one, whatever state that is in.
 
     Raises:
         ClusterError, ModelError, EngineConfigError: it did not come up, or it broke.
@@ -63,22 +63,32 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
 def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None:
     console.file = cast("IO[str]", _LastingOutput(console.file))
     try:
-        with StartView(console) as view:
-            service.wait_ready(on_status=view.show)
+        _wait_until_ready(service, console, stays=stays)
         print_addresses(console, service.status(), service.control_address, service.tls)
         changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=_WATCH_S):
             with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
                 changes.show(service.status())
-    except StartError:
-        service.shut_down(0.0)
-        raise
     except KeyboardInterrupt:
         console.print("Stopping ...")
         with suppress(KeyboardInterrupt):  # a second one: nobody waits any longer
             service.shut_down(grace_s)
     if stays:
         console.print("Stopped.")
+
+
+def _wait_until_ready(service: Any, console: Console, *, stays: bool) -> None:
+    """End a service that does not come up, but one that was there before goes on with whatever of it is READY."""
+    try:
+        with StartView(console) as view:
+            service.wait_ready(on_status=view.show)
+    except StartError as error:
+        if not service.was_taken_over:
+            service.shut_down(0.0)
+            raise
+        if not stays:
+            raise
+        logger.error("not all of the service that was taken over is ready: %s", error)
 
 
 class _LastingOutput:

@@ -37,9 +37,13 @@ OnStatus = Callable[[control_pb2.GetStatusResponse], None]
 class Service:
     """A running service. Made by `start`; `close` always, which ends what was started on a local Ray."""
 
-    def __init__(self, *, control_address: str, tls: InnerTls | None, controller: Any) -> None:
+    def __init__(
+        self, *, control_address: str, tls: InnerTls | None, controller: Any, was_taken_over: bool = False
+    ) -> None:
         self.control_address = control_address
         self.tls = tls
+        self.was_taken_over = was_taken_over
+        """It ran before `start`: somebody may depend on it, whatever state it is in."""
         self.client = ControlClient(control_address, tls=tls)
         self._controller = controller  # an actor ends when its last handle is dropped
         self._stopped = controller.stopped.remote()  # lasts over the controller's lives
@@ -160,7 +164,7 @@ def _take_over(tls: InnerTls | None) -> Service | None:
     except (ValueError, RayActorError, ActorUnschedulableError):  # there is none, or it went down with its node
         return None
     logger.warning("this Ray cluster has a service already, which goes on as it is; `weft apply` changes it")
-    return Service(control_address=address, tls=tls, controller=controller)
+    return Service(control_address=address, tls=tls, controller=controller, was_taken_over=True)
 
 
 def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> Any:

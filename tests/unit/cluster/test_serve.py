@@ -9,13 +9,14 @@ import pytest
 from rich.console import Console
 from weft.v1 import control_pb2
 
+from cluster.errors import StartError
 from cluster.serve import _run, print_addresses
 
 
 class InterruptedService:
     """Somebody presses Ctrl-C while it serves, and again while it stops."""
 
-    control_address, tls = "127.0.0.1:50050", None
+    control_address, tls, was_taken_over = "127.0.0.1:50050", None, False
 
     def __init__(self) -> None:
         self.graces_s: list[float] = []
@@ -39,6 +40,52 @@ def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     _run(service, Console(file=out), stays=True, grace_s=30.0)
     assert service.graces_s == [30.0]
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
+
+
+class FailedService(InterruptedService):
+    """One of its groups cannot start; it watches until somebody presses Ctrl-C."""
+
+    def __init__(self, *, was_taken_over: bool) -> None:
+        super().__init__()
+        self.was_taken_over = was_taken_over
+        self.num_looks = 0
+
+    def wait_ready(self, *, on_status: Callable[[control_pb2.GetStatusResponse], None]) -> None:
+        raise StartError("m-1: no such tensor")
+
+    def wait_stopped(self, timeout_s: float) -> bool:
+        self.num_looks += 1
+        if self.num_looks > 2:
+            raise KeyboardInterrupt
+        return False
+
+    def shut_down(self, grace_s: float) -> None:
+        self.graces_s.append(grace_s)
+
+
+def test_service_that_does_not_come_up_is_ended() -> None:
+    service = FailedService(was_taken_over=False)
+    with pytest.raises(StartError, match="no such tensor"):
+        _run(service, Console(file=io.StringIO()), stays=True, grace_s=30.0)
+    assert (service.graces_s, service.num_looks) == ([0.0], 0)
+
+
+def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service = FailedService(was_taken_over=True)
+    _run(service, Console(file=io.StringIO()), stays=True, grace_s=30.0)
+    assert (service.graces_s, service.num_looks) == ([30.0], 3), "it was watched until Ctrl-C"
+    assert [record.getMessage() for record in caplog.records] == [
+        "not all of the service that was taken over is ready: m-1: no such tensor"
+    ]
+
+
+def test_failed_group_of_a_service_that_was_taken_over_is_an_error_for_who_does_not_stay() -> None:
+    service = FailedService(was_taken_over=True)
+    with pytest.raises(StartError, match="no such tensor"):
+        _run(service, Console(file=io.StringIO()), stays=False, grace_s=30.0)
+    assert service.graces_s == [], "it goes on"
 
 
 class ChangingService(InterruptedService):
