@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import StartError
 from cluster.models import resolve_model
+from cluster.wanted import ModelText
 from parallel.families.registry import describe_model
 from parallel.shard import check_split
 from router.errors import RouterConfigError
@@ -62,6 +63,17 @@ def check_model(model: ModelSpec) -> ModelSpec:
         section = model.section.model_copy(update={"path": str(folder), "name": model.name})
         return section.to_spec(model.engine.hash_key)
     return model
+
+
+def read_text(model: ModelSpec) -> ModelText:
+    """Return what routers must know of a model. Reads its folder, and fetches it first where it comes from a hub.
+
+    Raises:
+        ModelNotFoundError, ModelError: it cannot be had or described.
+    """
+    folder = resolve_model(model.source)
+    max_context = describe_model(folder).max_context
+    return ModelText(path=str(folder), max_context=min(max_context, model.engine.max_context or max_context))
 
 
 def _check_ports(spec: ClusterSpec) -> None:

@@ -5,13 +5,11 @@ from typing import NamedTuple
 
 from weft.v1 import control_pb2
 
-from cluster.config import ModelSection, ModelSpec
+from cluster.config import ModelSection
 from cluster.lifecycle import GroupState
-from cluster.models import resolve_model
 from cluster.placement import NodeResources
 from cluster.replica_group import ReplicaGroup
 from cluster.wanted import WantedModel
-from parallel.families.registry import describe_model
 
 
 class LastScaling(NamedTuple):
@@ -21,17 +19,16 @@ class LastScaling(NamedTuple):
     time_s: float
 
 
-def served_model(spec: ModelSpec) -> control_pb2.ServedModel:
-    """What routers must know of a model. Reads its folder, and fetches it first where it comes from a hub."""
-    folder = resolve_model(spec.source)
-    max_context = describe_model(folder).max_context
-    if spec.engine.max_context is not None:
-        max_context = min(max_context, spec.engine.max_context)
-    scaling = spec.section.autoscaling
+def served_model(model: WantedModel, groups: Sequence[ReplicaGroup]) -> control_pb2.ServedModel:
+    """What routers must know of a model with these groups."""
+    section, text = model.current.section, model.current.text
+    assert text is not None, "whoever wants a model has read it"
+    scaling = section.autoscaling
     return control_pb2.ServedModel(
-        name=spec.name,
-        path=str(folder),
-        max_context=max_context,
+        name=model.name,
+        path=text.path,
+        max_context=text.max_context,
+        starts_on_demand=starts_on_demand(section, groups),
         target_ttft_s=(scaling and scaling.target_ttft_s) or 0.0,
         target_tpot_s=(scaling and scaling.target_tpot_s) or 0.0,
     )
@@ -45,15 +42,14 @@ def starts_on_demand(section: ModelSection, groups: Sequence[ReplicaGroup]) -> b
     return not states or any(state is not GroupState.FAILED for state in states)
 
 
-def model_status(
-    name: str, model: WantedModel | None, groups: Sequence[ReplicaGroup], *, path: str
-) -> control_pb2.ModelStatus:
+def model_status(name: str, model: WantedModel | None, groups: Sequence[ReplicaGroup]) -> control_pb2.ModelStatus:
     """One model and its groups; `model` is None where it is no longer wanted."""
     is_ready = [group.lifecycle.state is GroupState.READY for group in groups]
     status = control_pb2.ModelStatus(
-        name=name, path=path, groups=[group.status() for group in groups], ready_replicas=sum(is_ready)
+        name=name, groups=[group.status() for group in groups], ready_replicas=sum(is_ready)
     )
     if model is not None:
+        status.path = model.current.text.path if model.current.text else model.current.section.path
         status.wanted_replicas = model.replicas
         status.revision = model.current.number
         status.previous_revision = model.previous.number if model.previous else 0

@@ -14,6 +14,16 @@ from cluster.errors import ClusterConfigError, NotServedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """What routers must know of a model's folder, as it was when a revision was wanted."""
+
+    path: str
+    """Absolute."""
+    max_context: int
+    """Longest prompt plus output, by the folder and the settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
     """One version of a model's settings; groups are of one revision for life."""
 
@@ -21,6 +31,8 @@ class Revision:
     """Unique for the model, 1 first."""
     section: ModelSection
     """Complete, with the name and, where it is one, the absolute folder."""
+    text: ModelText | None = None
+    """None: to be read, for the revision has just become the current one, or was saved by a version that kept none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +118,14 @@ def apply(models: Models, specs: Sequence[ModelSpec]) -> tuple[dict[str, WantedM
     return wanted, changes
 
 
+def with_texts(models: Models, texts: Mapping[str, ModelText]) -> dict[str, WantedModel]:
+    """Return the models with what was read of the folders of those whose revision has just become the current one."""
+    return {
+        name: model if model.current.text else replace(model, current=replace(model.current, text=texts[name]))
+        for name, model in models.items()
+    }
+
+
 def scale(models: Models, name: str, replicas: int) -> dict[str, WantedModel]:
     """Want so many replicas of a model.
 
@@ -179,7 +199,7 @@ def _revise(model: WantedModel, section: ModelSection) -> WantedModel:
     if _settings(section) == _settings(model.current.section):
         return replace(model, current=replace(model.current, section=section))
     if model.previous is not None and _settings(section) == _settings(model.previous.section):
-        return replace(model, current=replace(model.previous, section=section), previous=model.current)
+        return replace(model, current=replace(model.previous, section=section, text=None), previous=model.current)
     return _add_revision(model, section)
 
 
@@ -204,7 +224,7 @@ def _with_replicas_of(model: WantedModel, section: ModelSection) -> ModelSection
 
 def _scaled_like(revision: Revision, other: Revision) -> Revision:
     scaling = {name: getattr(other.section, name) for name in _SCALING}
-    return replace(revision, section=revision.section.model_copy(update=scaling))
+    return replace(revision, section=revision.section.model_copy(update=scaling), text=None)
 
 
 def _shape(section: ModelSection) -> str:

@@ -20,7 +20,7 @@ from cluster.lifecycle import GroupState, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.placement import NodeResources
 from cluster.plan_groups import plan_groups
-from cluster.preflight import check_model
+from cluster.preflight import check_model, read_text
 from cluster.rank_actor import ReplicaLoad
 from cluster.replica_group import Form, ReplicaGroup
 from cluster.saved_state import GroupRecord, RouterPorts, SavedState
@@ -30,9 +30,21 @@ from cluster.state_messages import (
     model_status,
     node_status,
     served_model,
-    starts_on_demand,
 )
-from cluster.wanted import Change, ChangeKind, Models, WantedModel, apply, changed_section, find, roll, scale, undo
+from cluster.wanted import (
+    Change,
+    ChangeKind,
+    Models,
+    ModelText,
+    WantedModel,
+    apply,
+    changed_section,
+    find,
+    roll,
+    scale,
+    undo,
+    with_texts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +114,8 @@ class WantedState:
         self._changed = changed
         self._policy = policy
         self._clock = clock
-        self._models: dict[str, WantedModel] = dict(saved.models)
-        self._served = {name: served_model(model.spec) for name, model in self._models.items()}
+        unread = {name: model for name, model in saved.models.items() if model.current.text is None}
+        self._models = with_texts(saved.models, {name: read_text(model.spec) for name, model in unread.items()})
         self._next_numbers = dict(saved.next_numbers)
         self._scalings: dict[str, LastScaling] = {}
         self._drained_nodes = frozenset(saved.drained_nodes)
@@ -157,11 +169,10 @@ class WantedState:
             ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
         """
         checked = await asyncio.to_thread(lambda: [check_model(spec) for spec in specs])
-        served = await asyncio.to_thread(lambda: {spec.name: served_model(spec) for spec in checked})
+        texts = await asyncio.to_thread(lambda: {spec.name: read_text(spec) for spec in checked})
         wanted, changes = apply(self._models, checked)
         if changes and not dry_run:
-            self._served = served
-            self._want(wanted, changes)
+            self._want(with_texts(wanted, texts), changes)
         return changes
 
     def scale(self, name: str, replicas: int, *, reason: str = "by an operator") -> int:
@@ -190,17 +201,17 @@ class WantedState:
         model = find(self._models, name)
         spec = changed_section(model, settings).to_spec(model.hash_key)
         checked = await asyncio.to_thread(check_model, spec)
-        served = await asyncio.to_thread(served_model, checked)
+        text = await asyncio.to_thread(read_text, checked)
         section = checked.section
         if "replicas" not in settings:  # the autoscaler may have changed it meanwhile
             section = section.model_copy(update={"replicas": find(self._models, name).replicas})
-        return self._want_revision(*roll(self._models, name, section), served)
+        return self._want_revision(*roll(self._models, name, section), text)
 
     async def undo(self, name: str) -> tuple[Change, int]:
         """Go back to a model's revision before; as `roll`."""
         models, change = undo(self._models, name)
-        served = await asyncio.to_thread(served_model, models[change.name].spec)
-        return self._want_revision(*undo(self._models, name), served)
+        text = await asyncio.to_thread(read_text, models[change.name].spec)
+        return self._want_revision(*undo(self._models, name), text)
 
     async def drain(self, target: str, grace_s: float | None) -> tuple[list[str], str]:
         """Let a replica, a group, or every group of a node leave; others are formed in their stead.
@@ -269,10 +280,7 @@ class WantedState:
 
     def models(self) -> list[control_pb2.ServedModel]:
         """The models that are served."""
-        for name, served in self._served.items():
-            section = self._models[name].current.section
-            served.starts_on_demand = starts_on_demand(section, self._groups_of(name))
-        return list(self._served.values())
+        return [served_model(model, self._groups_of(name)) for name, model in self._models.items()]
 
     def replicas(self) -> list[control_pb2.ReplicaEndpoint]:
         """The replicas that take requests now, and those that finish what they have."""
@@ -300,8 +308,8 @@ class WantedState:
     def _model_status(self, name: str) -> control_pb2.ModelStatus:
         model = self._models.get(name)
         if model is None:
-            return model_status(name, None, self._groups_of(name), path="")
-        status = model_status(name, model, self._groups_of(name), path=self._served[name].path)
+            return model_status(name, None, self._groups_of(name))
+        status = model_status(name, model, self._groups_of(name))
         section, last = model.current.section, self._scalings.get(name)
         if (scaling := autoscaling_status(section, last, self._clock())) is not None:
             status.autoscaling.CopyFrom(scaling)
@@ -369,9 +377,8 @@ class WantedState:
         self._save()
         self._changed.set()
 
-    def _want_revision(self, wanted: Models, change: Change, served: control_pb2.ServedModel) -> tuple[Change, int]:
-        self._want(wanted, [change])
-        self._served[change.name] = served
+    def _want_revision(self, wanted: Models, change: Change, text: ModelText) -> tuple[Change, int]:
+        self._want(with_texts(wanted, {change.name: text}), [change])
         return change, wanted[change.name].current.number
 
     def _find_node(self, target: str, nodes: Sequence[NodeResources]) -> NodeResources:

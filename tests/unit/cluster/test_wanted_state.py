@@ -402,6 +402,43 @@ async def test_new_controller_adopts_what_lives_and_forms_nothing(bench: Bench) 
     assert bench.replicas()[-1] == "a-2.1"
 
 
+async def test_new_controller_goes_on_where_a_model_can_no_longer_be_read(bench: Bench) -> None:
+    await bench.apply({"replicas": 1, "max_context": 100})
+    await bench.settle()
+    told = bench.state.models()
+    (bench.folder / "config.json").unlink()
+    bench.restart()
+    assert bench.state.models() == told
+    assert bench.model().path == str(bench.folder)
+    await bench.settle()
+    bench.forms.lives[0].be_adopted()
+    assert bench.replicas() == ["m-0.1"]
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        await bench.state.roll("m", {})
+
+
+async def test_state_that_an_earlier_version_has_saved_is_completed_from_the_folder(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    told = bench.state.models()
+    saved = json.loads(bench.saved)
+    del saved["models"]["m"]["current"]["text"]
+    bench.saved = json.dumps(saved).encode()
+    bench.restart()
+    assert bench.state.models() == told
+
+
+async def test_routers_are_told_of_the_folder_that_was_read_last(bench: Bench) -> None:
+    await bench.apply({"max_context": 100})
+    (bench.folder / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 128}))
+    await bench.apply({"max_context": 100, "replicas": 2})
+    await bench.state.roll("m", {"max_context": None})
+    assert [model.max_context for model in bench.state.models()] == [128]
+    (bench.folder / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 192}))
+    await bench.apply({"max_context": 100})
+    await bench.state.undo("m")
+    assert [model.max_context for model in bench.state.models()] == [192]
+
+
 async def test_new_controller_goes_on_with_a_drain_and_a_rollout(bench: Bench) -> None:
     await bench.apply({"replicas": 2})
     await bench.settle()
