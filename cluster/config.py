@@ -308,6 +308,11 @@ def build_section(data: Mapping[str, Any]) -> ModelSection:
     return _validate(ModelSection, data)
 
 
+def check_section(section: ModelSection) -> None:
+    """Raise ClusterConfigError when a section that was made from another one, or whose name is its path's, is wrong."""
+    build_section(section.model_dump(mode="json"))
+
+
 def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
     """Check settings and freeze them. Raises ClusterConfigError naming every fault by its dotted path."""
     file = _validate(ClusterFile, data)

@@ -147,6 +147,10 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
         *parents, last = path.split(".")
         for parent in parents:
             section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ClusterConfigError(
+                    f"--set {path}: {parent} is {section!r} by another --set; allowed: one of them"
+                )
         try:
             section[last] = yaml.safe_load(value)
         except yaml.YAMLError as error:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from weft.v1 import control_pb2
 
-from cluster.config import ModelSection, ModelSpec
-from cluster.errors import NotServedError
+from cluster.config import ModelSection, ModelSpec, check_section
+from cluster.errors import ClusterConfigError, NotServedError
 from cluster.lifecycle import GroupState, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.placement import NodeResources
@@ -47,6 +47,9 @@ from cluster.wanted import (
 )
 
 logger = logging.getLogger(__name__)
+
+_MAX_CHECKS = 5
+"""Of one rollout: its model is read off the event loop, and read again when somebody has changed it meanwhile."""
 
 
 class WantedRouter(Protocol):
@@ -167,6 +170,7 @@ class WantedState:
 
         Raises:
             ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
+            ClusterConfigError: what would be kept of it cannot be read again.
         """
         checked = await asyncio.to_thread(lambda: [check_model(spec) for spec in specs])
         texts = await asyncio.to_thread(lambda: {spec.name: read_text(spec) for spec in checked})
@@ -195,23 +199,26 @@ class WantedState:
 
         Raises:
             NotServedError: there is no such model.
-            ClusterConfigError: a setting is unknown or wrong.
+            ClusterConfigError: a setting is unknown or wrong, or others change the model all the while.
             ModelNotFoundError, ModelError, EngineConfigError: the model cannot be had, described or split as wanted.
         """
-        model = find(self._models, name)
-        spec = changed_section(model, settings).to_spec(model.hash_key)
-        checked = await asyncio.to_thread(check_model, spec)
-        text = await asyncio.to_thread(read_text, checked)
-        section = checked.section
-        if "replicas" not in settings:  # the autoscaler may have changed it meanwhile
-            section = section.model_copy(update={"replicas": find(self._models, name).replicas})
-        return self._want_revision(*roll(self._models, name, section), text)
+        for _ in range(_MAX_CHECKS):
+            spec = self._changed_spec(name, settings)
+            checked = await asyncio.to_thread(check_model, spec)
+            text = await asyncio.to_thread(read_text, checked)
+            if self._changed_spec(name, settings) == spec:
+                return self._want_revision(*roll(self._models, name, checked.section), text)
+        raise _changes_too_often(name)
 
     async def undo(self, name: str) -> tuple[Change, int]:
         """Go back to a model's revision before; as `roll`."""
-        models, change = undo(self._models, name)
-        text = await asyncio.to_thread(read_text, models[change.name].spec)
-        return self._want_revision(*undo(self._models, name), text)
+        for _ in range(_MAX_CHECKS):
+            spec = _current_spec(*undo(self._models, name))
+            text = await asyncio.to_thread(read_text, spec)
+            models, change = undo(self._models, name)
+            if _current_spec(models, change) == spec:
+                return self._want_revision(models, change, text)
+        raise _changes_too_often(name)
 
     async def drain(self, target: str, grace_s: float | None) -> tuple[list[str], str]:
         """Let a replica, a group, or every group of a node leave; others are formed in their stead.
@@ -371,6 +378,8 @@ class WantedState:
         )
 
     def _want(self, wanted: Models, changes: Sequence[Change]) -> None:
+        for model in wanted.values():
+            check_section(model.current.section)  # what is saved must be read by a successor
         self._models = dict(wanted)
         for change in changes:
             logger.info("%s %s: %s", change.kind, change.name, "; ".join(change.details))
@@ -380,6 +389,10 @@ class WantedState:
     def _want_revision(self, wanted: Models, change: Change, text: ModelText) -> tuple[Change, int]:
         self._want(with_texts(wanted, {change.name: text}), [change])
         return change, wanted[change.name].current.number
+
+    def _changed_spec(self, name: str, settings: Mapping[str, Any]) -> ModelSpec:
+        model = find(self._models, name)
+        return changed_section(model, settings).to_spec(model.hash_key)
 
     def _find_node(self, target: str, nodes: Sequence[NodeResources]) -> NodeResources:
         found = [node for node in nodes if target in (node.node_id, node.address)]
@@ -403,3 +416,13 @@ class WantedState:
         )
         self._save_state(self._saved)
         self._is_saved = True
+
+
+def _current_spec(models: Models, change: Change) -> ModelSpec:
+    return models[change.name].spec
+
+
+def _changes_too_often(name: str) -> ClusterConfigError:
+    return ClusterConfigError(
+        f"{name} was changed by others each of the {_MAX_CHECKS} times that it was read; try again"
+    )

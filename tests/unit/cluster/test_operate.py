@@ -197,6 +197,8 @@ def test_settings_are_nested_and_read_as_yaml(tmp_path: Path) -> None:
     }
     with pytest.raises(ClusterConfigError, match="--set is 'dtype'; allowed"):
         parse_settings(["dtype"])
+    with pytest.raises(ClusterConfigError, match=r"--set cache\.num_blocks: cache is 2 by another --set; allowed"):
+        parse_settings(["cache=2", "cache.num_blocks=512"])
 
 
 def chunk(name: str, data: bytes, end: int, *, has_more: bool = False) -> control_pb2.LogChunk:

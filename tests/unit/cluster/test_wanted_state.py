@@ -1,19 +1,24 @@
 import asyncio
+import itertools
 import json
+import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from helpers.cluster import FakeClock, FakeRouter, Formations, turns
 from weft.v1 import control_pb2
 
+from cluster import preflight
 from cluster.config import ModelSpec, build_spec
-from cluster.errors import ModelNotFoundError, NotServedError
+from cluster.errors import ClusterConfigError, ModelNotFoundError, NotServedError
 from cluster.lifecycle import RestartPolicy
 from cluster.placement import NodeResources
 from cluster.rank_actor import Outcome
 from cluster.saved_state import RouterPorts, SavedState, decode, encode
+from cluster.wanted import ModelText
 from cluster.wanted_state import WantedState
 from workers.errors import EngineConfigError
 
@@ -266,6 +271,90 @@ async def test_rollout_keeps_a_number_that_changed_while_it_was_checked(bench: B
     assert bench.model().wanted_replicas == 3
     await bench.state.roll("m", {"replicas": 2})
     assert bench.model().wanted_replicas == 2
+
+
+async def test_two_rollouts_at_once_both_hold(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await asyncio.gather(bench.state.roll("m", {"max_context": 64}), bench.state.roll("m", {"dtype": "float32"}))
+    section = bench.state.sections()["m"]
+    assert (section.max_context, section.dtype) == (64, "float32")
+    assert bench.model().revision == 3
+
+
+async def test_rollout_holds_on_top_of_what_was_applied_while_it_was_checked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.apply({"replicas": 1})
+    is_applied = threading.Event()
+
+    def read_text(model: ModelSpec) -> ModelText:
+        assert model.engine.dtype != "float32" or is_applied.wait(10)
+        return preflight.read_text(model)
+
+    monkeypatch.setattr("cluster.wanted_state.read_text", read_text)
+    rolling = asyncio.create_task(bench.state.roll("m", {"dtype": "float32"}))
+    await bench.state.apply(bench.specs({"replicas": 1, "max_context": 64, "max_replicas": 3}))
+    is_applied.set()
+    await rolling
+    section = bench.state.sections()["m"]
+    assert (section.dtype, section.max_context, section.max_replicas) == ("float32", 64, 3)
+
+
+async def test_rollout_is_refused_where_its_bounds_no_longer_hold(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    rolling = asyncio.create_task(bench.state.roll("m", {"max_replicas": 2}))
+    await asyncio.sleep(0)
+    bench.state.scale("m", 4)
+    with pytest.raises(ClusterConfigError, match="replicas is 4; allowed: 0 to 2"):
+        await rolling
+    bench.restart()
+    assert (bench.model().wanted_replicas, bench.model().revision) == (4, 1)
+
+
+async def test_undo_tells_routers_of_the_revision_that_it_goes_back_to_in_the_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.state.roll("m", {"max_context": 64})
+    is_rolled = threading.Event()
+
+    def read_text(model: ModelSpec) -> ModelText:
+        assert model.engine.max_context is not None or is_rolled.wait(10)
+        return preflight.read_text(model)
+
+    monkeypatch.setattr("cluster.wanted_state.read_text", read_text)
+    undoing = asyncio.create_task(bench.state.undo("m"))
+    await bench.state.roll("m", {"max_context": 32})
+    is_rolled.set()
+    assert await undoing == (ANY, 2)
+    assert [model.max_context for model in bench.state.models()] == [64]
+
+
+async def test_rollout_of_a_model_that_is_never_left_alone_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.apply({"replicas": 1})
+    replicas = itertools.count(2)
+
+    def read_text(model: ModelSpec) -> ModelText:
+        bench.state.scale("m", next(replicas))
+        return preflight.read_text(model)
+
+    monkeypatch.setattr("cluster.wanted_state.read_text", read_text)
+    with pytest.raises(ClusterConfigError, match="m was changed by others each of the 5 times that it was read"):
+        await bench.state.roll("m", {"dtype": "float32"})
+    assert bench.model().revision == 1
+
+
+async def test_nothing_is_wanted_that_a_new_controller_could_not_read(bench: Bench, tmp_path: Path) -> None:
+    await bench.apply({"replicas": 1})
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(ClusterConfigError, match="name: "):
+        await bench.apply({"path": str(folder), "name": None})
+    bench.restart()
+    assert list(bench.state.sections()) == ["m"]
 
 
 async def test_scale_up_forms_and_scale_down_drains_the_newest(bench: Bench) -> None:
