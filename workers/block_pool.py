@@ -11,6 +11,7 @@ is resident while either has it. Nobody gives back a block that is in the index 
 (see KVCacheManager.retract), so what is evicted was computed by a plan before the next.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
@@ -91,9 +92,15 @@ class BlockPool:
         """Return how many of these blocks would leave the free list if they were shared."""
         return sum(not self._num_references[block] for block in blocks)
 
-    def count_exclusive(self, blocks: Iterable[int]) -> int:
-        """Return how many of these owned blocks have one reference only."""
-        return sum(self._num_references[block] == 1 for block in blocks)
+    def count_leading_shared(self, blocks: list[int]) -> int:
+        """Return how many of these owned blocks come before the first that has one reference only."""
+        references = self._num_references
+        return next((i for i, block in enumerate(blocks) if references[block] == 1), len(blocks))
+
+    def bisect_shared(self, blocks: list[int]) -> int:
+        """Return the same where no block after that first one has more references; else it may be more, never less."""
+        references = self._num_references
+        return bisect_left(blocks, True, key=lambda block: references[block] == 1)
 
     def share(self, blocks: list[int]) -> None:
         """Add one reference to each of these indexed blocks."""

@@ -117,12 +117,18 @@ class KVCacheManager:
 
         What others hold can be found again, up to the first block that is this sequence's alone.
         """
-        num_groups, num_kept = self._num_groups, 0
-        for start in range(0, sequence.num_full_blocks * num_groups, num_groups):
-            blocks = [sequence.block_table[start + group] for group in self._full]
-            if not blocks or self._pool.count_exclusive(blocks):
-                break
-            num_kept += 1
+        columns = (self._full_column(sequence, group) for group in self._full)
+        num_kept = min(map(self._pool.count_leading_shared, columns), default=0)
+        return sequence.num_computed_tokens - num_kept * self.block_size
+
+    def least_tokens_at_risk(self, sequence: Sequence) -> int:
+        """Return a number that `num_tokens_at_risk` is not below, and mostly the same: for much less.
+
+        Whoever holds a block mostly holds those before it too, so that bisection finds the first that nobody else does.
+        It finds a later one where a sequence computed a copy of a block that was known already.
+        """
+        columns = (self._full_column(sequence, group) for group in self._full)
+        num_kept = min(map(self._pool.bisect_shared, columns), default=0)
         return sequence.num_computed_tokens - num_kept * self.block_size
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
@@ -245,6 +251,10 @@ class KVCacheManager:
         self._pool.check_integrity(owners)
 
     # How much a sequence holds
+
+    def _full_column(self, sequence: Sequence, group: int) -> list[int]:
+        """The blocks of a group in the entries that are full."""
+        return sequence.block_table[group : sequence.num_full_blocks * self._num_groups : self._num_groups]
 
     def _held(self, table: list[int], num_full: int) -> list[int]:
         """The blocks that a table with this many full entries stands for, those to be evicted last first."""

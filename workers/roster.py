@@ -8,13 +8,15 @@ among the others is queueing.py's, and which blocks it gets kv_cache_manager.py'
 
 import logging
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from itertools import groupby
 from operator import attrgetter
 
 from workers.kv_cache_manager import KVCacheManager
 from workers.queueing import ServingOrder, WaitingQueue
-from workers.sequence import NO_SLOT, Order, Sequence, SequenceStatus
+from workers.sequence import NO_SLOT, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +115,23 @@ class Roster:
         """Return the running sequences after this one."""
         return self.running[self.running.index(sequence) + 1 :]
 
-    def yield_key(self, sequence: Sequence) -> tuple[int, int, Order]:
-        """Return what is largest for who gives way first: the one of the last level with the least to compute again."""
-        return (sequence.order[0], -self._cache.num_tokens_at_risk(sequence), sequence.order)
+    def in_yield_order(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Yield who gives way, first to last: those of the last level first, and of these the one with the least to
+        compute again, of equal ones the last in order.
+
+        What each has to compute again is looked at as late as can be, and closely only where it decides.
+        """
+        for _, group in groupby(sorted(sequences, key=_order, reverse=True), key=_level):
+            level = list(group)
+            heap = [(self._cache.least_tokens_at_risk(sequence), i, False) for i, sequence in enumerate(level)]
+            heapify(heap)
+            while heap:
+                _, i, is_exact = heap[0]
+                if is_exact:
+                    heappop(heap)
+                    yield level[i]
+                else:
+                    heapreplace(heap, (self._cache.num_tokens_at_risk(level[i]), i, True))
 
     # From the queue to a slot
 
@@ -176,10 +192,10 @@ class Roster:
 
     def drop_suspended(self, *, but: Sequence | None = None) -> bool:
         """Take the blocks from the suspended sequence that gives way first; False when there is none but `but`."""
-        others = [sequence for sequence in self._suspended if sequence is not but]
-        if others:
-            self.drop_blocks(max(others, key=self.yield_key))
-        return bool(others)
+        first = next(self.in_yield_order(sequence for sequence in self._suspended if sequence is not but), None)
+        if first is not None:
+            self.drop_blocks(first)
+        return first is not None
 
     def drop_blocks(self, sequence: Sequence) -> None:
         """Take the blocks from a suspended sequence."""
@@ -235,6 +251,10 @@ class Roster:
 
 
 _order = attrgetter("order")
+
+
+def _level(sequence: Sequence) -> int:
+    return sequence.order[0]
 
 
 def _num_not_computed(sequence: Sequence) -> int:

@@ -7,6 +7,7 @@ Slots and the queue are kept in roster.py; tensors are built in inputs.py from t
 
 import math
 from collections import Counter, deque
+from collections.abc import Iterator
 
 import msgspec
 
@@ -280,11 +281,12 @@ class Scheduler:
             if self._roster.drop_suspended():
                 continue
             later = self._roster.later_than(sequence)
-            victims = [candidate for candidate in later if _may_yield(candidate, batch)]
-            if not victims:
+            candidates = (candidate for candidate in later if _may_yield(candidate, batch))
+            victim = next(self._roster.in_yield_order(candidates), None)
+            if victim is None:
                 self._must_settle = self._looks_ahead and bool(later)
                 return False
-            self._preempt(batch, max(victims, key=self._roster.yield_key))
+            self._preempt(batch, victim)
         return True
 
     def _preempt(self, batch: Batch, sequence: Sequence) -> None:
@@ -305,19 +307,19 @@ class Scheduler:
         if sequence is None or not batch.budget:
             return
         reserve = sum(self._cache.num_reserved_blocks(running) for running in roster.running)
-        victims: list[Sequence] | None = None  # who could be displaced, last is first
+        victims: Iterator[Sequence] | None = None  # who could be displaced
         while sequence is not None and batch.budget:
+            victim = None
             displaces = not roster.has_free_slot
             if displaces:
-                victims = sorted(roster.running, key=roster.yield_key) if victims is None else victims
-                victims = [victim for victim in victims if _may_yield(victim, batch)]
-            if displaces and not (victims and victims[-1].order[0] > sequence.order[0]):
+                victims = roster.in_yield_order(roster.running) if victims is None else victims
+                victim = next((candidate for candidate in victims if _may_yield(candidate, batch)), None)
+            if displaces and not (victim and victim.order[0] > sequence.order[0]):
                 self._must_settle = self._looks_ahead  # for one that could give way, which next_to_start has seen
                 return
             if not roster.find_room(sequence, reserve, displaces=displaces):
                 return
-            if displaces and victims:
-                victim = victims.pop()
+            if victim is not None:
                 reserve -= self._cache.num_reserved_blocks(victim)
                 self._suspend(batch, victim)
             roster.start(sequence, batch.now_s)

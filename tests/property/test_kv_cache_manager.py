@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from workers.block_pool import BlockPool
+from workers.config import SchedulingPolicy
 from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
-from workers.sequence import Sequence
+from workers.queueing import ServingOrder
+from workers.roster import Roster
+from workers.sequence import Order, Sequence
 
 Content = tuple[int, tuple[int, ...]]
 """What is computed into a block: the group of layers, and all tokens up to the block's last."""
@@ -47,7 +50,9 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         self.cache = KVCacheManager(
             self.pool, block_size=block_size, hash_key=b"k", windows=windows, max_chunk_tokens=max_chunk_tokens
         )
+        self.roster = Roster(self.cache, ServingOrder(SchedulingPolicy.FCFS, promote_after_s=None), num_slots=1)
         self.sequences: list[Sequence] = []
+        self.num_begun = 0
         self.content: dict[int, Content] = {}  # of every block, whether it is known or not
         self.on_host: dict[int, Content] = {}  # by slot
         self.replayed: set[bytes] = set()
@@ -99,7 +104,9 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             stop_token_ids=frozenset(),
             max_num_tokens=100,
             arrival_s=0.0,
+            order=(data.draw(st.integers(0, 1)), 0.0, self.num_begun),
         )
+        self.num_begun += 1
         size = self.cache.block_size
         prefix = self.cache.match_prefix(sequence)
         num_blocks = len(prefix) // len(self.windows)
@@ -209,6 +216,27 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
                     assert num_held <= -(-window // size) + 1
                 counts.update(self.block(sequence, num_entries - 1 - i, group) for i in range(num_held))
         assert len(counts) == self.cache.num_blocks - self.cache.num_free_blocks
+
+    def num_at_risk(self, sequence: Sequence) -> int:
+        """The computed tokens from the first block on that nobody else holds, in a group that gives none back."""
+        full = [group for group, window in enumerate(self.windows) if window is None]
+        num_kept = 0
+        while full and num_kept < sequence.num_full_blocks:
+            blocks = [self.block(sequence, num_kept, group) for group in full]
+            if any(self.pool._num_references[block] == 1 for block in blocks):
+                break
+            num_kept += 1
+        return sequence.num_computed_tokens - num_kept * self.cache.block_size
+
+    @invariant()
+    def the_one_with_the_least_to_compute_again_gives_way_first(self) -> None:
+        def key(sequence: Sequence) -> tuple[int, int, Order]:
+            return (sequence.order[0], -self.num_at_risk(sequence), sequence.order)
+
+        for sequence in self.sequences:
+            assert self.cache.num_tokens_at_risk(sequence) == self.num_at_risk(sequence)
+        expected = sorted(self.sequences, key=key, reverse=True)
+        assert list(self.roster.in_yield_order(self.sequences)) == expected
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):

@@ -1,12 +1,17 @@
 """What a sequence finds in the cache, gets from it and gives back. Blocks of four tokens."""
 
+from typing import Any
+
 import pytest
 from helpers.scheduling import make_request
 from weft.block_hash import block_hash, block_hashes, root_hash
 
 from workers.block_pool import BlockPool
+from workers.config import SchedulingPolicy
 from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
+from workers.queueing import ServingOrder
+from workers.roster import Roster
 from workers.sequence import Sequence
 
 
@@ -436,3 +441,51 @@ def test_a_hash_is_reported_evicted_when_it_left_both_tiers() -> None:
     serve(cache, make_sequence(8, first=200))
     assert set(pool.take_events()[1]) == set(first)
     assert not set(first) & set(pool.resident_hashes())
+
+
+class CountedReads(list[int]):
+    """Reference counts, and how often one was read."""
+
+    num_reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_reads += 1
+        return super().__getitem__(index)
+
+
+def test_who_gives_way_is_found_without_a_look_at_every_shared_block() -> None:
+    """A candidate costs a bisection, and only the one that is chosen a walk along its prefix."""
+    num_shared, num_candidates = 256, 20
+    cache = make_cache(num_shared + 2 * num_candidates)
+    roster = Roster(cache, ServingOrder(SchedulingPolicy.FCFS, promote_after_s=None), num_slots=1)
+    sequences = [make_sequence(4 * num_shared + 4) for _ in range(num_candidates)]
+    for i, sequence in enumerate(sequences):
+        sequence.order = (0, 0.0, i)
+        sequence.token_ids += [i] * (1 + i % 3)
+        prefix = cache.match_prefix(sequence)[:num_shared]
+        cache.share(sequence, prefix)
+        sequence.num_scheduled_tokens = sequence.num_computed_tokens = 4 * len(prefix)
+        compute(cache, sequence, sequence.num_tokens - sequence.num_computed_tokens)
+    references = cache._pool._num_references = CountedReads(cache._pool._num_references)
+
+    first = next(roster.in_yield_order(sequences))
+
+    assert first is sequences[18], "the last of those with the fewest tokens of their own"
+    assert references.num_reads < num_shared + num_candidates * 12
+
+
+def test_a_shared_block_behind_an_own_copy_goes_with_it() -> None:
+    """Of two that computed the same at once, another shares the first block of one and the second of the other."""
+    cache = make_cache(16)
+    roster = Roster(cache, ServingOrder(SchedulingPolicy.FCFS, promote_after_s=None), num_slots=1)
+    first, copy, short, third = make_sequence(8), make_sequence(8), make_sequence(3, first=50), make_sequence(9)
+    copy.order, short.order = (0, 0.0, 1), (0, 0.0, 2)
+    compute(cache, first, 4)
+    compute(cache, copy, 8)
+    compute(cache, short, 3)
+    prefix = cache.match_prefix(third)
+    assert prefix == [first.block_table[0], copy.block_table[1]]
+    cache.share(third, prefix)
+
+    assert cache.num_tokens_at_risk(copy) == 8
+    assert list(roster.in_yield_order([copy, short])) == [short, copy]
