@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from workers.tokenizer import TokenTable
 
+_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
+"""Of UTF-8: whatever came before, any other byte begins anew."""
+
 
 class IncrementalDetokenizer:
     """The text of one request. After a stop string is found, nothing more is to be pushed."""
@@ -42,6 +45,30 @@ class IncrementalDetokenizer:
         text = self._decode(token_id)
         return self._search(text) if self._stops else text
 
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Take the tokens that come before the first one pushed; others have their text.
+
+        It does what a `push` of each would, up to the first stop string, at a small part of the price: a request with
+        thousands of tokens may come from another replica, and dozens of them at once.
+        """
+        if not self._stops:
+            start = self._find_whole_character(token_ids)
+            self._is_first = self._is_first and not any(map(self._piece, token_ids[:start]))
+            self._decode_all(token_ids[start:])
+            self._num_tokens = len(token_ids)
+            return
+        num_early = max(0, self._min_tokens - 1)
+        early = self._decode_all(token_ids[:num_early])
+        text = early + self._decode_all(token_ids[num_early:])
+        self._num_tokens = len(token_ids)
+        self.stop_string = self._find_stop(text, len(early))
+        if self.stop_string is None:
+            for stop in self._stops:
+                for char in text[max(0, len(text) + 1 - len(stop.text)) :]:
+                    stop.advance(char)
+            num_held = max(stop.num_matched for stop in self._stops)
+            self._held = text[len(text) - num_held :]
+
     def flush(self) -> str:
         """Return what was held back, now that no more tokens come. A cut character becomes U+FFFD, as in `decode`."""
         held, self._held = self._held, ""
@@ -49,14 +76,39 @@ class IncrementalDetokenizer:
             return ""
         return held + self._decoder.decode(b"", final=True)
 
+    def _piece(self, token_id: int) -> bytes:
+        return b"" if self._skips_special and self._table.is_special(token_id) else self._table.piece(token_id)
+
     def _decode(self, token_id: int) -> str:
-        if self._skips_special and self._table.is_special(token_id):
-            return ""
-        piece = self._table.piece(token_id)
+        piece = self._piece(token_id)
         if self._is_first and piece:
             self._is_first = False
             piece = self._table.first_piece(token_id)
         return self._decoder.decode(piece)
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        pieces = {token_id: self._piece(token_id) for token_id in set(token_ids)}
+        num_done, text = 0, ""
+        while self._is_first and num_done < len(token_ids):
+            text += self._decode(token_ids[num_done])
+            num_done += 1
+        return text + self._decoder.decode(b"".join(map(pieces.__getitem__, token_ids[num_done:])))
+
+    def _find_whole_character(self, token_ids: Sequence[int]) -> int:
+        """From which token on the bytes tell what a decoder of them all holds back: the last that begins a character,
+        or a wrong one, somewhere in it; 0 when there is none.
+        """
+        starts = (i for i in range(len(token_ids) - 1, 0, -1) if self._piece(token_ids[i]).strip(_CONTINUATION_BYTES))
+        return next(starts, 0)
+
+    def _find_stop(self, text: str, num_early: int) -> str | None:
+        """The stop string complete first after so many characters, of those complete together the longest."""
+        found = []
+        for stop in self._stops:
+            place = text.find(stop.text, max(0, num_early + 1 - len(stop.text)))
+            if place >= 0:
+                found.append((place + len(stop.text), -len(stop.text), stop.text))
+        return min(found)[2] if found else None
 
     def _search(self, text: str) -> str:
         """Walk the new characters; the stop string complete first wins, of those complete together the longest."""

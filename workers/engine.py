@@ -284,10 +284,7 @@ class Engine:
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
         last = token_ids[-1]
         is_stopped = last in stop_ids and len(token_ids) > sampling.min_tokens
-        for token_id in token_ids[:-1] if is_stopped else token_ids:
-            detokenizer.push(token_id)
-            if detokenizer.stop_string is not None:
-                break
+        detokenizer.resume(token_ids[:-1] if is_stopped else token_ids)
         usage = Usage(
             prompt_tokens=len(request.prompt_token_ids),
             cached_tokens=0,

@@ -81,8 +81,7 @@ def test_any_tokens_decode_alike_and_resume_anywhere(name: str, shared: Path) ->
         deltas = [detokenizer.push(token_id) for token_id in token_ids]
         split = data.draw(st.integers(0, len(token_ids)))
         resumed = IncrementalDetokenizer(table)
-        for token_id in token_ids[:split]:
-            resumed.push(token_id)
+        resumed.resume(token_ids[:split])
         assert [resumed.push(token_id) for token_id in token_ids[split:]] == deltas[split:]
         tail = detokenizer.flush()
         assert resumed.flush() == tail
@@ -91,3 +90,47 @@ def test_any_tokens_decode_alike_and_resume_anywhere(name: str, shared: Path) ->
             assert "".join(deltas) + tail == text
 
     check()
+
+
+def byte_fallback_table() -> TokenTable:
+    """Ids 0-255 are single bytes, then a special token, one with a leading space, a lone space and words."""
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "<s>", "▁a", "▁", "a", "ab", "é", "ba"]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.add_special_tokens(["<s>"])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return TokenTable(tokenizer)
+
+
+RESUMED = byte_fallback_table()
+UTF8_IDS = [0x20, 0x61, 0x80, 0xBF, 0xA9, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0xFF, *range(256, 264)]
+
+
+@settings(max_examples=500, derandomize=True, deadline=None)
+@given(
+    before=st.lists(st.sampled_from(UTF8_IDS), max_size=25),
+    after=st.lists(st.sampled_from(UTF8_IDS), max_size=8),
+    stops=st.lists(st.text("ab é�€", min_size=1, max_size=5), max_size=3),
+    include=st.booleans(),
+    skips=st.booleans(),
+    min_tokens=st.integers(0, 12),
+)
+def test_resumed_text_goes_on_as_if_every_token_had_been_pushed(
+    before: list[int], after: list[int], stops: list[str], include: bool, skips: bool, min_tokens: int
+) -> None:
+    pushed, resumed = (
+        IncrementalDetokenizer(
+            RESUMED, stop=stops, include_stop_str=include, skip_special_tokens=skips, min_tokens=min_tokens
+        )
+        for _ in range(2)
+    )
+    for token_id in before:
+        if pushed.stop_string is None:
+            pushed.push(token_id)
+    resumed.resume(before)
+    assert resumed.stop_string == pushed.stop_string
+    for token_id in after:
+        if pushed.stop_string is None:
+            assert resumed.push(token_id) == pushed.push(token_id)
+            assert resumed.stop_string == pushed.stop_string
+    assert resumed.flush() == pushed.flush()

@@ -17,6 +17,7 @@ from workers.kv_cache import num_blocks_within
 from workers.plan import StepPlan
 from workers.request import FinishReason, RequestId
 from workers.sequence import Sequence
+from workers.tokenizer import TokenTable
 
 PIECES = letter_pieces()
 
@@ -382,3 +383,21 @@ def test_wrong_eos_ids_are_refused(tmp_path: Path) -> None:
 def test_number_of_blocks_is_what_fits_beside_the_peak() -> None:
     assert num_blocks_within(total_bytes=1000, memory_fraction=0.9, peak_bytes=300, block_bytes=70) == 8
     assert num_blocks_within(total_bytes=1000, memory_fraction=0.9, peak_bytes=950, block_bytes=70) == 0
+
+
+@pytest.mark.parametrize(("stop", "most"), [((), 4), (("zz", "y"), 200)])
+def test_what_was_generated_elsewhere_is_not_pushed_again(
+    monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...], most: int
+) -> None:
+    """Without stop strings the end of its text is all that matters; else each token is looked up once, if at all."""
+    seen: list[int] = []
+    piece = TokenTable.piece
+
+    def note(table: TokenTable, token_id: int) -> bytes:
+        seen.append(token_id)
+        return piece(table, token_id)
+
+    monkeypatch.setattr(TokenTable, "piece", note)
+    engine = fake_engine(max_context=5000)
+    engine.add_request(request("a", [1], generated=[i % 97 for i in range(3000)], max_tokens=4000, stop=stop))
+    assert len(seen) <= most
