@@ -152,20 +152,25 @@ class AsyncEngine:
             while (commands := self._wait()) is not None:
                 self._advance(commands)
             self._engine.abort_all()
-            while self._engine.has_work:
+            while self._has_work:
                 self._publish(self._engine.step())
+                self._has_collected = False
         except BaseException as error:
             logger.exception("the engine failed")
             self._call(self._fail, error)
         finally:
             self._engine.close()
 
+    @property
+    def _has_work(self) -> bool:
+        return self._has_collected or self._engine.has_work
+
     def _wait(self) -> list[Request | RequestId] | None:
         """Return the commands since the last call, at once while there is work; None to stop."""
-        if not self._engine.has_work:
+        if not self._has_work:
             self._engine.rest()
         with self._wake:
-            if not (self._commands or self._is_stopping or self._engine.has_work):
+            if not (self._commands or self._is_stopping or self._has_work):
                 self._wake.wait(IDLE_CHECK_S)
             commands, self._commands = self._commands, []
             return None if self._is_stopping and not commands else commands
@@ -179,7 +184,7 @@ class AsyncEngine:
                     refusals.append(refusal)
             else:
                 self._engine.abort(command)
-        if self._engine.has_work or refusals:
+        if self._has_work or refusals:
             self._engine.launch()
             result = self._engine.take_result()  # of the step before, while this one runs
             result.outputs.extend(refusals)

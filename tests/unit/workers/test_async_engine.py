@@ -126,6 +126,31 @@ async def test_closing_the_iterator_aborts() -> None:
         assert results[-1].load.num_free_blocks == results[-1].load.num_blocks
 
 
+@pytest.mark.parametrize("ends", ["by a token", "by an abort"])
+@pytest.mark.parametrize("shape", [{"max_in_flight": 1}, {"max_in_flight": 2, "looks_ahead": True}])
+async def test_when_all_has_ended_the_load_says_so(
+    ends: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the last request ended with more of its steps in flight, which give nobody anything."""
+    monkeypatch.setattr(async_engine, "IDLE_CHECK_S", 60.0)
+    results: list[StepResult] = []
+    last = run_alone(request("a", [1, 2, 3], max_tokens=7))[-1]
+    executor = FakeExecutor(num_blocks=640, **shape)
+    engine = AsyncEngine(fake_engine(executor, eos_token_ids=frozenset([last])), on_step=results.append)
+    engine.start()
+    try:
+        outputs = engine.generate(request("a", [1, 2, 3], max_tokens=150, ignore_eos=ends == "by an abort"))
+        if ends == "by a token":
+            async for _ in outputs:
+                pass
+        else:
+            await anext(outputs)
+            await outputs.aclose()  # type: ignore[attr-defined]
+        await until(lambda: results[-1].load.num_free_blocks == 640)
+    finally:
+        await engine.stop()
+
+
 async def test_commands_never_wait_for_a_step() -> None:
     """While the model is stuck in a step, submit and abort return."""
     executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
