@@ -169,7 +169,8 @@ class Sampler:
         flat = logits.view(-1)
         edit.apply(flat)
         if forbidden:
-            flat[to_device(np.array(forbidden), flat.device)] = -torch.inf
+            # not by an assignment, for which a number becomes a tensor of the host, and is waited for
+            flat.index_fill_(0, to_device(np.array(forbidden), flat.device), -torch.inf)
         return logits
 
     def _draws(self, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Draws:

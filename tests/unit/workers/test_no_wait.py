@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.recording import RecordingKernels, make_runner
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from workers.model_runner import ModelRunner
@@ -40,6 +41,18 @@ class NobodyAsks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class NobodyAssignsNumbers(TorchFunctionMode):
+    """By a tensor of indices: the number becomes a tensor of the host, whose copy the host waits for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__setitem__:
+            _, index, value = args
+            indices = index if isinstance(index, tuple) else (index,)
+            has_tensor = any(isinstance(one, torch.Tensor) for one in indices)
+            assert isinstance(value, torch.Tensor) or not has_tensor, f"{value} by a tensor waits for its copy"
+        return func(*args, **(kwargs or {}))
+
+
 def unseen(operation: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for a kernel of the GPU may do as it likes."""
 
@@ -68,7 +81,7 @@ def test_a_step_is_started_without_a_wait_whatever_its_requests_want(runner: Mod
         StepPlan(1, [], [], [ScheduledSequence(slot, 4, 1, 7 if slot == 2 else [], [], True) for slot in range(3)]),
     ]
     for plan in plans:
-        with torch.inference_mode(), NobodyAsks():
+        with torch.inference_mode(), NobodyAsks(), NobodyAssignsNumbers():
             finish = runner.start(runner.prepare(plan))
         output = finish()
         assert output is not None
