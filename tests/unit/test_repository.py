@@ -5,9 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RELEASES = sorted((REPOSITORY / "proto/released").glob("*.binpb"))
@@ -33,6 +35,14 @@ def test_only_dates_come_from_the_wall_clock() -> None:
     ]
     found = {path.relative_to(REPOSITORY).as_posix() for path in files if WALL_CLOCK.search(path.read_text())}
     assert found == READ_THE_WALL_CLOCK
+
+
+def test_development_takes_the_triton_that_comes_with_the_oldest_torch() -> None:
+    """2.9, which comes with Triton 3.5."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert "torch>=2.9,<3" in project["dependencies"]
+    of_triton = [Requirement(each) for each in project["optional-dependencies"]["dev"] if each.startswith("triton")]
+    assert [each.specifier.contains("3.5.1") for each in of_triton] == [True]
 
 
 def test_generated_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
