@@ -12,6 +12,7 @@ from torch import Tensor
 from parallel.description import DecoderDescription, ResidualKind
 from parallel.kernels.base import AttentionMeta, AttentionParams, Kernels, LayerCache
 from parallel.layer import LayerContext
+from parallel.layer_groups import effective_window
 from parallel.linear import PartialRowParallelLinear, QKVParallelLinear, RowParallelLinear
 from parallel.position_description import RotaryDescription
 from parallel.qk_norm import make_qk_norm
@@ -59,7 +60,7 @@ class Attention:
         self._heads_split = (num_heads, num_kv_heads, num_kv_heads)
         self._params = AttentionParams(
             scale=description.attention_scale or head_dim**-0.5,
-            sliding_window=description.sliding_windows[layer_index],
+            sliding_window=effective_window(description.sliding_windows[layer_index], description.max_context),
             soft_cap=description.attention_soft_cap,
             key_bias_NP=key_bias_NP,
             sinks_N=None if self._sinks is None else self._sinks.scores_N,

@@ -20,6 +20,7 @@ from parallel.attention import Angles, choose_rotation
 from parallel.description import DecoderDescription, NormKind
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.layer import LayerContext
+from parallel.layer_groups import effective_window
 from parallel.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from parallel.norm import make_norm
 from parallel.shard import Piece, ShardedParameter, even_range
@@ -61,7 +62,7 @@ class LatentAttention:
         self._rotate = choose_rotation(description.rotaries[layer_index], context.kernels)
         self._params = AttentionParams(
             scale=description.attention_scale or description.head_dim**-0.5,
-            sliding_window=description.sliding_windows[layer_index],
+            sliding_window=effective_window(description.sliding_windows[layer_index], description.max_context),
             soft_cap=description.attention_soft_cap,
         )
         self._kernels = context.kernels

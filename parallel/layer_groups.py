@@ -41,7 +41,7 @@ class LayerGroups:
 def group_layers(windows: Sequence[int | None], *, num_stages: int, max_context: int) -> LayerGroups:
     """Divide layers, given the sliding window of each, so that blocks on every stage are well filled."""
     stages = [layer_range(len(windows), stage, num_stages) for stage in range(num_stages)]
-    kinds = [None if window is None or window >= max_context else window for window in windows]
+    kinds = [effective_window(window, max_context) for window in windows]
     counts = {kind: [sum(kinds[i] == kind for i in stage) for stage in stages] for kind in _ordered(kinds)}
     num_groups = _choose(counts, max_context)
     first_group, group_windows = {}, list[_Kind]()
@@ -63,6 +63,11 @@ def group_layers(windows: Sequence[int | None], *, num_stages: int, max_context:
         plane_of_layer=tuple(planes),
         num_planes=tuple(max(planes[i] for i in stage) + 1 for stage in stages),
     )
+
+
+def effective_window(window: int | None, max_context: int) -> int | None:
+    """None too where the window is no shorter than any context."""
+    return None if window is None or window >= max_context else window
 
 
 def _ordered(kinds: Sequence[_Kind]) -> list[_Kind]:

@@ -1,12 +1,21 @@
 """Layers fall into groups whose blocks have one size, on every stage."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
+from helpers.paged_layout import make_meta
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from parallel.checkpoint import load_decoder
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.reference import ReferenceKernels
 from parallel.layer_groups import LayerGroups, group_layers
+from parallel.mesh import Mesh
+from parallel.random_model import write_random_model
 from parallel.shard import layer_range
 
 
@@ -28,6 +37,46 @@ def test_layers_of_one_kind_are_one_group(window: int | None, num_stages: int) -
 def test_window_as_long_as_the_context_is_none() -> None:
     groups = group_layers([64, None, 64], num_stages=1, max_context=64)
     assert groups.windows == (None,)
+
+
+@pytest.mark.parametrize(("max_context", "window"), [(64, None), (65, 64)])
+def test_attention_is_told_of_windows_that_are_shorter_than_the_context(
+    tmp_path: Path, max_context: int, window: int | None
+) -> None:
+    """Others would keep out what attends without them."""
+    config = {
+        "model_type": "mistral",
+        "sliding_window": 64,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+        "eos_token_id": 2,
+    }
+    write_random_model(tmp_path, config, 0, torch.float32)
+    told: list[int | None] = []
+
+    class NotingKernels(ReferenceKernels):
+        def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
+            told.append(params.sliding_window)
+            return super().attention(q_TNH, cache, meta, params)
+
+    decoder = load_decoder(
+        tmp_path,
+        mesh=Mesh.single(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        kernels=NotingKernels(),
+        max_context=max_context,
+    )
+    meta = make_meta([(3, 3)], block_size=16, num_blocks=2)
+    cache = decoder.cache_entry.lay_out(torch.zeros(2 * 16 * decoder.cache_entry.num_elements), 16)
+    with torch.inference_mode():
+        decoder(torch.arange(3), torch.arange(3), [cache], [meta])
+    assert told == [window]
 
 
 @pytest.mark.parametrize(
