@@ -27,6 +27,10 @@ from parallel.kernels.int8_cache import write_half
 from parallel.kernels.int8_linear import Int8Linear
 from parallel.mesh import Axis
 
+_MOST_SCORE_BYTES = 256 << 20
+"""Of the scores of a piece of a sequence's queries, of which attention has up to three copies at a time. The queries of
+a chunk are taken in such pieces, or its scores would grow with the context, which no profiling run can foresee."""
+
 
 class ReferenceLinear:
     """A weight as it was loaded."""
@@ -186,9 +190,15 @@ class ReferenceKernels:
             first_block = _first_seen(context_len - (stop - start), params) // block_size
             first_key = first_block * block_size
             table = meta.block_tables[sequence, first_block : -(-context_len // block_size)]
-            k_CKH = _read(cache.k_BPKH, cache.k_scale_BPK, table)[: context_len - first_key]
-            v_CKH = _read(cache.v_BPKH, cache.v_scale_BPK, table)[: context_len - first_key]
-            out_TNH[start:stop] = _attend(q_TNH[start:stop], k_CKH, v_CKH, first_key, params)
+            num_keys = context_len - first_key
+            k_CKH = _read(cache.k_BPKH, cache.k_scale_BPK, table)[:num_keys].float()
+            v_CKH = k_CKH
+            if cache.v_BPKH is not cache.k_BPKH:
+                v_CKH = _read(cache.v_BPKH, cache.v_scale_BPK, table)[:num_keys].float()
+            num_queries = max(1, _MOST_SCORE_BYTES // (num_heads * num_keys * k_CKH.element_size()))
+            for first in range(start, stop, num_queries):
+                own = slice(first, min(first + num_queries, stop))
+                out_TNH[own] = _attend(q_TNH[own], k_CKH, v_CKH, num_keys - (stop - first), first_key, params)
         return out_TNH
 
 
@@ -219,13 +229,17 @@ def _first_seen(query: int, params: AttentionParams) -> int:
     return 0 if params.sliding_window is None else max(0, query - params.sliding_window + 1)
 
 
-def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, first_key: int, params: AttentionParams) -> Tensor:
-    """One sequence, whose queries are its last tokens; its keys are those from position `first_key` on."""
+def _attend(
+    q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, first_query: int, first_key: int, params: AttentionParams
+) -> Tensor:
+    """Neighbouring queries of one sequence, the first of them that of key `first_query`; its keys and values, float32,
+    are those from position `first_key` on.
+    """
     num_queries, _, head_dim = q_QNH.shape
     num_keys, num_kv_heads, _ = k_CKH.shape
     q_KGQH = q_QNH.float().reshape(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    k_KHC = k_CKH.float().permute(1, 2, 0)
-    v_KCH = v_CKH.float().transpose(0, 1)
+    k_KHC = k_CKH.permute(1, 2, 0)
+    v_KCH = v_CKH.transpose(0, 1)
     # the queries of all heads that share a key-value head are rows of one product
     scores_KGQC = (q_KGQH.flatten(1, 2) @ k_KHC).unflatten(1, q_KGQH.shape[1:3]) * params.scale
     if params.soft_cap is not None:
@@ -234,7 +248,7 @@ def _attend(q_QNH: Tensor, k_CKH: Tensor, v_CKH: Tensor, first_key: int, params:
         bias_NC = params.key_bias_NP[:, first_key : first_key + num_keys]
         scores_KGQC = scores_KGQC + bias_NC.unflatten(0, (num_kv_heads, -1)).unsqueeze(2)
     keys = torch.arange(num_keys, device=q_QNH.device)
-    queries = keys[num_keys - num_queries :, None]
+    queries = keys[first_query : first_query + num_queries, None]
     is_hidden = keys > queries
     if params.sliding_window is not None:
         is_hidden |= keys <= queries - params.sliding_window

@@ -10,9 +10,10 @@ from helpers.paged_layout import make_layout, without_unseen_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.description import Activation
-from parallel.kernels.base import AttentionParams, LayerCache
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
@@ -103,6 +104,57 @@ def test_nothing_is_read_of_blocks_before_the_window(window: int, block_size: in
         weights = scores.masked_fill(~_visible(1, len(keys), window), float("-inf")).softmax(-1)
         expected = torch.einsum("nqc,cnh->qnh", weights, values.repeat_interleave(2, 1))
         torch.testing.assert_close(result[own], expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_queries_in_pieces_attend_as_all_at_once(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = make_layout([(1, 9), (33, 50), (5, 5)], num_kv_heads=2, head_dim=8, block_size=4)
+    q = _randn(39, 4, 8)
+    params = AttentionParams(scale=0.3, sliding_window=window, soft_cap=3.0, sinks_N=_randn(4, seed=1))
+    at_once = KERNELS.attention(q, layout.cache, layout.meta, params)
+    for num_queries in (0, 4):
+        monkeypatch.setattr("parallel.kernels.reference._MOST_SCORE_BYTES", num_queries * 4 * 50 * 4)
+        in_pieces = KERNELS.attention(q, layout.cache, layout.meta, params)
+        torch.testing.assert_close(in_pieces, at_once, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("context", [35_000, 163_840])
+def test_scores_of_a_chunk_stay_bounded_however_long_the_context(context: int) -> None:
+    """Latent attention as that of DeepSeek V3 on 8 ranks, of which the memory of keys grows with the context alone."""
+    num_heads, head_dim, num_blocks = 16, 576, -(-context // 16)
+    meta = AttentionMeta(
+        query_starts=torch.empty(2, dtype=torch.int32, device="meta"),
+        context_lens=torch.empty(1, dtype=torch.int32, device="meta"),
+        block_tables=torch.empty(1, num_blocks, dtype=torch.int32, device="meta"),
+        slot_mapping=torch.empty(2048, dtype=torch.int64, device="meta"),
+        num_decodes=0,
+        max_query_len=2048,
+        max_context_len=context,
+        query_starts_host=[0, 2048],
+        context_lens_host=[context],
+    )
+    latents = torch.empty(num_blocks, 16, 1, head_dim, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(2048, num_heads, head_dim, dtype=torch.bfloat16, device="meta")
+    with NotedSizes() as noted:
+        out = KERNELS.attention(q, LayerCache(latents, latents), meta, AttentionParams(scale=1.0))
+    assert out.shape == q.shape
+    keys_bytes = 4 * num_blocks * 16 * head_dim
+    assert max(noted.sizes) <= max(256 << 20, keys_bytes)
+    assert noted.sizes.count(4 * context * head_dim) == 1, "keys that are values are made once"
+
+
+class NotedSizes(TorchDispatchMode):
+    """Bytes of what each operation makes, views of something else left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.sizes.append(result.nbytes)
+        return result
 
 
 def test_soft_cap_bends_the_scores() -> None:
