@@ -21,8 +21,10 @@ from parallel.kernels.host_arrays import to_device
 logger = logging.getLogger(__name__)
 
 _PACKAGE = "flashinfer"
-_WORKSPACE_BYTES = 128 << 20
-"""What its documentation asks for; shared by all plans, for one attention runs at a time."""
+_MIN_WORKSPACE_BYTES = 128 << 20
+"""What its documentation asks for."""
+_ALIGN_BYTES = 16
+"""Of each of the parts that a plan takes of it."""
 _HEAD_DIMS = (64, 128, 256)
 _TENSOR_CORE_GROUP = 4
 """From so many query heads per key-value head on, decoding is faster as products in tensor cores."""
@@ -51,16 +53,26 @@ class FlashInfer:
     """One per process; make it with `find`. One thread.
 
     Args:
+        num_multiprocessors: of the device.
         copied: an event. A plan is copied from pinned memory that the wrapper has once; the host may be a step ahead,
             and must not write the next plan there before.
     """
 
     name = "flashinfer"
 
-    def __init__(self, library: Any, device: torch.device, copied: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self,
+        library: Any,
+        device: torch.device,
+        copied: torch.cuda.Event | None = None,
+        *,
+        num_multiprocessors: int = 1,
+    ) -> None:
         self._library = library
         self._copied = copied
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._num_multiprocessors = num_multiprocessors
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
+        """Shared by all plans, for one attention runs at a time. As large as the largest kind of layer wants it."""
         self._wrappers: dict[_Kind, list[_Wrappers]] = {}
         """Kept over steps; in a step each group of layers has those of its own."""
         self._metas: dict[_Kind, list[AttentionMeta]] = {}
@@ -75,7 +87,10 @@ class FlashInfer:
             return None
         try:
             library = importlib.import_module(_PACKAGE)
-            return cls(library, device, torch.cuda.Event() if device.type == "cuda" else None)
+            if device.type != "cuda":
+                return cls(library, device)
+            num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            return cls(library, device, torch.cuda.Event(), num_multiprocessors=num_multiprocessors)
         except (ImportError, RuntimeError) as error:
             logger.warning("%s is installed, but cannot be used: %s", _PACKAGE, error)
             return None
@@ -109,6 +124,8 @@ class FlashInfer:
                 self._copied.synchronize()
         block_size, num_kv_heads, head_dim = cache.k_BPKH.shape[1:]
         kind = _Kind(q_TNH.shape[1], num_kv_heads, head_dim, q_TNH.dtype, block_size, params.scale, params.soft_cap)
+        if kind not in self._wrappers:
+            self._make_room(kind)
         metas, wrappers = self._metas.setdefault(kind, []), self._wrappers.setdefault(kind, [])
         for planned, own in zip(metas, wrappers, strict=False):
             if planned is meta:
@@ -121,12 +138,49 @@ class FlashInfer:
             self._copied.record()
         return wrappers[len(metas) - 1]
 
+    def _make_room(self, kind: _Kind) -> None:
+        """Have a workspace that is large enough for a kind that is new.
+
+        With a larger one all wrappers are made anew, and those of the step under way planned again. They could be given
+        it (`reset_workspace_buffer`), but only beside memory for integers, without the plans that are in theirs.
+        """
+        num_bytes = workspace_bytes(
+            kind.num_heads, kind.num_kv_heads, kind.head_dim, num_multiprocessors=self._num_multiprocessors
+        )
+        if num_bytes <= len(self._workspace):
+            return
+        if self._copied is not None and self._wrappers:
+            self._copied.synchronize()  # plans are still copied from the memory that goes with their wrappers
+        self._wrappers.clear()
+        self._metas.clear()
+        for size in (0, num_bytes):  # the one is gone before there is the other
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=self._workspace.device)
+
     def _new_wrappers(self, kind: _Kind) -> _Wrappers:
         is_wide = kind.num_heads // kind.num_kv_heads >= _TENSOR_CORE_GROUP
         return _Wrappers(
             self._library.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=is_wide),
             self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD"),
         )
+
+
+def workspace_bytes(num_heads: int, num_kv_heads: int, head_dim: int, *, num_multiprocessors: int) -> int:
+    """What any plan for such layers finds room in; a plan raises where it does not.
+
+    Where contexts are split, `PrefillPlan` (include/flashinfer/attention/scheduler.cuh, which also plans decodes in
+    tensor cores) keeps of each of so many tiles, for each head, the rows' means in float32 and a sum for each:
+
+        tiles   at most 2 * multiprocessors / kv heads: more are not made by splitting
+        rows    128; 64 of heads of 256 (`FA2DetermineCtaTileQ`)
+
+    A head of 128 thus takes 128 KiB a multiprocessor and query head of a group: 66 MiB with groups of 4 on an H100, 264
+    with groups of 16. `DecodePlan` has one row in place of 128, and at most 16 tiles in place of 2.
+    """
+    num_rows = 128 if head_dim < 256 else 64
+    num_tiles = 2 * num_multiprocessors // num_kv_heads
+    means_bytes = num_heads * num_tiles * num_rows * head_dim * 4
+    sums_bytes = num_heads * num_tiles * num_rows * 4
+    return max(_MIN_WORKSPACE_BYTES, means_bytes + sums_bytes + 2 * _ALIGN_BYTES)
 
 
 def _plan(wrappers: _Wrappers, kind: _Kind, meta: AttentionMeta) -> None:

@@ -3,6 +3,7 @@
 It reads pages by what was planned, so that a plan which is missing, stale or wrong gives other numbers or an error.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,30 +13,33 @@ Halves = tuple[Tensor, Tensor]
 
 
 class FakeFlashInfer:
-    """The module; counts the plans made on each of its wrappers."""
+    """The module, on a device of so many multiprocessors; counts the plans made on each of its wrappers."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_multiprocessors: int = 1) -> None:
+        self._num_multiprocessors = num_multiprocessors
         self.decodes: list[_Decode] = []
         self.prefills: list[_Prefill] = []
 
     def BatchDecodeWithPagedKVCacheWrapper(  # noqa: N802
         self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, use_tensor_cores: bool = False
     ) -> "_Decode":
-        self.decodes.append(_Decode(float_workspace_buffer, kv_layout))
+        self.decodes.append(_Decode(float_workspace_buffer, kv_layout, self._num_multiprocessors))
         self.decodes[-1].use_tensor_cores = use_tensor_cores
         return self.decodes[-1]
 
     def BatchPrefillWithPagedKVCacheWrapper(  # noqa: N802
         self, float_workspace_buffer: Tensor, kv_layout: str = "NHD"
     ) -> "_Prefill":
-        self.prefills.append(_Prefill(float_workspace_buffer, kv_layout))
+        self.prefills.append(_Prefill(float_workspace_buffer, kv_layout, self._num_multiprocessors))
         return self.prefills[-1]
 
 
 class _Wrapper:
-    def __init__(self, workspace: Tensor, kv_layout: str) -> None:
+    def __init__(self, workspace: Tensor, kv_layout: str, num_multiprocessors: int) -> None:
         assert workspace.dtype is torch.uint8
         assert kv_layout == "NHD"
+        self.workspace = workspace
+        self._num_multiprocessors = num_multiprocessors
         self.num_plans = 0
         self.use_tensor_cores = False
 
@@ -60,11 +64,33 @@ class _Wrapper:
         assert len(qo_indptr) == len(indptr) == len(last_page_len) + 1
         assert int(indptr[-1]) == len(indices)
         assert bool(((last_page_len > 0) & (last_page_len <= page_size)).all())
+        if self.use_tensor_cores or isinstance(self, _Prefill):
+            pages = [end - start for start, end in pairwise(indptr.tolist())]
+            queries = [end - start for start, end in pairwise(qo_indptr.tolist())]
+            wanted = self._split_bytes(queries, pages, num_qo_heads, num_kv_heads, head_dim, page_size)
+            if wanted > len(self.workspace):
+                raise RuntimeError(f"Buffer overflow: {wanted} bytes for batch_prefill_tmp_v and _s")
         self.num_plans += 1
         self._bounds = qo_indptr.tolist(), indptr.tolist()
         self._indices, self._last = indices.clone(), last_page_len.tolist()
         self._shape = num_qo_heads, num_kv_heads, head_dim, page_size
         self._scale, self._cap, self._dtypes = sm_scale, logits_soft_cap, (q_data_type, kv_data_type)
+
+    def _split_bytes(
+        self, queries: list[int], pages: list[int], num_heads: int, num_kv_heads: int, head_dim: int, page_size: int
+    ) -> int:
+        """What its `PrefillPlan` takes: the shortest parts of contexts of which there are few enough are looked for."""
+        rows = [num * (num_heads // num_kv_heads) for num in queries]
+        mean_rows = sum(rows) // len(rows)
+        tile = 128 if mean_rows > 64 and head_dim < 256 else 64 if mean_rows > 16 else 16
+
+        def num_tiles(part: int) -> int:
+            return sum(-(-num // tile) * -(-length // part) for num, length in zip(rows, pages, strict=True))
+
+        most, part = 2 * self._num_multiprocessors // num_kv_heads, max(1, 128 // page_size)
+        while part < max(pages) and num_tiles(part) > most:
+            part += 1
+        return num_heads * num_tiles(part) * tile * (head_dim + 1) * 4 if part < max(pages) else 0
 
     def run(self, q: Tensor, paged_kv_cache: Halves, *, out: Tensor) -> Tensor:
         num_heads, num_kv_heads, head_dim, page_size = self._shape

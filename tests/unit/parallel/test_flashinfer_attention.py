@@ -73,6 +73,44 @@ def test_groups_of_layers_and_kinds_of_layers_have_plans_of_their_own() -> None:
     assert [decode.num_plans for decode in library.decodes] == [3, 3, 3]
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "num_multiprocessors", "spans"),
+    [
+        ((71, 1), 64, 132, [(1, 2000)] * 4),
+        ((32, 2), 128, 108, [(100, 4096)]),
+        ((48, 4), 128, 108, [(100, 8192)]),
+        ((16, 1), 256, 148, [(64, 8192)]),
+        ((32, 8), 128, 132, [(200, 8192)]),
+    ],
+    ids=["falcon-7b, decodes", "glm-4-9b", "starcoder2-15b", "head size 256", "llama-3-8b"],
+)
+def test_plans_find_room_on_any_device(
+    heads: tuple[int, int], head_dim: int, num_multiprocessors: int, spans: list[tuple[int, int]]
+) -> None:
+    library = FakeFlashInfer(num_multiprocessors)
+    attend = FlashInfer(library, CPU, num_multiprocessors=num_multiprocessors)
+    cache = LayerCache(*torch.empty(2, 1, 16, heads[1], head_dim, dtype=torch.bfloat16))
+    meta = make_meta(spans, block_size=16, num_blocks=520)
+    attend._planned(queries(meta, heads[0], head_dim), cache, meta, PLAIN)
+    assert [wrapper.num_plans for wrapper in (*library.decodes, *library.prefills)] in ([1, 0], [0, 1])
+
+
+def test_a_larger_kind_of_layer_makes_the_workspace_grow() -> None:
+    """In the middle of a step, in which the smaller ones go on."""
+    library = FakeFlashInfer(132)
+    attend = FlashInfer(library, CPU, num_multiprocessors=132)
+    small, large = new_cache(), new_cache(num_kv_heads=1)
+    for seed, sizes in enumerate(([128 << 20, 264 * 128 * 32 * 65 * 4 + 32], [264 * 128 * 32 * 65 * 4 + 32] * 2)):
+        meta = make_meta(STEPS[0], block_size=16, num_blocks=60, seed=seed)
+        for cache, num_heads, size in ((small, 8, sizes[0]), (large, 32, sizes[1]), (small, 8, sizes[1])):
+            q = queries(meta, num_heads)
+            expected = ReferenceKernels().attention(q, cache, meta, PLAIN)
+            torch.testing.assert_close(attend(q, cache, meta, PLAIN), expected, rtol=2e-2, atol=2e-2)
+            assert len(attend._workspace) == size
+    assert [decode.num_plans for decode in library.decodes] == [1, 2, 2]
+    assert library.decodes[1].workspace is library.prefills[2].workspace is attend._workspace
+
+
 def test_a_plan_is_not_written_before_the_last_one_was_copied() -> None:
     library, notes = FakeFlashInfer(), []
 
