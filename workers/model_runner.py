@@ -16,7 +16,7 @@ from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
 from parallel.host_memory import populate_when_idle
 from parallel.kernels.base import AttentionMeta, LayerCache
-from parallel.kernels.cuda_buckets import StepBucket, largest_pieces, largest_steps
+from parallel.kernels.cuda_buckets import StepBucket, fullest_context, largest_pieces, largest_steps
 from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
@@ -275,9 +275,15 @@ class ModelRunner:
         return inputs, Sampler(device=self._device, num_slots=num_slots, choose=choose)
 
     def _profile(self) -> None:
-        """Run the largest step: the whole token budget, as many sampled rows as there can be."""
+        """Run the largest step: the whole token budget, as many sampled rows as there can be; its last sequence has
+        the longest context, and then that with which attention keeps the most partitions of the others.
+        """
+        max_context = self._decoder.description.max_context
+        lengths = _largest_lengths(self._config, max_context)
         self._allocate(1)
-        self._rehearse_prompts(_largest_lengths(self._config, self._decoder.description.max_context))
+        for context in sorted({fullest_context(len(lengths), max_context), max_context}):
+            start = max(0, context - lengths[-1])
+            self._rehearse([*((0, length) for length in lengths[:-1]), (start, lengths[-1])])
         self._caches = []
 
     def _steps_to_record(self) -> list[list[StepBucket]]:

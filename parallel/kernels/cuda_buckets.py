@@ -85,6 +85,11 @@ def partition_size(num_seqs: int, max_context_len: int) -> int:
     return size
 
 
+def fullest_context(num_seqs: int, max_context: int) -> int:
+    """The context with which so many decoding sequences have about the most partitions: past it they grow."""
+    return min(max_context, max(1, MAX_PARTITIONS // num_seqs) * PARTITION_SIZE)
+
+
 def num_partitions(max_context_len: int, sliding_window: int | None, size: int) -> int:
     """The most partitions that one query's keys lie in; those of a window may begin in the middle of one."""
     count = -(-max_context_len // size)

@@ -12,6 +12,7 @@ from parallel.kernels.cuda_buckets import (
     StepBucket,
     choose_bucket,
     choose_pieces,
+    fullest_context,
     largest_pieces,
     largest_steps,
     num_partitions,
@@ -29,6 +30,19 @@ def test_partitions_are_few_enough_and_no_larger_than_they_need_to_be(num_seqs: 
 
 def test_one_long_sequence_is_cut_into_many_partitions() -> None:
     assert num_partitions(65536, None, partition_size(1, 65536)) == 128
+
+
+@given(max_num_seqs=st.integers(1, 4096), max_context=st.integers(1, 200_000), data=st.data())
+def test_no_step_has_many_more_partitions_than_that_of_the_fullest_context(
+    max_num_seqs: int, max_context: int, data: st.DataObject
+) -> None:
+    def num_kept(num_seqs: int, context: int) -> int:
+        return num_seqs * num_partitions(context, None, partition_size(num_seqs, context))
+
+    num_seqs, context = data.draw(st.integers(1, max_num_seqs)), data.draw(st.integers(1, max_context))
+    fullest = fullest_context(max_num_seqs, max_context)
+    assert fullest <= max_context
+    assert num_kept(num_seqs, context) <= num_kept(max_num_seqs, fullest) + max_num_seqs
 
 
 @given(context=st.integers(1, 5000), window=st.integers(1, 6000), size=st.sampled_from([16, 512, 1024]))

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.recording import MAX_CONTEXT, make_runner
+from helpers.recording import MAX_CONTEXT, RecordingKernels, make_runner
+from torch import Tensor
 
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
 from parallel.random_model import write_random_model
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
@@ -87,6 +89,24 @@ def test_steps_that_could_not_be_recorded_are_not_counted(model: Path) -> None:
     kernels.is_planned_on_host = True
     runner.allocate(200)
     assert stats.num_recorded_steps == len(PIECES)
+
+
+@pytest.mark.parametrize(("max_partitions", "contexts"), [(5, [512, MAX_CONTEXT]), (16384, [MAX_CONTEXT])])
+def test_the_profile_sees_the_longest_context_and_the_most_partitions(
+    model: Path, max_partitions: int, contexts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What attention keeps for a moment grows with both."""
+    monkeypatch.setattr("parallel.kernels.cuda_buckets.MAX_PARTITIONS", max_partitions)
+    seen: list[tuple[int, int, int]] = []
+
+    def note(self: RecordingKernels, q: Tensor, cache: LayerCache, meta: AttentionMeta, _: AttentionParams) -> Tensor:
+        seen.append((len(q), meta.num_decodes, meta.max_context_len))
+        return q
+
+    monkeypatch.setattr(RecordingKernels, "_attend", note)
+    runner, _, _ = make_runner(model, max_num_seqs=5, max_size=0)
+    runner._profile()
+    assert seen[::2] == [(64, 4, context) for context in contexts]
 
 
 def test_without_graphs_there_is_nothing_to_measure(model: Path) -> None:
