@@ -149,8 +149,9 @@ class Renderer(ABC):
         stop_reason: str | int | None = None
         if finished.HasField("stop_string"):
             stop_reason = finished.stop_string
-        elif finished.stop_token_id in self._calls[choice.index].sampling.stop_token_ids:
-            stop_reason = finished.stop_token_id
+        elif finished.HasField("stop_token_id"):
+            asked = self._calls[choice.index].sampling.stop_token_ids
+            stop_reason = finished.stop_token_id if finished.stop_token_id in asked else None
         reason = _FINISH_REASONS.get(finished.reason, "stop")  # one that only a newer replica knows
         return {"finish_reason": reason, "stop_reason": stop_reason}
 

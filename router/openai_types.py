@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage, GenerateCall
+from router.convert import MAX_LOGPROBS
 from router.errors import InvalidRequestError
 
 MAX_CHOICES = 128
@@ -179,7 +180,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         if max_tokens is not None:
             sampling.max_tokens = max_tokens
         if self.logprobs:
-            sampling.logprobs = self.top_logprobs or 0
+            sampling.logprobs = self._num_top_logprobs()
         elif self.top_logprobs:
             raise InvalidRequestError(
                 f"top_logprobs is {self.top_logprobs} and logprobs is not true; allowed: top_logprobs with logprobs",
@@ -187,6 +188,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             )
         messages = tuple(_to_chat_message(index, message) for index, message in enumerate(self.messages))
         return tuple(self._expand([{"messages": messages}], sampling, response_id))
+
+    def _num_top_logprobs(self) -> int:
+        number = self.top_logprobs or 0
+        if not 0 <= number <= MAX_LOGPROBS:  # checked here: the call has another name for it
+            raise InvalidRequestError(f"top_logprobs is {number}; allowed: 0 to {MAX_LOGPROBS}", field="top_logprobs")
+        return number
 
 
 def parse_request(body: bytes, kind: type[R]) -> R:

@@ -323,7 +323,6 @@ BAD_REQUESTS = {
     ),
     "min over max": (hello(min_tokens=11), None, "min_tokens is 11; allowed: at most max_tokens (10)"),
     "logprobs": (hello(logprobs=21), None, "logprobs is 21; allowed: 0 to 20"),
-    "logprobs of a chat": (chat(("user", "hi"), logprobs=21), None, "logprobs is 21; allowed: 0 to 20"),
     "many stops": (hello(stop=["x"] * 17), None, "stop has 17 strings; allowed: at most 16"),
     "empty stop": (hello(stop=["x", ""]), None, "stop holds a string of 0 characters; allowed: 1 to 1024"),
     "target 0": (

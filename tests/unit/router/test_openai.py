@@ -385,6 +385,12 @@ async def test_stop_reason_is_what_the_client_asked_to_stop_at(
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
 
 
+async def test_answer_that_no_token_stopped_has_no_stop_reason(http: httpx.AsyncClient) -> None:
+    (choice,) = (await complete(http, max_tokens=2, stop_token_ids=[0])).json()["choices"]
+
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+
+
 async def test_error_in_mid_stream_ends_it_without_done(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
     dispatch.error, dispatch.error_after = ZeroDivisionError("a secret"), 1
     response = await complete(http, stream=True)
@@ -568,6 +574,8 @@ async def test_completion_that_is_refused_names_the_field(
         ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
         ({"modalities": ["audio"]}, "modalities", "audio"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; allowed: 0 to 20"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1; allowed: 0 to 20"),
         ({"logprobs": 2}, "logprobs", "Expected `bool"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "the model's own"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "allowed: True"),
