@@ -2,6 +2,7 @@
 
 A request that was just sent is in no frame, so a burst would all go to the replica that looked idle; one that was just
 aborted is still in the last frame, and an idle replica sends no further one. Both are counted here at once. Pure.
+Other threads may read it: that takes single reads of numbers.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ class LoadEstimate:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._unseen: dict[str, _Entry] = {}
+        self._unseen_tokens = 0
+        """Their pending tokens."""
         self._num_frames = 0
         self._reported_requests = 0
         self._reported_tokens = 0
@@ -35,9 +38,7 @@ class LoadEstimate:
     @property
     def num_pending_tokens(self) -> int:
         """Prompt tokens still to be computed there."""
-        if not self._unseen:  # of most replicas
-            return self._reported_tokens
-        return self._reported_tokens + sum(entry.pending_tokens for entry in self._unseen.values())
+        return self._reported_tokens + self._unseen_tokens
 
     @property
     def num_own_requests(self) -> int:
@@ -48,17 +49,18 @@ class LoadEstimate:
         """Note a request that was sent."""
         entry = _Entry(pending_tokens=num_pending_tokens, frame=self._num_frames)
         self._entries[request_id] = self._unseen[request_id] = entry
+        self._unseen_tokens += num_pending_tokens
 
     def answer(self, request_id: str) -> None:
         """Note its first output: the replica knows it, and its prompt is computed."""
-        self._unseen.pop(request_id, None)
+        self._see(request_id)
         entry = self._entries[request_id]
         entry.is_seen = True
         entry.pending_tokens = 0
 
     def end(self, request_id: str) -> None:
         """Note that it finished, failed or was aborted."""
-        self._unseen.pop(request_id, None)
+        self._see(request_id)
         entry = self._entries.pop(request_id)
         if entry.is_seen:
             self._reported_requests = max(0, self._reported_requests - 1)
@@ -71,4 +73,10 @@ class LoadEstimate:
         self._reported_tokens = num_pending_tokens
         # The frame may have been on its way when a request was sent; the one after it was not.
         for request_id in [i for i, entry in self._unseen.items() if entry.frame < self._num_frames - 1]:
-            self._unseen.pop(request_id).is_seen = True
+            self._see(request_id)
+            self._entries[request_id].is_seen = True
+
+    def _see(self, request_id: str) -> None:
+        entry = self._unseen.pop(request_id, None)
+        if entry is not None:
+            self._unseen_tokens -= entry.pending_tokens

@@ -52,3 +52,20 @@ def test_own_requests_are_a_floor() -> None:
     load.answer("x")
     load.report(0, 0)
     assert load.num_requests == 1
+
+
+def test_it_can_be_read_while_requests_are_sent() -> None:
+    """As by the thread of the metrics: the loop may send another request between any two steps of a read."""
+    load = LoadEstimate()
+    is_reading = False
+
+    class Number(int):
+        def __radd__(self, other: int) -> int:
+            if is_reading:
+                load.submit(f"request {load.num_requests}", 0)
+            return other + int(self)
+
+    load.submit("x", Number(300))
+    load.submit("y", Number(20))
+    is_reading = True
+    assert load.num_pending_tokens == 320
