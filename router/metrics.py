@@ -133,12 +133,16 @@ class RequestMeter:
         """Note which model it asks for."""
         call = self._call
         self.model = route.name
-        self.tenant = self._metrics.tenants.name(call.tenant, call.cache_salt)
+        self.tenant = self._metrics.tenants.name(call.tenant, "")
         ttft_s, tpot_s = self._metrics.targets_s(route)
         self._target_ttft_s = ttft_s if call.target_ttft_s is None else call.target_ttft_s
         self._target_tpot_s = tpot_s if call.target_tpot_s is None else call.target_tpot_s
         if route.num_ready:  # that a first replica came late says nothing about how many there should be
             self._demand = route
+
+    def accept(self) -> None:
+        """Note that its values are allowed; its cache salt has no name before, for it may be anything."""
+        self.tenant = self._metrics.tenants.name(self._call.tenant, self._call.cache_salt)
 
     def start(self) -> None:
         """Note that the request got its place in flight."""

@@ -5,7 +5,7 @@ from hashlib import blake2b
 from router.keys import Tenant
 
 NO_TENANT = "none"
-"""Requests with neither an API key nor a cache salt."""
+"""Requests with neither an API key nor a cache salt, and without a key those that were refused for what they hold."""
 OTHER_TENANTS = "other"
 """All salts after the first `max_tenants`."""
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import cast
 
+import grpc
 import pytest
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import poll, router_config, running_router, text_request
@@ -170,6 +171,25 @@ async def test_request_is_counted_for_its_tenant_with_its_usage() -> None:
             assert counted == number, name
         labels = {"model": "tiny", "tenant": tenant, "outcome": "length"}
         assert await router.metric("weft_router_tenant_requests_total", **labels) == 2
+
+
+async def test_refused_request_gives_its_salt_no_name() -> None:
+    settings = MetricsConfig(max_tenants=1)
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, metrics_port=0, metrics=settings)) as router,
+    ):
+        await router.wait_ready(1)
+        for salt, temperature in (("s" * 1025, 1), ("blue", -1)):
+            request = text_request("x", cache_salt=salt)
+            request.sampling.temperature = temperature
+            with pytest.raises(grpc.aio.AioRpcError, match="allowed: "):
+                await router.generate(request)
+        await router.generate(text_request("x", cache_salt="red"))
+        await router.outcomes(3)
+        series = await router.series("weft_router_tenant_requests_total")
+    counted = {(labels["tenant"], labels["outcome"]): number for labels, number in series if number}
+    assert counted == {(NO_TENANT, "invalid_argument"): 2, (TenantNames(1).name(None, "red"), "length"): 1}
 
 
 async def test_model_without_a_replica_is_told_as_such() -> None:
