@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from workers.cores import compute_here
 from workers.engine import Engine, EngineLoad, StepResult
@@ -31,6 +32,15 @@ class Snapshot:
     load: EngineLoad
 
 
+class _Arrival(NamedTuple):
+    request: Request
+    at_s: float
+
+
+_Command = _Arrival | RequestId
+"""A request to serve, or the id of one to end."""
+
+
 class AsyncEngine:
     """Owns the engine and its thread. Methods belong to the event loop, except where they say otherwise."""
 
@@ -47,7 +57,7 @@ class AsyncEngine:
         self._on_failure = on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._commands: list[Request | RequestId] = []
+        self._commands: list[_Command] = []
         self._is_stopping = False
         self._has_collected = False  # a step, of which nobody was told yet
         self._wake = threading.Condition()
@@ -75,7 +85,7 @@ class AsyncEngine:
 
     def submit(self, request: Request) -> None:
         """Hand a request to the engine, from any thread; a refusal comes back as its output with `error`."""
-        self._command(request)
+        self._command(_Arrival(request, self._engine.now_s()))
 
     def abort(self, request_id: RequestId) -> None:
         """End a request, from any thread. Nothing happens when it has ended."""
@@ -117,7 +127,7 @@ class AsyncEngine:
         """Blocks in the prefix cache, as of the last `on_step` call; may be read in any thread."""
         return len(self._resident)
 
-    def _command(self, command: Request | RequestId) -> None:
+    def _command(self, command: _Command) -> None:
         with self._wake:  # held by the engine's thread for moments only
             self._commands.append(command)
             self._wake.notify()
@@ -165,7 +175,7 @@ class AsyncEngine:
     def _has_work(self) -> bool:
         return self._has_collected or self._engine.has_work
 
-    def _wait(self) -> list[Request | RequestId] | None:
+    def _wait(self) -> list[_Command] | None:
         """Return the commands since the last call, at once while there is work; None to stop."""
         if not self._has_work:
             self._engine.rest()
@@ -175,10 +185,10 @@ class AsyncEngine:
             commands, self._commands = self._commands, []
             return None if self._is_stopping and not commands else commands
 
-    def _advance(self, commands: list[Request | RequestId]) -> None:
+    def _advance(self, commands: list[_Command]) -> None:
         refusals = []
         for command in commands:
-            if isinstance(command, Request):
+            if isinstance(command, _Arrival):
                 refusal = self._add(command)
                 if refusal is not None:
                     refusals.append(refusal)
@@ -194,10 +204,11 @@ class AsyncEngine:
         else:
             self._engine.check()
 
-    def _add(self, request: Request) -> RequestOutput | None:
+    def _add(self, arrival: _Arrival) -> RequestOutput | None:
         """Give the engine a request; the output that refuses it, if it does."""
+        request = arrival.request
         try:
-            self._engine.add_request(request)
+            self._engine.add_request(request, arrival_s=arrival.at_s)
         except EngineError as error:
             return RequestOutput(request_id=request.request_id, error=error)
         except Exception as error:  # one request must not end the others

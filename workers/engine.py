@@ -69,7 +69,7 @@ class _Flight(NamedTuple):
 
 
 class Engine:
-    """Owns the scheduler and the executor. Every method but `stats` belongs to one thread."""
+    """Owns the scheduler and the executor. All but `stats` and `now_s` belongs to one thread."""
 
     def __init__(
         self,
@@ -147,15 +147,21 @@ class Engine:
             num_used_host_blocks=self._host.num_used,
         )
 
-    def add_request(self, request: Request) -> None:
+    def now_s(self) -> float:
+        """Return the time on the engine's clock; in any thread."""
+        return self._clock()
+
+    def add_request(self, request: Request, *, arrival_s: float | None = None) -> None:
         """Accept a request; from now on it ends with exactly one output that has `finish` or `error`.
+
+        `arrival_s`: when it came, if that was before now: its times count from then.
 
         Raises:
             InvalidRequestError: it cannot be served as it is.
             QueueFullError: too many wait.
         """
         try:
-            self._accept(request)
+            self._accept(request, self._clock() if arrival_s is None else arrival_s)
         except EngineError:
             self.stats.num_refused += 1
             raise
@@ -249,10 +255,9 @@ class Engine:
             self._recorder.close()
         self._executor.close()
 
-    def _accept(self, request: Request) -> None:
+    def _accept(self, request: Request, arrival_s: float) -> None:
         self._check_ids("prompt_token_ids", request.prompt_token_ids)
         self._check_ids("generated_token_ids", request.generated_token_ids)
-        now_s = self._clock()
         sampling = request.sampling
         detokenizer = IncrementalDetokenizer(
             self._tokens,
@@ -263,7 +268,7 @@ class Engine:
         )
         finish = self._replay(request, detokenizer) if request.generated_token_ids else None
         if finish is None:
-            sequence = self._scheduler.add(request, now_s)
+            sequence = self._scheduler.add(request, arrival_s)
             self._streams[request.request_id] = _Stream(sequence=sequence, detokenizer=detokenizer)
         else:
             self._outputs.append(RequestOutput(request_id=request.request_id, text=detokenizer.flush(), finish=finish))

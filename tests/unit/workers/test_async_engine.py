@@ -175,6 +175,33 @@ async def test_commands_never_wait_for_a_step() -> None:
     )
 
 
+async def test_the_wait_for_the_step_in_flight_is_a_part_of_the_times() -> None:
+    """A request comes at 10 s; the engine's thread is in a step until 17 s, and a step takes no time from then on."""
+    now_s = 10.0
+    executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
+
+    def block(plan: StepPlan) -> None:
+        stuck.set()
+        assert release.wait(10)
+
+    executor.on_submit = block
+    inner = fake_engine(executor, clock=lambda: now_s)
+    engine = AsyncEngine(inner)
+    engine.start()
+    engine.submit(request("a", [1], max_tokens=100))
+    await until(stuck.is_set)
+    late = asyncio.create_task(collect(engine, "b", [2], max_tokens=3))
+    await until(lambda: bool(engine._commands))
+    now_s = 17.0
+    release.set()
+    finish = (await late).finish
+    await engine.stop()
+    assert finish is not None
+    assert (finish.usage.queue_s, finish.usage.prefill_s, finish.usage.decode_s) == (7.0, 0.0, 0.0)
+    assert 7.0 in list(inner.stats.ttft_s.take())
+    assert 7.0 in list(inner.stats.e2e_s.take())
+
+
 async def test_request_that_comes_just_before_the_stop_is_ended_too() -> None:
     executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
 
