@@ -199,7 +199,7 @@ class Decoder:
 
     def drop_recordings(self) -> None:
         """Let go of what `Kernels.compile_layers` has recorded; from now on every operation is called."""
-        self._run = self._run_layers
+        self._run, self._started = self._run_layers, None
         gc.collect()  # what was recorded may refer to itself
 
     def logits(self, hidden_SE: Tensor) -> Tensor | None:

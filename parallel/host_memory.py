@@ -58,12 +58,13 @@ def _map_piece(num_bytes: int) -> Tensor:
 
 def use_huge_pages(x: Tensor) -> None:
     """Ask for pages of 2 MB within a new tensor on the CPU, before it is filled; in vain where there is no Linux."""
-    _advise(x, _MADV_HUGEPAGE)
+    _advise_within(x.data_ptr(), x.nbytes, _MADV_HUGEPAGE)
 
 
 def forget(x: Tensor) -> None:
-    """Give the pages back that lie within a contiguous tensor on the CPU, whose values nobody reads again."""
-    _advise(x, _MADV_DONTNEED)
+    """Give the pages back that lie within the memory of a tensor on the CPU, which nobody reads again."""
+    memory = x.untyped_storage()
+    _advise_within(memory.data_ptr(), memory.nbytes(), _MADV_DONTNEED)
 
 
 def read_now(x: Tensor) -> None:
@@ -122,9 +123,9 @@ def _advise_touched(x: Tensor, advice: int, margin: int = 0) -> None:
         _advise_pages(first, end - first, advice)
 
 
-def _advise(x: Tensor, advice: int) -> None:
-    first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    _advise_pages(first, (x.data_ptr() + x.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE, advice)
+def _advise_within(begin: int, num_bytes: int, advice: int) -> None:
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    _advise_pages(first, (begin + num_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE, advice)
 
 
 def _advise_pages(first: int, size: int, advice: int) -> None:

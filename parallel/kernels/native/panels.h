@@ -76,6 +76,7 @@ struct Shares {
 // Calls work(first row, rows, first panel, panels' end, likely first panel of the same thread's next share) for each share.
 template <class Work>
 void for_each_share(int num_rows, Parts parts, int64_t num_out, Team& team, const Work& work) {
+    if (!num_rows) return;
     const Shares shares(num_rows, parts, num_out, team.size());
     team.for_each(shares.count, [&](int64_t item) {
         const int row = int(item / shares.panel_runs) * shares.most_rows;

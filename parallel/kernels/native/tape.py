@@ -49,7 +49,7 @@ class Tape:
         self._buffers: dict[int, int] = {}
         self._kept: list[Any] = []  # while these live, no other tensor gets their memory, no other object their id
         self.angles = {_memory(pair[0]): index for index, pair in enumerate(angles) if pair}
-        self._layers = {cache.k_BPKH.data_ptr(): index for index, cache in enumerate(caches)}
+        self._layers = {id(cache): index for index, cache in enumerate(caches)}  # several may share their memory
         self.write(x_TE)
 
     def write(self, x: Tensor) -> Place:
@@ -134,7 +134,7 @@ class Tape:
         )
 
     def _layer(self, cache: LayerCache) -> int:
-        index = self._layers.get(cache.k_BPKH.data_ptr())
+        index = self._layers.get(id(cache))
         if index is None or cache.k_BPKH.data_ptr() == cache.v_BPKH.data_ptr():
             raise CannotRecordError("a cache that is not that of a layer")
         return index

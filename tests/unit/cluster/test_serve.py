@@ -73,6 +73,7 @@ def test_service_that_does_not_come_up_is_ended() -> None:
 def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("WARNING", "cluster.serve")
     service = FailedService(was_taken_over=True)
     _run(service, Console(file=io.StringIO()), stays=True, grace_s=30.0)
     assert (service.graces_s, service.num_looks) == ([30.0], 3), "it was watched until Ctrl-C"

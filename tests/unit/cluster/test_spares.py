@@ -146,9 +146,7 @@ def test_spare_notes_that_it_waits_when_everything_is_imported_and_compiled(
     assert compiled == libraries
 
 
-def test_rank_waits_where_nothing_can_be_compiled(
-    store: Notes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rank_waits_where_nothing_can_be_compiled(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise DeviceError("no C++ compiler")
 
@@ -156,7 +154,6 @@ def test_rank_waits_where_nothing_can_be_compiled(
     leave_spares("n", RANK, count=1, lifetime_s=600)
     become(monkeypatch)
     assert num_waiting("n", RANK) == 1
-    assert "no C++ compiler" in caplog.text
 
 
 def test_taken_spare_is_not_counted_any_more(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -20,6 +21,7 @@ from parallel.kernels.native.build import find_compiler
 from parallel.kernels.native.program import CompiledLayers
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
+from workers.kv_cache import lay_out_caches
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -150,6 +152,44 @@ def test_compiled_layers_give_the_same_bits(
         assert torch.equal(one.v_BPKH, other.v_BPKH)
     is_compiled = not int8_linears or bool(NativeCpuKernels.build()._int8)  # a CPU may multiply no vectors of 8 bits
     assert (compiled(decoders[0])._program is not None) == is_compiled
+
+
+def test_layers_of_two_groups_that_share_memory_keep_to_their_blocks(tmp_path: Path) -> None:
+    windows = {
+        "model_type": "qwen3",
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    }
+    results = []
+    for kind in (NativeCpuKernels, EagerKernels):
+        decoder = load(tmp_path / "model", CONFIG | windows, build(kind))
+        groups = decoder.layer_groups
+        assert len(groups.windows) == 2
+        size = 200 * BLOCK_SIZE * decoder.cache_entry.num_elements
+        planes = torch.zeros(max(groups.num_planes), size, dtype=torch.bfloat16)
+        caches = lay_out_caches(decoder, planes, block_size=BLOCK_SIZE)
+        num_tokens = 0
+        for num_new in (1, 70, 1, 1):
+            num_tokens += num_new
+            meta = make_meta([(num_new, num_tokens)], block_size=BLOCK_SIZE, num_blocks=200)
+            metas = [_in_half(meta, half) for half in range(2)]
+            of_layers = [metas[groups.group_of_layer[i]] for i in decoder.layer_indices]
+            positions = positions_of(meta)
+            results.append(decoder(positions * 7 % 512, positions, caches, of_layers).clone())
+    for fast, eager in zip(results[:4], results[4:], strict=True):
+        assert torch.equal(fast, eager)
+
+
+def _in_half(meta: AttentionMeta, half: int) -> AttentionMeta:
+    """The same of one sequence, its blocks in one half of 200."""
+    (context_len,) = meta.context_lens_host
+    table_M = 100 * half + torch.arange(-(-context_len // BLOCK_SIZE), dtype=torch.int32)
+    positions = positions_of(meta)
+    slots_T = table_M[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    return replace(meta, block_tables=table_M[None].contiguous(), slot_mapping=slots_T)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02], ids=["soon", "late"])
