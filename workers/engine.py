@@ -122,7 +122,7 @@ class Engine:
         )
         self._streams: dict[RequestId, _Stream] = {}
         self._flights: deque[_Flight] = deque()
-        self._launch_s = 0.0
+        self._busy_since_s = 0.0  # as far as it is in no statistics yet; of meaning while a step is in flight
         self._sampled_s = 0.0
         self._sampled: list[TokenOutput] = []  # of the step collected last, to be delivered
         self._outputs: list[RequestOutput] = []  # these three for the next result
@@ -193,10 +193,12 @@ class Engine:
         Raises:
             GroupFailedError: a rank died, hung or diverged; the engine is of no more use.
         """
-        self._launch_s = self._clock()
-        if self._scheduler.has_expired(self._launch_s):
+        now_s = self._clock()
+        if not self._flights:
+            self._busy_since_s = now_s
+        if self._scheduler.has_expired(now_s):
             self._deliver_all()  # comes before the last output
-            self._outputs += [self._end(sequence, "") for sequence in self._scheduler.expire(self._launch_s)]
+            self._outputs += [self._end(sequence, "") for sequence in self._scheduler.expire(now_s)]
         while len(self._flights) < self._executor.max_in_flight:
             if self._flights and self._executor.spares_newcomers and not self._scheduler.num_waiting:
                 break
@@ -321,7 +323,8 @@ class Engine:
         stats.num_saved_blocks = self._host.num_saved_blocks
         stats.num_loaded_blocks = self._host.num_loaded_blocks
         stats.step_s.add(now_s - flight.submitted_s)
-        stats.busy_s += now_s - self._launch_s
+        stats.busy_s += now_s - self._busy_since_s
+        self._busy_since_s = now_s
 
     def _take_events(self) -> None:
         stored, evicted = self._pool.take_events()

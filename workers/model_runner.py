@@ -102,6 +102,7 @@ class ModelRunner:
         self._stats = RankStats()
         """Of rehearsals, until there is a cache."""
         self._clock = ModelClock(device, self._stats)
+        self._step_end_s = 0.0
 
     def choose_num_blocks(self) -> int:
         """Return how many cache blocks this rank can hold. All ranks call it; on CUDA they run steps together."""
@@ -165,7 +166,9 @@ class ModelRunner:
         def finish() -> ModelOutput | None:
             sampled = self._finish_model(work, layers, cost) if self.joins_later else queued
             output = None if sampled is None else ModelOutput(work.plan.number, sampled.result())
-            self._stats.add_step(time.perf_counter() - start_s)
+            end_s = time.perf_counter()
+            self._stats.add_step(end_s - max(start_s, self._step_end_s))  # it may have begun during the one before
+            self._step_end_s = end_s
             return output
 
         return finish

@@ -401,3 +401,23 @@ def test_what_was_generated_elsewhere_is_not_pushed_again(
     engine = fake_engine(max_context=5000)
     engine.add_request(request("a", [1], generated=[i % 97 for i in range(3000)], max_tokens=4000, stop=stop))
     assert len(seen) <= most
+
+
+@pytest.mark.parametrize(("looks_ahead", "busy_s"), [(False, 10 * 1.0), (True, 9 * 1.25 + 1.0)])
+def test_busy_time_is_all_time_with_a_step_in_flight(looks_ahead: bool, busy_s: float) -> None:
+    """Ten steps of one second, and a quarter of a second in which the engine does other things after each."""
+    now_s = 0.0
+
+    def wait() -> None:
+        nonlocal now_s
+        now_s += 1.0
+
+    executor = FakeExecutor(looks_ahead=looks_ahead, max_in_flight=1 + looks_ahead)
+    executor.on_collect = wait
+    engine = fake_engine(executor, clock=lambda: now_s)
+    engine.add_request(request("a", [1, 2], max_tokens=10))
+    while engine.has_work:
+        engine.step()
+        now_s += 0.25
+    assert engine.stats.num_steps == 10
+    assert engine.stats.busy_s == busy_s

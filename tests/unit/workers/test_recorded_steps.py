@@ -1,7 +1,9 @@
 """Steps are recorded before the first request, on a CPU that stands for a GPU, its recordings calling again."""
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
 from parallel.random_model import write_random_model
-from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers import model_runner
+from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 
 PIECES = [StepBucket(size, 0) for size in (64, 32, 16)]
@@ -124,3 +127,30 @@ def test_dropped_recordings_are_gone_at_once(model: Path) -> None:
     layers = weakref.ref(runner._decoder._run)
     runner.drop_recordings()
     assert layers() is None
+
+
+def test_time_in_two_steps_at_once_counts_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device works by itself, a step is started while the one before it runs."""
+    now_s = 0.0
+    monkeypatch.setattr(model_runner, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    runner, _, stats = make_runner(model, max_size=0)
+    runner.allocate(200)
+
+    def start(slot: int) -> Callable[[], ModelOutput | None]:
+        new = NewSequence(slot, [1, 2], 2, SamplingParams(temperature=0.0), [])
+        plan = StepPlan(slot, [], [new], [ScheduledSequence(slot, 0, 2, [], [slot], True)])
+        return runner.start(runner.prepare(plan))
+
+    now_s = 10.0
+    first = start(0)
+    now_s = 12.0
+    second = start(1)
+    now_s = 15.0
+    first()
+    now_s = 19.0
+    second()
+    now_s = 30.0
+    third = start(2)
+    now_s = 31.0
+    third()
+    assert (stats.num_steps, stats.busy_s) == (3, 10.0)
