@@ -258,6 +258,8 @@ class Engine:
         self._executor.close()
 
     def _accept(self, request: Request, arrival_s: float) -> None:
+        if request.request_id in self._streams:  # its end may not have been delivered yet
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use; allowed: a new one")
         self._check_ids("prompt_token_ids", request.prompt_token_ids)
         self._check_ids("generated_token_ids", request.generated_token_ids)
         sampling = request.sampling

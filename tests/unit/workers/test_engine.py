@@ -168,6 +168,20 @@ def test_token_that_is_not_handed_out_yet_comes_before_the_end(is_late: bool) ->
     assert (end.finish.reason, end.finish.usage.completion_tokens) == (FinishReason.ABORT, 1)
 
 
+def test_an_id_is_in_use_until_its_end_is_delivered() -> None:
+    engine = fake_engine()
+    for name in ("other", "a"):
+        engine.add_request(request(name, [1, 2], max_tokens=1 if name == "a" else 5))
+    engine.launch()
+    engine.collect()  # has the last token of a
+    with pytest.raises(InvalidRequestError, match="request id 'a' is in use; allowed: a new one"):
+        engine.add_request(request("a", [1, 2]))
+    outcomes = run(engine)
+    assert outcomes["a"].token_ids == run_alone(request("a", [1, 2], max_tokens=1))
+    assert outcomes["other"].token_ids == run_alone(request("other", [1, 2], max_tokens=5))
+    assert run(engine, [request("a", [1, 2], max_tokens=2)])["a"].has_ended
+
+
 def test_stop_string_ends_its_request_before_the_next_step_is_planned() -> None:
     alone = run_alone(request("a", [1, 2], max_tokens=9))
     plans: list[StepPlan] = []
