@@ -18,6 +18,8 @@ MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 GREEDY_TEMPERATURE = 1e-5
 """Below it the division would overflow, and only the largest logit has a chance anyway."""
+MAX_TEMPERATURE = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, in which logits are divided by it."""
 
 
 class FinishReason(StrEnum):
@@ -68,7 +70,7 @@ class SamplingParams:
         return is_plain and self.min_tokens == 0 and self.logprobs is None
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
+        _check("temperature", self.temperature, 0.0, MAX_TEMPERATURE, f"0 to {MAX_TEMPERATURE:.4g}")
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(f"top_p is {self.top_p}; allowed: more than 0, at most 1")
         _check("top_k", self.top_k, 0, 2**31, "at least 0 (0: off)")
@@ -84,6 +86,8 @@ class SamplingParams:
         _check("min_tokens", self.min_tokens, 0, self.max_tokens, f"0 to max_tokens ({self.max_tokens})")
         if len(self.stop) > MAX_STOP_STRINGS or "" in self.stop:
             raise InvalidRequestError(f"stop is {list(self.stop)!r}; allowed: at most {MAX_STOP_STRINGS}, none empty")
+        if min(self.stop_token_ids, default=0) < 0:
+            raise InvalidRequestError(f"stop_token_ids contain {min(self.stop_token_ids)}; allowed: at least 0")
         if self.logprobs is not None:
             _check("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
 

@@ -105,7 +105,10 @@ def _draw(logits_RV: Tensor, draws: Draws) -> Tensor:
 
 
 def _invert_cumulative(weights_RV: Tensor, noise_R: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds noise * total: by chunks, then within one. Never weight 0."""
+    """The first token whose cumulative weight exceeds noise * total: by chunks, then within one. Never weight 0.
+
+    -1 where the total is not finite, of which no token is a part.
+    """
     num_rows, vocab_size = weights_RV.shape
     chunks_RCV = pad(weights_RV, (0, -vocab_size % _CHUNK)).view(num_rows, -1, _CHUNK)
     chunk_ends_RC = chunks_RCV.sum(-1).double().cumsum_(-1)
@@ -116,7 +119,7 @@ def _invert_cumulative(weights_RV: Tensor, noise_R: Tensor) -> Tensor:
     ends_RV = chunks_RCV[rows_R, chunk_R1[:, 0]].double().cumsum_(-1)
     rest_R1 = _below(target_R1 - chunk_starts_RC.gather(1, chunk_R1), ends_RV)
     offset_R1 = torch.searchsorted(ends_RV, rest_R1, right=True).clamp_(max=_CHUNK - 1)
-    return (chunk_R1 * _CHUNK + offset_R1)[:, 0]
+    return (chunk_R1 * _CHUNK + offset_R1)[:, 0].where(chunk_ends_RC[:, -1].isfinite(), -1)
 
 
 def _below(target_R1: Tensor, ends_RN: Tensor) -> Tensor:

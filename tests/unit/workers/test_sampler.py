@@ -9,8 +9,9 @@ import torch
 
 from parallel.device.cpu import CpuDevice
 from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
+from workers.errors import InvalidRequestError
 from workers.plan import NewSequence, SampledToken
-from workers.request import SamplingParams
+from workers.request import MAX_TEMPERATURE, SamplingParams
 from workers.sampler import Sampler, uniforms
 
 
@@ -157,6 +158,24 @@ def test_nan_fails_its_own_row_only() -> None:
         tokens = sample_all(logits, [new_sequence(slot, **params) for slot in range(4)], [1] * 4)
         assert [token.token_id for token in tokens] == [1, -1, -1, 0]
         assert [token.error is not None for token in tokens] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 1e39}, "temperature is 1e\\+39; allowed: 0 to 3.403e\\+38"),
+        ({"temperature": math.inf}, "temperature is inf; allowed: 0 to 3.403e\\+38"),
+        ({"stop_token_ids": (3, -1)}, "stop_token_ids contain -1; allowed: at least 0"),
+    ],
+)
+def test_values_that_would_reach_the_rows_of_others_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        SamplingParams(**params)
+
+
+def test_the_highest_temperature_makes_all_tokens_alike() -> None:
+    tokens = {sample_one([0.0, 9.0, -torch.inf], temperature=MAX_TEMPERATURE, seed=seed).token_id for seed in range(40)}
+    assert tokens == {0, 1}
 
 
 def test_a_row_never_depends_on_its_batch() -> None:
