@@ -217,8 +217,12 @@ class KVCacheManager:
         sequence.num_known_blocks = min(sequence.num_known_blocks, sequence.num_full_blocks)
 
     def settle(self, sequence: Sequence) -> None:
-        """Note which blocks have been filled; make known those left for later, give back what is out of sight."""
-        num_full, first = sequence.num_computed_tokens // self.block_size, sequence.num_full_blocks
+        """Note which blocks have been filled; make known those left for later, give back what is out of sight.
+
+        A sequence that ended has one more token computed than it knows, if it ended with that token in flight.
+        """
+        num_known_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        num_full, first = num_known_tokens // self.block_size, sequence.num_full_blocks
         if num_full == first:
             return
         self._make_known(sequence, num_full)

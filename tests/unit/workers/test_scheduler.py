@@ -3,6 +3,7 @@
 import pytest
 from helpers.fake_model import next_token, run_alone
 from helpers.scheduling import ScheduledModel, make_request
+from weft.block_hash import block_hashes, root_hash
 
 from workers.errors import GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
 from workers.plan import ModelOutput, SampledToken, StepPlan
@@ -1116,3 +1117,18 @@ def test_a_preempted_sequence_comes_back_from_the_host() -> None:
     assert counters.num_recomputed_tokens < 4 * counters.num_preemptions
     for i in range(3):
         assert served.tokens[str(i)] == run_alone(make_request("r", list(range(30 * i, 30 * i + 7)), max_tokens=20))
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 3)])
+def test_an_end_with_a_token_in_flight_makes_no_block_known_that_holds_it(windows: tuple[int | None, ...]) -> None:
+    served = ScheduledModel(max_in_flight=2, looks_ahead=True, windows=windows)  # blocks of four tokens
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    served.submit("a", tokens, max_tokens=20)
+    served.launch()
+    served.launch()  # computes the token that is being sampled, the last of the second block
+    served.abort("a")
+    served.collect()
+    served.collect()
+    assert served.pool.resident_hashes() == block_hashes(root_hash(b"test"), tokens, 4)
+    assert served.pool.num_free == served.pool.num_blocks
+    served.scheduler.check_integrity()
