@@ -55,8 +55,8 @@ class FormationListener(Protocol):
     def on_waiting(self, reason: str) -> None:
         """There is no room for it yet."""
 
-    def on_placed(self) -> None:
-        """It has its place; processes are being started."""
+    def on_placed(self, node_ids: Sequence[str] = ()) -> None:
+        """It has its place, on these nodes of Ray; processes are being started."""
 
     def on_ranks(self, places: Sequence[RankPlace]) -> None:
         """All processes run."""
@@ -167,9 +167,9 @@ class Formation:
         """Place the group and begin every rank; an outcome when it cannot be."""
         if not self._spec.may_grow and (reason := why_never(placement, await asyncio.to_thread(cluster_nodes))):
             return Outcome(message=reason, is_refusal=True)
-        group = await self._place(placement)
-        self._listener.on_placed()
-        await self._create_actors(placement, group)
+        group, node_ids = await self._place(placement)
+        self._listener.on_placed(node_ids)  # nothing else runs in between: who drains a node now knows of the group
+        await self._create_actors(placement, group, node_ids)
         host, port = "", 0
         if len(self._actors) > 1:
             host, port = await self._actors[0].open_rendezvous.remote()
@@ -203,8 +203,12 @@ class Formation:
         self._actors = [actor for actor in found if actor is not None]
         self._group = await asyncio.to_thread(_find_group, replica_id)
 
-    async def _place(self, placement: Placement) -> PlacementGroup:
-        """Reserve a place, and wait for it as long as it takes; anew when other nodes are to be avoided."""
+    async def _place(self, placement: Placement) -> tuple[PlacementGroup, list[str]]:
+        """Reserve a place, and wait for it as long as it takes; anew when other nodes are to be avoided.
+
+        Returns:
+            The place, and the Ray id of the node of each stage.
+        """
         while True:
             avoided = self._drained_nodes()
             selector = {NODE_ID_LABEL: f"!in({','.join(sorted(avoided))})"} if avoided else {}
@@ -216,9 +220,12 @@ class Formation:
                 bundle_label_selector=[selector] * len(placement.bundles) if selector else None,
             )
             self._group = group
-            while avoided == self._drained_nodes():
-                if await asyncio.to_thread(group.wait, _POLL_S):
-                    return group
+            while True:
+                node_ids = await asyncio.to_thread(_wait_for_place, group)
+                if avoided != self._drained_nodes():
+                    break  # its place may be on a node that was drained meanwhile
+                if node_ids:
+                    return group, node_ids
                 nodes = [node for node in await asyncio.to_thread(cluster_nodes) if node.node_id not in avoided]
                 self._listener.on_waiting(why_not(placement, nodes) or "waits for Ray to place it")
             remove_placement_group(group)
@@ -233,8 +240,8 @@ class Formation:
             accelerator=self._spec.model.accelerator,
         )
 
-    async def _create_actors(self, placement: Placement, group: PlacementGroup) -> None:
-        self._stages = await asyncio.to_thread(self._look_at_stages, group)
+    async def _create_actors(self, placement: Placement, group: PlacementGroup, node_ids: Sequence[str]) -> None:
+        self._stages = await asyncio.to_thread(self._look_at_stages, node_ids)
         interval_s = self._spec.model.stream_interval_s
         for rank in range(placement.parallel.world_size):
             index = placement.stage_of(rank)
@@ -265,16 +272,14 @@ class Formation:
             )
             self._actors.append(actor.remote(spec))
 
-    def _look_at_stages(self, group: PlacementGroup) -> list[_Stage]:
+    def _look_at_stages(self, node_ids: Sequence[str]) -> list[_Stage]:
         """Say how the ranks of each stage are started, on the node where it lies."""
         nodes = {node.node_id: node for node in cluster_nodes()}
-        node_ids = placement_group_table(group)["bundles_to_node_id"]
         engine = self._spec.model.engine
         evenly = math.ceil(self._spec.num_cluster_ranks / max(1, len(nodes)))
         stages = []
-        for stage in range(engine.parallel.pipeline_parallel):
-            node_id = node_ids[stage]
-            own = sum(node_ids[other] == node_id for other in node_ids) * engine.parallel.tensor_parallel
+        for node_id in node_ids:
+            own = node_ids.count(node_id) * engine.parallel.tensor_parallel
             most = max(own, evenly)
             num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, most)
             options = spare_options(node_id, SpareKind.RANK, count=own) if self._spec.spare_s else {}
@@ -367,6 +372,14 @@ def _find_group(name: str) -> PlacementGroup | None:
         return group
     except ValueError:
         return None
+
+
+def _wait_for_place(group: PlacementGroup) -> list[str]:
+    """Return the Ray id of each bundle's node; none while it has no place, after a moment."""
+    if not group.wait(_POLL_S):
+        return []
+    node_ids: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [node_ids[bundle] for bundle in sorted(node_ids)]
 
 
 async def _await(ref: Any) -> Any:

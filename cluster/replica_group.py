@@ -6,7 +6,7 @@ times.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -83,9 +83,9 @@ class ReplicaGroup:
         self.group_id = record.group_id
         self.model = record.spec
         self.lifecycle = Lifecycle(policy, clock(), restarts=record.restarts, was_ready=record.was_ready)
-        self.replica_id = ""
         self.is_adopting = adopts and record.num_lives > 0
         """It is not known yet whether its last life goes on."""
+        self.replica_id = f"{self.group_id}.{record.num_lives}" if self.is_adopting else ""
         self.waits_for_room = False
         """The cluster is too small for it now."""
         self._record = record
@@ -103,6 +103,7 @@ class ReplicaGroup:
         self._is_known = asyncio.Event()  # set when it is not, or no longer, adopting
         if not self.is_adopting:
             self._is_known.set()
+        self._node_ids = record.node_ids if self.is_adopting else ()
         self._places: tuple[RankPlace, ...] = ()
         self._addresses: ReplicaAddresses | None = None
         self._progress = 0.0
@@ -113,6 +114,7 @@ class ReplicaGroup:
         return replace(
             self._record,
             num_lives=self._num_lives,
+            node_ids=self._node_ids,
             restarts=self.lifecycle.restarts,
             was_ready=self.lifecycle.was_ready,
             is_leaving=self.is_leaving,
@@ -129,9 +131,9 @@ class ReplicaGroup:
         return self._is_leaving and self._ending is not None and self._ending.done()
 
     @property
-    def places(self) -> tuple[RankPlace, ...]:
-        """Where its ranks run; empty while none does."""
-        return self._places
+    def node_ids(self) -> tuple[str, ...]:
+        """Of Ray, where its ranks run, are being started, or ran when the controller before ended; else empty."""
+        return self._node_ids
 
     @property
     def live_group(self) -> LiveGroup:
@@ -226,9 +228,11 @@ class ReplicaGroup:
             self.lifecycle.wait(reason)
             self._on_change()
 
-    def on_placed(self) -> None:
+    def on_placed(self, node_ids: Sequence[str] = ()) -> None:
         """FormationListener."""
         self.waits_for_room = False
+        if node_ids:
+            self._note_nodes(node_ids)
         if self.lifecycle.state is GroupState.PENDING:
             self.lifecycle.placed(self._clock())
             self._on_change()
@@ -236,6 +240,7 @@ class ReplicaGroup:
     def on_ranks(self, places: Sequence[RankPlace]) -> None:
         """FormationListener."""
         self._places = tuple(places)
+        self._note_nodes(place.node_id for place in places)
         if self.lifecycle.state is GroupState.STARTING:
             self.lifecycle.starting("loading the model")
 
@@ -312,6 +317,12 @@ class ReplicaGroup:
         finally:
             self._limit = None
 
+    def _note_nodes(self, node_ids: Iterable[str]) -> None:
+        distinct = tuple(sorted(set(node_ids)))
+        if distinct != self._node_ids:
+            self._node_ids = distinct
+            self._on_record()
+
     def _end_adoption(self) -> None:
         self.is_adopting = False
         self._is_known.set()
@@ -333,6 +344,7 @@ class ReplicaGroup:
         self.waits_for_room = False
         self._task = None
         self._life = None
+        self._node_ids = ()
         self._places = ()
         self._addresses = None
         self._progress = 0.0

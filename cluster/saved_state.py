@@ -26,6 +26,8 @@ class GroupRecord:
     num_lives: int = 0
     """Its last replica is `group_id`.`num_lives`."""
     restarts: int = 0
+    node_ids: tuple[str, ...] = ()
+    """Of Ray, where its last replica is or is being started; known before any process of it exists."""
     was_ready: bool = False
     """At any time."""
     is_leaving: bool = False

@@ -154,7 +154,8 @@ class WantedState:
         for group in self._groups:
             group.observe()  # before anything is planned: a group that has just died is no reason to let another go
         self._groups = [group for group in self._groups if not group.is_gone]
-        if self._plan() or len(self._groups) != num_groups or not self._is_saved:
+        has_left = self._leave_drained_nodes()
+        if self._plan() or has_left or len(self._groups) != num_groups or not self._is_saved:
             self._save()
         for group in self._groups:
             group.reconcile()
@@ -239,7 +240,7 @@ class WantedState:
             nodes = await asyncio.to_thread(self._nodes)
             node_id = self._find_node(target, nodes).node_id
             self._drained_nodes = self._drained_nodes & {node.node_id for node in nodes} | {node_id}
-            groups = [group for group in self._groups if any(place.node_id == node_id for place in group.places)]
+            groups = [group for group in self._groups if node_id in group.node_ids]
         for group in groups:
             group.leave(group.model.drain_timeout_s if grace_s is None else grace_s)
         logger.info("%s is drained: %d groups leave", target, len(groups))
@@ -326,6 +327,15 @@ class WantedState:
         return [group for group in self._groups if group.model.name == name]
 
     # How it is done
+
+    def _leave_drained_nodes(self) -> bool:
+        """Let groups go that turn out to be on a drained node; whether there were any."""
+        staying = [group for group in self._groups if not group.is_leaving]
+        groups = [group for group in staying if self._drained_nodes.intersection(group.node_ids)]
+        for group in groups:
+            logger.info("%s is on a drained node, and leaves", group.replica_id)
+            group.leave(group.model.drain_timeout_s)
+        return bool(groups)
 
     def _plan(self) -> bool:
         """Make and dismiss groups as plan_groups.py says; whether anything changed."""

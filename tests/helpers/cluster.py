@@ -71,7 +71,7 @@ class FakeLife:
         return self.busy
 
     def become_ready(self, node_id: str = "node-a") -> None:
-        self.listener.on_placed()
+        self.listener.on_placed([node_id])
         self.listener.on_ranks(self.places(node_id))
         self.listener.on_progress(0.5)
         self.listener.on_ready(self.addresses)

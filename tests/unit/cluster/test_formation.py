@@ -2,27 +2,81 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.cluster import model_spec
 
 from cluster import formation
 from cluster.formation import Formation, FormationSpec
+from cluster.placement import NODE_ID_LABEL, NodeResources
 from cluster.rank_actor import RankPlace, ReplicaAddresses
+
+NODES = [
+    NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")
+    for index, name in enumerate("ab")
+]
+
+
+class FakeMethod:
+    def __init__(self, answer: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = answer
+
+
+class FakeRank:
+    """A rank process; it begins at once and is never ready."""
+
+    def __init__(self) -> None:
+        self.begin = FakeMethod(self._begin)
+        self.ready = FakeMethod(hang)
+        self.ended = FakeMethod(lambda: asyncio.ensure_future(hang()))
+        self.progress = FakeMethod(self._progress)
+        self.options = lambda **_: self  # of its class, of which it is the only one
+        self.remote = lambda _: self
+
+    async def _begin(self, host: str, port: int) -> RankPlace:
+        assert (host, port) == ("", 0)
+        return RankPlace(node="10.0.0.0", pid=1, node_id="node-a")
+
+    async def _progress(self) -> float:
+        return 0.5
+
+
+class FakePlace:
+    """A placement group, which Ray has placed when it is asked for it."""
+
+    def __init__(self, node_id: str, selector: list[dict[str, str]] | None, on_wait: Callable[[], None]) -> None:
+        self.node_id = node_id
+        self.selector = selector
+        self._on_wait = on_wait
+
+    def wait(self, timeout_s: float) -> bool:
+        assert timeout_s > 0
+        self._on_wait()
+        return True
 
 
 class FakeRay:
-    """What is killed and removed, and the actors and the group that are found."""
+    """What was reserved, killed and removed, and what is found."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.killed: list[str] = []
-        self.removed: list[str] = []
+        self.rank = FakeRank()
+        self.places: list[FakePlace] = []
+        self.on_wait: Callable[[], None] = lambda: None
+        self.killed: list[object] = []
+        self.removed: list[object] = []
         self.is_asked = threading.Event()
         self.may_answer = threading.Event()
+        monkeypatch.setattr(formation, "_RANK_ACTOR", self.rank)
         monkeypatch.setattr(formation, "_find_actor", self.find_actor)
         monkeypatch.setattr(formation, "_find_group", lambda name: f"group of {name}")
+        monkeypatch.setattr(formation, "cluster_nodes", lambda: NODES)
+        monkeypatch.setattr(formation, "placement_group", self.reserve)
+        monkeypatch.setattr(
+            formation, "placement_group_table", lambda place: {"bundles_to_node_id": {0: place.node_id}}
+        )
         monkeypatch.setattr(formation, "remove_placement_group", self.removed.append)
         monkeypatch.setattr("cluster.formation.ray.kill", lambda actor, **_: self.killed.append(actor))
         monkeypatch.setattr("cluster.formation.ray.cluster_resources", dict)
@@ -32,18 +86,28 @@ class FakeRay:
         assert self.may_answer.wait(10)
         return name
 
+    def reserve(self, _: object, *, bundle_label_selector: list[dict[str, str]] | None, **options: object) -> FakePlace:
+        assert options["lifetime"] == "detached"
+        node_id = "node-a" if self.places else "node-b"
+        self.places.append(FakePlace(node_id, bundle_label_selector, self.on_wait))
+        return self.places[-1]
+
 
 class Listener:
-    """Remembers what it was told."""
+    """Remembers where the group was placed."""
+
+    def __init__(self) -> None:
+        self.placed_on: list[str] = []
+        self.has_ranks = asyncio.Event()
 
     def on_waiting(self, reason: str) -> None:
         pass
 
-    def on_placed(self) -> None:
-        pass
+    def on_placed(self, node_ids: Sequence[str] = ()) -> None:
+        self.placed_on += node_ids
 
     def on_ranks(self, places: Sequence[RankPlace]) -> None:
-        pass
+        self.has_ranks.set()
 
     def on_adopted(self, places: Sequence[RankPlace], addresses: ReplicaAddresses | None) -> None:
         pass
@@ -55,12 +119,23 @@ class Listener:
         pass
 
 
+async def hang(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
 @pytest.fixture
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return FakeRay(monkeypatch)
 
 
-def make_formation(folder: Path, *, adopts: bool = False, **settings: object) -> Formation:
+@pytest.fixture
+async def listener() -> Listener:
+    return Listener()
+
+
+def make_formation(
+    folder: Path, listener: Listener, drained: set[str] | None = None, *, adopts: bool = False, **settings: object
+) -> Formation:
     spec = FormationSpec(
         replica_id="m-0.1",
         model=model_spec(str(folder), device="cpu", **settings),
@@ -69,12 +144,13 @@ def make_formation(folder: Path, *, adopts: bool = False, **settings: object) ->
         adopts=adopts,
         log_level="warning",
     )
-    return Formation(spec, Listener(), frozenset)
+    return Formation(spec, listener, lambda: frozenset(drained or ()))
 
 
-async def test_adoption_that_is_cancelled_ends_what_it_was_about_to_find(fake_ray: FakeRay, tmp_path: Path) -> None:
-    life = make_formation(tmp_path, adopts=True, tensor_parallel=2)
-    running = asyncio.create_task(life.run())
+async def test_adoption_that_is_cancelled_ends_what_it_was_about_to_find(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    running = asyncio.create_task(make_formation(tmp_path, listener, adopts=True, tensor_parallel=2).run())
     assert await asyncio.to_thread(fake_ray.is_asked.wait, 10)
     running.cancel()
     fake_ray.may_answer.set()
@@ -83,3 +159,21 @@ async def test_adoption_that_is_cancelled_ends_what_it_was_about_to_find(fake_ra
     assert running.cancelled()
     assert fake_ray.killed == ["m-0.1/0", "m-0.1/1"]
     assert fake_ray.removed == ["group of m-0.1"]
+
+
+async def test_group_that_is_placed_on_a_node_that_is_drained_meanwhile_is_placed_anew(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    drained: set[str] = set()
+    fake_ray.on_wait = lambda: drained.add("node-b")
+    running = asyncio.create_task(make_formation(tmp_path, listener, drained).run())
+    async with asyncio.timeout(10):
+        await listener.has_ranks.wait()
+    assert listener.placed_on == ["node-a"]
+    first, second = fake_ray.places
+    assert fake_ray.removed == [first]
+    assert second.selector == [{NODE_ID_LABEL: "!in(node-b)"}]
+    running.cancel()
+    await asyncio.wait([running])
+    assert fake_ray.removed == [first, second]
+    assert fake_ray.killed == [fake_ray.rank]

@@ -454,6 +454,49 @@ async def test_drained_node_loses_its_groups_and_gets_none_until_it_is_undone(be
         await bench.state.drain("x", None)
 
 
+async def test_group_that_starts_on_a_node_that_is_drained_leaves_and_another_is_formed(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    bench.forms.lives[0].listener.on_placed(["node-b"])
+    assert await bench.state.drain("10.0.0.1", None) == (["m-0.1"], "node-b")
+    await turns()
+    bench.state.reconcile()
+    await turns()
+    assert bench.forms.of("m-0.1").was_cancelled
+    assert [life.replica_id for life in bench.forms.lives] == ["m-0.1", "m-1.1"]
+
+
+async def test_group_that_turns_out_to_be_on_a_drained_node_leaves(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    life = bench.forms.lives[0]
+    assert await bench.state.drain("10.0.0.1", None) == ([], "node-b")
+    life.become_ready("node-b")
+    bench.state.reconcile()
+    assert decode(bench.saved).groups[0].is_leaving
+    await turns()
+    assert bench.replicas() == []
+    bench.state.reconcile()
+    assert [group.group_id for group in bench.model().groups] == ["m-1"]
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+async def test_node_that_is_drained_during_an_adoption_loses_what_is_on_it(bench: Bench, is_ready: bool) -> None:
+    await bench.apply({"replicas": 2})
+    bench.forms.of("m-1.1").become_ready("node-b")
+    if is_ready:
+        bench.forms.of("m-0.1").become_ready("node-a")
+    else:
+        bench.forms.of("m-0.1").listener.on_placed(["node-a"])
+    bench.restart()
+    assert await bench.state.drain("10.0.0.0", 5.0) == (["m-0.1"], "node-a")
+    bench.state.reconcile()
+    await turns()
+    bench.forms.of("m-0.1").be_adopted(is_ready=is_ready)
+    await turns()
+    assert bench.forms.of("m-0.1").drained_s == (5.0 if is_ready else None)
+    assert bench.forms.of("m-0.1").was_cancelled
+    assert not bench.forms.of("m-1.1").was_cancelled
+
+
 async def test_drained_node_that_has_gone_is_forgotten_at_the_next_drain(bench: Bench) -> None:
     await bench.state.drain("node-a", None)
     del bench.nodes[0]
@@ -569,7 +612,7 @@ async def test_state_that_an_older_controller_saved_is_read(bench: Bench) -> Non
     await bench.settle()
     saved = json.loads(bench.saved)
     for group in saved["groups"]:
-        del group["was_ready"]
+        del group["was_ready"], group["node_ids"]
     bench.saved = json.dumps(saved).encode()
     bench.restart()
     bench.state.reconcile()
