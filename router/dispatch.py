@@ -71,11 +71,10 @@ class Dispatcher:
             span.set(gen_ai__request__model=route.name)
             if call.tenant is not None:
                 call.tenant.admit(call.request)
-            check_call(call)
-            meter.accept()
             with self._admission.enter() as place:
                 with span.child("weft.prepare"):
                     request = await _until(deadline_s, self._prepare(call, route, deadline_s))
+                meter.accept()
                 span.set(weft__request_id=request.request_id)
                 meter.request_id = request.request_id
                 meter.num_prompt_tokens = len(request.prompt_token_ids)
@@ -159,7 +158,8 @@ class Dispatcher:
         return max(1, (config.max_in_flight + config.max_queued) // len(self._directory.routes))
 
     async def _prepare(self, call: GenerateCall, route: ModelRoute, deadline_s: float | None) -> PreparedRequest:
-        """Turn a checked call into tokens and complete parameters. Raises InvalidRequestError."""
+        """Turn a call into tokens and complete parameters. Raises InvalidRequestError."""
+        check_call(call)
         tokenizer = await self._pool.get(route.path)
         prompt = call.messages if call.messages is not None else call.text
         token_ids = call.token_ids or ()
