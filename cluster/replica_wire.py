@@ -3,7 +3,7 @@
 import grpc
 from weft.v1 import inference_pb2, replica_pb2
 
-from workers.errors import InvalidRequestError, QueueFullError
+from workers.errors import EngineStoppedError, GroupFailedError, InvalidRequestError, QueueFullError
 from workers.request import FinishReason, Request, RequestId, RequestOutput, SamplingParams, TokenLogprobs, Usage
 
 _FINISH_REASONS = {
@@ -20,6 +20,8 @@ def status_code(error: Exception) -> grpc.StatusCode:
             return grpc.StatusCode.INVALID_ARGUMENT
         case QueueFullError():
             return grpc.StatusCode.RESOURCE_EXHAUSTED
+        case EngineStoppedError() | GroupFailedError():  # another replica may serve it
+            return grpc.StatusCode.UNAVAILABLE
         case _:
             return grpc.StatusCode.INTERNAL
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from workers.cores import compute_here
 from workers.engine import Engine, EngineLoad, StepResult
-from workers.errors import EngineError, GroupFailedError, RequestFailedError
+from workers.errors import EngineError, EngineStoppedError, GroupFailedError, RequestFailedError
 from workers.request import Request, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._commands: list[_Command] = []
-        self._is_stopping = False
+        self._is_stopping = False  # no more commands are taken
         self._has_collected = False  # a step, of which nobody was told yet
         self._wake = threading.Condition()
         self._queues: dict[RequestId, asyncio.Queue[RequestOutput | BaseException]] = {}
@@ -73,22 +73,28 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End every request with ABORT, give out the last results, end the ranks and the thread."""
+        """End every request with ABORT, give out the last results, end the ranks and the thread.
+
+        From now on requests are refused.
+        """
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
-        if self._loop is None:
-            self._engine.close()  # never started
-            return
-        await asyncio.to_thread(self._thread.join)
+        if self._loop is None:  # never started
+            self._loop = asyncio.get_running_loop()
+            self._refuse_rest()
+            self._engine.close()
+        elif self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
         await asyncio.sleep(0)  # let the results that are on their way arrive
 
     def submit(self, request: Request) -> None:
         """Hand a request to the engine, from any thread; a refusal comes back as its output with `error`."""
-        self._command(_Arrival(request, self._engine.now_s()))
+        if not self._command(_Arrival(request, self._engine.now_s())):
+            self._refuse(request)
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request, from any thread. Nothing happens when it has ended."""
+        """End a request, from any thread. Nothing happens when it has ended, or when all are being ended."""
         self._command(request_id)
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
@@ -97,8 +103,8 @@ class AsyncEngine:
         Raises:
             EngineError: the request was refused, it failed, or the group did.
         """
-        if self._failure is not None:
-            raise GroupFailedError(f"the engine has failed: {self._failure}")
+        if self._is_stopping:
+            raise self._refusal()
         queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         self._queues[request.request_id] = queue
         self.submit(request)
@@ -127,10 +133,32 @@ class AsyncEngine:
         """Blocks in the prefix cache, as of the last `on_step` call; may be read in any thread."""
         return len(self._resident)
 
-    def _command(self, command: _Command) -> None:
+    def _command(self, command: _Command) -> bool:
+        """Hand over a command, unless none are taken any more; whether it was."""
         with self._wake:  # held by the engine's thread for moments only
+            if self._is_stopping:
+                return False
             self._commands.append(command)
             self._wake.notify()
+            return True
+
+    def _refuse(self, request: Request) -> None:
+        refused = RequestOutput(request_id=request.request_id, error=self._refusal())
+        self._call(self._receive_refusal, refused)
+
+    def _refusal(self) -> EngineError:
+        if self._failure is not None:
+            return GroupFailedError(f"the engine has failed: {self._failure}")
+        return EngineStoppedError("the engine is stopping; it takes no more requests")
+
+    def _refuse_rest(self) -> None:
+        """Refuse the requests that were handed over and nobody will come to; nothing more is taken."""
+        with self._wake:
+            self._is_stopping = True
+            commands, self._commands = self._commands, []
+        for command in commands:
+            if isinstance(command, _Arrival):
+                self._refuse(command.request)
 
     # On the event loop
 
@@ -147,8 +175,10 @@ class AsyncEngine:
         if self._on_step is not None:
             self._on_step(result)
 
+    def _receive_refusal(self, output: RequestOutput) -> None:
+        self._receive(StepResult(outputs=[output], stored_block_hashes=[], evicted_block_hashes=[], load=self._load))
+
     def _fail(self, error: BaseException) -> None:
-        self._failure = error
         for queue in self._queues.values():
             queue.put_nowait(error)
         if self._on_failure is not None:
@@ -167,6 +197,8 @@ class AsyncEngine:
                 self._has_collected = False
         except BaseException as error:
             logger.exception("the engine failed")
+            self._failure = error
+            self._refuse_rest()
             self._call(self._fail, error)
         finally:
             self._engine.close()

@@ -4,6 +4,7 @@ EngineError
 ├── InvalidRequestError     the request cannot be served as it is; says what was seen and what is allowed
 ├── RequestFailedError      this request failed while it ran; others go on
 ├── QueueFullError          the engine's waiting queue is full
+├── EngineStoppedError      the engine is stopping, or has stopped
 ├── GroupFailedError        a rank died, hung or diverged; the whole group must be re-formed
 └── EngineConfigError       the settings contradict each other or the model
 """
@@ -23,6 +24,10 @@ class RequestFailedError(EngineError):
 
 class QueueFullError(EngineError):
     """The engine's waiting queue is full."""
+
+
+class EngineStoppedError(EngineError):
+    """The engine is stopping, or has stopped, and takes no more requests."""
 
 
 class GroupFailedError(EngineError):

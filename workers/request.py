@@ -156,4 +156,4 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
     error: Exception | None = None
-    """InvalidRequestError, RequestFailedError or QueueFullError."""
+    """InvalidRequestError, RequestFailedError, QueueFullError, EngineStoppedError or GroupFailedError."""

@@ -9,7 +9,7 @@ from weft.v1.replica_pb2_grpc import ReplicaStub
 
 from cluster.replica_connection import OutboxLimits
 from cluster.replica_server import ReplicaInfo, ReplicaServer
-from workers.errors import QueueFullError, RequestFailedError
+from workers.errors import EngineStoppedError, GroupFailedError, QueueFullError, RequestFailedError
 from workers.request import Finish, FinishReason, RequestId, RequestOutput, TokenLogprobs, Usage
 
 INFO = ReplicaInfo(
@@ -176,6 +176,8 @@ async def test_last_output_tells_how_it_ended(bench: Bench) -> None:
     ("error", "code"),
     [
         (QueueFullError("9 wait; allowed: 8"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (EngineStoppedError("it takes no more"), grpc.StatusCode.UNAVAILABLE),
+        (GroupFailedError("rank 1 died"), grpc.StatusCode.UNAVAILABLE),
         (RequestFailedError("NaN logits"), grpc.StatusCode.INTERNAL),
     ],
 )

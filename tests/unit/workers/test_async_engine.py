@@ -16,7 +16,7 @@ from workers import async_engine
 from workers.async_engine import AsyncEngine
 from workers.detokenizer import IncrementalDetokenizer
 from workers.engine import StepResult
-from workers.errors import GroupFailedError, InvalidRequestError
+from workers.errors import EngineStoppedError, GroupFailedError, InvalidRequestError
 from workers.plan import StepPlan
 from workers.recording import SchedulerCall, SchedulerSetup, Updated
 from workers.request import FinishReason, RequestId, RequestOutput
@@ -222,6 +222,76 @@ async def test_request_that_comes_just_before_the_stop_is_ended_too() -> None:
     await stop
     finishes = {output.request_id: output.finish.reason for output in outputs if output.finish}
     assert finishes == dict.fromkeys("ab", FinishReason.ABORT)
+
+
+@pytest.mark.parametrize("was_started", [True, False])
+async def test_a_request_after_the_stop_is_refused(was_started: bool) -> None:
+    outputs: list[RequestOutput] = []
+    engine = AsyncEngine(fake_engine(), on_step=lambda result: outputs.extend(result.outputs))
+    if was_started:
+        engine.start()
+    else:
+        engine.submit(request("early", [1]))
+    await engine.stop()
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineStoppedError, match="it takes no more requests"):
+            await collect(engine, "late", [1])
+    engine.submit(request("later", [1]))
+    names = ["later"] if was_started else ["early", "later"]
+    await until(lambda: len(outputs) == len(names))
+    assert [output.request_id for output in outputs] == names
+    assert all(isinstance(output.error, EngineStoppedError) for output in outputs)
+
+
+async def test_an_engine_stops_though_requests_keep_coming() -> None:
+    """Each of its steps brings one more; those that come after the stop are refused, and each ends once."""
+    executor, names, ends = FakeExecutor(num_blocks=640), iter(range(1 << 30)), list[RequestOutput]()
+    num_submitted = 0
+
+    def submit(plan: StepPlan | None = None) -> None:
+        nonlocal num_submitted
+        num_submitted += 1
+        engine.submit(request(f"r{next(names)}", [1], max_tokens=2))
+
+    executor.on_submit = submit
+    engine = AsyncEngine(
+        fake_engine(executor), on_step=lambda result: ends.extend(o for o in result.outputs if o.finish or o.error)
+    )
+    engine.start()
+    submit()
+    await until(lambda: len(ends) > 3)
+    async with asyncio.timeout(10):
+        await engine.stop()
+    await until(lambda: len(ends) == num_submitted)
+    assert len({output.request_id for output in ends}) == num_submitted
+    assert any(output.finish for output in ends)
+
+
+async def test_requests_that_a_failing_engine_did_not_come_to_are_refused() -> None:
+    executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
+
+    def block(plan: StepPlan) -> None:
+        stuck.set()
+        assert release.wait(10)
+
+    executor.on_submit = block
+    outputs: list[RequestOutput] = []
+    failures: list[BaseException] = []
+    engine = AsyncEngine(
+        fake_engine(executor), on_step=lambda result: outputs.extend(result.outputs), on_failure=failures.append
+    )
+    engine.start()
+    engine.submit(request("a", [1]))
+    await until(stuck.is_set)
+    engine.submit(request("b", [2]))
+    executor.failure = GroupFailedError("rank 1 died")
+    release.set()
+    await until(lambda: bool(failures))
+    engine.submit(request("c", [3]))
+    await until(lambda: len(outputs) == 2)
+    await engine.stop()
+    assert [output.request_id for output in outputs] == ["b", "c"]
+    assert all(isinstance(output.error, GroupFailedError) for output in outputs)
 
 
 async def test_an_idle_engine_makes_no_steps() -> None:
