@@ -120,6 +120,7 @@ class Formation:
         self._actors: list[Any] = []
         self._stages: Sequence[_Stage] = ()
         """Empty before the ranks are created."""
+        self._start_by_s = 0.0  # of the event loop; from when it has its place, or was found
         self._leaving: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
@@ -169,6 +170,15 @@ class Formation:
             return Outcome(message=reason, is_refusal=True)
         group, node_ids = await self._place(placement)
         self._listener.on_placed(node_ids)  # nothing else runs in between: who drains a node now knows of the group
+        self._limit_start()
+        try:
+            async with asyncio.timeout_at(self._start_by_s):
+                await self._begin(placement, group, node_ids)
+        except TimeoutError:
+            return self._too_late()
+        return None
+
+    async def _begin(self, placement: Placement, group: PlacementGroup, node_ids: Sequence[str]) -> None:
         await self._create_actors(placement, group, node_ids)
         host, port = "", 0
         if len(self._actors) > 1:
@@ -176,7 +186,6 @@ class Formation:
         self._listener.on_ranks(
             await asyncio.gather(*(_await(actor.begin.remote(host, port)) for actor in self._actors))
         )
-        return None
 
     async def _adopt(self) -> Outcome | None:
         """Find the processes of the replica; an outcome when not every one of them runs."""
@@ -192,6 +201,7 @@ class Formation:
             return Outcome(message=f"did not answer a new controller within {_ADOPT_TIMEOUT_S:g} s")
         if not all(report.has_begun for report in reports):
             return Outcome(message="its controller died while it was being started")
+        self._limit_start()
         self._listener.on_adopted([report.place for report in reports], reports[0].addresses)
         return None
 
@@ -306,7 +316,7 @@ class Formation:
         """Report progress until the leader serves; an outcome when that takes too long."""
         ready = asyncio.create_task(_await(self._actors[0].ready.remote()))
         try:
-            async with asyncio.timeout(self._spec.model.start_timeout_s):
+            async with asyncio.timeout_at(self._start_by_s):
                 while not ready.done():
                     fractions = await asyncio.gather(*(actor.progress.remote() for actor in self._actors))
                     self._listener.on_progress(sum(fractions) / len(fractions))
@@ -315,10 +325,16 @@ class Formation:
                 if self._spec.spare_s:  # only now, when nothing else waits for the cores
                     self._leaving = asyncio.create_task(asyncio.to_thread(self._leave_spares))
         except TimeoutError:
-            return Outcome(message=f"not ready within {self._spec.model.start_timeout_s:g} s")
+            return self._too_late()
         finally:
             ready.cancel()
         return None
+
+    def _limit_start(self) -> None:
+        self._start_by_s = asyncio.get_running_loop().time() + self._spec.model.start_timeout_s
+
+    def _too_late(self) -> Outcome:
+        return Outcome(message=f"not ready within {self._spec.model.start_timeout_s:g} s")
 
     def _leave_spares(self) -> None:
         count = self._spec.model.engine.parallel.tensor_parallel

@@ -22,7 +22,7 @@ from router.config import RouterConfig
 logger = logging.getLogger(__name__)
 
 _ROUTER_ACTOR = ray.remote(RouterActor)
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 60.0  # also for one that is adopted to answer
 
 
 class RouterProcess:
@@ -144,14 +144,17 @@ class RouterProcess:
         """One life of the router; returns why it ended."""
         self._actor = None
         try:
-            if not (await self._find() if adopts else await self._create()):
-                return "was lost while no controller watched it"
-            ended = self._actor.ended.remote()
-            await self._note_ready(ended)
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                if not (await self._find() if adopts else await self._create()):
+                    return "was lost while no controller watched it"
+                ended = self._actor.ended.remote()
+                await self._note_ready(ended)
             outcome = await ended
             return str(outcome.message)
         except (RayError, ValueError) as error:  # a ValueError where the name is not free again yet
             return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "died")
+        except TimeoutError:
+            return f"not ready within {_START_TIMEOUT_S:g} s"
         finally:
             if self._actor is not None:
                 ray.kill(self._actor, no_restart=True)
@@ -182,8 +185,8 @@ class RouterProcess:
         ready = asyncio.ensure_future(_await(self._actor.ready.remote()))
         ended = asyncio.ensure_future(_await(run))
         try:
-            await asyncio.wait([ready, ended], timeout=_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done() or ended.done():
+            await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
                 return
             place: RouterPlace = ready.result()
             self._place = place

@@ -12,7 +12,7 @@ from helpers.cluster import model_spec
 from cluster import formation
 from cluster.formation import Formation, FormationSpec
 from cluster.placement import NODE_ID_LABEL, NodeResources
-from cluster.rank_actor import RankPlace, ReplicaAddresses
+from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses
 
 NODES = [
     NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")
@@ -177,3 +177,33 @@ async def test_group_that_is_placed_on_a_node_that_is_drained_meanwhile_is_place
     await asyncio.wait([running])
     assert fake_ray.removed == [first, second]
     assert fake_ray.killed == [fake_ray.rank]
+
+
+async def test_rank_that_never_begins_ends_the_life_at_its_start_timeout(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    fake_ray.rank.begin = FakeMethod(hang)
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener, start_timeout_s=0.05).run()
+    assert outcome == Outcome(message="not ready within 0.05 s")
+    assert not listener.has_ranks.is_set()
+    assert fake_ray.killed == [fake_ray.rank]
+    assert fake_ray.removed == fake_ray.places
+
+
+async def test_start_timeout_is_one_from_the_place_to_a_ready_replica(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits_s: list[float] = []
+
+    def timeout_at(when_s: float) -> asyncio.Timeout:
+        limits_s.append(when_s)
+        return asyncio.Timeout(when_s)
+
+    monkeypatch.setattr("cluster.formation.asyncio.timeout_at", timeout_at)
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener, start_timeout_s=0.2).run()
+    assert outcome == Outcome(message="not ready within 0.2 s")
+    assert listener.has_ranks.is_set()
+    begin_s, ready_s = limits_s
+    assert begin_s == ready_s

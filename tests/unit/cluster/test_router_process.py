@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
+from helpers.cluster import turns
 from ray.exceptions import RayError
 
 from cluster.lifecycle import GroupState, RestartPolicy
@@ -106,8 +107,8 @@ async def test_a_router_that_does_not_answer_is_stopped_all_the_same(
     assert router.lifecycle.state is not GroupState.READY
 
 
-def _wanted(*, adopts: bool) -> RouterProcess:
-    return RouterProcess(
+def _wanted(*, adopts: bool, kind: type[RouterProcess] = RouterProcess) -> RouterProcess:
+    return kind(
         RouterConfig(control="127.0.0.1:1"),
         log_level="warning",
         policy=RestartPolicy(),
@@ -169,3 +170,37 @@ async def test_stop_without_grace_during_an_adoption_leaves_no_process_behind(mo
     async with asyncio.timeout(10):
         await stopping
     assert actor.was_killed
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+async def test_router_that_is_not_ready_in_time_ends_and_another_life_begins(
+    monkeypatch: pytest.MonkeyPatch, adopts: bool
+) -> None:
+    actor = FakeRouterActor()
+    FakeRay(actor, monkeypatch).may_answer.set()
+    monkeypatch.setattr("cluster.router_process._START_TIMEOUT_S", 0.05)
+    num_made = 0
+
+    class Router(RouterProcess):
+        async def _create(self) -> bool:
+            nonlocal num_made
+            num_made += 1
+            self._actor = actor
+            return True
+
+    router = _wanted(adopts=adopts, kind=Router)
+    router.reconcile()
+    assert router._task is not None
+    async with asyncio.timeout(10):
+        assert await router._task == "not ready within 0.05 s"
+    assert actor.was_killed
+    monkeypatch.setattr("cluster.router_process._START_TIMEOUT_S", 60.0)
+    actor.answers.set()
+    router.reconcile()
+    assert not router.is_adopting
+    await turns()
+    await turns()  # the life begins, and is asked whether it is ready
+    assert router.status().alive
+    assert router.status().restarts == 1
+    assert num_made == (1 if adopts else 2)
+    await router.stop(grace_s=5.0)
