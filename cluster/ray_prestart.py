@@ -63,8 +63,23 @@ def start_ahead(node_id: str, count: int, *, variables: Mapping[str, str], has_p
         if has_parent:
             text = json.dumps(environment, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
             request.runtime_env_info.serialized_runtime_env = text
-        with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
+        with init_grpc_channel(_address(node)) as channel:
             node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_RPC_TIMEOUT_S)
+
+
+def running_pids(node_id: str) -> set[int]:
+    """Return the worker processes of a node that run, those included that were started ahead.
+
+    One that was killed is gone within a moment. Ray 2.50 cannot tell. Blocks for a round trip to the node.
+    """
+    with _translated():
+        from ray._private.grpc_utils import init_grpc_channel
+        from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
+
+        messages: Any = node_manager_pb2
+        with init_grpc_channel(_address(_node(node_id))) as channel:
+            service = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+            return set(service.GetWorkerPIDs(messages.GetWorkerPIDsRequest(), timeout=_RPC_TIMEOUT_S).pids)
 
 
 def list_notes(prefix: str) -> list[str]:
@@ -96,6 +111,10 @@ def _node(node_id: str) -> dict[str, Any]:
     node: dict[str, Any]
     (node,) = (each for each in ray.nodes() if each["NodeID"] == node_id and each["Alive"])
     return node
+
+
+def _address(node: dict[str, Any]) -> str:
+    return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
 
 
 @contextmanager

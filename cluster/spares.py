@@ -5,7 +5,8 @@ for a router, `weft warm` both. `prepare`, which such a process runs before it t
 rank also compiles the kernels where nobody has yet, and notes in Ray's store that a spare waits. Whoever creates actors
 looks for these notes and asks for processes of that kind; Ray then hands out those that wait. The kind is told by
 environment variables, and one of them by the code: a spare never becomes a rank of other code than it has imported;
-those of other code end when new ones are left. What goes wrong (a spare has died, say) makes a start slower, and
+those of other code end when new ones are left. One that was killed leaves its notes, until somebody asks for spares of
+its kind there or an actor that should have become it is started instead. What goes wrong makes a start slower, and
 nothing else.
 
     spare/NODE/KIND/until        when those of this kind on this node end, in seconds since 1970; gone: at once
@@ -35,6 +36,7 @@ from cluster.ray_prestart import (
     list_notes,
     num_started_at_once,
     read_note,
+    running_pids,
     start_ahead,
 )
 
@@ -117,7 +119,7 @@ def spare_options(node_id: str, kind: SpareKind, *, count: int = 1) -> dict[str,
 
 
 def num_waiting(node_id: str, kind: SpareKind) -> int:
-    """Return how many wait on a node with everything imported. Raises SpareError."""
+    """Return how many wait on a node with everything imported, also killed ones of late. Raises SpareError."""
     return sum(note.endswith("/waits") for note in list_notes(_place(node_id, kind)))
 
 
@@ -146,6 +148,7 @@ def add_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, 
     before = float(read_note(f"{place}until") or 0)
     # By the wall clock, which is all that two machines share; where it is set anew, spares end early or late.
     leave_note(f"{place}until", f"{max(before, time.time() + lifetime_s):.0f}")
+    _forget_killed(node_id, place)
     begun, most = len(_begun(place)), count if most is None else most
     leave_note(f"{place}most", str(most))
     wanted = min(begun + count, most)
@@ -223,6 +226,20 @@ def _end_others() -> None:
         _, node_id, kind, *_ = note.split("/")
         if not kind.startswith(code_id()):
             drop_notes(f"{_NOTES}{node_id}/{kind}/")
+
+
+def _forget_killed(node_id: str, place: str) -> None:
+    """Drop the notes of spares whose processes are gone: they could not do so themselves."""
+    noted = {int(note.split("/")[-2]) for note in list_notes(place) if note.endswith(("/begun", "/waits"))}
+    if not noted:
+        return
+    try:
+        running = running_pids(node_id)  # asked after the notes were read: who has left one was known to Ray before
+    except SpareError as error:
+        logger.debug("killed spares are counted: %s", error)
+        return
+    for pid in noted - running:
+        drop_notes(f"{place}{pid}/")
 
 
 def _end_unless_taken(wait: _Wait) -> None:

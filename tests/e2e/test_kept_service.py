@@ -31,6 +31,7 @@ def test_killed_front_is_replaced_by_one_that_takes_over_and_sigterm_ends_everyt
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
+    assert min(told["num_killed"], told["num_waiting"]) >= 3, "killed spares are started anew"
     assert told["after"] == told["before"], "nothing that serves has noticed"
     assert (told["num_tokens"], told["status"]) == (told["wanted_tokens"], 0), "the request in flight was finished"
     assert not set(told["anew"].values()) & set(told["before"].values())

@@ -89,8 +89,18 @@ class Keeper:
 
 
 def run(keeper: Keeper, ray_address: str, told: dict[str, Any]) -> None:
-    """Make Ray ready, start; kill the front, tell its successor to end in the middle of a request, and start anew."""
-    subprocess.run([sys.executable, "-m", "cluster.cli", "warm", "--ray-address", ray_address], check=True)
+    """Make Ray ready, start; kill the front, tell its successor to end in the middle of a request, and start anew.
+
+    What Ray has ready is killed once, as by the kernel that is short of memory, and made ready again.
+    """
+    warm = [sys.executable, "-m", "cluster.cli", "warm", "--ray-address", ray_address]
+    subprocess.run(warm, check=True)
+    killed = _spares(ray_address)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(_runs(pid) for pid in killed), "nobody waits")
+    subprocess.run(warm, check=True)
+    told["num_killed"], told["num_waiting"] = len(killed), sum(_runs(pid) for pid in _spares(ray_address))
     begin_s = time.time()
     with keeper.running() as process:
         told["before"] = keeper.pids()
@@ -109,7 +119,7 @@ def run(keeper: Keeper, ray_address: str, told: dict[str, Any]) -> None:
         told |= {"num_tokens": len(tokens), "wanted_tokens": NUM_TOKENS}
         told["status"] = process.wait(60)
         wait_until(lambda: not any(_runs(pid) for pid in told["after"].values()), "everything ended")
-    wait_until(lambda: _num_spares(ray_address) == 3, "processes wait for controller, router and rank")
+    wait_until(lambda: len(_spares(ray_address)) == 3, "processes wait for controller, router and rank")
     begin_s = time.time()
     with keeper.running():
         told["anew"] = keeper.pids()
@@ -117,8 +127,10 @@ def run(keeper: Keeper, ray_address: str, told: dict[str, Any]) -> None:
     wait_until(lambda: not any(_runs(pid) for pid in told["anew"].values()), "everything ended again")
 
 
-def _num_spares(ray_address: str) -> int:
-    return sum(key.endswith(b"/waits") for key in GcsClient(address=ray_address).internal_kv_keys(b"spare/", b"weft"))
+def _spares(ray_address: str) -> list[int]:
+    """The processes that are said to wait."""
+    notes = GcsClient(address=ray_address).internal_kv_keys(b"spare/", b"weft")
+    return [int(note.split(b"/")[-2]) for note in notes if note.endswith(b"/waits")]
 
 
 def _runs(pid: int) -> bool:

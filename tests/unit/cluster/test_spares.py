@@ -29,6 +29,7 @@ class Notes:
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
         self.started: list[tuple[str, int]] = []
+        self.killed: set[int] = set()
         self.at_once = 8
         self.on_start: Callable[[int], None] = lambda count: None
 
@@ -47,6 +48,9 @@ class Notes:
 
     def num_started_at_once(self, node_id: str) -> int:
         return self.at_once
+
+    def running_pids(self, node_id: str) -> set[int]:
+        return {int(note.split("/")[3]) for note in self.notes if note.count("/") == 4} - self.killed
 
     def start_ahead(self, node_id: str, count: int, *, variables: dict[str, str], has_parent: bool) -> None:
         self.started.append((node_id, count))
@@ -82,7 +86,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def store(monkeypatch: pytest.MonkeyPatch, imported: list[str], compiled: list[str]) -> Iterator[Notes]:
     """The store of a node n, in whose process nothing is imported or compiled."""
     store = Notes()
-    for name in ("list_notes", "read_note", "leave_note", "drop_notes", "num_started_at_once", "start_ahead"):
+    for name in ("list_notes", "read_note", "leave_note", "drop_notes"):
+        monkeypatch.setattr(spares, name, getattr(store, name))
+    for name in ("num_started_at_once", "running_pids", "start_ahead"):
         monkeypatch.setattr(spares, name, getattr(store, name))
     monkeypatch.setattr(spares, "_BEGIN_S", 0.02)
     yield store
@@ -215,6 +221,32 @@ def test_as_many_are_started_as_are_missing(store: Notes) -> None:
     assert store.started == [("n", 3), ("n", 1)]
 
 
+@pytest.mark.parametrize("kind", list(SpareKind))
+def test_killed_spares_are_forgotten_and_started_anew(store: Notes, kind: SpareKind) -> None:
+    store.add(kind.full_name, pid=1)
+    store.add(kind.full_name, pid=2)
+    store.add(kind.full_name, pid=3, waits=False)
+    store.add(kind.full_name, pid=4, waits=False)
+    store.killed = {1, 3}  # one that waited, one that was still importing
+    leave_spares("n", kind, count=4, lifetime_s=600)
+    assert store.started == [("n", 2)]
+    assert num_waiting("n", kind) == 1
+    assert {note.split("/")[3] for note in store.notes if note.count("/") == 4} == {"2", "4"}
+
+
+def test_ray_that_does_not_tell_which_processes_run_starts_what_is_missing_by_the_notes(
+    store: Notes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(node_id: str) -> set[int]:
+        raise SpareError("Ray keeps no processes ready: AttributeError: GetWorkerPIDs")
+
+    monkeypatch.setattr(spares, "running_pids", fail)
+    store.add(pid=1)
+    leave_spares("n", RANK, count=3, lifetime_s=600)
+    assert store.started == [("n", 2)]
+    assert not caplog.records
+
+
 def test_node_that_starts_few_at_a_time_is_asked_again(store: Notes) -> None:
     store.at_once = 2
     store.on_start = lambda count: [store.add(pid=len(store.notes) + each, waits=False) for each in range(count)]
@@ -339,3 +371,5 @@ def test_whatever_fails_in_ray_is_a_spare_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ray_prestart.ray, "nodes", nodes)
     with pytest.raises(SpareError, match="RuntimeError: not connected"):
         ray_prestart.start_ahead("n", 1, variables={}, has_parent=False)
+    with pytest.raises(SpareError, match="RuntimeError: not connected"):
+        ray_prestart.running_pids("n")
