@@ -160,7 +160,9 @@ class ControlServer(ControlServicer):
     ) -> AsyncIterator[control_pb2.GetModelFilesResponse]:
         """Stream the small files of a folder, if a model is served from it; no other file is told."""
         async with _refusing(context):
-            if request.path not in {model.path for model in self._state.models()}:
+            models, replicas = self._state.models(), self._state.replicas()
+            paths = {model.path for model in models} | {each.text.path for each in replicas if each.HasField("text")}
+            if request.path not in paths:
                 raise NotServedError(f"no model is served from {request.path!r}")
             files = await asyncio.to_thread(lambda: list(read_text_files(Path(request.path))))
         for name, data in files:

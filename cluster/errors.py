@@ -2,7 +2,7 @@
 
 ClusterError
 ├── ClusterConfigError      a flag or the YAML file is wrong; the message begins with the dotted path
-├── ModelNotFoundError      no folder, packaged model or hub id of this name can be had
+├── ModelNotFoundError      no folder, packaged model or hub id of this name can be had, or a file of it read
 ├── StartError              the service did not come up; the message says what stopped it
 ├── RayError                Ray could not be started or reached
 ├── SpareError              (stays inside) Ray keeps no processes ready: starts take longer, and nothing else
@@ -22,7 +22,7 @@ class ClusterConfigError(ClusterError, ValueError):
 
 
 class ModelNotFoundError(ClusterError):
-    """No folder, packaged model or hub id of this name can be had."""
+    """No folder, packaged model or hub id of this name can be had, or a file of it read."""
 
 
 class StartError(ClusterError):

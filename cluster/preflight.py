@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.config import ClusterSpec, ModelSpec
-from cluster.errors import StartError
+from cluster.errors import ModelNotFoundError, StartError
 from cluster.models import resolve_model
 from cluster.wanted import ModelText
 from parallel.families.registry import describe_model
 from parallel.shard import check_split
-from router.errors import RouterConfigError
+from router.errors import ModelFilesError, RouterConfigError
 from router.spans import check_tracing
 from workers.errors import EngineConfigError
 
@@ -69,11 +69,21 @@ def read_text(model: ModelSpec) -> ModelText:
     """Return what routers must know of a model. Reads its folder, and fetches it first where it comes from a hub.
 
     Raises:
-        ModelNotFoundError, ModelError: it cannot be had or described.
+        ModelNotFoundError, ModelError: it cannot be had or described, or no router could read its tokenizer.
     """
+    from router.tokenizer import ModelTokenizer  # what starts a service reads none: its controller does
+
     folder = resolve_model(model.source)
     max_context = describe_model(folder).max_context
-    return ModelText(path=str(folder), max_context=min(max_context, model.engine.max_context or max_context))
+    try:
+        tokenizer = ModelTokenizer.from_folder(folder)
+    except (ModelFilesError, OSError) as error:
+        raise ModelNotFoundError(f"model {model.name!r} cannot be served: {error}") from error
+    return ModelText(
+        path=str(folder),
+        max_context=min(max_context, model.engine.max_context or max_context),
+        digest=tokenizer.digest,
+    )
 
 
 def _check_ports(spec: ClusterSpec) -> None:

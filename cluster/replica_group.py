@@ -152,7 +152,15 @@ class ReplicaGroup:
             model=self.model.name,
             address=self._addresses.address,
             draining=self.lifecycle.state is GroupState.DRAINING,
+            text=self._text,
         )
+
+    @property
+    def _text(self) -> control_pb2.ModelText | None:
+        text = self._record.text
+        if text is None:
+            return None
+        return control_pb2.ModelText(path=text.path, digest=text.digest, revision=self._record.revision)
 
     @property
     def bundles(self) -> list[dict[str, float]]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cluster.config import ModelSection, ModelSpec, build_section
-from cluster.wanted import WantedModel
+from cluster.wanted import ModelText, WantedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,8 @@ class GroupRecord:
     was_ready: bool = False
     """At any time."""
     is_leaving: bool = False
+    text: ModelText | None = None
+    """Of its revision, as it was when the group was wanted; None: saved by a version that kept none."""
 
     @property
     def spec(self) -> ModelSpec:

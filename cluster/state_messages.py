@@ -31,6 +31,7 @@ def served_model(model: WantedModel, groups: Sequence[ReplicaGroup]) -> control_
         starts_on_demand=starts_on_demand(section, groups),
         target_ttft_s=(scaling and scaling.target_ttft_s) or 0.0,
         target_tpot_s=(scaling and scaling.target_tpot_s) or 0.0,
+        text_digest=text.digest,
     )
 
 

@@ -21,6 +21,8 @@ class ModelText:
     """Absolute."""
     max_context: int
     """Longest prompt plus output, by the folder and the settings."""
+    digest: str = ""
+    """Of the contents of what makes tokens of text (router/tokenizer.py); empty: saved by a version that kept none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -374,6 +374,7 @@ class WantedState:
             revision=model.current.number,
             section=model.current.section,
             hash_key=model.hash_key,
+            text=model.current.text,
         )
 
     def _make_group(self, record: GroupRecord, *, adopts: bool) -> ReplicaGroup:

@@ -19,6 +19,9 @@ from router.template_sandbox import SandboxedTemplate
 ROLES = ("system", "user", "assistant", "tool")
 """What a message's role may be; a template may accept fewer."""
 
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+"""Files that hold a template, where tokenizer_config.json does not."""
+
 _DEFAULT = "default"
 
 

@@ -1,8 +1,11 @@
 """A served model's text side: tokenizer, chat template and generation defaults, read from its folder.
 
+What is read has a digest: folders of equal digests make equal tokens of a text.
+
 Everything here is synchronous and safe to use from several threads; dispatch.py runs it in a pool, off the event loop.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,12 +14,15 @@ from typing import Self
 from tokenizers import Tokenizer
 from weft.tokenizer.declared import read_json_object
 from weft.tokenizer.errors import TokenizerError
-from weft.tokenizer.load import load_tokenizer
+from weft.tokenizer.load import DECLARING_FILES, TOKENIZER_FILES, load_tokenizer
 
 from router.call import ChatMessage
-from router.chat_template import ChatTemplate, load_chat_template
+from router.chat_template import TEMPLATE_FILES, ChatTemplate, load_chat_template
 from router.errors import InvalidRequestError, ModelFilesError
 from router.generation_config import GenerationDefaults, read_generation_defaults
+
+_DIGEST_VERSION = "1"
+"""Another one where the digest is made otherwise: a router of another version cannot compare it then."""
 
 
 class ModelTokenizer:
@@ -28,8 +34,11 @@ class ModelTokenizer:
         *,
         chat_template: ChatTemplate | None = None,
         generation_defaults: GenerationDefaults | None = None,
+        digest: str = "",
     ) -> None:
         """Take parts already read; `from_folder` reads them."""
+        self.digest = digest
+        """Of the contents of the files that it was read from; empty: not known."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._generation_defaults = generation_defaults or GenerationDefaults()
@@ -50,10 +59,12 @@ class ModelTokenizer:
         file = folder / "generation_config.json"
         try:
             loaded = load_tokenizer(folder)
+            defaults = read_generation_defaults(read_json_object(file), file) if file.exists() else GenerationDefaults()
             return cls(
                 loaded.tokenizer,
                 chat_template=load_chat_template(folder, loaded.config, special_tokens=loaded.special_tokens, now=now),
-                generation_defaults=read_generation_defaults(read_json_object(file), file) if file.exists() else None,
+                generation_defaults=defaults,
+                digest=_digest(folder, defaults),
             )
         except TokenizerError as error:
             raise ModelFilesError(str(error)) from error
@@ -97,3 +108,17 @@ class ModelTokenizer:
                 field="messages",
             )
         return self.encode(self._chat_template.render(messages), add_special_tokens=False)
+
+
+def is_alike(digest: str, other: str) -> bool:
+    """Whether two digests say no difference; those that versions of Weft have made in different ways do not."""
+    return digest == other or digest.partition("-")[0] != other.partition("-")[0]
+
+
+def _digest(folder: Path, defaults: GenerationDefaults) -> str:
+    """Hash the files as they are, but of the generation config only what it sets: its other fields are often new."""
+    patterns = (*TOKENIZER_FILES, *DECLARING_FILES, *TEMPLATE_FILES)
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    read = (contents, sorted(defaults.sampling.items()), defaults.max_new_tokens, defaults.max_length)
+    return f"{_DIGEST_VERSION}-{hashlib.sha256(repr(read).encode()).hexdigest()[:32]}"

@@ -1,8 +1,10 @@
 """Doubles for the cluster: a clock, an engine, a group's life and a router that do what tests say."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from weft.v1 import control_pb2
 
@@ -141,6 +143,14 @@ class FakeRouter:
 def model_spec(path: str, **settings: object) -> ModelSpec:
     """One model's spec, by the way that users take."""
     return build_spec({"models": [{"path": path, **settings}]}).models[0]
+
+
+def write_tokenizer(folder: Path, *words: str) -> None:
+    """Write a tokenizer of these words and an unknown one."""
+    vocabulary = {word: number for number, word in enumerate(("?", *words))}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
+    description = {"version": "1.0", "model": model, "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
+    (folder / "tokenizer.json").write_text(json.dumps(description))
 
 
 class FakeEngine:

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from helpers.cluster import FakeClock, FakeLife, FakeRouter, Formations, turns
+from helpers.cluster import FakeClock, FakeLife, FakeRouter, Formations, turns, write_tokenizer
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -62,6 +62,7 @@ class Operations(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.folder = tempfile.TemporaryDirectory()
         (Path(self.folder.name) / "config.json").write_text(json.dumps(LLAMA))
+        write_tokenizer(Path(self.folder.name))
         self.clock = FakeClock()
         self.saved = encode(SavedState())
         self.lives: dict[str, FakeLife] = {}

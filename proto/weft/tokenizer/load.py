@@ -25,6 +25,8 @@ from weft.tokenizer.tiktoken import convert_tiktoken, is_tiktoken
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "*.tiktoken", "vocab.json", "merges.txt")
 """Files that hold a vocabulary, as patterns."""
+DECLARING_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files that say more of its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,6 +132,7 @@ class ServedModel(_message.Message):
     STARTS_ON_DEMAND_FIELD_NUMBER: _builtins.int
     TARGET_TTFT_S_FIELD_NUMBER: _builtins.int
     TARGET_TPOT_S_FIELD_NUMBER: _builtins.int
+    TEXT_DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """A folder or a hub id that holds the tokenizer and the configs."""
@@ -141,6 +142,8 @@ class ServedModel(_message.Message):
     target_ttft_s: _builtins.float
     """Of the time to the first token and of each further one; 0: what the router's own settings say."""
     target_tpot_s: _builtins.float
+    text_digest: _builtins.str
+    """Of what is in `path` for the revision that is wanted; see ModelText."""
     def __init__(
         self,
         *,
@@ -150,14 +153,47 @@ class ServedModel(_message.Message):
         starts_on_demand: _builtins.bool = ...,
         target_ttft_s: _builtins.float = ...,
         target_tpot_s: _builtins.float = ...,
+        text_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "name", b"name", "path", b"path", "starts_on_demand", b"starts_on_demand", "target_tpot_s", b"target_tpot_s", "target_ttft_s", b"target_ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context", b"max_context", "name", b"name", "path", b"path", "starts_on_demand", b"starts_on_demand", "target_tpot_s", b"target_tpot_s", "target_ttft_s", b"target_ttft_s", "text_digest", b"text_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
+
+@_typing.final
+class ModelText(_message.Message):
+    """From what a router makes tokens of text for replicas of one revision."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """A folder, as in ServedModel."""
+    digest: _builtins.str
+    """Of the contents of tokenizer, chat template and generation defaults when the revision was wanted: where it is equal,
+    the tokens are. Empty: not known.
+    """
+    revision: _builtins.int
+    """Of the model; a larger one is newer."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "path", b"path", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelText: _TypeAlias = ModelText  # noqa: Y015
 
 @_typing.final
 class ReportDemandRequest(_message.Message):
@@ -233,7 +269,7 @@ class GetModelFilesRequest(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Of a ServedModel, as membership names it now."""
+    """Of a ServedModel or a ModelText, as membership names it now."""
     def __init__(
         self,
         *,
@@ -278,12 +314,17 @@ class ReplicaEndpoint(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     model: _builtins.str
     address: _builtins.str
     """host:port of its weft.v1.Replica service."""
     draining: _builtins.bool
     """It finishes what it has and takes nothing new."""
+    @_builtins.property
+    def text(self) -> Global___ModelText:
+        """Of the revision that it runs; absent: as its ServedModel says."""
+
     def __init__(
         self,
         *,
@@ -291,10 +332,11 @@ class ReplicaEndpoint(_message.Message):
         model: _builtins.str = ...,
         address: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        text: Global___ModelText | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "model", b"model", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "model", b"model", "replica_id", b"replica_id", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

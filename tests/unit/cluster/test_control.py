@@ -243,6 +243,24 @@ async def test_files_of_a_folder_that_is_not_served_are_not_given(
         await asyncio.to_thread(fetch_model_files, str(tmp_path), tmp_path, control=running[2])
 
 
+async def test_files_of_the_folder_that_a_replica_still_runs_are_given(
+    running: tuple[FakeState, ControlServer, str], tmp_path: Path
+) -> None:
+    state, _, address = running
+    old, here = tmp_path / "old", tmp_path / "here"
+    old.mkdir()
+    here.mkdir()
+    (old / "tokenizer.json").write_text("{}")
+    state.endpoints = [
+        control_pb2.ReplicaEndpoint(replica_id="m-0.1", text=control_pb2.ModelText(path=str(old))),
+        control_pb2.ReplicaEndpoint(replica_id="m-1.1"),
+    ]
+    await asyncio.to_thread(fetch_model_files, str(old), here, control=address)
+    assert [file.name for file in here.iterdir()] == ["tokenizer.json"]
+    with pytest.raises(ModelFilesError, match="NOT_FOUND: no model is served from ''"):
+        await asyncio.to_thread(fetch_model_files, "", here, control=address)
+
+
 async def test_second_controller_on_a_port_is_refused(running: tuple[FakeState, ControlServer, str]) -> None:
     port = int(running[2].rpartition(":")[2])
     with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"):

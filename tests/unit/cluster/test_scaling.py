@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers.cluster import FakeClock, FakeLife, FakeRouter, Formations, turns
+from helpers.cluster import FakeClock, FakeLife, FakeRouter, Formations, turns, write_tokenizer
 from weft.recording import Recorder, Recording
 from weft.v1 import control_pb2
 
@@ -121,6 +121,7 @@ class Service:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    write_tokenizer(tmp_path)
     return tmp_path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from helpers.cluster import FakeClock, FakeRouter, Formations, turns
+from helpers.cluster import FakeClock, FakeRouter, Formations, turns, write_tokenizer
 from weft.v1 import control_pb2
 
 from cluster import preflight
@@ -104,6 +104,7 @@ class Bench:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    write_tokenizer(tmp_path)
     return tmp_path
 
 
@@ -273,6 +274,44 @@ async def test_rollout_keeps_a_number_that_changed_while_it_was_checked(bench: B
     assert bench.model().wanted_replicas == 2
 
 
+async def test_rollout_of_a_tokenizer_that_cannot_be_read_is_refused_and_changes_nothing(bench: Bench) -> None:
+    await bench.apply({})
+    await bench.settle()
+    told = bench.state.models()
+    (bench.folder / "tokenizer_config.json").write_text('{"chat_template": "{% for"}')
+    with pytest.raises(ModelNotFoundError, match=r"model 'm' cannot be served: chat_template of .* does not compile"):
+        await bench.state.roll("m", {})
+    (bench.folder / "tokenizer_config.json").unlink()
+    (bench.folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"model 'm' cannot be served: .* has no tokenizer"):
+        await bench.apply({"max_context": 64})
+    assert (bench.model().revision, bench.state.models(), bench.replicas()) == (1, told, ["m-0.1"])
+
+
+async def test_each_replica_tells_the_tokenizer_of_its_revision_to_a_successor_too(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    (first,) = {endpoint.text.digest for endpoint in bench.state.replicas()}
+    write_tokenizer(bench.folder, "another")
+    await bench.state.roll("m", {})
+    bench.state.reconcile()
+    await turns()
+    bench.forms.of("m-2.1").become_ready()
+    (model,) = bench.state.models()
+    assert model.text_digest != first
+    texts = [(str(bench.folder), first, 1)] * 2 + [(str(bench.folder), model.text_digest, 2)]
+
+    def told() -> list[tuple[str, str, int]]:
+        return [(each.text.path, each.text.digest, each.text.revision) for each in bench.state.replicas()]
+
+    assert told() == texts
+    bench.restart()
+    bench.state.reconcile()
+    for life in bench.forms.lives:
+        life.be_adopted()
+    assert told() == texts
+
+
 async def test_two_rollouts_at_once_both_hold(bench: Bench) -> None:
     await bench.apply({"replicas": 1})
     await asyncio.gather(bench.state.roll("m", {"max_context": 64}), bench.state.roll("m", {"dtype": "float32"}))
@@ -351,6 +390,7 @@ async def test_nothing_is_wanted_that_a_new_controller_could_not_read(bench: Ben
     folder = tmp_path / "a model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
+    write_tokenizer(folder)
     with pytest.raises(ClusterConfigError, match="name: "):
         await bench.apply({"path": str(folder), "name": None})
     bench.restart()
