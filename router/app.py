@@ -25,6 +25,7 @@ from router.http_protocol import bounded_protocol
 from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
 from router.model_files import tokenizer_loader
+from router.model_text import ModelText
 from router.openai import create_app
 from router.places import Places
 from router.recording import record_router
@@ -52,7 +53,7 @@ async def run_router(
     *,
     stop: asyncio.Event,
     on_ready: Callable[[BoundAddresses], None],
-    load_tokenizer: Callable[[str], Tokenizer] | None = None,
+    load_tokenizer: Callable[[ModelText], Tokenizer] | None = None,
     tracer: Tracer | None = None,
 ) -> None:
     """Serve until `stop` is set; then refuse new requests, let those in flight end within the grace, and return.
@@ -61,7 +62,7 @@ async def run_router(
         config: what to serve and where to listen.
         stop: set by the caller.
         on_ready: called once, when all listeners are bound and serve. Whether a replica is ready, health says.
-        load_tokenizer: reads a model's tokenizer from its folder, in a thread; None: as model_files.py does.
+        load_tokenizer: reads a revision's tokenizer from its folder, in a thread; None: as model_files.py does.
         tracer: makes the spans of requests; None: what the configuration says.
 
     Raises:

@@ -20,6 +20,7 @@ from router.breaker import Breaker
 from router.config import RouterConfig
 from router.demand import DemandReporter
 from router.errors import ModelNotFoundError, NoReplicaError, RouterConfigError
+from router.model_text import ModelText
 from router.policy import Policy
 from router.prefix_index import ReplicaId
 from router.prefix_policy import make_policy
@@ -248,11 +249,22 @@ def _membership(response: control_pb2.WatchReplicasResponse) -> Membership:
                 starts_on_demand=m.starts_on_demand,
                 target_ttft_s=m.target_ttft_s,
                 target_tpot_s=m.target_tpot_s,
+                digest=m.text_digest,
             )
             for m in response.models
         ),
         replicas=tuple(
-            Endpoint(replica_id=ReplicaId(r.replica_id), model=r.model, address=r.address) for r in response.replicas
+            Endpoint(
+                replica_id=ReplicaId(r.replica_id),
+                model=r.model,
+                address=r.address,
+                text=_text(r.text) if r.HasField("text") else None,
+            )
+            for r in response.replicas
         ),
         draining=frozenset(ReplicaId(r.replica_id) for r in response.replicas if r.draining),
     )
+
+
+def _text(text: control_pb2.ModelText) -> ModelText:
+    return ModelText(path=text.path, digest=text.digest, revision=text.revision)

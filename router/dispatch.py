@@ -5,7 +5,7 @@ Text work runs in the tokenizer pool; replicas are the business of flight.py. Ev
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from typing import TypeVar
 
 from weft.v1 import inference_pb2 as pb
@@ -80,7 +80,7 @@ class Dispatcher:
                 meter.num_prompt_tokens = len(request.prompt_token_ids)
                 if call.tenant is not None:
                     call.tenant.spend(len(request.prompt_token_ids))
-                flight = self._flight(request, route, span)
+                flight = self._flight(request, route, span, lambda: self._prepare(call, route, deadline_s))
                 try:
                     with span.child("weft.admission"):
                         await flight.hold(self._most_held)
@@ -123,21 +123,21 @@ class Dispatcher:
         if not isinstance(prompt, str):
             check_chat(prompt)
         with self._admission.enter():
-            tokenizer = await self._pool.get(route.path)
+            tokenizer = await self._pool.get(route.text)
             return await self._encode(tokenizer, prompt, add_special_tokens)
 
     async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         route = self._directory.resolve(model)
         with self._admission.enter():
-            tokenizer = await self._pool.get(route.path)
+            tokenizer = await self._pool.get(route.text)
             check_token_ids("token_ids", token_ids, route.vocab_size or tokenizer.vocab_size)
             return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens)
 
     async def token_names(self, model: str, token_ids: Collection[int]) -> dict[int, str]:
         """Return what each token of an answer reads as on its own. The answer had its place; its names need none."""
         route = self._directory.resolve(model)
-        return await self._names.of(await self._pool.get(route.path), token_ids)
+        return await self._names.of(await self._pool.get(route.text), token_ids)
 
     def list_models(self) -> list[ModelCard]:
         """Return the models served now."""
@@ -160,7 +160,8 @@ class Dispatcher:
     async def _prepare(self, call: GenerateCall, route: ModelRoute, deadline_s: float | None) -> PreparedRequest:
         """Turn a call into tokens and complete parameters. Raises InvalidRequestError."""
         check_call(call)
-        tokenizer = await self._pool.get(route.path)
+        text = route.text
+        tokenizer = await self._pool.get(text)
         prompt = call.messages if call.messages is not None else call.text
         token_ids = call.token_ids or ()
         if prompt is not None:
@@ -183,6 +184,7 @@ class Dispatcher:
             priority=call.priority,
             cache_salt=cache_space(call.tenant, call.cache_salt),
             deadline_s=deadline_s,
+            text=text,
         )
 
     async def _encode(
@@ -205,10 +207,13 @@ class Dispatcher:
             await self._directory.wait_for_change(give_up_s - loop.time())
         return route.max_context
 
-    def _flight(self, request: PreparedRequest, route: ModelRoute, span: Span) -> Flight:
+    def _flight(
+        self, request: PreparedRequest, route: ModelRoute, span: Span, prepare: Callable[[], Awaitable[PreparedRequest]]
+    ) -> Flight:
         return Flight(
             request,
             route,
+            prepare=prepare,
             directory=self._directory,
             config=self._config.failover,
             pool=self._pool,

@@ -9,8 +9,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import grpc
@@ -22,6 +22,7 @@ from router.directory import Directory, ModelRoute
 from router.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError
 from router.inbox import Ending, Inbox, Received, ReplicaLost
 from router.metrics import RouterMetrics
+from router.model_text import ModelText
 from router.placing import Placing
 from router.prefix_index import ReplicaId
 from router.replica import ReplicaLink
@@ -48,6 +49,8 @@ class PreparedRequest:
     cache_salt: str
     deadline_s: float | None
     """On the event loop's clock."""
+    text: ModelText
+    """What made its tokens: only replicas that run the same may have it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class Flight:
         request: PreparedRequest,
         route: ModelRoute,
         *,
+        prepare: Callable[[], Awaitable[PreparedRequest]],
         directory: Directory,
         config: FailoverConfig,
         pool: TokenizerPool,
@@ -82,6 +86,8 @@ class Flight:
         retry_after_s: Callable[[], float],
     ) -> None:
         self._request = request
+        self._prepare = prepare
+        """Makes the request again, for what the replicas run by then."""
         self._route = route
         self._directory = directory
         self._config = config
@@ -208,9 +214,10 @@ class Flight:
     async def _place(self) -> _Part:
         self._placing.seek(time.monotonic())
         while True:
+            await self._prepare_again()
             await self._hash()
             now_s = time.monotonic()
-            links = self._placing.find(self._route, now_s)
+            links = self._placing.find(self._route, now_s, self._request.text)
             if links:
                 return self._submit(links)
             if self._route.starts_on_demand and not self._placing.has_begun and not self._route.num_ready:
@@ -218,6 +225,13 @@ class Flight:
                 self._placing.seek_anew(time.monotonic())
             else:
                 await self._directory.wait_for_change(self._placing.wait_s(now_s))
+
+    async def _prepare_again(self) -> None:
+        """Make the tokens anew where a rollout has another tokenizer; a request that has begun stays with its own."""
+        if self._generated or self._request.text.is_like(self._route.text):
+            return
+        self._request = replace(await self._prepare(), request_id=self._request.request_id)
+        self._hashes = None
 
     async def _hash(self) -> None:
         """Hash the blocks of prompt and output once for each placing, off the event loop when they are many."""

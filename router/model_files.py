@@ -13,21 +13,31 @@ from weft.v1.control_pb2_grpc import ControlStub
 
 from router.config import RouterConfig
 from router.errors import ModelFilesError
+from router.model_text import ModelText
 from router.tls import InnerTls, connect_blocking
-from router.tokenizer import ModelTokenizer
+from router.tokenizer import ModelTokenizer, is_alike
 
 _TIMEOUT_S = 60.0
 _MAX_BYTES = 256 << 20
 """Of a model's files; the largest tokenizers have some 40 MB."""
 
 
-def tokenizer_loader(config: RouterConfig) -> Callable[[str], ModelTokenizer]:
-    """Return what reads a model's tokenizer from the folder that membership names, here or at the controller.
+def tokenizer_loader(config: RouterConfig) -> Callable[[ModelText], ModelTokenizer]:
+    """Return what reads a revision's tokenizer from the folder that membership names, here or at the controller.
 
-    It blocks, may be called from any thread, and raises ModelFilesError.
+    It blocks, may be called from any thread, and raises ModelFilesError, also where the folder has other files now.
     """
 
-    def load(path: str) -> ModelTokenizer:
+    def load(text: ModelText) -> ModelTokenizer:
+        tokenizer = read(text.path)
+        if text.digest and not is_alike(text.digest, tokenizer.digest):
+            raise ModelFilesError(
+                f"{text.path} has another tokenizer, chat template or generation config than when the model's replicas "
+                f"were wanted; allowed: the same, or a rollout, which reads them anew"
+            )
+        return tokenizer
+
+    def read(path: str) -> ModelTokenizer:
         if config.control is None or Path(path).is_dir():
             return ModelTokenizer.from_folder(path)
         with tempfile.TemporaryDirectory(prefix="weft-model-") as folder:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from router.config import FailoverConfig
 from router.errors import NoReplicaError, OverloadedError, ReplicaFailedError, RouterError
+from router.model_text import ModelText
 from router.prefix_index import ReplicaId
 from router.route import LinkT, Route
 
@@ -48,14 +49,16 @@ class Placing:
         """Begin to look only now."""
         self._seeking_since_s = now_s
 
-    def find(self, route: Route[LinkT], now_s: float) -> Sequence[LinkT]:
+    def find(self, route: Route[LinkT], now_s: float, text: ModelText | None = None) -> Sequence[LinkT]:
         """Return those of the model's replicas that the request may go to now; none: wait for `wait_s`, ask again.
+
+        `text` is what the request was made for; None: what requests are made for now.
 
         Raises:
             OverloadedError: all are full, and it has not begun.
             NoReplicaError, ReplicaFailedError: none took it for too long.
         """
-        found = route.find(self._full | self._leaving, now_s)
+        found = route.find(self._full | self._leaving, now_s, text)
         if found:  # also past the limit: one that waits for nothing takes what is there
             return found
         if self._full and not self.has_begun:
@@ -63,7 +66,8 @@ class Placing:
                 f"all replicas of model {self._model!r} are full", retry_after_s=self._retry_after_s()
             )
         if now_s >= self._give_up_s:
-            raise self.no_replica_error(self._limit_s)
+            has_own_text = text is None or text.is_like(route.text)
+            raise self.no_replica_error(self._limit_s, which="" if has_own_text else " with the request's tokenizer")
         self._full.clear()
         self._leaving.clear()
         return ()
@@ -98,9 +102,9 @@ class Placing:
                 f"{self._config.max_attempts}: {', '.join(self._breaks)}"
             )
 
-    def no_replica_error(self, waited_s: float) -> RouterError:
-        """Return what to raise after such a wait."""
-        text = f"no replica of model {self._model!r} was ready for {waited_s:g} s"
+    def no_replica_error(self, waited_s: float, *, which: str = "") -> RouterError:
+        """Return what to raise after such a wait for a replica, or for one of which something more is said."""
+        text = f"no replica of model {self._model!r}{which} was ready for {waited_s:g} s"
         if self._breaks:
             return ReplicaFailedError(f"{text}, after the request's replicas broke: {', '.join(self._breaks)}")
         return NoReplicaError(text)

@@ -23,6 +23,7 @@ from router.breaker import Breaker
 from router.config import LinkConfig
 from router.errors import ProtocolError, RouterConfigError
 from router.inbox import Inbox
+from router.model_text import ModelText
 from router.prefix_index import PrefixIndex, ReplicaId
 from router.replica_book import LinkState, ReplicaBook
 from router.tls import connect
@@ -51,6 +52,8 @@ class Endpoint:
     """Its address where no controller names it."""
     model: str
     address: str
+    text: ModelText | None = None
+    """That it runs; None: that of its model."""
 
 
 class ReplicaLink(ReplicaBook):
@@ -77,6 +80,7 @@ class ReplicaLink(ReplicaBook):
         """
         super().__init__(endpoint.replica_id, index=index, breaker=breaker, on_change=on_change)
         self.endpoint = endpoint
+        self.text = endpoint.text
         self._router_id = router_id
         self._config = config
         self._accept = accept
@@ -184,6 +188,7 @@ class ReplicaLink(ReplicaBook):
         if not frame.HasField("snapshot"):
             raise ProtocolError("the first frame holds no snapshot")
         self._check_snapshot(frame.snapshot)
+        self.max_context, self.vocab_size = frame.snapshot.max_context, frame.snapshot.vocab_size
         is_alike = self._accept(frame.snapshot)
         self._next_frame = 0
         self._outgoing.clear()

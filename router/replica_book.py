@@ -11,6 +11,7 @@ from grpc import StatusCode
 
 from router.breaker import Breaker
 from router.load import LoadEstimate
+from router.model_text import ModelText
 from router.prefix_index import PrefixIndex, ReplicaId
 
 _REPLICA_FAULTS = frozenset(code.value[0] for code in (StatusCode.INTERNAL, StatusCode.UNKNOWN))
@@ -38,6 +39,11 @@ class ReplicaBook:
         self.state = LinkState.CONNECTING
         self.is_draining = False
         """The replica says that it goes away."""
+        self.text: ModelText | None = None
+        """That it runs; None: that of its model."""
+        self.max_context = 0
+        """Longest prompt plus output that it takes; 0: not known, for this and the other number."""
+        self.vocab_size = 0
         self._index = index
         self._on_change = on_change
         self._is_dismissed = False

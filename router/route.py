@@ -4,6 +4,7 @@ Pure. directory.py keeps the links up to date, flight.py asks; the simulator (be
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from weft.block_hash import block_hashes, root_hash
 from weft.v1 import replica_pb2
 
 from router.demand import Demand
+from router.model_text import ModelText
 from router.policy import Candidates, Policy, ReplicaView, RouteRequest
 from router.prefix_index import PrefixIndex, ReplicaId
 from router.replica_book import ReplicaBook
@@ -30,6 +32,8 @@ class ServedModel:
     path: str
     max_context: int
     """0: not known; that of the replicas is taken."""
+    digest: str = ""
+    """Of its text, as in ModelText."""
     starts_on_demand: bool = False
     """Its first replica is started when somebody asks."""
     target_ttft_s: float = 0.0
@@ -48,8 +52,27 @@ class Chosen(Generic[LinkT]):
     """That the replica should find in its cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready(Generic[LinkT]):
+    """The replicas that could take a request, looked at once for each change of them."""
+
+    links: tuple[LinkT, ...]
+    tripped: tuple[LinkT, ...]
+    """Those whose breaker is not closed."""
+    text: ModelText
+    """That most of them run, of several the newest: requests are made for it."""
+    takers: tuple[LinkT, ...]
+    """Those that run it."""
+    max_context: int
+    """That every one of these takes; 0: none says it."""
+    vocab_size: int
+
+
 class Route(Generic[LinkT]):
-    """One served model: its links, what they hold, and how one of them is chosen."""
+    """One served model: its links, what they hold, and how one of them is chosen.
+
+    During a rollout its replicas may run two tokenizers. A request goes only where its own one runs.
+    """
 
     def __init__(self, served: ServedModel, policy: Policy) -> None:
         self.name = served.name
@@ -58,8 +81,6 @@ class Route(Generic[LinkT]):
         self.links: dict[ReplicaId, LinkT] = {}
         self.block_size: int | None = None
         """Tokens in a block; None until a replica was connected."""
-        self.vocab_size: int | None = None
-        """Of the model; None until a replica was connected."""
         self.num_open = 0
         """Requests that were accepted and have not ended."""
         self.num_waiting = 0
@@ -68,23 +89,34 @@ class Route(Generic[LinkT]):
         """Requests that were served, but those that began while there was no replica."""
         self.num_on_time = 0
         """Of those: within both targets."""
-        self._ready_links: tuple[LinkT, ...] | None = None
-        self._tripped: tuple[LinkT, ...] = ()
+        self._seen: _Ready[LinkT] | None = None
+        """None: something changed since."""
         self._candidates: Sequence[LinkT] = ()
         self._candidate_ids: Sequence[ReplicaId] = ()
         self._hash_key = b""
-        self._max_replica_context = 0
+        self._last_context = 0
+        self._last_vocab_size = 0
         self.update(served)
 
     @property
+    def text(self) -> ModelText:
+        """What requests are made for now: that of most ready replicas; with none, that of the wanted revision."""
+        return self._ready.text
+
+    @property
     def max_context(self) -> int:
-        """Longest prompt plus output; 0 while nobody has said it."""
-        return self._max_replica_context or self._max_context
+        """Longest prompt plus output that each replica of this text takes; 0 while nobody has said it."""
+        return self._ready.max_context or self._served_context or self._last_context
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the model; None until a replica was connected."""
+        return self._ready.vocab_size or self._last_vocab_size or None
 
     @property
     def num_ready(self) -> int:
         """Replicas that could take a request."""
-        return len(self._ready)
+        return len(self._ready.takers)
 
     @property
     def demand(self) -> Demand:
@@ -96,15 +128,16 @@ class Route(Generic[LinkT]):
 
     def update(self, served: ServedModel) -> None:
         """Take over what membership says now."""
-        self.path = served.path
+        self._served_text = ModelText(path=served.path, digest=served.digest)
         self.starts_on_demand = served.starts_on_demand
         self.target_ttft_s, self.target_tpot_s = served.target_ttft_s, served.target_tpot_s
-        self._max_context = served.max_context
+        self._served_context = served.max_context
+        self.note_change()
 
     def accept(self, snapshot: replica_pb2.Snapshot) -> bool:
         """Learn from a replica's snapshot; False when its blocks are hashed otherwise than those of the others."""
-        self.vocab_size = snapshot.vocab_size or self.vocab_size
-        self._max_replica_context = snapshot.max_context or self._max_replica_context
+        self._last_vocab_size = snapshot.vocab_size or self._last_vocab_size
+        self._last_context = snapshot.max_context or self._last_context
         scheme = (snapshot.block_size, snapshot.hash_key)
         if scheme == (self.block_size, self._hash_key):
             return True
@@ -136,23 +169,45 @@ class Route(Generic[LinkT]):
 
     def note_change(self) -> None:
         """A link has become ready or unready, or its breaker has opened or closed."""
-        self._ready_links = None
+        self._seen = None
 
-    def find(self, avoided: AbstractSet[ReplicaId], now_s: float) -> Sequence[LinkT]:
-        """Return the links that take requests, but these, in the order in which they came.
+    def find(self, avoided: AbstractSet[ReplicaId], now_s: float, text: ModelText | None = None) -> Sequence[LinkT]:
+        """Return the links that take requests made for a text, but these, in the order in which they came.
 
-        Where all breakers are closed and none is avoided, no link is looked at.
+        Where all breakers are closed, none is avoided and the text is that of most links, no link is looked at.
         """
         ready = self._ready
-        barred = {link.replica_id for link in self._tripped if not link.takes_requests(now_s)} | avoided
-        return [link for link in ready if link.replica_id not in barred] if barred else ready
+        links = ready.takers if text is None or text.is_like(ready.text) else self._running(text, ready.links)
+        barred = {link.replica_id for link in ready.tripped if not link.takes_requests(now_s)} | avoided
+        return [link for link in links if link.replica_id not in barred] if barred else links
 
     @property
-    def _ready(self) -> tuple[LinkT, ...]:
-        if self._ready_links is None:
-            self._ready_links = tuple(link for link in self.links.values() if link.is_ready)
-            self._tripped = tuple(link for link in self._ready_links if not link.breaker.is_closed)
-        return self._ready_links
+    def _ready(self) -> _Ready[LinkT]:
+        if self._seen is None:
+            links = tuple(link for link in self.links.values() if link.is_ready)
+            text = self._text_of_most(links)
+            takers = self._running(text, links)
+            self._seen = _Ready(
+                links=links,
+                tripped=tuple(link for link in links if not link.breaker.is_closed),
+                text=text,
+                takers=takers,
+                max_context=min((link.max_context for link in takers if link.max_context), default=0),
+                vocab_size=min((link.vocab_size for link in takers if link.vocab_size), default=0),
+            )
+        return self._seen
+
+    def _text_of_most(self, links: Sequence[LinkT]) -> ModelText:
+        texts = [self._text_of(link) for link in links]
+        counts = Counter(text.identity for text in texts)
+        return max(texts, key=lambda text: (counts[text.identity], text.revision), default=self._served_text)
+
+    def _running(self, text: ModelText, links: tuple[LinkT, ...]) -> tuple[LinkT, ...]:
+        found = tuple(link for link in links if self._text_of(link).is_like(text))
+        return links if len(found) == len(links) else found
+
+    def _text_of(self, link: LinkT) -> ModelText:
+        return link.text or self._served_text
 
     def choose(self, links: Sequence[LinkT], hashes: Sequence[bytes], num_tokens: int) -> Chosen[LinkT]:
         """Let the policy choose among links, not none, for a request of so many tokens with these full blocks."""

@@ -7,6 +7,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from router.call import ChatMessage
 from router.generation_config import GenerationDefaults
+from router.model_text import ModelText
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,24 +35,28 @@ class Tokenizer(Protocol):
 
 
 class TokenizerPool:
-    """Loads tokenizers by path and runs functions in its threads. Admission bounds what waits for a thread."""
+    """Loads tokenizers and runs functions in its threads. Admission bounds what waits for a thread."""
 
-    def __init__(self, load: Callable[[str], Tokenizer], *, num_threads: int) -> None:
+    def __init__(self, load: Callable[[ModelText], Tokenizer], *, num_threads: int) -> None:
         self._load = load
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
+        """By the identity of their texts: a folder may have other files later."""
 
-    async def get(self, path: str) -> Tokenizer:
-        """Return the tokenizer of a model folder, loading it the first time. Raises what loading raises."""
-        loading = self._tokenizers.get(path)
+    async def get(self, text: ModelText) -> Tokenizer:
+        """Return a revision's tokenizer, loading it the first time: once for revisions whose tokens are alike.
+
+        Raises what loading raises.
+        """
+        loading = self._tokenizers.get(text.identity)
         if loading is None:
-            loading = asyncio.get_running_loop().run_in_executor(self._threads, self._load, path)
-            self._tokenizers[path] = loading
+            loading = asyncio.get_running_loop().run_in_executor(self._threads, self._load, text)
+            self._tokenizers[text.identity] = loading
         try:
             return await asyncio.shield(loading)  # a caller that leaves does not stop the load for the others
         except Exception:
-            self._tokenizers.pop(path, None)  # the folder may be there next time
+            self._tokenizers.pop(text.identity, None)  # the folder may be there next time
             raise
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -17,6 +17,7 @@ from router.call import ChatMessage
 from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
 from router.errors import InvalidRequestError
 from router.generation_config import GenerationDefaults
+from router.model_text import ModelText
 from router.spans import Tracer
 from router.tokenizer_pool import Tokenizer
 
@@ -145,7 +146,7 @@ def router_config(*addresses: str, control: str | None = None, **changes: object
     return RouterConfig(control=control, models=models, **settings)  # type: ignore[arg-type]
 
 
-def _bytes(path: str) -> ByteTokenizer:
+def _bytes(text: ModelText) -> ByteTokenizer:
     return ByteTokenizer()
 
 
@@ -154,7 +155,7 @@ async def running_router(
     config: RouterConfig,
     *,
     tracer: Tracer | None = None,
-    load_tokenizer: Callable[[str], Tokenizer] | None = _bytes,
+    load_tokenizer: Callable[[ModelText], Tokenizer] | None = _bytes,
 ) -> AsyncIterator[RunningRouter]:
     """Run a router for the length of the block."""
     stop = asyncio.Event()

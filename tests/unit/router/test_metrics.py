@@ -203,8 +203,9 @@ def route(num_ready: int, **targets: float) -> ModelRoute:
     served = ServedModel(name="m", path="/m", max_context=0, **targets)
     route = ModelRoute(served, RoundRobin())
     for index in range(num_ready):
+        says = {"text": None, "max_context": 0, "vocab_size": 0}
         breaker = Breaker(BreakerConfig())
-        ready = SimpleNamespace(replica_id=str(index), is_ready=True, load=LoadEstimate(), breaker=breaker)
+        ready = SimpleNamespace(replica_id=str(index), is_ready=True, load=LoadEstimate(), breaker=breaker, **says)
         route.add(cast(ReplicaLink, ready))
     return route
 

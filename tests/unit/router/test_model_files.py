@@ -4,6 +4,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from helpers.cluster import write_tokenizer
 from helpers.fake_control import FakeControl
 from helpers.router_harness import router_config, running_router
 from weft.v1 import inference_pb2 as pb
@@ -11,6 +12,7 @@ from weft.v1 import inference_pb2 as pb
 from cluster.models import PACKAGED
 from router.errors import ModelFilesError
 from router.model_files import tokenizer_loader
+from router.model_text import ModelText
 from router.tokenizer import ModelTokenizer
 
 TEXT = "Once upon a time"
@@ -56,8 +58,19 @@ async def test_folder_without_a_tokenizer_is_named_as_the_controller_names_it(tm
 
 def test_folder_that_is_here_is_read_here() -> None:
     load = tokenizer_loader(router_config(control="127.0.0.1:1"))
-    assert load(str(FOLDER)).encode(TEXT)
+    assert load(ModelText(path=str(FOLDER))).encode(TEXT)
     with pytest.raises(ModelFilesError, match="did not give its files: UNAVAILABLE"):
-        load("/nowhere")
+        load(ModelText(path="/nowhere"))
     with pytest.raises(ModelFilesError, match="/nowhere has no tokenizer"):
-        tokenizer_loader(router_config("127.0.0.1:1"))("/nowhere")
+        tokenizer_loader(router_config("127.0.0.1:1"))(ModelText(path="/nowhere"))
+
+
+def test_folder_that_has_other_files_than_the_replicas_is_not_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "one")
+    load = tokenizer_loader(router_config("127.0.0.1:1"))
+    digest = ModelTokenizer.from_folder(tmp_path).digest
+    assert load(ModelText(path=str(tmp_path), digest=digest)).digest == digest
+    write_tokenizer(tmp_path, "two")
+    with pytest.raises(ModelFilesError, match="has another tokenizer, chat template or generation config than when"):
+        load(ModelText(path=str(tmp_path), digest=digest))
+    assert load(ModelText(path=str(tmp_path), digest=f"0{digest}")), "of a version that makes it otherwise"

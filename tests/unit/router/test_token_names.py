@@ -85,9 +85,10 @@ async def test_model_from_another_folder_has_the_names_of_that_folder() -> None:
     await control.start()
     request = text_request("x", max_tokens=2)
     request.sampling.logprobs = 0
+    config = router_config(control=control.address, http_port=0)
     async with (
         FakeReplica("a") as a,
-        running_router(router_config(control=control.address, http_port=0), load_tokenizer=NamedTokenizer) as router,
+        running_router(config, load_tokenizer=lambda text: NamedTokenizer(text.path)) as router,
         open_fronts(router) as fronts,
     ):
 

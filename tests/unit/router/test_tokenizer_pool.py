@@ -8,33 +8,54 @@ import pytest
 from helpers.router_harness import ByteTokenizer
 
 from router.errors import ModelFilesError
+from router.model_text import ModelText
 from router.tokenizer_pool import TokenizerPool
+
+TINY = ModelText(path="/tiny", digest="1-a")
 
 
 async def test_callers_share_one_load_even_when_the_first_leaves() -> None:
     loads: list[str] = []
     may_load = threading.Event()
 
-    def load(path: str) -> ByteTokenizer:
-        loads.append(path)
+    def load(text: ModelText) -> ByteTokenizer:
+        loads.append(text.path)
         assert may_load.wait(10)
         return ByteTokenizer()
 
     pool = TokenizerPool(load, num_threads=1)
-    first, second = (asyncio.create_task(pool.get("/tiny")) for _ in range(2))
+    first, second = (asyncio.create_task(pool.get(TINY)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
     may_load.set()
     assert (await second).encode("a", False) == (97,)
-    assert await pool.get("/tiny") is await second
+    assert await pool.get(TINY) is await second
     assert loads == ["/tiny"]
+    pool.close()
+
+
+async def test_folder_is_read_again_where_its_files_are_others_and_only_there() -> None:
+    loads: list[ModelText] = []
+
+    def load(text: ModelText) -> ByteTokenizer:
+        loads.append(text)
+        return ByteTokenizer()
+
+    pool = TokenizerPool(load, num_threads=1)
+    first, moved, overwritten = [
+        await pool.get(ModelText(path=path, digest=digest, revision=revision))
+        for revision, (path, digest) in enumerate([("/tiny", "1-a"), ("/tiny-2", "1-a"), ("/tiny", "1-b")])
+    ]
+    assert moved is first
+    assert overwritten is not first
+    assert [(text.path, text.digest) for text in loads] == [("/tiny", "1-a"), ("/tiny", "1-b")]
     pool.close()
 
 
 async def test_failed_load_is_tried_again() -> None:
     results: Iterator[ModelFilesError | ByteTokenizer] = iter([ModelFilesError("no tokenizer.json"), ByteTokenizer()])
 
-    def load(path: str) -> ByteTokenizer:
+    def load(text: ModelText) -> ByteTokenizer:
         result = next(results)
         if isinstance(result, Exception):
             raise result
@@ -42,8 +63,8 @@ async def test_failed_load_is_tried_again() -> None:
 
     pool = TokenizerPool(load, num_threads=1)
     with pytest.raises(ModelFilesError):
-        await pool.get("/tiny")
-    assert isinstance(await pool.get("/tiny"), ByteTokenizer)
+        await pool.get(TINY)
+    assert isinstance(await pool.get(TINY), ByteTokenizer)
     pool.close()
 
 
@@ -55,7 +76,7 @@ async def test_work_runs_in_another_thread() -> None:
 
 async def test_long_work_leaves_the_threads_to_the_rest_also_when_its_caller_has_gone() -> None:
     may_end = threading.Event()
-    pool = TokenizerPool(lambda path: ByteTokenizer(), num_threads=1)
+    pool = TokenizerPool(lambda _: ByteTokenizer(), num_threads=1)
     long = [asyncio.create_task(pool.run_long(may_end.wait)) for _ in range(3)]
     await asyncio.sleep(0)
     long[0].cancel()

@@ -1,0 +1,24 @@
+"""From which files text becomes tokens for a replica: their folder, and what was in them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """The tokenizer, chat template and generation defaults of one revision of a model."""
+
+    path: str
+    """Their folder."""
+    digest: str = ""
+    """Of their contents when the revision was wanted; empty: not known, and the folder stands for them."""
+    revision: int = 0
+    """Of the model; a larger one is newer."""
+
+    @property
+    def identity(self) -> str:
+        """Equal where a text has equal tokens."""
+        return self.digest or self.path
+
+    def is_like(self, other: "ModelText") -> bool:
+        """Whether a request made for one may go to a replica that runs the other."""
+        return self.identity == other.identity
