@@ -221,8 +221,9 @@ class KVCacheManager:
 
         A sequence that ended has one more token computed than it knows, if it ended with that token in flight.
         """
-        num_known_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        num_full, first = num_known_tokens // self.block_size, sequence.num_full_blocks
+        num_full, first = sequence.num_computed_tokens // self.block_size, sequence.num_full_blocks
+        if num_full != first:
+            num_full = min(num_full, len(sequence.token_ids) // self.block_size)
         if num_full == first:
             return
         self._make_known(sequence, num_full)
