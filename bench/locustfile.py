@@ -12,8 +12,10 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 
+import requests
 from grpc.experimental import gevent as grpc_gevent
 from locust import HttpUser, User, events, task  # makes the standard library cooperative
 from locust.argument_parser import LocustArgumentParser
@@ -28,6 +30,7 @@ from router.client import Client, ClientError, OverloadedError, UnavailableError
 from router.client_values import Collector  # noqa: E402
 
 _VOCAB_SIZE = 500  # about every model knows these ids
+_TURNED_AWAY = (0, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)  # 0: no connection
 _TURNED_AWAY_PAUSE_S = 1.0  # a service that is gone or full would be asked thousands of times a second
 _seeds = itertools.count()
 
@@ -41,6 +44,9 @@ def _add_arguments(parser: LocustArgumentParser) -> None:
     )
     group.add_argument("--input-tokens", default="128", help="of each prompt: a number, or 32-256")
     group.add_argument("--output-tokens", default="64", help="to generate: a number, or 16-128")
+    parser.add_argument(  # groups know no secrets
+        "--api-key", default=None, env_var="WEFT_API_KEY", is_secret=True, help="where the service wants one"
+    )
 
 
 class GrpcUser(User):
@@ -50,7 +56,7 @@ class GrpcUser(User):
         """Connect."""
         self._options = self.environment.parsed_options
         self._calls = _make_calls(self.environment)
-        self._client = Client(self._options.router, timeout_s=300)
+        self._client = Client(self._options.router, timeout_s=300, api_key=self._options.api_key or None)
 
     def on_stop(self) -> None:
         """End the connection."""
@@ -95,13 +101,15 @@ class CompletionsUser(HttpUser):
 
     def on_start(self) -> None:
         """Prepare prompts."""
+        self._options = self.environment.parsed_options
         self._calls = _make_calls(self.environment)
+        if self._options.api_key:
+            self.client.headers["authorization"] = f"Bearer {self._options.api_key}"
 
     @task
     def complete(self) -> None:
         """Send one request and follow its answer; Locust itself counts it when the first token is there."""
-        call = next(self._calls)
-        options = self.environment.parsed_options
+        call, options = next(self._calls), self._options
         text, messages = _split(call.prompt)
         path, prompt = (
             ("completions", {"prompt": text}) if messages is None else ("chat/completions", {"messages": messages})
@@ -119,18 +127,24 @@ class CompletionsUser(HttpUser):
         with self.client.post(
             f"/v1/{path}", json=body, stream=True, catch_response=True, name="first token", timeout=300
         ) as response:
-            if not response.ok:  # which Locust counts as a failure
-                if response.status_code in (0, 429, 503):  # 0: no connection
+            if response.status_code != HTTPStatus.OK:  # which Locust counts as a failure
+                if response.status_code in _TURNED_AWAY:
                     time.sleep(_TURNED_AWAY_PAUSE_S)
                 return
-            num_tokens, failure = 0, None
-            for line in response.iter_lines():
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    failure = event.get("error") or failure
-                    num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-                    times_s.append(time.perf_counter())
-        error = None if failure is None else RuntimeError(failure.get("message"))
+            num_tokens = 0
+            error: Exception | None = None
+            try:
+                for line in response.iter_lines():
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[6:])
+                        if event.get("error"):
+                            error = RuntimeError(event["error"].get("message"))
+                        num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+                        times_s.append(time.perf_counter())
+            except (requests.RequestException, ValueError) as broken:  # it broke off, or is no JSON
+                error = broken
+        if error is None and not num_tokens:
+            error = RuntimeError("the answer broke off, or has no usage at its end")
         _report(self.environment, "HTTP", "complete", times_s[-1] - times_s[0], num_tokens, error)
         if error is None and num_tokens > 1:
             tpot_s = (times_s[-1] - times_s[1]) / (num_tokens - 1)

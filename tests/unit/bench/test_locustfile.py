@@ -1,0 +1,69 @@
+"""The Locust file on a service that fails in every way: each failure is counted, and none asks without end."""
+
+import asyncio
+import csv
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
+
+TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
+WHOLE = TOKEN * 3 + b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+
+
+async def test_every_failure_over_http_is_counted(tmp_path: Path) -> None:
+    if find_spec("locust") is None:  # to import it here would make this process cooperative
+        pytest.skip("needs locust")
+    keys, failures = set[str | None](), iter(("gone", "full", "wrong", "broken", "error"))
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        keys.add(request.headers.get("authorization"))
+        assert request.transport is not None
+        match next(failures, "none"):
+            case "gone":
+                request.transport.abort()
+                return web.Response()
+            case "full":
+                return web.Response(status=503)
+            case "wrong":
+                return web.Response(status=400)
+            case "broken":
+                response = web.StreamResponse()
+                await response.prepare(request)
+                await response.write(TOKEN)
+                request.transport.abort()
+                return response
+            case "error":
+                return web.Response(body=TOKEN + b'data: {"error": {"message": "no more"}}\n\n')
+            case _:
+                await asyncio.sleep(0.2)
+                return web.Response(body=WHOLE)
+
+    service = web.Application()
+    service.add_routes([web.post("/v1/completions", complete)])
+    async with TestServer(service) as server:
+        command = [
+            *(sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "locustfile.py"), "--headless"),
+            *("CompletionsUser", "--users", "1", "--run-time", "5s", "--stop-timeout", "20", "--only-summary"),
+            *("--host", f"http://{server.host}:{server.port}", "--csv", str(tmp_path / "locust")),
+            *("--api-key", "wk-1", "--exit-code-on-error", "0"),
+        ]
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        )
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "locust_stats.csv").open() as file:
+        rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
+    sent, answered = rows["POST", "first token"], rows["HTTP", "complete"]
+    assert int(sent["Failure Count"]) == 3, "gone, full, wrong"
+    assert int(answered["Failure Count"]) == 2, "broken, error"
+    assert int(answered["Request Count"]) == int(sent["Request Count"]) - 3 > 2
+    assert keys == {"Bearer wk-1"}
