@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.errors import BenchConfigError
+from bench.errors import BenchConfigError, BenchError
 from bench.load.flag_groups import (
     ClusterFlags,
     GoalFlags,
@@ -45,13 +45,13 @@ def serve(
     from bench.load.serve import ServeOptions
     from bench.load.serve_command import run_serve
 
-    data = parse_dataset(dataset, prompts, think_s=sessions.think_time)
-    is_endless = load.num_requests is None and load.duration is None and data.num_calls is None
+    is_bounded = load.num_requests is not None or load.duration is not None
+    data = parse_dataset(dataset, prompts, think_s=sessions.think_time, is_bounded=is_bounded)
     options = ServeOptions(
         target=parse_target(service, prompts, goals if sessions.send_targets else None),
         loads=parse_loads(load),
         dataset=data,
-        num_requests=100 if is_endless else load.num_requests,
+        num_requests=load.num_requests if is_bounded or data.num_calls is not None else 100,
         duration_s=load.duration,
         num_warmup=load.warmup,
         vocab_size=sessions.vocab_size,
@@ -84,7 +84,10 @@ def offline(
     dataset: Annotated[
         str | None, of_prompts(help="In place of workloads: random, shared-prefix, sessions, prompts or trace.")
     ] = None,
-    num_requests: Annotated[int, of_prompts("--num-requests", "-n", min=1, help="Of a dataset.")] = 32,
+    num_requests: Annotated[
+        int | None,
+        of_prompts("--num-requests", "-n", min=1, help="Of a dataset. Default: 32, or all where a file has fewer."),
+    ] = None,
     prompts: PromptFlags,
     repeats: Annotated[int, typer.Option(min=1, help="After one round to warm up.")] = 3,
     goals: GoalFlags,
@@ -101,8 +104,8 @@ def offline(
     options = OfflineOptions(
         model=model,
         settings={**flags, **parse_settings([f"cache.dtype={kv_cache_dtype}", *(settings or [])])},
-        datasets=parse_datasets(workload or [], dataset, prompts),
-        num_requests=num_requests,
+        datasets=parse_datasets(workload or [], dataset, prompts, is_bounded=num_requests is not None),
+        num_requests=num_requests or 32,
         repeats=repeats,
         temperature=prompts.temperature,
         ignore_eos=prompts.ignore_eos,
@@ -110,7 +113,10 @@ def offline(
         seed=prompts.seed,
     )
     console = Console()
-    warn_idle(console, find_idle([each.kind for each in options.datasets], prompts))
+    idle = find_idle([each.kind for each in options.datasets], prompts)
+    if num_requests is not None and all(each.num_calls is not None for each in options.datasets):
+        idle.append("--num-requests")
+    warn_idle(console, idle)
     if json_file is not None:
         check_line_file(json_file)
     with OfflineProgress(console) as watcher:
@@ -118,6 +124,8 @@ def offline(
     print_offline(console, model, result)
     if json_file is not None:
         append_line(offline_line(options, result), json_file)
+    if result.ended_by:
+        raise BenchError(f"ended before the last workload: {result.ended_by}")
 
 
 @with_flags

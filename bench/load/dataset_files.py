@@ -69,8 +69,10 @@ class _TraceLine:
     at_s: float | None
 
 
-def read_prompts(path: Path, *, outputs: Lengths, think_s: float, rng: random.Random) -> Iterator[Session]:
-    """The file's records in an order of their own, then in another one, and so on.
+def read_prompts(
+    path: Path, *, outputs: Lengths, think_s: float, rng: random.Random, has_end: bool = False
+) -> Iterator[Session]:
+    """The file's records in an order of their own; without an end then in another one, and so on.
 
     Raises BenchConfigError when the file cannot be used; it is read before this returns.
     """
@@ -82,7 +84,7 @@ def read_prompts(path: Path, *, outputs: Lengths, think_s: float, rng: random.Ra
             records.append((prompts, num_out))
     if not records:
         raise BenchConfigError(f"{path} has no prompts; allowed: at least one")
-    return _endless(records, outputs, think_s, rng)
+    return _shuffled(records, outputs, think_s, rng, has_end=has_end)
 
 
 def read_trace(path: Path, *, limits: TraceLimits, vocab_size: int, seed: int) -> Iterator[Session]:
@@ -114,14 +116,21 @@ def read_trace(path: Path, *, limits: TraceLimits, vocab_size: int, seed: int) -
     )
 
 
-def _endless(
-    records: list[tuple[list[Prompt], int | None]], outputs: Lengths, think_s: float, rng: random.Random
+def _shuffled(
+    records: list[tuple[list[Prompt], int | None]],
+    outputs: Lengths,
+    think_s: float,
+    rng: random.Random,
+    *,
+    has_end: bool,
 ) -> Iterator[Session]:
     while True:
         rng.shuffle(records)
         for prompts, num_out in records:
             calls = tuple(Call(prompt=each, num_out=num_out or outputs.draw(rng)) for each in prompts)
             yield Session(calls=calls, think_s=think_s)
+        if has_end:
+            return
 
 
 def _prompts_of(record: Mapping[str, Any], where: str) -> list[Prompt]:

@@ -40,6 +40,8 @@ class DatasetOptions:
     kind: DatasetKind = DatasetKind.RANDOM
     file: Path | None = None
     """Of `prompts` and `trace`."""
+    has_end: bool = False
+    """`prompts` are sent once, not again and again."""
     inputs: Lengths = field(default_factory=lambda: Lengths(low=128, high=128))
     """Prompt tokens of each call, after what it shares with others."""
     outputs: Lengths = field(default_factory=lambda: Lengths(low=64, high=64))
@@ -67,7 +69,7 @@ class DatasetOptions:
 
 
 def make_sessions(options: DatasetOptions, *, vocab_size: int, seed: int) -> Iterator[Session]:
-    """The sessions, one after the other as they are wanted; only traces and W1 to W3 come to an end.
+    """The sessions, one after the other as they are wanted; only traces, W1 to W3 and `has_end` come to an end.
 
     Args:
         options: which.
@@ -87,7 +89,9 @@ def make_sessions(options: DatasetOptions, *, vocab_size: int, seed: int) -> Ite
             return _conversations(options, vocab_size, rng)
         case DatasetKind.PROMPTS:
             assert options.file is not None, "checked when the options were made"
-            return read_prompts(options.file, outputs=options.outputs, think_s=options.think_s, rng=rng)
+            return read_prompts(
+                options.file, outputs=options.outputs, think_s=options.think_s, rng=rng, has_end=options.has_end
+            )
         case DatasetKind.TRACE:
             assert options.file is not None, "checked when the options were made"
             return read_trace(options.file, limits=options.limits, vocab_size=vocab_size, seed=seed)

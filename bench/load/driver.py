@@ -31,6 +31,8 @@ class Run:
     records: list[CallRecord]
     cpu_share: float
     """Of one core, that this process took meanwhile: near 1, the generator is what is measured."""
+    num_unsent: int
+    """Later calls of sessions that ended with a failure."""
 
 
 class Driver:
@@ -52,10 +54,11 @@ class Driver:
         self._clock = clock
         self._pause = pause
         self._records: list[CallRecord] = []
+        self._num_unsent = 0
         self._start_s, self._start_cpu_s = clock(), time.process_time()
 
     async def run(self, load: Load, sessions: Iterator[Session], *, seed: int, duration_s: float | None = None) -> Run:
-        """Send the sessions, those that begin within `duration_s`, and wait for all answers.
+        """Send the calls that are due within `duration_s`, and wait for their answers.
 
         When it is cancelled, what is not answered counts as failed, and `so_far` tells what there is.
         Raises BenchConfigError when a trace without times is to be replayed.
@@ -74,7 +77,8 @@ class Driver:
     def so_far(self) -> Run:
         """What the load has given until now."""
         wall_s = max(self._clock() - self._start_s, 1e-9)
-        return Run(records=self._records, cpu_share=(time.process_time() - self._start_cpu_s) / wall_s)
+        cpu_share = (time.process_time() - self._start_cpu_s) / wall_s
+        return Run(records=self._records, cpu_share=cpu_share, num_unsent=self._num_unsent)
 
     async def _send_all(
         self, arrivals: Iterable[tuple[float, Session]], start_s: float, end_s: float | None, tasks: asyncio.TaskGroup
@@ -86,23 +90,26 @@ class Driver:
             wait_s = due_s - self._clock()
             if wait_s > 0:
                 await self._pause(wait_s)
-            tasks.create_task(self._run_session(session, due_s))
+            tasks.create_task(self._run_session(session, due_s, end_s))
             await asyncio.sleep(0)  # it is sent before the next session is made, which takes time
 
     async def _work(self, sessions: Iterator[Session], end_s: float | None) -> None:
         for session in sessions:  # of all workers: each takes the next
             if end_s is not None and self._clock() >= end_s:
                 return
-            error = await self._run_session(session, None)
+            error = await self._run_session(session, None, end_s)
             if error is not None and error.kind in _TURNED_AWAY:
                 await self._pause(_TURNED_AWAY_PAUSE_S)
 
-    async def _run_session(self, session: Session, due_s: float | None) -> CallError | None:
+    async def _run_session(self, session: Session, due_s: float | None, end_s: float | None) -> CallError | None:
         for index, call in enumerate(session.calls):
             if index:
+                if end_s is not None and self._clock() + session.think_s >= end_s:
+                    return None
                 await self._pause(session.think_s)
             record = await self._call(call, due_s if index == 0 else None)
             if record.error is not None:
+                self._num_unsent += len(session.calls) - index - 1
                 return record.error
         return None
 

@@ -70,7 +70,10 @@ class RankFlags:
 class LoadFlags:
     """When requests are sent."""
 
-    rate: Annotated[str | None, of_load(help="Open loop: requests a second. 1,2,4 is a sweep; inf: at once.")] = None
+    rate: Annotated[
+        str | None,
+        of_load(help="Open loop: requests (of --dataset sessions: sessions) a second. 1,2,4 is a sweep; inf: at once."),
+    ] = None
     burstiness: Annotated[
         float, of_load(help="With --rate: gamma shape of the gaps. 1: Poisson; less: bursts; inf: even.")
     ] = 1.0
@@ -79,9 +82,10 @@ class LoadFlags:
     concurrency: Annotated[
         str | None, of_load(help="Closed loop: requests at a time. 1,4,16 is a sweep. Default load: 8.")
     ] = None
-    num_requests: Annotated[int | None, of_load("--num-requests", "-n", min=1, help="Of each load. Default: 100.")] = (
-        None
-    )
+    num_requests: Annotated[
+        int | None,
+        of_load("--num-requests", "-n", min=1, help="Of each load. Default: 100, or all where a file has fewer."),
+    ] = None
     duration: Annotated[float | None, of_load(min=0.1, help="Seconds in which each load is sent.")] = None
     warmup: Annotated[int, of_load(min=0, help="Requests before, not counted.")] = 8
 
@@ -90,7 +94,10 @@ class LoadFlags:
 class PromptFlags:
     """What is sent, of a service and of an engine in this process."""
 
-    file: Annotated[Path | None, of_prompts(help="JSON lines, plain or .gz, of prompts or a trace.")] = None
+    file: Annotated[
+        Path | None,
+        of_prompts(help="JSON lines, plain or .gz, of prompts (sent again where more are asked for) or a trace."),
+    ] = None
     input_tokens: Annotated[str, of_prompts(help="Of each prompt: a number, or 32-256.")] = "128"
     output_tokens: Annotated[str, of_prompts(help="To generate: a number, or 16-128.")] = "64"
     prefix_tokens: Annotated[int, of_prompts(min=1, help="Shared by prompts (shared-prefix, sessions).")] = 512

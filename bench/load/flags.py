@@ -69,23 +69,26 @@ def parse_lengths(flag: str, text: str) -> Lengths:
     return lengths
 
 
-def parse_datasets(workloads: Sequence[str], dataset: str | None, prompts: PromptFlags) -> tuple[DatasetOptions, ...]:
+def parse_datasets(
+    workloads: Sequence[str], dataset: str | None, prompts: PromptFlags, *, is_bounded: bool
+) -> tuple[DatasetOptions, ...]:
     """What an engine in this process is given: workloads, all of them by default, or a dataset."""
     if dataset is not None:
         if workloads:
             raise BenchConfigError("--workload and --dataset are both given; allowed: one of them")
-        return (parse_dataset(dataset, prompts),)
+        return (parse_dataset(dataset, prompts, is_bounded=is_bounded),)
     unknown = [name for name in workloads if name not in WORKLOADS]
     if unknown:
         raise BenchConfigError(f"--workload is {unknown[0]!r}; allowed: {', '.join(WORKLOADS)}")
     return tuple(parse_dataset(name, prompts) for name in dict.fromkeys(workloads or WORKLOADS))
 
 
-def parse_dataset(name: str, prompts: PromptFlags, *, think_s: float = 0.0) -> DatasetOptions:
-    """What is sent."""
+def parse_dataset(name: str, prompts: PromptFlags, *, think_s: float = 0.0, is_bounded: bool = False) -> DatasetOptions:
+    """What is sent; `is_bounded`: a flag says how much, so that a file's prompts are sent again until it is."""
     return DatasetOptions(
         kind=choose("--dataset", name, DatasetKind),
         file=prompts.file,
+        has_end=not is_bounded,
         inputs=parse_lengths("--input-tokens", prompts.input_tokens),
         outputs=parse_lengths("--output-tokens", prompts.output_tokens),
         prefix_tokens=prompts.prefix_tokens,

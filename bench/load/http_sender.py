@@ -159,6 +159,14 @@ class _Usage(Struct):
 
 class _Delta(Struct):
     content: str | None = None
+    reasoning_content: str | None = None
+    """What comes before an answer, under the one name or the other."""
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
 
 
 class _Choice(Struct):
@@ -170,7 +178,7 @@ class _Choice(Struct):
 
     @property
     def has_text(self) -> bool:
-        return bool(self.text or (self.delta and self.delta.content))
+        return bool(self.text or (self.delta and self.delta.has_text))
 
 
 class _Error(Struct):

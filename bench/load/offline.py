@@ -19,10 +19,12 @@ from bench.load.statistics import Summary, Targets, summarize
 from bench.load.watcher import OfflineWatcher
 from bench.machine import Span, Stopwatch
 from cluster.config import build_section
+from cluster.errors import ClusterError
 from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
+from parallel.errors import ModelError
 from parallel.families.registry import describe_model
 from parallel.kernels.select import multiplies_bfloat16
 from router.call import ChatMessage
@@ -30,7 +32,7 @@ from router.tokenizer import ModelTokenizer
 from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.engine_builder import build_engine
-from workers.errors import EngineConfigError
+from workers.errors import EngineConfigError, EngineError
 from workers.request import SamplingParams
 from workers.stats import RankStats
 
@@ -86,7 +88,9 @@ class OfflineResult:
     """The most that the process had until the model was loaded and measured."""
     ceiling: Ceiling
     repeats: Mapping[str, Sequence[Repeat]]
-    """By workload."""
+    """By workload, of those that were run to their end."""
+    ended_by: str = ""
+    """What kept the others from it; empty: there are none."""
 
     def median(self, name: str, of: Callable[[Repeat], float | None]) -> float | None:
         """The median over a workload's repeats, of those that have the value."""
@@ -96,6 +100,8 @@ class OfflineResult:
 
 def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = None) -> OfflineResult:
     """Load the model, measure what the machine can, and run each workload: once to warm up, then `repeats` times.
+
+    What fails or is interrupted (Ctrl-C) after the first workload leaves those before it: see `ended_by`.
 
     Raises ClusterError, ModelError, EngineError: the model, a setting or a dataset cannot be used.
     """
@@ -118,6 +124,7 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
         cost = ModelCost.of(describe_model(folder), dtype, int8_linears=int8_linears, int8_cache=int8_cache)
         bench = _Bench(engine, stats, device, ceiling, cost, options, _Encoder(folder))
         load_peak_memory_bytes = device.peak_memory_bytes()
+        repeats, ended_by = bench.run_all(options.datasets, watcher)
         return OfflineResult(
             model=folder,
             dtype=str(dtype).removeprefix("torch.")
@@ -128,7 +135,8 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
             load_s=load_s,
             load_peak_memory_bytes=load_peak_memory_bytes,
             ceiling=ceiling,
-            repeats={str(dataset.kind): bench.run(dataset, watcher) for dataset in options.datasets},
+            repeats=repeats,
+            ended_by=ended_by,
         )
     finally:
         engine.close()
@@ -154,7 +162,21 @@ class _Bench:
         self._encode = encode
         self._energy = GpuEnergy.of(device.torch_device)
 
-    def run(self, dataset: DatasetOptions, watcher: OfflineWatcher) -> list[Repeat]:
+    def run_all(
+        self, datasets: Sequence[DatasetOptions], watcher: OfflineWatcher
+    ) -> tuple[dict[str, list[Repeat]], str]:
+        """Each in turn; what there is, and what kept the rest from being run."""
+        repeats: dict[str, list[Repeat]] = {}
+        try:
+            for dataset in datasets:
+                repeats[str(dataset.kind)] = self._run(dataset, watcher)
+        except (ClusterError, ModelError, EngineError, KeyboardInterrupt) as error:
+            if not repeats:
+                raise
+            return repeats, str(error) or "interrupted"
+        return repeats, ""
+
+    def _run(self, dataset: DatasetOptions, watcher: OfflineWatcher) -> list[Repeat]:
         """One round to warm up, which is not among the results, and the repeats."""
         options = self._options
         watcher.begin(str(dataset.kind), options.repeats + 1)

@@ -1,13 +1,20 @@
 """Plots of a rate sweep, as PNG files. Needs matplotlib, of the extra `bench`."""
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.errors import BenchError
-from bench.load.arrivals import ClosedLoop, OpenLoop
+from bench.load.arrivals import ClosedLoop, Load, OpenLoop
 from bench.load.serve import Point
+from bench.load.statistics import Distribution
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def check_plots(folder: Path) -> None:
@@ -18,33 +25,36 @@ def check_plots(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BenchError(f"{folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise BenchError(f"{folder} cannot be written to")
 
 
 def plot_sweep(points: Sequence[Point], folder: Path, *, title: str) -> Path:
     """Draw median and p99 of TTFT and TPOT, and the throughput, against the load; return the file.
 
-    Loads without a number (all at once, times of a trace) are drawn at the rate at which they were answered.
+    Loads without a number (all at once, times of a trace) are crosses at the rate at which they were answered.
     """
     from matplotlib.figure import Figure
 
-    ordered = sorted(points, key=_place)
-    places = [_place(point) for point in ordered]
     figure = Figure(figsize=(12, 4), layout="constrained")
     ttft_axes, tpot_axes, rate_axes = figure.subplots(1, 3)
     for axes, name, field in ((ttft_axes, "TTFT", "ttft_s"), (tpot_axes, "TPOT", "tpot_s")):
         for label, quantile in (("median", "p50"), ("p99", "p99")):
-            times = [getattr(point.summary, field) for point in ordered]
-            values = [math.nan if time is None else getattr(time, quantile) * 1000 for time in times]
-            axes.plot(places, values, marker="o", label=label)
-        axes.set(ylabel=f"{name} (ms)", ylim=(0, None))
-    rate_axes.plot(places, [point.summary.output_rate for point in ordered], marker="o", label="all")
-    if all(point.summary.goodput is not None for point in ordered):
-        good = [point.summary.goodput.output_rate for point in ordered if point.summary.goodput is not None]
-        rate_axes.plot(places, good, marker="o", linestyle="--", label="within the targets")
-    rate_axes.set(ylabel="output tokens/s", ylim=(0, None))
+            _draw(axes, points, partial(_milliseconds, field=field, quantile=quantile), label)
+        axes.set(ylabel=f"{name} (ms)")
+    _draw(rate_axes, points, lambda point: point.summary.output_rate, "all")
+    if all(point.summary.goodput is not None for point in points):
+        _draw(rate_axes, points, _good_rate, "within the targets", linestyle="--")
+    rate_axes.set(ylabel="output tokens/s")
     is_closed = all(isinstance(point.load, ClosedLoop) for point in points)
+    has_crosses = any(_number(point.load) is None for point in points)
     for axes in (ttft_axes, tpot_axes, rate_axes):
-        axes.set(xlabel="requests at a time" if is_closed else "request rate (arrivals/s)")
+        axes.set(
+            xlabel="requests at a time"
+            if is_closed
+            else "request rate (arrivals/s" + ("; crosses: answers/s)" if has_crosses else ")"),
+            ylim=(0, None),
+        )
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
@@ -53,11 +63,34 @@ def plot_sweep(points: Sequence[Point], folder: Path, *, title: str) -> Path:
     return file
 
 
-def _place(point: Point) -> float:
-    match point.load:
+def _draw(
+    axes: "Axes", points: Sequence[Point], value: Callable[[Point], float], label: str, *, linestyle: str = "-"
+) -> None:
+    """The loads that have a number as a line, the others as crosses of its colour."""
+    numbered = sorted((number, value(point)) for point in points if (number := _number(point.load)) is not None)
+    others = [(point.summary.request_rate, value(point)) for point in points if _number(point.load) is None]
+    (line,) = axes.plot(*_columns(numbered), marker="o", linestyle=linestyle, label=label)
+    axes.plot(*_columns(others), marker="x", linestyle="", color=line.get_color())
+
+
+def _columns(places: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in places], [y for _, y in places]
+
+
+def _number(load: Load) -> float | None:
+    match load:
         case ClosedLoop():
-            return point.load.concurrency
-        case OpenLoop() if math.isfinite(point.load.rate):
-            return point.load.rate
+            return load.concurrency
+        case OpenLoop() if math.isfinite(load.rate):
+            return load.rate
         case _:
-            return point.summary.request_rate
+            return None
+
+
+def _milliseconds(point: Point, *, field: str, quantile: str) -> float:
+    times: Distribution | None = getattr(point.summary, field)
+    return math.nan if times is None else getattr(times, quantile) * 1000
+
+
+def _good_rate(point: Point) -> float:
+    return math.nan if point.summary.goodput is None else point.summary.goodput.output_rate

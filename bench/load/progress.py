@@ -51,9 +51,10 @@ class ServeProgress(_Bars, ServeWatcher):
         """See ServeWatcher."""
         self._show(what, None)
 
-    def begin(self, load: Load | None, num_requests: int | None) -> None:
+    def begin(self, load: Load | None, num_requests: int | None, duration_s: float | None = None) -> None:
         """See ServeWatcher."""
-        self._show("warm-up" if load is None else load_name(load), num_requests)
+        end = "" if duration_s is None else f", for {duration_s:g} s"
+        self._show("warm-up" if load is None else f"{load_name(load)}{end}", num_requests)
         self._num_failed = 0
 
     def note(self, record: CallRecord) -> None:

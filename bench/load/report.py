@@ -102,10 +102,12 @@ def warnings(point: Point) -> list[str]:
     if summary.errors:
         num_failed = summary.num_requests - summary.num_answered
         found.append(f"{num_failed} of {summary.num_requests} requests failed: {describe_errors(summary)}")
+    if point.num_unsent:
+        found.append(f"{point.num_unsent} later turns of failed sessions were not sent, and count nowhere")
     if summary.num_seen < MIN_SEEN * summary.output_tokens:
         found.append(
-            f"{summary.output_tokens} tokens came as {summary.num_seen} pieces of text: TTFT and ITL over HTTP are "
-            "those of text, and most tokens of this model have none of their own"
+            f"{summary.output_tokens} tokens came as {summary.num_seen} pieces of text: TTFT, TPOT and ITL over HTTP "
+            "are those of text; most tokens here have none of their own, or the service sends several at once"
         )
     if summary.num_short:
         found.append(f"{summary.num_short} answers ended with fewer tokens than asked for")
@@ -138,7 +140,8 @@ def serve_line(options: ServeOptions, outcome: Outcome) -> str:
     points = [{"name": load_name(point.load), **_plain(point), "warnings": warnings(point)} for point in outcome.points]
     model = None if outcome.model is None else outcome.model.name
     ranks = {"peak": _plain(outcome.peak), "ranks_unknown": outcome.ranks_unknown}
-    return _line({"benchmark": "serve", "model": model, "arguments": _plain(options), "points": points, **ranks})
+    fields = {"benchmark": "serve", "model": model, "complete": outcome.is_complete, "arguments": _plain(options)}
+    return _line({**fields, "points": points, **ranks})
 
 
 def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:

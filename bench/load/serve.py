@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load
@@ -40,7 +40,7 @@ class ServeOptions:
     num_requests: int | None
     """Of each load; None: all of the dataset, or as many as begin within the duration."""
     duration_s: float | None
-    """Nothing is sent later than this."""
+    """Nothing is sent later than this, turns of sessions included."""
     num_warmup: int
     """Requests sent before, and not counted."""
     vocab_size: int | None
@@ -59,6 +59,8 @@ class Point:
     summary: Summary
     cpu_share: float
     """Of one core, that the load generator took."""
+    num_unsent: int = 0
+    """Calls that never were sent: later ones of sessions that ended with a failure."""
     utilization: Utilization | None = None
     """None: not known, or the load was interrupted."""
 
@@ -74,6 +76,8 @@ class Outcome:
     ranks_unknown: str = ""
     """Why it is not known of some loads what the ranks did; empty: it is, or nobody asked."""
     points: list[Point] = field(default_factory=list)
+    is_complete: bool = False
+    """All loads were run to their end; else the last point may be a part of one."""
 
 
 async def measure(
@@ -99,6 +103,7 @@ async def measure(
             raise BenchError(message) from None
         observer = RankObserver(ranks, outcome.model.name, peak=options.peak, measure_peak=measure_peak)
         await _Measuring(options, sender, observer, watcher or ServeWatcher(), outcome).run()
+    outcome.is_complete = True
     return outcome
 
 
@@ -132,14 +137,15 @@ class _Measuring:
         """With other prompts than the loads have: not every service keeps caches apart."""
         self._watcher.begin(None, num_requests)
         load = ClosedLoop(concurrency=_WARMUP_CONCURRENCY)
-        run = await self._driver().run(load, self._sessions(self._options.seed + 1, num_requests), seed=0)
+        sessions = (replace(each, think_s=0.0) for each in self._sessions(self._options.seed + 1, num_requests))
+        run = await self._driver().run(load, sessions, seed=0)
         summary = summarize(run.records)
         if not summary.num_answered:
             raise BenchError(f"no request of the warm-up was answered: {describe_errors(summary)}")
 
     async def _measure(self, load: Load) -> None:
         options, driver = self._options, self._driver()
-        self._watcher.begin(load, options.num_requests)
+        self._watcher.begin(load, options.num_requests, options.duration_s)
         sessions = self._sessions(options.seed, options.num_requests)
         run = None
         await self._observer.begin()
@@ -154,7 +160,13 @@ class _Measuring:
     def _tell(self, load: Load, run: Run) -> None:
         summary = summarize(run.records, self._options.targets)
         utilization = self._observer.utilization(summary.duration_s)
-        point = Point(load=load, summary=summary, cpu_share=run.cpu_share, utilization=utilization)
+        point = Point(
+            load=load,
+            summary=summary,
+            cpu_share=run.cpu_share,
+            num_unsent=run.num_unsent,
+            utilization=utilization,
+        )
         self._outcome.ranks_unknown = self._observer.unknown
         self._outcome.points.append(point)
         self._watcher.end(point)

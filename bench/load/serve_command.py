@@ -1,7 +1,9 @@
 """`weft bench serve` around the measuring: bars, tables, the line of JSON and the plot, also after Ctrl-C."""
 
 import asyncio
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -37,12 +39,22 @@ def run_serve(
     try:
         with ServeProgress(console) as watcher, _connect(control, ranks) as client:
             source = ServiceRanks(client, router_port=router_port)
-            asyncio.run(measure(options, watcher, outcome, ranks=source))
+            asyncio.run(_until_terminated(measure(options, watcher, outcome, ranks=source)))
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
     finally:
         if outcome.points:
             _tell(options, outcome, console, json_file=json_file, plot=plot)
     if not any(point.summary.num_answered for point in outcome.points):
         raise BenchError("no request was answered")
+
+
+async def _until_terminated(measuring: Awaitable[Outcome]) -> None:
+    """SIGTERM ends it as Ctrl-C does: what was measured is told."""
+    measured = asyncio.ensure_future(measuring)
+    if threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measured.cancel)
+    await measured
 
 
 def _tell(

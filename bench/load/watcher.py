@@ -15,8 +15,8 @@ class ServeWatcher:
     def prepare(self, what: str) -> None:
         """Something begins that comes before the loads, and takes a while."""
 
-    def begin(self, load: Load | None, num_requests: int | None) -> None:
-        """A load of so many requests (None: nobody knows) begins; None: the warm-up."""
+    def begin(self, load: Load | None, num_requests: int | None, duration_s: float | None = None) -> None:
+        """A load of so many requests (None: nobody knows), sent for so long at most, begins; None: the warm-up."""
 
     def note(self, record: CallRecord) -> None:
         """A request has ended."""

@@ -8,6 +8,7 @@ process was busy are marked and do not count. Ends with one line of JSON.
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ from rich.console import Console
 
 from bench.errors import BenchConfigError
 from bench.load.geometries import find_model
+from bench.load.report import append_line, check_line_file
 from bench.load.workloads import WORKLOADS
 from bench.machine import describe_machine
-from bench.peers.catalog import PEERS, WEFT, default_venvs
+from bench.peers.catalog import PEERS, WEFT, check_peers, default_venvs
 from bench.peers.comparison import SMALL_GAP
 from bench.peers.measure import Options, measure
 from bench.peers.report import make_report, print_report
@@ -43,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     line = json.dumps(report)
     print(line)
     if args.json is not None:
-        with args.json.open("a") as file:
-            file.write(line + "\n")
+        append_line(line, args.json)
     if outcome.was_interrupted:
         sys.exit(_INTERRUPTED)
 
@@ -76,15 +77,21 @@ def _options(args: argparse.Namespace) -> Options:
     unknown = [name for name in workloads if name not in WORKLOADS]
     if unknown or not workloads:
         raise BenchConfigError(f"--workloads is {args.workloads!r}; allowed: {', '.join(WORKLOADS)}")
+    peers = _names(args.peers)
+    check_peers(peers)
+    if not 0 <= args.settle < math.inf:
+        raise BenchConfigError(f"--settle is {args.settle:g}; allowed: seconds, at least 0")
     if args.rounds < 1:
         raise BenchConfigError(f"--rounds is {args.rounds}; allowed: at least 1")
     num_threads = len(os.sched_getaffinity(0)) if args.threads is None else args.threads
     if num_threads < 1:
         raise BenchConfigError(f"--threads is {num_threads}; allowed: at least 1")
+    if args.json is not None:
+        check_line_file(args.json)
     return Options(
         model=find_model(args.geometry),
         dtype=args.dtype,
-        peers=_names(args.peers),
+        peers=peers,
         workloads=workloads,
         rounds=args.rounds,
         num_threads=num_threads,

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,15 +42,20 @@ class Start:
     environment: Mapping[str, str]
 
 
+def check_peers(names: Iterable[str]) -> None:
+    """Raises BenchConfigError for a name that is none."""
+    allowed = [each for each in PEERS if each != WEFT]
+    for name in names:
+        if name not in allowed:
+            raise BenchConfigError(f"--peers has {name!r}; allowed: {', '.join(allowed)}")
+
+
 def find_start(name: str, *, venvs: Path, num_threads: int, device: str) -> Start:
     """How to start an engine's worker.
 
-    Raises BenchConfigError for a name that is none, and BenchError where its environment has not been made or its
-    worker does not run on the device.
+    Raises BenchError where its environment has not been made or its worker does not run on the device.
     """
-    peer = PEERS.get(name)
-    if peer is None:
-        raise BenchConfigError(f"peer {name!r}; allowed: {', '.join(each for each in PEERS if each != WEFT)}")
+    peer = PEERS[name]
     if device not in peer.devices:
         raise BenchError(f"{name} on {device}; allowed for it: {', '.join(peer.devices)}")
     python, extra = sys.executable, {}

@@ -3,6 +3,7 @@
 Knows processes and workloads; what the numbers mean is in comparison.py.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ class Outcome:
 def measure(options: Options, *, tell: Callable[[str], None]) -> Outcome:
     """Run the whole comparison; `tell` gets a line for each thing that happens. Ctrl-C ends the rounds early.
 
-    Raises BenchConfigError for an unknown peer, and WorkerError when Weft itself fails.
+    Raises WorkerError when Weft itself fails.
     """
     outcome = Outcome()
     with _started(options, outcome, tell) as workers:
@@ -170,7 +171,7 @@ def _started(options: Options, outcome: Outcome, tell: Callable[[str], None]) ->
 
 def _setup(name: str, options: Options) -> Setup:
     """Sizes that hold for all workloads, so that every engine gets the same."""
-    cache = options.venvs / "checkpoints" / options.model.name / name
+    cache = options.venvs / "checkpoints" / f"{options.model.name}-{_digest(options.model)}" / name
     cache.mkdir(parents=True, exist_ok=True)
     jobs = [make_workload(workload, vocab_size=1, seed=0) for workload in options.workloads]
     lengths = [[len(call.prompt) + call.num_out for call in calls if isinstance(call.prompt, tuple)] for calls in jobs]
@@ -185,6 +186,13 @@ def _setup(name: str, options: Options) -> Setup:
         kv_cache_dtype=options.weft_kv_cache_dtype if name == WEFT else "auto",
         device=options.device,
     )
+
+
+def _digest(model: Path) -> str:
+    """Of what the folder's files are, as far as names, sizes and times tell: a model that changes is converted anew."""
+    stats = {file.name: file.stat() for file in sorted(model.iterdir()) if file.suffix in (".json", ".safetensors")}
+    seen = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()])
+    return hashlib.blake2b(seen.encode(), digest_size=6).hexdigest()
 
 
 def _job(calls: Sequence[Call], *, with_gaps: bool = False) -> Job:

@@ -124,6 +124,8 @@ def test_prompt_files_are_gone_through_again(tmp_path: Path) -> None:
     found = [session.calls[0].prompt for session in sessions(20, kind=DatasetKind.PROMPTS, file=file)]
     assert sorted(found[:10]) == sorted(found[10:]) == sorted(map(str, range(10)))
     assert found[:10] != found[10:]
+    once = [session.calls[0].prompt for session in sessions(20, kind=DatasetKind.PROMPTS, file=file, has_end=True)]
+    assert once == found[:10]
 
 
 def test_equal_hash_ids_become_equal_tokens(tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ async def test_failed_call_ends_its_session_and_nothing_else(time: VirtualTime) 
     run = await drive(time, service, ClosedLoop(concurrency=1), iter([Session(calls=calls)] * 2))
     assert [record.error and record.error.kind for record in run.records] == [ErrorKind.OVERLOADED] * 2
     assert len(service.sent) == 2
+    assert run.num_unsent == 2
 
 
 async def test_closed_loop_does_not_hammer_a_service_that_turns_it_away(time: VirtualTime) -> None:
@@ -194,6 +195,15 @@ async def test_nothing_begins_after_the_duration(
     run = await drive(time, service, load, timed(map(float, range(100))), duration_s=5.0)
     assert len(run.records) == number
     assert all(record.is_answered for record in run.records)
+
+
+@pytest.mark.parametrize(("think_s", "number"), [(0.0, 5), (1.0, 3), (10.0, 1)])
+async def test_a_session_ends_with_the_duration(time: VirtualTime, think_s: float, number: int) -> None:
+    service = FakeService(time, answer_s=1.0)
+    session = Session(calls=(Call(prompt=(0,), num_out=1),) * 100, think_s=think_s)
+    run = await drive(time, service, ClosedLoop(concurrency=1), iter([session]), duration_s=5.0)
+    assert len(run.records) == number
+    assert (run.num_unsent, time.now_s) == (0, run.records[-1].end_s)
 
 
 @pytest.mark.parametrize(("burstiness", "rate"), [(math.inf, 4.0), (4.0, 4.0), (1.0, 20.0), (0.1, 4.0)])

@@ -8,12 +8,15 @@ import torch
 from helpers.engines import fake_engine
 from typer.testing import CliRunner
 
-from bench.errors import BenchConfigError
+from bench.errors import BenchConfigError, BenchError
+from bench.load import offline
 from bench.load.calls import Call, Session
+from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.engine_run import run_engine
 from bench.load.geometries import GEOMETRIES, find_model
 from bench.load.model_cost import ModelCost, Work
 from bench.load.records import Usage
+from bench.load.watcher import OfflineWatcher
 from cluster.cli import app
 from cluster.errors import ClusterConfigError
 from cluster.make_model import make_model
@@ -211,6 +214,34 @@ def test_offline_takes_texts_too(tmp_path: Path) -> None:
         assert result.exit_code == 0
         assert "prompts" in result.output
         assert f"{cache} on " in " ".join(result.output.split())
+
+
+def test_a_files_prompts_are_run_once_unless_more_are_asked_for(tmp_path: Path) -> None:
+    file, lines = tmp_path / "prompts.jsonl", tmp_path / "lines"
+    file.write_text('{"prompt": "Once upon a time"}\n{"prompt": "Who are you?"}\n')
+    arguments = ["bench", "offline", "--model", "weft-tiny", "--dataset", "prompts", "--file", str(file)]
+    arguments += ["--repeats", "1", "--output-tokens", "2", "--json", str(lines)]
+    for flags in ([], ["-n", "3"]):
+        CliRunner().invoke(app, [*arguments, *flags], catch_exceptions=False)
+    results = [json.loads(line)["result"]["repeats"]["prompts"] for line in lines.read_text().splitlines()]
+    assert [repeat["summary"]["num_requests"] for (repeat,) in results] == [2, 3]
+
+
+def test_what_was_measured_before_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = tmp_path / "lines"
+    run = offline._Bench._run
+
+    def fail_at_w2(bench: offline._Bench, dataset: DatasetOptions, watcher: OfflineWatcher) -> list[offline.Repeat]:
+        if dataset.kind is DatasetKind.W2:
+            raise KeyboardInterrupt
+        return run(bench, dataset, watcher)
+
+    monkeypatch.setattr(offline._Bench, "_run", fail_at_w2)
+    arguments = ["bench", "offline", "--model", "weft-tiny", "--repeats", "1", "--json", str(lines), "-n", "3"]
+    with pytest.raises(BenchError, match="ended before the last workload: interrupted"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    result = json.loads(lines.read_text())["result"]
+    assert (list(result["repeats"]), result["ended_by"]) == (["W1"], "interrupted")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.errors import BenchConfigError, BenchError
+from bench.errors import BenchError
 from bench.peers import measure as measuring
+from bench.peers.__main__ import main
 from bench.peers.catalog import PEERS, READY, WEFT, Start, find_start
 from bench.peers.comparison import Measured, compare_tokens, interleave, summarize
 from bench.peers.measure import Options, measure
@@ -207,9 +209,30 @@ def test_a_peer_without_an_environment_says_how_to_make_one(tmp_path: Path) -> N
         find_start("transformers-cb", venvs=tmp_path, num_threads=2, device="cpu")
 
 
-def test_an_unknown_peer_is_refused_with_those_allowed(tmp_path: Path) -> None:
-    with pytest.raises(BenchConfigError, match=r"'llamacpp'; allowed: transformers, transformers-cb, llama\.cpp"):
-        find_start("llamacpp", venvs=tmp_path, num_threads=2, device="cpu")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "vllm,llamacpp"], "--peers has 'llamacpp'; allowed: transformers, transformers-cb, llama.cpp"),
+        (["--peers", "weft"], "--peers has 'weft'; allowed: transformers"),
+        (["--settle", "-1"], "--settle is -1; allowed: seconds, at least 0"),
+        (["--workloads", "W9"], "--workloads is 'W9'"),
+        (["--json", "/nowhere/lines"], "/nowhere/lines cannot be written: No such file"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_loaded(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        main(["--geometry", "weft-tiny", *arguments])
+
+
+def test_a_model_that_changes_in_its_place_is_converted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("works"))
+    options = _options(tmp_path, "vllm")
+    for size, number in ((100, 1), (100, 1), (101, 2)):
+        config = tmp_path / "model" / "config.json"
+        if json.loads(config.read_text())["vocab_size"] != size:
+            config.write_text(f'{{"vocab_size": {size}, "more": 0}}')
+        measure(options, tell=lambda line: None)
+        assert len(list((tmp_path / "venvs" / "checkpoints").iterdir())) == number
 
 
 def test_a_gpu_is_for_the_engines_that_can_use_one(tmp_path: Path) -> None:

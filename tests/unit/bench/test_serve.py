@@ -197,6 +197,27 @@ async def test_interrupted_sweep_keeps_what_was_measured(router: RunningRouter, 
         await running
     first, second = (point.summary for point in outcome.points)
     assert (first.num_answered, second.num_answered, second.errors) == (12, 0, {"cancelled": 3})
+    assert not outcome.is_complete
+
+
+async def test_a_terminated_command_tells_what_it_measured(
+    router: RunningRouter, replica: FakeReplica, tmp_path: Path
+) -> None:
+    lines = tmp_path / "lines"
+    command = [sys.executable, "-m", "cluster.cli", "bench", "serve", "--router", router.addresses.grpc]
+    command += ["--concurrency", "3,4", "-n", "6", "--warmup", "0", "--vocab-size", "200", "--json", str(lines)]
+    replica.pause()
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    await replica.wait_until(lambda: len(replica.submits) == 3)
+    process.terminate()
+    out, err = await process.communicate()
+    assert (process.returncode, err) == (143, b"")
+    line = json.loads(lines.read_text())
+    assert [point["summary"]["errors"] for point in line["points"]] == [{"cancelled": 3}]
+    assert not line["complete"]
+    assert b"3 of 3 requests failed: 3 cancelled" in out
 
 
 @PROTOCOLS
@@ -259,6 +280,7 @@ async def test_line_of_json_has_everything_but_the_key(router: RunningRouter, tm
     wanted = options(target(router, Protocol.GRPC, api_key="secret"), loads=(OpenLoop(rate=float("inf")),))
     outcome = await measure(wanted)
     line = json.loads(serve_line(wanted, outcome))
+    assert line["complete"]
     assert (line["benchmark"], line["model"], line["points"][0]["summary"]["num_answered"]) == ("serve", "tiny", 12)
     assert line["arguments"]["loads"] == [{"rate": "inf", "burstiness": 1.0}]
     assert {"cpu", "cores", "python", "weft", "commit"} <= line.keys()
@@ -277,6 +299,41 @@ async def test_late_and_busy_generators_are_told(router: RunningRouter) -> None:
     assert "took 97% of a core" in found[1]
     assert f"{summary.output_tokens} tokens came as 3 pieces of text" in found[2]
     assert "2 answers ended with fewer tokens" in found[3]
+    unsent = Point(load=OpenLoop(rate=1.0), summary=point.summary, cpu_share=0.1, num_unsent=4)
+    assert "4 later turns of failed sessions were not sent" in warnings(unsent)[-1]
+
+
+async def test_thoughts_and_calls_of_tools_are_tokens_over_http() -> None:
+    deltas = [{"reasoning_content": "a"}, {"reasoning": "b"}, {"tool_calls": [{"index": 0}]}, {"content": "c"}, {}]
+    events = [{"choices": [{"delta": delta}]} for delta in deltas]
+    events.append({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 4}})
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "odd"}]})
+
+    async def complete(request: web.Request) -> web.Response:
+        return web.Response(body=b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+
+    service = web.Application()
+    service.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+    async with TestServer(service) as server:
+        where = Target(protocol=Protocol.HTTP, address=f"http://{server.host}:{server.port}", timeout_s=20.0)
+        (point,) = (await measure(options(where, num_requests=1))).points
+    assert (point.summary.num_seen, point.summary.output_tokens) == (4, 4)
+
+
+async def test_loads_without_a_number_are_apart_from_the_line(
+    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    (point,) = (await measure(options(target(router, Protocol.GRPC), num_requests=2))).points
+    points = [replace(point, load=OpenLoop(rate=rate)) for rate in (4.0, float("inf"), 1.0)]
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **options: drawn.append(figure))
+    plot_sweep(points, tmp_path, title="t")
+    for axes in drawn[0].axes:
+        line, crosses = axes.lines[:2]
+        assert list(line.get_xdata()) == [1.0, 4.0]
+        assert (list(crosses.get_xdata()), crosses.get_linestyle()) == ([point.summary.request_rate], "None")
 
 
 async def test_command_prints_tables_and_writes_json_and_plot(router: RunningRouter, tmp_path: Path) -> None:
