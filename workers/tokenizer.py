@@ -55,7 +55,7 @@ class TokenTable:
 def load_token_table(folder: Path) -> TokenTable:
     """Read the tokenizer of a model folder; EngineConfigError when it is missing, broken or of unknown kind."""
     try:
-        return TokenTable(load_tokenizer(folder).tokenizer)
+        return TokenTable(load_tokenizer(folder, encodes=False).tokenizer)
     except TokenizerError as error:
         raise EngineConfigError(str(error)) from error
 

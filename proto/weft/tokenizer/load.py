@@ -10,15 +10,15 @@ The vocabulary is the first of these that is there:
 What the other JSON files say of single tokens is added to it (declared.py). No code of the folder is run.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from weft.tokenizer.declared import DeclaredTokens, read_declared_tokens, read_json_object
+from weft.tokenizer.declared import DeclaredTokens, read_declared_tokens
 from weft.tokenizer.errors import TokenizerError
 from weft.tokenizer.sentencepiece import convert_sentencepiece
 from weft.tokenizer.tiktoken import convert_tiktoken, is_tiktoken
@@ -40,10 +40,13 @@ class LoadedTokenizer:
     """The text of "bos_token" and its like."""
 
 
-def load_tokenizer(folder: Path) -> LoadedTokenizer:
-    """Read the tokenizer of a folder in Hugging Face layout. Raises TokenizerError, which names the file."""
+def load_tokenizer(folder: Path, *, encodes: bool = True) -> LoadedTokenizer:
+    """Read the tokenizer of a folder in Hugging Face layout; who only decodes leaves its merges out, most of the time.
+
+    Raises TokenizerError, which names the file.
+    """
     declared = read_declared_tokens(folder)
-    tokenizer = _read_vocabulary(folder, declared)
+    tokenizer = _read_vocabulary(folder, declared, encodes=encodes)
     tokenizer.no_truncation()  # files saved by a training script may carry both
     tokenizer.no_padding()
     declared.apply(tokenizer)
@@ -51,9 +54,9 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     return LoadedTokenizer(tokenizer=tokenizer, config=declared.config, special_tokens=declared.named)
 
 
-def _read_vocabulary(folder: Path, declared: DeclaredTokens) -> Tokenizer:
+def _read_vocabulary(folder: Path, declared: DeclaredTokens, *, encodes: bool) -> Tokenizer:
     if (file := folder / "tokenizer.json").is_file():
-        return _read_tokenizer_json(file)
+        return _read_tokenizer_json(file, encodes=encodes)
     for file in (folder / "tokenizer.model", folder / "spiece.model", *sorted(folder.glob("*.tiktoken"))):
         if file.is_file():
             return _convert(file, declared)
@@ -64,20 +67,32 @@ def _read_vocabulary(folder: Path, declared: DeclaredTokens) -> Tokenizer:
     )
 
 
-def _read_tokenizer_json(file: Path) -> Tokenizer:
+def _read_tokenizer_json(file: Path, *, encodes: bool) -> Tokenizer:
     """Read tokenizer.json, special tokens taken literally.
 
     Files converted from SentencePiece may mark them `normalized`; then the "▁" that the normalizer puts before a text
     also becomes part of the token's name, and decoding no longer knows it as special.
+
+    What is not looked at stays the bytes that it is: 150,000 tokens and their merges would take longer here than there.
     """
-    description = read_json_object(file)
-    for token in description.get("added_tokens") or []:
-        if token.get("special"):
-            token["normalized"] = False
     try:
-        return Tokenizer.from_str(json.dumps(description, ensure_ascii=False))
+        description = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+        added = msgspec.json.decode(description.get("added_tokens", b"null")) or []
+        for token in added:
+            if token.get("special"):
+                token["normalized"] = False
+        description["added_tokens"] = _raw(added)
+        if not encodes:
+            model = msgspec.json.decode(description["model"], type=dict[str, msgspec.Raw])
+            if "merges" in model:
+                description["model"] = _raw(model | {"merges": _raw([])})
+        return Tokenizer.from_buffer(msgspec.json.encode(description))
     except Exception as error:  # the package raises bare Exception
         raise TokenizerError(f"{file} is not a tokenizer: {error}") from error
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _convert(file: Path, declared: DeclaredTokens) -> Tokenizer:

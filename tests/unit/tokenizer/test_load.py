@@ -66,6 +66,18 @@ def test_special_tokens_are_special_to_router_and_engine(name: str, shared: Path
     assert tokenizer.encode(f"A{name_of_begin}", add_special_tokens=False)[-1] == begin
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama2-32k", "qwen"])
+def test_who_only_decodes_has_the_same_tokens_without_merges(name: str, shared: Path) -> None:
+    whole, part = (load_tokenizer(shared / "tokenizers" / name, encodes=each).tokenizer for each in (True, False))
+
+    assert part.get_vocab(with_added_tokens=True) == whole.get_vocab(with_added_tokens=True)
+    assert part.get_added_tokens_decoder().keys() == whole.get_added_tokens_decoder().keys()
+    for text in made_texts(count=20):
+        ids = whole.encode(text).ids
+        assert part.decode(ids) == whole.decode(ids)
+    assert len(part.encode("the").ids) > len(whole.encode("the").ids), "no merges"
+
+
 def test_vocabulary_and_merges_equal_the_tokenizer_json(shared: Path, tmp_path: Path) -> None:
     original = load_tokenizer(shared / "tokenizers/gpt2").tokenizer
     original.model.save(str(tmp_path))
