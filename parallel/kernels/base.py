@@ -77,7 +77,8 @@ class AttentionMeta:
     Sequences of one query token come first: the first `num_decodes` of them are such.
 
     A step has one for each group of layers (layer_groups.py), and the layers of the groups alternate. All but
-    `block_tables` and `slot_mapping` is the same object in each of them.
+    `block_tables` and `slot_mapping` is the same object in each of them. No other step has the object
+    `context_lens_host`: by it kernels tell steps apart.
     """
 
     query_starts: Tensor

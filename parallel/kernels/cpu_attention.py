@@ -102,7 +102,8 @@ class CpuPagedAttention:
     """Computes `Kernels.attention` without a soft cap. Holds the plan of the step in progress: one thread only."""
 
     def __init__(self) -> None:
-        self._step: Tensor | None = None
+        self._lengths: list[int] = []
+        """Of the step in progress, whose metas all have this one object."""
         self._plans: dict[tuple[int, int | None, bool, torch.Size], tuple[AttentionMeta, _Plan]] = {}
         self._workspaces: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
@@ -137,8 +138,8 @@ class CpuPagedAttention:
         *,
         has_decodes: bool = True,
     ) -> _Plan:
-        if meta.query_starts is not self._step:  # shared by all metas of a step
-            self._step = meta.query_starts
+        if meta.context_lens_host is not self._lengths:
+            self._lengths = meta.context_lens_host
             self._plans.clear()
         key = (id(meta), window, has_decodes, cache.k_BPKH.shape)
         if key not in self._plans:  # the meta is kept with its plan, so that no other one gets its id

@@ -73,7 +73,8 @@ class NativeCpuKernels:
         self._torch = CpuKernels()
         self._chunks = CpuPagedAttention()
         self._params: dict[int, tuple[AttentionParams, LayerParams]] = {}
-        self._step: Tensor | None = None
+        self._lengths: list[int] = []
+        """Of the step in progress, whose metas all have this one object."""
         self._layouts: dict[tuple[int, int, int, torch.Size, torch.dtype], tuple[AttentionMeta, StepLayout]] = {}
 
     @classmethod
@@ -252,8 +253,8 @@ class NativeCpuKernels:
         return q_TNH, k_TKH
 
     def _layout(self, num_heads: int, num_sequences: int, cache: LayerCache, meta: AttentionMeta) -> StepLayout:
-        if meta.query_starts is not self._step:  # shared by all metas of a step
-            self._step = meta.query_starts
+        if meta.context_lens_host is not self._lengths:
+            self._lengths = meta.context_lens_host
             self._layouts.clear()
         key = (id(meta), num_heads, num_sequences, cache.k_BPKH.shape, cache.k_BPKH.dtype)
         if key not in self._layouts:

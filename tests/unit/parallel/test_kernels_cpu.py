@@ -4,6 +4,9 @@ Tolerances: float32 differs by the order of summation only; bf16 and fp16 result
 reference's at most, so a few units in the last place of the largest value (2**-8 and 2**-11 of it).
 """
 
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.paged_layout import make_layout, meta_of_one, without_unseen_blocks
@@ -119,6 +122,18 @@ def test_layers_of_alternating_groups_read_their_own_blocks_within_the_window(ke
         for own, size in ((meta, None), (sliding, window)):
             params = AttentionParams(scale=0.25, sliding_window=size)
             assert_close(kernels.attention(q, cache, own, params), ReferenceKernels().attention(q, cache, meta, params))
+
+
+def test_nothing_of_a_step_is_kept_when_the_next_one_has_come(kernels: Kernels) -> None:
+    q, cache, meta = paged_layout(
+        [(1, 40), (1, 7), (3, 9)], num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32
+    )
+    # sequences that go on have the query starts of the step before
+    metas = [replace(meta, context_lens=meta.context_lens.clone(), context_lens_host=[40, 7, 9]) for _ in range(5)]
+    kept = [weakref.ref(meta.context_lens) for meta in metas]
+    while metas:
+        kernels.attention(q, cache, metas.pop(0), AttentionParams(scale=0.25))
+    assert [ref() is not None for ref in kept[:-1]] == [False] * 4
 
 
 def test_result_does_not_depend_on_the_other_sequences(kernels: Kernels) -> None:

@@ -248,6 +248,15 @@ def test_steps_made_from_the_one_before_equal_those_made_anew(num_groups: int, l
     assert (goes_on._tables == anew._tables).all()
 
 
+def test_lengths_are_one_object_in_all_groups_of_a_step_and_in_no_other_step() -> None:
+    """By it kernels tell steps apart."""
+    inputs = InputBuilder(num_slots=8, max_context=128, block_size=BLOCK, device=torch.device("cpu"), num_groups=2)
+    steps = [inputs.build(plan).metas for plan in decoding(2)]
+    lengths = [meta.context_lens_host for metas in steps for meta in metas]
+    assert all(first.context_lens_host is second.context_lens_host for first, second in steps)
+    assert len({id(each) for each in lengths}) == len(steps)
+
+
 def assert_equal(seen: Any, expected: Any) -> None:
     """Dataclasses of tensors, arrays, numbers and lists of these."""
     assert type(seen) is type(expected)
