@@ -7,11 +7,15 @@ from parallel.families.fields import Fields
 from parallel.families.layout import stacked_gate_up, stacked_qkv
 from parallel.families.rope import Rope
 
-_ROPE = Rope(default_partial=1.0)
+_ROPE = Rope(
+    default_partial=1.0,
+    kinds={"default": "default", "longrope": "longrope", "yarn": "longrope", "su": "longrope"},  # its early names
+)
 
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a Phi 3 config; Phi 4 mini rotates heads in part."""
+    fields = fields.with_defaults(original_max_position_embeddings=4096)
     description = describe_common(fields, rope=_ROPE, default_eps=1e-5)
     return with_window(description, fields.optional_integer("sliding_window"))
 

@@ -5,6 +5,7 @@ transformers 5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel.errors import UnsupportedModelError
@@ -20,6 +21,7 @@ from parallel.position_description import (
 )
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_NAMES: Mapping[str, str] = {**{kind: kind for kind in KINDS}, "su": "longrope"}  # an early name
 
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
@@ -34,6 +36,8 @@ class Rope:
     is_interleaved: bool = False
     layer_kind: str | None = None
     """Read the set of this kind of layers, where the config has several."""
+    kinds: Mapping[str, str] | None = None
+    """What the configs of the family call their kinds of scaling -> one of KINDS; None: all, as they are called."""
 
 
 WHOLE_HEADS = Rope()
@@ -59,7 +63,7 @@ def read_rotary(fields: Fields, head_dim: int, rope: Rope = WHOLE_HEADS) -> tupl
         values = values.nested(rope.layer_kind)
     max_positions = fields.integer("max_position_embeddings")
     theta = values.number("rope_theta", fields.number("rope_theta", rope.default_theta))
-    scaling = _read_scaling(fields, values, max_positions)
+    scaling = _read_scaling(fields, values, max_positions, rope.kinds or _NAMES)
     dim = int(head_dim * _read_partial(fields, values, rope.default_partial))
     description = RotaryDescription(dim=dim, theta=theta, scaling=scaling, is_interleaved=rope.is_interleaved)
     return description, _max_context(max_positions, scaling)
@@ -77,14 +81,14 @@ def _has_entries(fields: Fields, name: str) -> bool:
     return name in fields and not fields.nested(name).is_empty
 
 
-def _read_scaling(fields: Fields, rope: Fields, max_positions: int) -> RotaryScaling | None:
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind == "mrope" or "mrope_section" in rope:  # newer configs say "default", and the sections
+def _read_scaling(fields: Fields, rope: Fields, max_positions: int, kinds: Mapping[str, str]) -> RotaryScaling | None:
+    name = rope.text("rope_type", rope.text("type", "default"))
+    if name == "mrope" or "mrope_section" in rope:  # newer configs say "default", and the sections
         raise UnsupportedModelError(
             "the rotary embedding is mrope: it turns by the time, height and width of image patches, which a token of "
             f"text does not have; supported: text models with {', '.join(KINDS)}"
         )
-    match kind:
+    match kinds.get(name):
         case "default":
             return None
         case "linear":
@@ -93,7 +97,7 @@ def _read_scaling(fields: Fields, rope: Fields, max_positions: int) -> RotarySca
             return DynamicScaling(factor=rope.number("factor"), original_context=max_positions)
         case "yarn":
             return _read_yarn(rope, max_positions, _original_context(fields, rope, max_positions))
-        case "longrope" | "su":  # an early name
+        case "longrope":
             return _read_longrope(rope, max_positions, _original_context(fields, rope, max_positions))
         case "llama3":
             return Llama3Scaling(
@@ -103,7 +107,7 @@ def _read_scaling(fields: Fields, rope: Fields, max_positions: int) -> RotarySca
                 original_context=_original_context(fields, rope, max_positions),
             )
         case _:
-            raise UnsupportedModelError(f"rope_type is {kind!r}; supported: {', '.join(KINDS)}")
+            raise UnsupportedModelError(f"rope_type is {name!r}; supported: {', '.join(kinds)}")
 
 
 def _original_context(fields: Fields, rope: Fields, max_positions: int) -> int:

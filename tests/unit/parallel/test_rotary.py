@@ -1,11 +1,13 @@
 """The rotary table equals that of transformers for every scaling kind, and depends on positions alone."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
@@ -36,7 +38,8 @@ def _describe(config: dict[str, Any]) -> DecoderDescription:
 
 
 def _original(config: dict[str, Any], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    embedding = LlamaRotaryEmbedding(transformers.LlamaConfig(**config))
+    make = Phi3RotaryEmbedding if config["model_type"] == "phi3" else LlamaRotaryEmbedding
+    embedding = make(transformers.AutoConfig.for_model(**deepcopy(config)))
     cos, sin = embedding(torch.zeros(1), torch.tensor([positions]))
     half = cos.shape[-1] // 2
     return cos[0, :, :half], sin[0, :, :half]
@@ -64,6 +67,12 @@ LLAMA3: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 
+
+def _phi3(**rope: Any) -> dict[str, Any]:
+    """Without "original_max_position_embeddings" beside the rope."""
+    return {**_config(**rope), "model_type": "phi3"}
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "default": _config(rope_type="default", rope_theta=10000.0),
     "default-theta": _config(rope_type="default", rope_theta=1e6, head_dim=128),
@@ -79,6 +88,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "longrope-long": _config(**LONGROPE),
     "longrope-attention-factor": _config(**LONGROPE, attention_factor=1.25),
     "longrope-short": _config(**{**LONGROPE, "original_max_position_embeddings": 65536}, factor=2.0),
+    "phi3-default": _phi3(rope_theta=10000.0),
+    "phi3-longrope": _phi3(**{**LONGROPE, "rope_type": "longrope"}),
+    "phi3-su": _phi3(**{**LONGROPE, "rope_type": "su"}),
+    "phi3-yarn": _phi3(**{**LONGROPE, "rope_type": "yarn"}),
+    "phi3-yarn-factor": _phi3(**{**LONGROPE, "rope_type": "yarn", "factor": 4.0}),
+    "phi3-yarn-attention-factor": _phi3(**{**LONGROPE, "rope_type": "yarn", "attention_factor": 1.5}),
+    "phi3-original-context-inside-the-rope": _phi3(**{**LONGROPE, "original_max_position_embeddings": 8192}),
+    "phi3-original-context-beside-it": {
+        **_phi3(**{**LONGROPE, "rope_type": "yarn"}),
+        "original_max_position_embeddings": 2048,
+    },
 }
 
 
@@ -199,6 +219,24 @@ def test_rotation_by_image_patches_is_refused_with_the_reason(name: str, rope: d
 def test_contradictory_parameters_are_refused(rope: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _describe(_config(**rope))
+
+
+def test_phi3_was_trained_on_4096_tokens_if_nothing_is_said() -> None:
+    rope = {name: value for name, value in LONGROPE.items() if name != "original_max_position_embeddings"}
+    for kind in ("su", "yarn", "longrope"):
+        assert _describe(_phi3(**{**rope, "rope_type": kind})) == _describe(_phi3(**LONGROPE))
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3"])
+def test_kind_that_phi3_does_not_have_is_refused(kind: str) -> None:
+    supported = "rope_type is '.*'; supported: default, longrope, yarn, su"
+    with pytest.raises(UnsupportedModelError, match=supported):
+        _describe(_phi3(**{**LLAMA3, "rope_type": kind}))
+
+
+def test_yarn_of_phi3_without_the_factors_of_longrope_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rope_parameters\.short_factor is missing"):
+        _describe(_phi3(**YARN))
 
 
 def test_partial_rotation_is_refused() -> None:
