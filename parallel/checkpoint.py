@@ -25,6 +25,7 @@ from parallel.host_memory import release_free_memory
 from parallel.kernels.base import Kernels
 from parallel.mesh import Mesh
 from parallel.quantization.packing import Stored
+from parallel.stored_head import untie_stored_head
 from parallel.weight_files import is_only_mapped, locate_tensors, open_tensors
 from parallel.weight_reads import OpenFiles, WeightRead, plan_reads
 
@@ -77,6 +78,7 @@ def load_decoder(
     description = describe_model(folder)
     if max_context is not None:
         description = _limit_context(description, max_context)
+    description = untie_stored_head(description, folder, mesh=mesh, dtype=dtype)
     decoder = Decoder(
         description,
         mesh=mesh,

@@ -4,6 +4,7 @@ The loop here is a minimal engine over `Decoder`: scattered blocks, prompts in c
 """
 
 import functools
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers.gloo_pool import GlooPool
 from helpers.tiny_models import DENSE_NAMES, FAMILIES, MOE_NAMES, NAMES, load_original, tiny_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parallel.checkpoint import load_decoder
@@ -241,6 +243,22 @@ def test_expert_parallel_equals_transformers(gloo_pool: GlooPool, name: str, tp:
     _assert_equals_original(
         gloo_pool, folder, DENSE_PROMPTS, tp=tp, pp=pp, chunk=7, kernels="auto", expert_parallel=True
     )
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_head_stored_beside_a_tied_embedding_is_that_of_transformers(
+    gloo_pool: GlooPool, tmp_path: Path, name: str, tp: int, pp: int
+) -> None:
+    folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors[
+        "model.embed_tokens.weight" if "model.embed_tokens.weight" in tensors else "transformer.wte.weight"
+    ]
+    tensors["lm_head.weight"] = embedding.flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    prompts = TINY_PROMPTS if name in NAMES else DENSE_PROMPTS
+    _assert_equals_original(gloo_pool, folder, prompts, tp=tp, pp=pp, chunk=7, kernels="auto")
 
 
 @pytest.mark.parametrize("chunk", [1, BLOCK_SIZE, 1000])

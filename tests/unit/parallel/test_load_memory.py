@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from parallel.random_model import write_random_model
 from parallel.weight_index import PICKLED, SAFETENSORS
@@ -68,10 +68,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "small": {"num_hidden_layers": 1, "vocab_size": 64},
         "large": {},
         "tied": {"tie_word_embeddings": True, "vocab_size": 2 * 6144},
+        "stored-twice": {"tie_word_embeddings": True, "vocab_size": 2 * 6144},
     }
     for name, values in sizes.items():
         source, pickled = folder / f"{name}-safetensors", folder / f"{name}-bin"
         write_random_model(source, CONFIG | values, 0, torch.float32)
+        if name == "stored-twice":
+            tensors = load_file(source / SAFETENSORS.single)
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            save_file(tensors, source / SAFETENSORS.single)
         pickled.mkdir()
         (pickled / "config.json").write_text((source / "config.json").read_text())
         torch.save(load_file(source / SAFETENSORS.single), pickled / PICKLED.single)
@@ -88,6 +93,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("large", "bin", 2, "float32"),
         ("large", "bin", 2, "bfloat16"),
         ("tied", "safetensors", 1, "bfloat16"),
+        ("stored-twice", "safetensors", 1, "bfloat16"),
     ],
 )
 def test_peak_is_the_ranks_own_weights_and_a_tenth(
