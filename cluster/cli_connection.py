@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 import typer
+from weft.addresses import join_host_port
 
 from cluster.defaults import DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError
@@ -15,7 +16,7 @@ from router.tls import INNER_NAME, InnerTls
 if TYPE_CHECKING:
     from cluster.control_client import ControlClient
 
-DEFAULT_CONTROL = f"{DEFAULT_HOST}:{DEFAULT_CONTROL_PORT}"
+DEFAULT_CONTROL = join_host_port(DEFAULT_HOST, DEFAULT_CONTROL_PORT)
 
 _PANEL = "Connection"
 _OwnParameters = ParamSpec("_OwnParameters")

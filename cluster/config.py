@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
+from weft.addresses import join_host_port
 from weft.recording import RecordingConfig
 
 from cluster.autoscaler import AutoscalerConfig
@@ -325,7 +326,6 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
     _check_unique(models)
     _check_ports(file)
     _check_inner_tls(file)
-    control = f"{file.host}:{file.controller.port}"
     return ClusterSpec(
         models=tuple(models),
         host=file.host,
@@ -334,7 +334,7 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
         inner_tls=file.inner_tls,
         router=file.router.to_config(
             host=file.host,
-            control=control,
+            control=join_host_port(file.host, file.controller.port),
             tracing=file.tracing,
             recording=file.recording,
             inner_tls=file.inner_tls,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
+from weft.addresses import join_host_port
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 
@@ -81,16 +82,17 @@ def bind_control_port(host: str, port: int, tls: InnerTls | None = None) -> tupl
     """Return a server that is bound but does not serve yet, and its host:port.
 
     Raises:
-        StartError: the port is taken, or the TLS files cannot be used on this node.
+        StartError: the port is taken, the host is not this node's, or the TLS files cannot be used on this node.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
+    address = join_host_port(host, port)
     try:
-        bound = bind(server, f"{host}:{port}", tls)
+        bound = bind(server, address, tls)
     except RuntimeError as error:
-        raise StartError(f"the controller cannot listen on {host}:{port}; allowed: a free port") from error
+        raise StartError(f"the controller cannot listen on {address}; allowed: a free port of this node") from error
     except RouterConfigError as error:
         raise StartError(f"the controller cannot speak TLS: {error}") from error
-    return server, f"{host}:{bound}"
+    return server, join_host_port(host, bound)
 
 
 class ControlServer(ControlServicer):

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import grpc
 import ray
+from weft.addresses import split_host_port
 from weft.recording import Recorder, RecordingConfig, RecordingError
 
 from cluster.config import ClusterSpec, ModelSpec
@@ -122,7 +123,7 @@ class Controller:
                 await asyncio.sleep(_RETRY_S / 4)
 
     def _create(self, saved: SavedState, address: str) -> None:
-        saved = replace(saved, control_port=int(address.rpartition(":")[2]))
+        saved = replace(saved, control_port=split_host_port(address)[1])
         self._state = WantedState(
             saved,
             routers=self._make_routers(saved, address),
@@ -248,7 +249,7 @@ class Controller:
 
     def _save(self, state: SavedState) -> None:
         assert self._metrics is not None
-        port = int(self._metrics.address.rpartition(":")[2])
+        _, port = split_host_port(self._metrics.address)
         self._store.save(encode(replace(state, metrics_port=port)))
 
     def _load(self) -> SavedState:

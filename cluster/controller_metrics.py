@@ -8,7 +8,7 @@ Both are read from the controller's state when somebody asks, on the controller'
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+from weft.addresses import family_of, join_host_port
 from weft.v1 import control_pb2
 
 from cluster.control_server import ControlState
@@ -81,11 +82,12 @@ class ControllerListener:
             "/targets": lambda: ("application/json", msgspec.json.encode(targets(self._read()))),
         }
         try:
-            self._server = ThreadingHTTPServer((host, port), _handler(pages))
+            self._server = _PageServer(host, port, pages)
         except OSError as error:
-            raise StartError(f"the controller's metrics cannot listen on {host}:{port}: {error.strerror}") from error
+            address = join_host_port(host, port)
+            raise StartError(f"the controller's metrics cannot listen on {address}: {error.strerror}") from error
         self._server.daemon_threads = True
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = join_host_port(host, self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.2,), daemon=True)
         self._thread.start()
 
@@ -101,7 +103,16 @@ class ControllerListener:
         return ClusterState(self._state.model_statuses(), self._state.router_statuses())
 
 
-def _handler(pages: dict[str, Callable[[], tuple[str, bytes]]]) -> type[BaseHTTPRequestHandler]:
+_Pages = Mapping[str, Callable[[], tuple[str, bytes]]]
+
+
+class _PageServer(ThreadingHTTPServer):
+    def __init__(self, host: str, port: int, pages: _Pages) -> None:
+        self.address_family = family_of(host)
+        super().__init__((host, port), _handler(pages))
+
+
+def _handler(pages: _Pages) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = pages.get(self.path.partition("?")[0])

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+from weft.addresses import join_host_port
+
 from cluster.errors import GroupTerminatedError
 from cluster.metrics import EngineCollector
 from cluster.rank_actor import RankSpec, ReplicaLoad
@@ -70,7 +72,7 @@ class Leader:
         port = await self._server.start(self._host, tls)
         self._collector = self._collect(engine, self._engine)
         self._metrics.add(self._collector)
-        return f"{self._host}:{port}"
+        return join_host_port(self._host, port)
 
     async def wait_failed(self) -> None:
         """Wait for the engine to fail, and raise what it failed with."""

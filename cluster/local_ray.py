@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray._private import node as ray_node
 from ray._private import services as ray_services
+from weft.addresses import split_host_port
 
 from cluster import late_agent
 from cluster.controller import NAMESPACE
@@ -98,9 +99,9 @@ def join_ray(address: str, *, log_to_driver: bool) -> None:
 
 def _check_reachable(address: str) -> None:
     """Raise OSError or ValueError when nothing listens at host:port, where ray.init would go on trying for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon:  # else "auto", or whatever Ray makes of it
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_JOIN_TIMEOUT_S).close()
+    place = address.removeprefix("ray://")
+    if ":" in place:  # else "auto", or whatever Ray makes of it
+        socket.create_connection(split_host_port(place), timeout=_JOIN_TIMEOUT_S).close()
 
 
 def leave_ray() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
+from weft.addresses import family_of
 from weft.v1 import control_pb2
 
 from cluster.config import build_spec, load_cluster_file
@@ -182,8 +183,7 @@ def _wait(
 
 def is_of_this_machine(address: str) -> bool:
     """Whether it is an address of this machine: only an address of one of its own interfaces can be bound."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
         except OSError:

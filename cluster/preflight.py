@@ -8,6 +8,8 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
+from weft.addresses import family_of
+
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import ModelNotFoundError, StartError
 from cluster.models import resolve_model
@@ -110,7 +112,6 @@ def _check_ports(spec: ClusterSpec) -> None:
 
 def _bind(host: str, port: int) -> None:
     """Bind and let go. Raises OSError, or ValueError for a host that is no name."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))

@@ -10,6 +10,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from weft.addresses import join_host_port
 
 from workers.stats import RankStats
 
@@ -102,7 +103,7 @@ class MetricsListener:
         server, thread = start_http_server(0, host, self._registry)
         self._server: WSGIServer = server
         self._thread: threading.Thread = thread
-        self.address = f"{host}:{server.server_port}"
+        self.address = join_host_port(host, server.server_port)
 
     def add(self, collector: Collector) -> None:
         """Tell this too."""

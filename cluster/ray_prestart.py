@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from weft.addresses import join_host_port
 
 from cluster.errors import SpareError
 
@@ -114,7 +115,7 @@ def _node(node_id: str) -> dict[str, Any]:
 
 
 def _address(node: dict[str, Any]) -> str:
-    return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    return join_host_port(node["NodeManagerAddress"], node["NodeManagerPort"])
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import grpc
 from weft import protocol
+from weft.addresses import join_host_port
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 
@@ -97,7 +98,7 @@ class ReplicaServer(ReplicaServicer):
         """Listen on a free port of `host` and return it. Raises RouterConfigError when TLS files cannot be used."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         add_ReplicaServicer_to_server(self, server)
-        port = bind(server, f"{host}:0", tls)
+        port = bind(server, join_host_port(host, 0), tls)
         await server.start()
         self._server = server
         return port

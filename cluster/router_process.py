@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from weft.addresses import split_host_port
 from weft.v1 import control_pb2
 
 from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
@@ -206,7 +207,7 @@ class RouterProcess:
 
 
 def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
+    return split_host_port(address)[1]
 
 
 async def _await(ref: Any) -> Any:

@@ -10,17 +10,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, cast
 
 import msgspec
 from rich.console import Console
+from weft.addresses import family_of, join_host_port
 from weft.v1 import control_pb2
 
 from cluster.cli_connection import connection_flags
 from cluster.config import ClusterSpec, build_spec
 from cluster.control_client import ControlClient
+from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ControllerError, StartError
 from cluster.imports import import_for_good
 from cluster.preflight import check_spec
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _WATCH_S = 2.0  # each look costs the controller some milliseconds of the cores that compute
 _LOG_LINES = 15
+_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where a service that listens on every address is reached from this machine."""
 
 
 def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = True, takes_over: bool = False) -> None:
@@ -127,9 +132,9 @@ def serve_in_background(
     Raises:
         ClusterError, ModelError, EngineConfigError: it did not come up; its log is at the end of the message.
     """
+    check_spec(build_spec(settings))
     settings = _with_control_port(settings)
     spec = build_spec(settings)
-    check_spec(spec)
     path = log_file or Path.home() / ".cache" / "weft" / f"serve-{spec.control_port}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as log:
@@ -161,6 +166,7 @@ def print_addresses(
     log_file: Path | None = None,
 ) -> None:
     """Say what is served and where."""
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)  # an address may have brackets
     for model in status.models:
         shape = f"{model.wanted_replicas} replicas"
         if model.groups:
@@ -168,21 +174,21 @@ def print_addresses(
             split = f"tensor parallel {group.tensor_parallel}, pipeline {group.pipeline_parallel}"
             shape = f"{model.wanted_replicas} x ({split})"
         scales = f", scaling from {bounds(model)}" if bounds(model) else ""
-        console.print(f"Serving {model.name}: {shape}{scales}", highlight=False)
+        say(f"Serving {model.name}: {shape}{scales}")
     for address in dict.fromkeys(router.grpc_address for router in status.routers):
-        console.print(f"  gRPC        {address}", highlight=False)
+        say(f"  gRPC        {address}")
     for address in dict.fromkeys(router.http_address for router in status.routers if router.http_address):
-        console.print(f"  OpenAI HTTP http://{address}/v1", highlight=False)
+        say(f"  OpenAI HTTP http://{address}/v1")
     for router in status.routers:
         if router.metrics_address:
-            console.print(f"  metrics     http://{router.metrics_address}/metrics", highlight=False)
-    console.print(f"  control     {control}", highlight=False)
+            say(f"  metrics     http://{router.metrics_address}/metrics")
+    say(f"  control     {control}")
     if status.metrics_address:
-        console.print(f"  Prometheus  http://{status.metrics_address}/targets", highlight=False)
+        say(f"  Prometheus  http://{status.metrics_address}/targets")
     if log_file is not None:
-        console.print(f"  log         {log_file}", highlight=False)
+        say(f"  log         {log_file}")
     stop = shlex.join(["weft", "stop", *connection_flags(control, tls)])
-    console.print(f"Stop it with `{stop}`{'' if log_file else ' or Ctrl-C'}.", highlight=False, soft_wrap=True)
+    say(f"Stop it with `{stop}`{'' if log_file else ' or Ctrl-C'}.")
 
 
 def _wait_ready(
@@ -205,16 +211,16 @@ def _wait_ready(
 
 
 def _reachable(spec: ClusterSpec) -> str:
-    host = "127.0.0.1" if spec.host == "0.0.0.0" else spec.host
-    return f"{host}:{spec.control_port}"
+    return join_host_port(_LOOPBACK_OF.get(spec.host, spec.host), spec.control_port)
 
 
 def _with_control_port(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The background process cannot tell which port it took, so one is chosen here."""
     controller = dict(settings.get("controller", {}))
     if controller.get("port") == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        host = settings.get("host", DEFAULT_HOST)
+        with socket.socket(family_of(host)) as probe:
+            probe.bind((host, 0))
             controller["port"] = probe.getsockname()[1]
     return {**settings, "controller": controller}
 

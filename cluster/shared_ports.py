@@ -7,6 +7,8 @@ where anybody listens or has done this before, and only then lets others in: its
 
 import socket
 
+from weft.addresses import family_of
+
 from cluster.errors import StartError
 
 
@@ -24,7 +26,7 @@ class SharedPort:
         Raises:
             StartError: somebody has it.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        family = family_of(host)
         self._socket = socket.socket(family)
         try:
             with socket.socket(family) as exclusive:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+from weft.addresses import join_host_port
 from weft.v1 import control_pb2
 
 STATE_STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "draining": "cyan", "failed": "red"}
@@ -80,9 +81,9 @@ def _model_row(model: control_pb2.ModelStatus) -> tuple[str, ...]:
     return model.name, ready, revision, ", ".join(splits) or "-", model.path or "-"
 
 
-def _listeners(router: control_pb2.RouterStatus) -> str:
+def _listeners(router: control_pb2.RouterStatus) -> Text:
     addresses = {"gRPC": router.grpc_address, "HTTP": router.http_address, "metrics": router.metrics_address}
-    return "\n".join(f"{name} {address}" for name, address in addresses.items() if address) or "-"
+    return Text("\n".join(f"{name} {address}" for name, address in addresses.items() if address) or "-")
 
 
 def _table(*columns: str) -> Table:
@@ -92,7 +93,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _group_row(group: control_pb2.GroupStatus) -> tuple[str, ...]:
+def _group_row(group: control_pb2.GroupStatus) -> tuple[str | Text, ...]:
     state = state_name(group)
     return (
         group.replica_id or group.group_id,
@@ -100,17 +101,17 @@ def _group_row(group: control_pb2.GroupStatus) -> tuple[str, ...]:
         duration(group.seconds_in_state),
         str(group.revision),
         str(group.restarts),
-        _ranks(group),
-        group.address or "-",
+        Text(_ranks(group)),  # rich would take the brackets of an address for a style
+        Text(group.address or "-"),
     )
 
 
 def _ranks(group: control_pb2.GroupStatus) -> str:
-    """Name a node once for all of its ranks."""
+    """Name a node once for all of its ranks, as in "10.0.0.1:70,71"."""
     pids: dict[str, list[str]] = {}
     for rank in group.ranks:
         pids.setdefault(rank.node, []).append(str(rank.pid))
-    return " ".join(f"{node}:{','.join(of_node)}" for node, of_node in pids.items()) or "-"
+    return " ".join(join_host_port(node, ",".join(of_node)) for node, of_node in pids.items()) or "-"
 
 
 def duration(seconds: float) -> str:
@@ -130,7 +131,7 @@ class StartView:
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[state]}"),
+            TextColumn("{task.fields[state]}", markup=False),
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,

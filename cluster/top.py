@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from weft.addresses import join_host_port
 
 from cluster.control_client import ControlClient
 from cluster.observe import GroupView, ModelView, NodeView, Observation, Page, Percentiles, RouterView, Snapshot, Window
@@ -140,8 +141,8 @@ def _groups(groups: Sequence[GroupView], *, is_wide: bool) -> Table:
         ]
         if is_wide:
             preemptions = "-" if group.preemptions_per_s is None else f"{group.preemptions_per_s:.2g}"
-            ranks = " ".join(f"{rank.node}:{rank.pid}" for rank in group.ranks)
-            row += [_latency(group.step_s), preemptions, ranks or "-"]
+            ranks = " ".join(join_host_port(rank.node, rank.pid) for rank in group.ranks)
+            row += [_latency(group.step_s), preemptions, Text(ranks or "-")]
         else:
             row.append(str(len(group.ranks)))
         table.add_row(*row)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from weft.addresses import family_of, join_host_port
 from weft.recording import Recorder, RecordingError
 
 from router.admission import Admission
@@ -223,7 +224,7 @@ class _HttpListener:
     def __init__(self, app: Starlette, router: RouterConfig, *, port: int) -> None:
         """Bind. Raises RouterConfigError when the port is taken."""
         self._socket = _bind(router.host, port, shares_port=router.shares_ports)
-        self.address = f"{router.host}:{self._socket.getsockname()[1]}"
+        self.address = join_host_port(router.host, self._socket.getsockname()[1])
         tls = router.tls
         self.has_started = asyncio.Event()
         settings = uvicorn.Config(
@@ -288,15 +289,14 @@ class _QuietServer(uvicorn.Server):
 
 
 def _bind(host: str, port: int, *, shares_port: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With this protocol asyncio sets TCP_NODELAY, as uvloop always does; without that, the body of an answer waits for
     # the client's delayed acknowledgement of its head: 40 ms.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares_port))
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise RouterConfigError(f"HTTP cannot listen on {host}:{port}: {error.strerror}") from error
+        raise RouterConfigError(f"HTTP cannot listen on {join_host_port(host, port)}: {error.strerror}") from error
     return bound

@@ -12,6 +12,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from weft.addresses import join_host_port
 
 from router.admission import Admission
 from router.call import GenerateCall
@@ -290,10 +291,11 @@ class MetricsListener:
         try:
             server, thread = start_http_server(port, host, metrics.registry)
         except OSError as error:
-            raise RouterConfigError(f"metrics cannot listen on {host}:{port}: {error.strerror}") from error
+            address = join_host_port(host, port)
+            raise RouterConfigError(f"metrics cannot listen on {address}: {error.strerror}") from error
         self._server: WSGIServer = server
         self._thread: Thread = thread
-        self.address = f"{host}:{server.server_port}"
+        self.address = join_host_port(host, server.server_port)
 
     def close(self) -> None:
         """Stop serving."""

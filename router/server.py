@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from weft.addresses import join_host_port
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
@@ -222,11 +223,12 @@ class GrpcListener:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # type: ignore[no-untyped-call]
         names = (READINESS_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
+        address = join_host_port(host, port)
         try:
-            bound = bind(self._server, f"{host}:{port}", tls)
+            bound = bind(self._server, address, tls)
         except RuntimeError as error:
-            raise RouterConfigError(f"gRPC cannot listen on {host}:{port}: the port is taken or not ours") from error
-        self.address = f"{host}:{bound}"
+            raise RouterConfigError(f"gRPC cannot listen on {address}: it is taken or not ours") from error
+        self.address = join_host_port(host, bound)
 
     async def start(self) -> None:
         """Begin to serve; not ready yet."""

@@ -19,6 +19,7 @@ from zlib import crc32
 
 import msgspec
 import zmq
+from weft.addresses import join_host_port
 from zmq.utils.monitor import recv_monitor_message
 
 from workers.errors import GroupFailedError
@@ -343,7 +344,7 @@ class _Peer:
     def bind(self, host: str) -> str:
         """Listen on a free port and return the address to connect to."""
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        self.socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
+        self.socket.bind(f"tcp://{join_host_port(address, '*')}")
         return self.socket.get_string(zmq.LAST_ENDPOINT)
 
     def is_gone(self) -> bool:

@@ -5,6 +5,8 @@ from enum import StrEnum
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from weft.addresses import join_host_port
+
 from bench.errors import BenchConfigError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
 from bench.load.calls import Lengths
@@ -169,8 +171,8 @@ def find_control(ranks: RankFlags, target: Target) -> tuple[str, int | None]:
     if ranks.control is not None:
         return ranks.control, None
     url = urlsplit(target.address if "://" in target.address else f"grpc://{target.address}")
-    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
-    return f"{host}:{DEFAULT_CONTROL_PORT}", url.port or {"http": 80, "https": 443}.get(url.scheme)
+    router_port = url.port or {"http": 80, "https": 443}.get(url.scheme)
+    return join_host_port(url.hostname or "", DEFAULT_CONTROL_PORT), router_port
 
 
 def find_idle(kinds: Iterable[DatasetKind], *groups: PromptFlags | SessionFlags | LoadFlags) -> list[str]:

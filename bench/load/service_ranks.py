@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from weft.addresses import split_host_port
 from weft.v1 import control_pb2
 
 from bench.load.utilization import RankCounters, RanksUnknownError
@@ -56,7 +57,7 @@ class ServiceRanks:
 
     def _check_router(self, routers: Iterable[control_pb2.RouterStatus]) -> None:
         addresses = [address for each in routers for address in (each.grpc_address, each.http_address) if address]
-        ports = {int(address.rpartition(":")[2]) for address in addresses}
+        ports = {split_host_port(address)[1] for address in addresses}
         if self._router_port is not None and self._router_port not in ports:
             raise RanksUnknownError(
                 f"the controller has no router on port {self._router_port} (only {', '.join(addresses)}); "

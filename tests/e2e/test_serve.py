@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from helpers.ipv6 import needs_ipv6
 from helpers.live_cluster import Ask, ask_together, scrape, wait_until
 
 from router.client import Client
@@ -94,6 +95,30 @@ def test_background_service_generates_stops_and_decides_the_same_again(model_fol
     assert outcomes["scheduler"]["calls"].keys() >= {"add", "abort", "finish", "schedule", "update"}
     assert outcomes["router"]["calls"]["route"] == 12
     assert outcomes["autoscaler"]["calls"] == {}, "nothing scales by itself"
+
+
+@needs_ipv6
+def test_service_on_an_ipv6_address_serves_answers_and_stops(model_folder: Path, tmp_path: Path) -> None:
+    flags = ("--host", "::1", "--control-port", "0", "--detach", "--log-file", str(tmp_path / "log"), *ANY_PORTS)
+    with nothing_left() as pids:
+        started = weft("serve", str(model_folder), *flags)
+        assert started.returncode == 0, started.stderr
+        (control,) = re.findall(r"control +(\[::1\]:\d+)", started.stdout)
+        try:
+            status = json.loads(weft("status", "--json", "--control", control).stdout)
+            pids |= {rank["pid"] for rank in status["models"][0]["groups"][0]["ranks"]}
+            (router,) = status["routers"]
+            said = weft("generate", "Once upon a time", "--router", router["grpc_address"], "--json")
+            assert json.loads(said.stdout)["usage"]["completion_tokens"] > 0, said.stderr
+            http: Any = openai.OpenAI(base_url=f"http://{router['http_address']}/v1", api_key="unused")
+            with http:
+                assert http.completions.create(model="weights", prompt="The", max_tokens=5).usage.completion_tokens == 5
+            for address in (router["metrics_address"], status["metrics_address"]):
+                assert address.startswith("[::1]:")
+                assert scrape(address)
+        finally:
+            stopped = weft("stop", "--control", control)
+        assert stopped.returncode == 0, stopped.stderr
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from helpers.ipv6 import needs_ipv6
 from rich.console import Console
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
@@ -267,6 +268,26 @@ async def test_second_controller_on_a_port_is_refused(running: tuple[FakeState, 
         bind_control_port("127.0.0.1", port)
 
 
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "::"])
+async def test_controller_is_reached_at_an_ipv6_address(host: str) -> None:
+    listener, address = bind_control_port(host, 0)
+    assert address.startswith(f"[{host}]:")
+    server = ControlServer(FakeState(), LogReader("here"), DemandLedger())
+    await server.start(listener)
+    try:
+        with ControlClient(address) as client:
+            assert (await asyncio.to_thread(client.status)).models
+    finally:
+        await server.stop()
+
+
+@needs_ipv6
+async def test_controller_on_an_address_that_no_interface_has_is_refused() -> None:
+    with pytest.raises(StartError, match=r"cannot listen on \[2001:db8::1\]:0"):
+        bind_control_port("2001:db8::1", 0)
+
+
 def test_nobody_there_is_told_in_one_line() -> None:
     with ControlClient("127.0.0.1:1") as client, pytest.raises(ControllerError, match="no controller answers at"):
         client.status()
@@ -335,6 +356,18 @@ def test_status_fits_and_tells_reasons() -> None:
     print_status(Console(file=out, width=80), status_with(control_pb2.GROUP_STATE_FAILED, router_alive=False))
     assert all(word in out.getvalue() for word in ("m-0", "failed", "why", "router-0", "not alive"))
     assert max(map(len, out.getvalue().splitlines())) <= 80
+
+
+def test_ipv6_addresses_are_shown_whole() -> None:
+    ranks = [control_pb2.RankStatus(rank=rank, node="fd00::2", pid=70 + rank) for rank in range(2)]
+    group = control_pb2.GroupStatus(group_id="m-0", state=READY, ranks=ranks, address="[fd00::2]:7000")
+    status = control_pb2.GetStatusResponse(
+        models=[control_pb2.ModelStatus(name="m", groups=[group])],
+        routers=[control_pb2.RouterStatus(router_id="router-0", grpc_address="[fd00::2]:50051")],
+    )
+    out = io.StringIO()
+    print_status(Console(file=out, width=120), status)
+    assert {"[fd00::2]:70,71", "[fd00::2]:7000", "[fd00::2]:50051"} <= set(out.getvalue().split())
 
 
 def test_state_that_only_a_newer_controller_knows_is_shown_by_its_number() -> None:

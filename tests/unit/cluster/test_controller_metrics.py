@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
+from helpers.ipv6 import needs_ipv6
 from prometheus_client.parser import text_string_to_metric_families
 from weft.v1 import control_pb2
 
@@ -97,6 +98,17 @@ async def test_every_process_is_a_target_once(listener: ControllerListener) -> N
 async def test_other_pages_are_refused(listener: ControllerListener) -> None:
     with pytest.raises(urllib.error.HTTPError, match="allowed: /metrics, /targets"):
         await get(listener, "/")
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "::"])
+async def test_pages_are_served_on_an_ipv6_address(host: str) -> None:
+    listener = ControllerListener(cast(ControlState, State()), host=host, port=0)
+    try:
+        assert listener.address.startswith(f"[{host}]:")
+        assert "weft_cluster_groups" in await get(listener, "/metrics")
+    finally:
+        await listener.close()
 
 
 async def test_taken_port_is_told(listener: ControllerListener) -> None:

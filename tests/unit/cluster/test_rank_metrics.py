@@ -2,6 +2,7 @@
 
 import urllib.request
 
+from helpers.ipv6 import needs_ipv6
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.rank_metrics import MetricsListener, RankCollector
@@ -20,6 +21,17 @@ def scrape(listener: MetricsListener) -> dict[tuple[str, tuple[str, ...]], float
         for sample in family.samples
         if LABELS.items() <= sample.labels.items()
     }
+
+
+@needs_ipv6
+def test_page_is_served_on_an_ipv6_address() -> None:
+    listener = MetricsListener("::1")
+    try:
+        assert listener.address.startswith("[::1]:")
+        listener.add(RankCollector(RankStats(), loaded_ratio=lambda: 0.25, labels=LABELS))
+        assert scrape(listener)["weft_rank_loaded_ratio", ()] == 0.25
+    finally:
+        listener.close()
 
 
 def test_steps_and_collectives_are_told_as_they_are_when_asked() -> None:

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 from weft.v1 import control_pb2
 
+from cluster.config import build_spec
 from cluster.errors import StartError
-from cluster.serve import _run, print_addresses
+from cluster.serve import _reachable, _run, print_addresses
 
 
 class InterruptedService:
@@ -135,3 +136,31 @@ def test_address_that_routers_share_is_told_once() -> None:
         "  metrics     http://h:4/metrics",
         "  control     h:5",
     ]
+
+
+def test_addresses_are_told_as_they_are() -> None:
+    out = io.StringIO()
+    router = control_pb2.RouterStatus(grpc_address="[fd00::2]:1", http_address="[fd00::2]:2")
+    status = control_pb2.GetStatusResponse(routers=[router], metrics_address="[fd00::2]:3")
+    print_addresses(Console(file=out), status, "[fd00::2]:4", None)
+    assert out.getvalue().splitlines() == [
+        "  gRPC        [fd00::2]:1",
+        "  OpenAI HTTP http://[fd00::2]:2/v1",
+        "  control     [fd00::2]:4",
+        "  Prometheus  http://[fd00::2]:3/targets",
+        "Stop it with `weft stop --control '[fd00::2]:4'` or Ctrl-C.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "127.0.0.1:50050"),
+        ("0.0.0.0", "127.0.0.1:50050"),
+        ("::1", "[::1]:50050"),
+        ("::", "[::1]:50050"),
+        ("fd00::2", "[fd00::2]:50050"),
+    ],
+)
+def test_controller_that_listens_everywhere_is_asked_on_loopback(host: str, address: str) -> None:
+    assert _reachable(build_spec({"host": host})) == address

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.fake_replica import FakeReplica
+from helpers.ipv6 import needs_ipv6
 from helpers.router_harness import RunningRouter, poll, router_config, running_router, text_request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from weft.recording import RecordingConfig
@@ -43,6 +44,30 @@ async def test_taken_port_is_a_clear_error(field: str) -> None:
             with pytest.raises(RouterConfigError, match=f"cannot listen on {taken}"):
                 async with running_router(config):
                     pass
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "::"])
+@pytest.mark.parametrize("shares_ports", [False, True])
+async def test_every_listener_takes_an_ipv6_address(host: str, shares_ports: bool) -> None:
+    async with FakeReplica("a") as a:
+        ports = {"http_port": 0, "metrics_port": 0, "shares_ports": shares_ports}
+        async with running_router(router_config(a.address, host=host, **ports)) as router:
+            told = router.addresses
+            assert all(address and address.startswith(f"[{host}]:") for address in (told.grpc, told.http, told.metrics))
+            await router.wait_ready(1)
+            await ask_grpc(told)
+            await ask_http(told)
+            assert await router.outcomes(2) == {"length": 2}
+
+
+@needs_ipv6
+@pytest.mark.parametrize("field", ["grpc_port", "http_port", "metrics_port"])
+async def test_address_that_no_interface_has_is_a_clear_error(field: str) -> None:
+    config = router_config("127.0.0.1:1", host="2001:db8::1", **{"grpc_port": 0, "metrics_port": None, field: 0})
+    with pytest.raises(RouterConfigError, match=r"cannot listen on \[2001:db8::1\]:0"):
+        async with running_router(config):
+            pass
 
 
 def port_of(address: str | None) -> int:

@@ -1,0 +1,26 @@
+"""host:port, as every part of the program writes and reads it.
+
+An IPv6 address has brackets where a port follows it (RFC 3986, section 3.2.2) and none where it stands alone: in a
+setting, and where it is bound.
+"""
+
+import socket
+
+
+def join_host_port(host: str, port: int | str) -> str:
+    """Return host:port, as in "127.0.0.1:50051" and "[::1]:50051"."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Return the host, without brackets, and the port. Raises ValueError when it is no host:port."""
+    written, _, port = address.rpartition(":")
+    host = written.removeprefix("[").removesuffix("]")
+    if not (host and port.isdecimal() and join_host_port(host, port) == address):
+        raise ValueError(f"{address!r} is no address; allowed: host:port, or [IPv6 address]:port")
+    return host, int(port)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of the sockets that bind this host; a name has IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
