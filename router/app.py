@@ -78,7 +78,13 @@ async def run_router(
     changed = asyncio.Event()
     recorder = _open_recorder(config)
     recording = None if recorder is None else record_router(config, recorder)
-    directory = Directory(config, rng, changed.set, recording)
+    pool = TokenizerPool(load_tokenizer or tokenizer_loader(config), num_threads=config.tokenizer_threads)
+
+    def note_change() -> None:
+        changed.set()
+        pool.keep({identity for route in directory.routes for identity in route.texts})
+
+    directory = Directory(config, rng, note_change, recording)
     admission = Admission(Places(config.admission) if recording is None else recording.places(), time.monotonic)
     metrics.watch(admission, directory)
 
@@ -86,7 +92,6 @@ async def run_router(
         return directory.is_ready and not stop.is_set()
 
     with ExitStack() as stack:
-        pool = TokenizerPool(load_tokenizer or tokenizer_loader(config), num_threads=config.tokenizer_threads)
         stack.callback(pool.close)
         stack.callback(tracer.close)
         if recorder is not None:

@@ -104,6 +104,11 @@ class Route(Generic[LinkT]):
         return self._ready.text
 
     @property
+    def texts(self) -> set[str]:
+        """The identities of all that requests may be made for while its replicas are these, ready or not."""
+        return {self._served_text.identity, *(self._text_of(link).identity for link in self.links.values())}
+
+    @property
     def max_context(self) -> int:
         """Longest prompt plus output that each replica of this text takes; 0 while nobody has said it."""
         return self._ready.max_context or self._served_context or self._last_context

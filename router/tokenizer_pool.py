@@ -1,7 +1,10 @@
-"""The tokenizers of the served models, loaded once each, and the threads in which text work runs off the event loop."""
+"""The tokenizers of the served models, loaded once each, and the threads in which text work runs off the event loop.
+
+app.py says which of them are still needed, whenever membership changes.
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -56,8 +59,13 @@ class TokenizerPool:
         try:
             return await asyncio.shield(loading)  # a caller that leaves does not stop the load for the others
         except Exception:
-            self._tokenizers.pop(text.identity, None)  # the folder may be there next time
+            if self._tokenizers.get(text.identity) is loading:
+                del self._tokenizers[text.identity]  # the folder may be there next time
             raise
+
+    def keep(self, identities: Container[str]) -> None:
+        """Let go of the tokenizers of all other texts. Whoever has one, or waits for it, goes on with it."""
+        self._tokenizers = {each: loading for each, loading in self._tokenizers.items() if each in identities}
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function in one of the threads."""

@@ -1,7 +1,9 @@
 """Replicas of two revisions at once: a request's tokens go only to those whose tokenizer has made them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import gc
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -127,7 +129,9 @@ def say(control: FakeControl, *replicas: tuple[FakeReplica, ModelText]) -> None:
 
 
 @asynccontextmanager
-async def rolling(*replicas: tuple[FakeReplica, ModelText]) -> AsyncIterator[tuple[FakeControl, RunningRouter]]:
+async def rolling(
+    *replicas: tuple[FakeReplica, ModelText], load: Callable[[ModelText], ByteTokenizer] = load_tokenizer
+) -> AsyncIterator[tuple[FakeControl, RunningRouter]]:
     control = FakeControl()
     await control.start()
     say(control, *replicas)
@@ -136,7 +140,7 @@ async def rolling(*replicas: tuple[FakeReplica, ModelText]) -> AsyncIterator[tup
         policy=PolicyName.ROUND_ROBIN,
         failover=FailoverConfig(new_request_wait_s=5.0, failover_wait_s=0.5),
     )
-    async with running_router(config, load_tokenizer=load_tokenizer) as router:
+    async with running_router(config, load_tokenizer=load) as router:
         yield control, router
     await control.stop()
 
@@ -217,3 +221,33 @@ async def test_request_that_waits_is_made_again_for_the_replica_that_comes() -> 
         await router.wait_ready(1)
         assert (await router.generate(text_request("hi"))).token_ids == expected_tokens(new_ids("hi"), 1, 10)
         assert prompts([a, c]) == [[prompt_ids("hi")], [new_ids("hi")]]
+
+
+async def test_tokenizer_is_kept_as_long_as_a_replica_runs_it_and_no_longer() -> None:
+    loaded: dict[str, weakref.ref[ByteTokenizer]] = {}
+
+    def load(text: ModelText) -> ByteTokenizer:
+        tokenizer = load_tokenizer(text)
+        loaded[text.digest] = weakref.ref(tokenizer)
+        return tokenizer
+
+    def is_kept(text: ModelText) -> bool:
+        gc.collect()
+        return loaded[text.digest]() is not None
+
+    async with (
+        FakeReplica("a") as a,
+        FakeReplica("c") as c,
+        rolling((a, OLD), load=load) as (control, router),
+    ):
+        await router.wait_ready(1)
+        await router.generate(text_request("hi"))
+        say(control, (a, OLD), (c, NEW))
+        await until(lambda: c.num_connections == 1)
+        await router.wait_ready(1)
+        await router.generate(text_request("hi"))
+        assert (is_kept(OLD), is_kept(NEW)) == (True, True)
+        say(control, (c, NEW))
+        await until(lambda: not is_kept(OLD))
+        assert (await router.generate(text_request("hi"))).token_ids == expected_tokens(new_ids("hi"), 1, 10)
+        assert is_kept(NEW)

@@ -68,6 +68,27 @@ async def test_failed_load_is_tried_again() -> None:
     pool.close()
 
 
+async def test_what_nobody_needs_is_dropped_but_by_those_who_have_it_or_wait_for_it() -> None:
+    may_load = threading.Event()
+
+    def load(text: ModelText) -> ByteTokenizer:
+        assert text == TINY or may_load.wait(10)
+        return ByteTokenizer()
+
+    other = ModelText(path="/other", digest="1-b")
+    pool = TokenizerPool(load, num_threads=1)
+    had = await pool.get(TINY)
+    waiting = asyncio.create_task(pool.get(other))
+    await asyncio.sleep(0)
+    pool.keep({TINY.identity})
+    assert await pool.get(TINY) is had
+    pool.keep({other.identity})
+    may_load.set()
+    assert (await waiting).encode("a", False) == (97,)
+    assert await pool.get(TINY) is not had, "it is read again for whoever needs it after all"
+    pool.close()
+
+
 async def test_work_runs_in_another_thread() -> None:
     pool = TokenizerPool(lambda _: ByteTokenizer(), num_threads=1)
     assert await pool.run(threading.get_ident) != threading.get_ident()
