@@ -118,6 +118,7 @@ class ReplicaGroup:
             restarts=self.lifecycle.restarts,
             was_ready=self.lifecycle.was_ready,
             is_leaving=self.is_leaving,
+            end_by_s=self._end_by_s if self.is_leaving else None,
         )
 
     @property
@@ -288,13 +289,13 @@ class ReplicaGroup:
     def _end_within(self, grace_s: float) -> asyncio.Task[None]:
         """Begin to drain and to end the group, or have that end sooner."""
         end_by_s = self._clock() + grace_s
+        if self._ending is not None and end_by_s >= self._end_by_s:
+            return self._ending
+        self._end_by_s = end_by_s
         if self._ending is None:
-            self._end_by_s = end_by_s
             self._ending = asyncio.create_task(self._end(), name=f"{self.group_id} ends")
-        elif end_by_s < self._end_by_s:
-            self._end_by_s = end_by_s
-            if self._limit is not None and not self._limit.expired():
-                self._limit.reschedule(asyncio.get_running_loop().time() + grace_s)
+        elif self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + grace_s)
         return self._ending
 
     async def _end(self) -> None:

@@ -31,6 +31,9 @@ class GroupRecord:
     was_ready: bool = False
     """At any time."""
     is_leaving: bool = False
+    end_by_s: float | None = None
+    """When it is to have left, by the monotonic clock of the controller's machine, which successors have too. None: it
+    stays, or it was saved by a version that did not keep it."""
     text: ModelText | None = None
     """Of its revision, as it was when the group was wanted; None: saved by a version that kept none."""
 

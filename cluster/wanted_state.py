@@ -105,7 +105,7 @@ class WantedState:
             nodes: of the Ray cluster; blocks for a moment.
             changed: set at every change, to wake whoever calls `reconcile`.
             policy: when a group that failed is formed again.
-            clock: monotonic seconds.
+            clock: monotonic seconds, the same for a successor.
         """
         self._saved = saved
         self._is_saved = False
@@ -127,7 +127,7 @@ class WantedState:
         self._groups = [self._make_group(record, adopts=True) for record in saved.groups]
         for group, record in zip(self._groups, saved.groups, strict=True):
             if record.is_leaving:
-                group.leave(record.section.drain_timeout_s)
+                group.leave(self._left_s(record))
 
     @property
     def is_adopting(self) -> bool:
@@ -359,6 +359,12 @@ class WantedState:
                 self._groups.append(self._make_group(self._new_record(model), adopts=False))
                 has_changed = True
         return has_changed
+
+    def _left_s(self, record: GroupRecord) -> float:
+        """Until a group that was leaving under the controller before is to have left."""
+        if record.end_by_s is None:
+            return record.section.drain_timeout_s
+        return max(0.0, record.end_by_s - self._clock())
 
     def _names(self) -> list[str]:
         """Models that are wanted, and those of which groups are left."""

@@ -537,6 +537,25 @@ async def test_node_that_is_drained_during_an_adoption_loses_what_is_on_it(bench
     assert not bench.forms.of("m-1.1").was_cancelled
 
 
+@pytest.mark.parametrize(("grace_s", "left_s"), [(100.0, 80.0), (21.0, 1.0), (5.0, None)])
+async def test_grace_of_a_drain_ends_when_it_would_have_without_a_restart(
+    bench: Bench, grace_s: float, left_s: float | None
+) -> None:
+    await bench.apply({"replicas": 1, "drain_timeout_s": 30.0})
+    bench.forms.of("m-0.1").become_ready()
+    bench.forms.of("m-0.1").holds_requests = True
+    await bench.state.drain("m-0", grace_s)
+    bench.clock.advance(20.0)
+    bench.restart()
+    bench.state.reconcile()
+    await turns()
+    life = bench.forms.of("m-0.1")
+    life.be_adopted()
+    await turns()
+    assert life.drained_s == left_s
+    assert life.was_cancelled
+
+
 async def test_drained_node_that_has_gone_is_forgotten_at_the_next_drain(bench: Bench) -> None:
     await bench.state.drain("node-a", None)
     del bench.nodes[0]
