@@ -13,7 +13,7 @@ from weft.addresses import family_of
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import ModelNotFoundError, StartError
 from cluster.models import resolve_model
-from cluster.wanted import ModelText
+from cluster.wanted import RevisionText
 from parallel.families.registry import describe_model
 from parallel.shard import check_split
 from router.errors import ModelFilesError, RouterConfigError
@@ -67,7 +67,7 @@ def check_model(model: ModelSpec) -> ModelSpec:
     return model
 
 
-def read_text(model: ModelSpec) -> ModelText:
+def read_text(model: ModelSpec) -> RevisionText:
     """Return what routers must know of a model. Reads its folder, and fetches it first where it comes from a hub.
 
     Raises:
@@ -81,7 +81,7 @@ def read_text(model: ModelSpec) -> ModelText:
         tokenizer = ModelTokenizer.from_folder(folder)
     except (ModelFilesError, OSError) as error:
         raise ModelNotFoundError(f"model {model.name!r} cannot be served: {error}") from error
-    return ModelText(
+    return RevisionText(
         path=str(folder),
         max_context=min(max_context, model.engine.max_context or max_context),
         digest=tokenizer.digest,

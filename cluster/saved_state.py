@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cluster.config import ModelSection, ModelSpec, build_section
-from cluster.wanted import ModelText, WantedModel
+from cluster.wanted import RevisionText, WantedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class GroupRecord:
     end_by_s: float | None = None
     """When it is to have left, by the monotonic clock of the controller's machine, which successors have too. None: it
     stays, or it was saved by a version that did not keep it."""
-    text: ModelText | None = None
+    text: RevisionText | None = None
     """Of its revision, as it was when the group was wanted; None: saved by a version that kept none."""
 
     @property

@@ -14,7 +14,7 @@ from cluster.errors import ClusterConfigError, NotServedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelText:
+class RevisionText:
     """What routers must know of a model's folder, as it was when a revision was wanted."""
 
     path: str
@@ -33,7 +33,7 @@ class Revision:
     """Unique for the model, 1 first."""
     section: ModelSection
     """Complete, with the name and, where it is one, the absolute folder."""
-    text: ModelText | None = None
+    text: RevisionText | None = None
     """None: to be read, for the revision has just become the current one, or was saved by a version that kept none."""
 
 
@@ -120,7 +120,7 @@ def apply(models: Models, specs: Sequence[ModelSpec]) -> tuple[dict[str, WantedM
     return wanted, changes
 
 
-def with_texts(models: Models, texts: Mapping[str, ModelText]) -> dict[str, WantedModel]:
+def with_texts(models: Models, texts: Mapping[str, RevisionText]) -> dict[str, WantedModel]:
     """Return the models with what was read of the folders of those whose revision has just become the current one."""
     return {
         name: model if model.current.text else replace(model, current=replace(model.current, text=texts[name]))

@@ -35,7 +35,7 @@ from cluster.wanted import (
     Change,
     ChangeKind,
     Models,
-    ModelText,
+    RevisionText,
     WantedModel,
     apply,
     changed_section,
@@ -403,7 +403,7 @@ class WantedState:
         self._save()
         self._changed.set()
 
-    def _want_revision(self, wanted: Models, change: Change, text: ModelText) -> tuple[Change, int]:
+    def _want_revision(self, wanted: Models, change: Change, text: RevisionText) -> tuple[Change, int]:
         self._want(with_texts(wanted, {change.name: text}), [change])
         return change, wanted[change.name].current.number
 

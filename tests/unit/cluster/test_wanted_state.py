@@ -18,7 +18,7 @@ from cluster.lifecycle import RestartPolicy
 from cluster.placement import NodeResources
 from cluster.rank_actor import Outcome
 from cluster.saved_state import RouterPorts, SavedState, decode, encode
-from cluster.wanted import ModelText
+from cluster.wanted import RevisionText
 from cluster.wanted_state import WantedState
 from workers.errors import EngineConfigError
 
@@ -326,7 +326,7 @@ async def test_rollout_holds_on_top_of_what_was_applied_while_it_was_checked(
     await bench.apply({"replicas": 1})
     is_applied = threading.Event()
 
-    def read_text(model: ModelSpec) -> ModelText:
+    def read_text(model: ModelSpec) -> RevisionText:
         assert model.engine.dtype != "float32" or is_applied.wait(10)
         return preflight.read_text(model)
 
@@ -357,7 +357,7 @@ async def test_undo_tells_routers_of_the_revision_that_it_goes_back_to_in_the_en
     await bench.state.roll("m", {"max_context": 64})
     is_rolled = threading.Event()
 
-    def read_text(model: ModelSpec) -> ModelText:
+    def read_text(model: ModelSpec) -> RevisionText:
         assert model.engine.max_context is not None or is_rolled.wait(10)
         return preflight.read_text(model)
 
@@ -375,7 +375,7 @@ async def test_rollout_of_a_model_that_is_never_left_alone_is_refused(
     await bench.apply({"replicas": 1})
     replicas = itertools.count(2)
 
-    def read_text(model: ModelSpec) -> ModelText:
+    def read_text(model: ModelSpec) -> RevisionText:
         bench.state.scale("m", next(replicas))
         return preflight.read_text(model)
 
