@@ -1,7 +1,7 @@
 """What a cluster should run, as plain values, and what operators may change of it: apply, scale, roll, undo.
 
 Pure: every function takes the models as they are wanted and returns them as they are wanted next. Which groups that
-means is decided in plan_groups.py; wanted_state.py brings it about.
+means is decided in plan_groups.py; wanted_models.py keeps them, wanted_state.py brings them about.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

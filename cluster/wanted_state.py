@@ -1,8 +1,8 @@
 """The pass that brings a cluster to what is wanted of it: groups that are planned, formed, drained and forgotten.
 
-What is wanted and how it may change is said in wanted.py, which groups that means in plan_groups.py. `reconcile` never
-blocks and may be called any number of times; whatever a successor must know is saved before it is done. Knows no Ray:
-lives of groups and routers come from the callables it is given.
+What is wanted is kept and changed in wanted_models.py, which groups that means is said in plan_groups.py. `reconcile`
+never blocks and may be called any number of times; whatever a successor must know is saved before it is done. Knows no
+Ray: lives of groups and routers come from the callables it is given.
 """
 
 import asyncio
@@ -14,42 +14,25 @@ from typing import Any, Protocol
 
 from weft.v1 import control_pb2
 
-from cluster.config import ModelSection, ModelSpec, check_section
-from cluster.errors import ClusterConfigError, NotServedError
+from cluster.config import ModelSection, ModelSpec
+from cluster.errors import NotServedError
 from cluster.lifecycle import GroupState, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.placement import NodeResources
 from cluster.plan_groups import plan_groups
-from cluster.preflight import check_model, read_text
 from cluster.rank_actor import ReplicaLoad
 from cluster.replica_group import Form, ReplicaGroup
 from cluster.saved_state import GroupRecord, RouterPorts, SavedState
 from cluster.state_messages import (
-    LastScaling,
     autoscaling_status,
     model_status,
     node_status,
     served_model,
 )
-from cluster.wanted import (
-    Change,
-    ChangeKind,
-    Models,
-    RevisionText,
-    WantedModel,
-    apply,
-    changed_section,
-    find,
-    roll,
-    scale,
-    undo,
-    with_texts,
-)
+from cluster.wanted import Change, WantedModel
+from cluster.wanted_models import WantedModels
 
 logger = logging.getLogger(__name__)
-
-_MAX_CHECKS = 5
-"""Of one rollout: its model is read off the event loop, and read again when somebody has changed it meanwhile."""
 
 
 class WantedRouter(Protocol):
@@ -117,10 +100,8 @@ class WantedState:
         self._changed = changed
         self._policy = policy
         self._clock = clock
-        unread = {name: model for name, model in saved.models.items() if model.current.text is None}
-        self._models = with_texts(saved.models, {name: read_text(model.spec) for name, model in unread.items()})
+        self._wanted = WantedModels(saved.models, on_change=self._note_wanted, clock=clock)
         self._next_numbers = dict(saved.next_numbers)
-        self._scalings: dict[str, LastScaling] = {}
         self._drained_nodes = frozenset(saved.drained_nodes)
         self._is_stopping = False
         self.is_stopped = False
@@ -167,59 +148,20 @@ class WantedState:
     # What operators and autoscalers want
 
     async def apply(self, specs: Sequence[ModelSpec], *, dry_run: bool = False) -> list[Change]:
-        """Want exactly these models; say what that changes.
-
-        Raises:
-            ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
-            ClusterConfigError: what would be kept of it cannot be read again.
-        """
-        checked = await asyncio.to_thread(lambda: [check_model(spec) for spec in specs])
-        texts = await asyncio.to_thread(lambda: {spec.name: read_text(spec) for spec in checked})
-        wanted, changes = apply(self._models, checked)
-        if changes and not dry_run:
-            self._want(with_texts(wanted, texts), changes)
-        return changes
+        """Want exactly these models; say what that changes. Raises, as the three below, what WantedModels does."""
+        return await self._wanted.apply(specs, dry_run=dry_run)
 
     def scale(self, name: str, replicas: int, *, reason: str = "by an operator") -> int:
-        """Want so many replicas of a model, for a reason; return how many were wanted before.
-
-        Raises:
-            NotServedError: there is no such model.
-            ClusterConfigError: outside the model's bounds.
-        """
-        before = find(self._models, name)
-        if before.replicas != replicas:
-            text = f"{before.replicas} -> {replicas}: {reason}"
-            change = Change(kind=ChangeKind.SCALE, name=before.name, details=(text,))
-            self._want(scale(self._models, name, replicas), [change])
-            self._scalings[before.name] = LastScaling(text=text, time_s=self._clock())
-        return before.replicas
+        """Want so many replicas of a model, for a reason; return how many were wanted before."""
+        return self._wanted.scale(name, replicas, reason=reason)
 
     async def roll(self, name: str, settings: Mapping[str, Any]) -> tuple[Change, int]:
-        """Replace a model's groups by ones with these settings changed; return what that means and the revision.
-
-        Raises:
-            NotServedError: there is no such model.
-            ClusterConfigError: a setting is unknown or wrong, or others change the model all the while.
-            ModelNotFoundError, ModelError, EngineConfigError: the model cannot be had, described or split as wanted.
-        """
-        for _ in range(_MAX_CHECKS):
-            spec = self._changed_spec(name, settings)
-            checked = await asyncio.to_thread(check_model, spec)
-            text = await asyncio.to_thread(read_text, checked)
-            if self._changed_spec(name, settings) == spec:
-                return self._want_revision(*roll(self._models, name, checked.section), text)
-        raise _changes_too_often(name)
+        """Replace a model's groups by ones with these settings changed; return what that means and the revision."""
+        return await self._wanted.roll(name, settings)
 
     async def undo(self, name: str) -> tuple[Change, int]:
         """Go back to a model's revision before; as `roll`."""
-        for _ in range(_MAX_CHECKS):
-            spec = _current_spec(*undo(self._models, name))
-            text = await asyncio.to_thread(read_text, spec)
-            models, change = undo(self._models, name)
-            if _current_spec(models, change) == spec:
-                return self._want_revision(models, change, text)
-        raise _changes_too_often(name)
+        return await self._wanted.undo(name)
 
     async def drain(self, target: str, grace_s: float | None) -> tuple[list[str], str]:
         """Let a replica, a group, or every group of a node leave; others are formed in their stead.
@@ -273,7 +215,7 @@ class WantedState:
 
     def sections(self) -> Mapping[str, ModelSection]:
         """The settings of every wanted model, with the number of replicas wanted now."""
-        return {name: model.current.section for name, model in self._models.items()}
+        return self._wanted.sections()
 
     async def loads(self, name: str) -> list[ReplicaLoad | None]:
         """What each READY replica of a model has to do; None for one that does not say."""
@@ -318,10 +260,14 @@ class WantedState:
         if model is None:
             return model_status(name, None, self._groups_of(name))
         status = model_status(name, model, self._groups_of(name))
-        section, last = model.current.section, self._scalings.get(name)
+        section, last = model.current.section, self._wanted.scalings.get(name)
         if (scaling := autoscaling_status(section, last, self._clock())) is not None:
             status.autoscaling.CopyFrom(scaling)
         return status
+
+    @property
+    def _models(self) -> dict[str, WantedModel]:
+        return self._wanted.current
 
     def _groups_of(self, name: str) -> list[ReplicaGroup]:
         return [group for group in self._groups if group.model.name == name]
@@ -368,7 +314,10 @@ class WantedState:
 
     def _names(self) -> list[str]:
         """Models that are wanted, and those of which groups are left."""
-        return [*self._models, *sorted({group.model.name for group in self._groups} - set(self._models))]
+        return [
+            *self._models,
+            *sorted({group.model.name for group in self._groups} - set(self._models)),
+        ]
 
     def _new_record(self, model: WantedModel) -> GroupRecord:
         number = self._next_numbers.get(model.name, 0)
@@ -394,22 +343,9 @@ class WantedState:
             adopts=adopts,
         )
 
-    def _want(self, wanted: Models, changes: Sequence[Change]) -> None:
-        for model in wanted.values():
-            check_section(model.current.section)  # what is saved must be read by a successor
-        self._models = dict(wanted)
-        for change in changes:
-            logger.info("%s %s: %s", change.kind, change.name, "; ".join(change.details))
+    def _note_wanted(self) -> None:
         self._save()
         self._changed.set()
-
-    def _want_revision(self, wanted: Models, change: Change, text: RevisionText) -> tuple[Change, int]:
-        self._want(with_texts(wanted, {change.name: text}), [change])
-        return change, wanted[change.name].current.number
-
-    def _changed_spec(self, name: str, settings: Mapping[str, Any]) -> ModelSpec:
-        model = find(self._models, name)
-        return changed_section(model, settings).to_spec(model.hash_key)
 
     def _find_node(self, target: str, nodes: Sequence[NodeResources]) -> NodeResources:
         found = [node for node in nodes if target in (node.node_id, node.address)]
@@ -433,13 +369,3 @@ class WantedState:
         )
         self._save_state(self._saved)
         self._is_saved = True
-
-
-def _current_spec(models: Models, change: Change) -> ModelSpec:
-    return models[change.name].spec
-
-
-def _changes_too_often(name: str) -> ClusterConfigError:
-    return ClusterConfigError(
-        f"{name} was changed by others each of the {_MAX_CHECKS} times that it was read; try again"
-    )

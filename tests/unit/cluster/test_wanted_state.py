@@ -330,7 +330,7 @@ async def test_rollout_holds_on_top_of_what_was_applied_while_it_was_checked(
         assert model.engine.dtype != "float32" or is_applied.wait(10)
         return preflight.read_text(model)
 
-    monkeypatch.setattr("cluster.wanted_state.read_text", read_text)
+    monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
     rolling = asyncio.create_task(bench.state.roll("m", {"dtype": "float32"}))
     await bench.state.apply(bench.specs({"replicas": 1, "max_context": 64, "max_replicas": 3}))
     is_applied.set()
@@ -361,7 +361,7 @@ async def test_undo_tells_routers_of_the_revision_that_it_goes_back_to_in_the_en
         assert model.engine.max_context is not None or is_rolled.wait(10)
         return preflight.read_text(model)
 
-    monkeypatch.setattr("cluster.wanted_state.read_text", read_text)
+    monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
     undoing = asyncio.create_task(bench.state.undo("m"))
     await bench.state.roll("m", {"max_context": 32})
     is_rolled.set()
@@ -379,7 +379,7 @@ async def test_rollout_of_a_model_that_is_never_left_alone_is_refused(
         bench.state.scale("m", next(replicas))
         return preflight.read_text(model)
 
-    monkeypatch.setattr("cluster.wanted_state.read_text", read_text)
+    monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
     with pytest.raises(ClusterConfigError, match="m was changed by others each of the 5 times that it was read"):
         await bench.state.roll("m", {"dtype": "float32"})
     assert bench.model().revision == 1

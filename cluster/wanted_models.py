@@ -1,0 +1,137 @@
+"""The models that are wanted now, and how operators and the autoscaler change them, each change checked first.
+
+What a change means is said in wanted.py, pure; here models are read, off the event loop, and what others change
+meanwhile is not lost. wanted_state.py brings about what is wanted.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cluster.config import ModelSection, ModelSpec, check_section
+from cluster.errors import ClusterConfigError
+from cluster.preflight import check_model, read_text
+from cluster.state_messages import LastScaling
+from cluster.wanted import (
+    Change,
+    ChangeKind,
+    Models,
+    RevisionText,
+    apply,
+    changed_section,
+    find,
+    roll,
+    scale,
+    undo,
+    with_texts,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_CHECKS = 5
+"""Of one rollout: its model is read off the event loop, and read again when somebody has changed it meanwhile."""
+
+
+class WantedModels:
+    """All of them. Methods are called on one event loop."""
+
+    def __init__(self, saved: Models, *, on_change: Callable[[], None], clock: Callable[[], float]) -> None:
+        """Go on from what was saved.
+
+        Args:
+            saved: what a controller before wanted; folders that it has not read are read now, which blocks.
+            on_change: saves what is wanted; a change is made when it returns.
+            clock: monotonic seconds.
+        """
+        unread = {name: model for name, model in saved.items() if model.current.text is None}
+        self.current = with_texts(saved, {name: read_text(model.spec) for name, model in unread.items()})
+        self.scalings: dict[str, LastScaling] = {}
+        """The last one of each model, under this controller."""
+        self._on_change = on_change
+        self._clock = clock
+
+    def sections(self) -> Mapping[str, ModelSection]:
+        """The settings of every wanted model, with the number of replicas wanted now."""
+        return {name: model.current.section for name, model in self.current.items()}
+
+    async def apply(self, specs: Sequence[ModelSpec], *, dry_run: bool = False) -> list[Change]:
+        """Want exactly these models; say what that changes.
+
+        Raises:
+            ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
+            ClusterConfigError: what would be kept of it cannot be read again.
+        """
+        checked = await asyncio.to_thread(lambda: [check_model(spec) for spec in specs])
+        texts = await asyncio.to_thread(lambda: {spec.name: read_text(spec) for spec in checked})
+        wanted, changes = apply(self.current, checked)
+        if changes and not dry_run:
+            self._want(with_texts(wanted, texts), changes)
+        return changes
+
+    def scale(self, name: str, replicas: int, *, reason: str = "by an operator") -> int:
+        """Want so many replicas of a model, for a reason; return how many were wanted before.
+
+        Raises:
+            NotServedError: there is no such model.
+            ClusterConfigError: outside the model's bounds.
+        """
+        before = find(self.current, name)
+        if before.replicas != replicas:
+            text = f"{before.replicas} -> {replicas}: {reason}"
+            change = Change(kind=ChangeKind.SCALE, name=before.name, details=(text,))
+            self._want(scale(self.current, name, replicas), [change])
+            self.scalings[before.name] = LastScaling(text=text, time_s=self._clock())
+        return before.replicas
+
+    async def roll(self, name: str, settings: Mapping[str, Any]) -> tuple[Change, int]:
+        """Replace a model's groups by ones with these settings changed; return what that means and the revision.
+
+        Raises:
+            NotServedError: there is no such model.
+            ClusterConfigError: a setting is unknown or wrong, or others change the model all the while.
+            ModelNotFoundError, ModelError, EngineConfigError: the model cannot be had, described or split as wanted.
+        """
+        for _ in range(_MAX_CHECKS):
+            spec = self._changed_spec(name, settings)
+            checked = await asyncio.to_thread(check_model, spec)
+            text = await asyncio.to_thread(read_text, checked)
+            if self._changed_spec(name, settings) == spec:
+                return self._want_revision(*roll(self.current, name, checked.section), text)
+        raise _changes_too_often(name)
+
+    async def undo(self, name: str) -> tuple[Change, int]:
+        """Go back to a model's revision before; as `roll`."""
+        for _ in range(_MAX_CHECKS):
+            spec = _current_spec(*undo(self.current, name))
+            text = await asyncio.to_thread(read_text, spec)
+            models, change = undo(self.current, name)
+            if _current_spec(models, change) == spec:
+                return self._want_revision(models, change, text)
+        raise _changes_too_often(name)
+
+    def _want(self, wanted: Models, changes: Sequence[Change]) -> None:
+        for model in wanted.values():
+            check_section(model.current.section)  # what is saved must be read by a successor
+        self.current = dict(wanted)
+        for change in changes:
+            logger.info("%s %s: %s", change.kind, change.name, "; ".join(change.details))
+        self._on_change()
+
+    def _want_revision(self, wanted: Models, change: Change, text: RevisionText) -> tuple[Change, int]:
+        self._want(with_texts(wanted, {change.name: text}), [change])
+        return change, wanted[change.name].current.number
+
+    def _changed_spec(self, name: str, settings: Mapping[str, Any]) -> ModelSpec:
+        model = find(self.current, name)
+        return changed_section(model, settings).to_spec(model.hash_key)
+
+
+def _current_spec(models: Models, change: Change) -> ModelSpec:
+    return models[change.name].spec
+
+
+def _changes_too_often(name: str) -> ClusterConfigError:
+    return ClusterConfigError(
+        f"{name} was changed by others each of the {_MAX_CHECKS} times that it was read; try again"
+    )
