@@ -179,6 +179,7 @@ def prepare() -> None:
         if not has_work:
             if role == SpareKind.RANK:
                 _compile_kernels()
+            _check_is_wanted(place)  # again: when it began, those that go before it may not have
             _begin_to_wait(place, code)
     except Exception:
         if not has_work:
@@ -256,7 +257,11 @@ def _end_unless_taken(wait: _Wait) -> None:
 
 
 def _begun(place: str) -> list[int]:
-    return sorted(int(note.split("/")[-2]) for note in list_notes(place) if note.endswith("/begun"))
+    """Return their pids, in the order in which they stay: those that wait, then by pid."""
+    notes = list_notes(place)
+    waiting = {int(note.split("/")[-2]) for note in notes if note.endswith("/waits")}
+    begun = {int(note.split("/")[-2]) for note in notes if note.endswith("/begun")}
+    return sorted(begun, key=lambda pid: (pid not in waiting, pid))
 
 
 def _check_is_wanted(place: str) -> None:

@@ -281,6 +281,28 @@ def test_of_spares_that_come_together_as_many_stay_as_are_wanted(store: Notes, m
     assert num_waiting("n", RANK) == 1
 
 
+def test_spare_that_began_alone_ends_where_one_that_goes_before_it_comes_meanwhile(
+    store: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_spares("n", RANK, count=1, lifetime_s=600)
+    monkeypatch.setattr(spares, "import_for_good", lambda *names: store.add(pid=1, waits=False))
+    with pytest.raises(SpareError, match="1 already"):
+        become(monkeypatch)
+    assert {note.split("/")[3] for note in store.notes if note.count("/") == 4} == {"1"}
+
+
+@pytest.mark.parametrize("when", ["before it begins", "while it imports"])
+def test_spare_that_comes_after_one_that_waits_ends(store: Notes, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    leave_spares("n", RANK, count=1, lifetime_s=600)
+    if when == "before it begins":
+        store.add(pid=2**30)
+    else:
+        monkeypatch.setattr(spares, "import_for_good", lambda *names: store.add(pid=2**30))
+    with pytest.raises(SpareError, match="1 already"):
+        become(monkeypatch)
+    assert num_waiting("n", RANK) == 1
+
+
 @pytest.mark.parametrize("job", [NO_JOB, "01000000"])
 def test_process_with_other_code_ends_unless_it_has_work(
     store: Notes, monkeypatch: pytest.MonkeyPatch, job: str
