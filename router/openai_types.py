@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage, GenerateCall
-from router.convert import MAX_LOGPROBS
+from router.convert import MAX_LOGPROBS, check_num_messages
 from router.errors import InvalidRequestError
 
 MAX_CHOICES = 128
@@ -101,16 +101,19 @@ class GenerationRequest(Struct, kw_only=True):
         sampling.stop_token_ids.extend(self.stop_token_ids or [])
         return sampling
 
+    def _check_num_choices(self, num_prompts: int) -> None:
+        num_choices = num_prompts * self.num_choices
+        if num_choices > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"{num_prompts} prompts with n={self.num_choices} make {num_choices} choices; "
+                f"allowed: at most {MAX_CHOICES}",
+                field="n",
+            )
+
     def _expand(
         self, prompts: list[dict[str, Any]], sampling: pb.SamplingParams, response_id: str
     ) -> Iterator[GenerateCall]:
         """Yield `n` calls for each prompt; with a seed, choice i of a prompt has the seed + i."""
-        if len(prompts) * self.num_choices > MAX_CHOICES:
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts with n={self.num_choices} make {len(prompts) * self.num_choices} choices; "
-                f"allowed: at most {MAX_CHOICES}",
-                field="n",
-            )
         if self.seed is not None and not -_SEED_RANGE // 2 <= self.seed < _SEED_RANGE:
             raise InvalidRequestError(f"seed is {self.seed}; allowed: an integer of 64 bits", field="seed")
         for prompt_index, prompt in enumerate(prompts):
@@ -161,6 +164,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             sampling.max_tokens = self.max_tokens
         if self.logprobs is not None:
             sampling.logprobs = self.logprobs
+        self._check_num_choices(_count_prompts(self.prompt))
         return tuple(self._expand(list(_split_prompts(self.prompt)), sampling, response_id))
 
 
@@ -186,6 +190,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"top_logprobs is {self.top_logprobs} and logprobs is not true; allowed: top_logprobs with logprobs",
                 field="top_logprobs",
             )
+        check_num_messages(len(self.messages))
         messages = tuple(_to_chat_message(index, message) for index, message in enumerate(self.messages))
         return tuple(self._expand([{"messages": messages}], sampling, response_id))
 
@@ -203,14 +208,13 @@ def parse_request(body: bytes, kind: type[R]) -> R:
         InvalidRequestError: the body is not JSON, a field has the wrong type, or asks for something not served.
     """
     try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-        request = msgspec.convert(fields, kind)
+        request = msgspec.json.decode(body, type=kind)
+        _refuse_unserved(request, msgspec.json.decode(body, type=_Others))
     except msgspec.ValidationError as error:
         message, field = _explain(str(error))
         raise InvalidRequestError(message, field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not JSON: {error}; allowed: a JSON object") from error
-    _refuse_unserved(fields)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is set and stream is not true; allowed: both", field="stream_options")
     if request.stream_options is not None and request.stream_options.continuous_usage_stats:
@@ -231,10 +235,6 @@ def _explain(message: str) -> tuple[str, str | None]:
     if not path or path == "[...]":  # msgspec's name for a place that it does not know
         return f"the body is not what is allowed: {problem}", None
     return f"{path} has a value that is not allowed: {problem}", re.split(r"[.\[]", path)[0]
-
-
-def _is_set(value: object) -> bool:
-    return value is not None and value is not False and value not in ({}, [], "")
 
 
 _UNSERVED: Mapping[str, str] = {
@@ -268,24 +268,57 @@ _UNSERVED: Mapping[str, str] = {
 """Fields that are refused when they ask for something, and why."""
 
 
-def _refuse_unserved(fields: Mapping[str, Any]) -> None:
+_LIMITED = (
+    "tool_choice",
+    "function_call",
+    "modalities",
+    "add_generation_prompt",
+    "add_special_tokens",
+    "response_format",
+    "best_of",
+)
+"""Fields of which some values are served."""
+
+_Others = msgspec.defstruct(
+    "_Others", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in (*_UNSERVED, *_LIMITED)], kw_only=True
+)
+"""These fields as they were written: a value of megabytes is not read. Fields that nobody knows are skipped."""
+
+_MAX_READ_BYTES = 1024
+_UNREAD = "a long value"
+
+
+def _read(others: Struct, name: str) -> Any:
+    raw: msgspec.Raw = getattr(others, name)
+    return msgspec.json.decode(raw) if len(raw) <= _MAX_READ_BYTES else _UNREAD
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value is not False and value not in ({}, [], "")
+
+
+def _refuse_unserved(request: GenerationRequest, others: Struct) -> None:
     for name, reason in _UNSERVED.items():
-        if _is_set(fields.get(name)):
+        if _is_set(_read(others, name)):
             raise InvalidRequestError(f"{name} is set: {reason}", field=name)
-    allowed_values: tuple[tuple[str, tuple[object, ...]], ...] = (
-        ("tool_choice", (None, "none", "auto")),
-        ("function_call", (None, "none", "auto")),
-        ("modalities", (None, [], ["text"])),
-        ("add_generation_prompt", (None, True)),
-        ("add_special_tokens", (None, "messages" not in fields)),
-        ("response_format", (None, {"type": "text"})),
-        ("best_of", (None, 1, fields.get("n"))),
-    )
-    for name, allowed in allowed_values:
-        value = fields.get(name)
+    allowed_values: Mapping[str, tuple[object, ...]] = {
+        "tool_choice": (None, "none", "auto"),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, [], ["text"]),
+        "add_generation_prompt": (None, True),
+        "add_special_tokens": (None, isinstance(request, CompletionRequest)),
+        "response_format": (None, {"type": "text"}),
+        "best_of": (None, 1, request.n),
+    }
+    for name in _LIMITED:
+        value, allowed = _read(others, name), allowed_values[name]
         if value not in allowed:
             shown = ", ".join(repr(each) for each in allowed if each is not None)
             raise InvalidRequestError(f"{name} is {value!r}, which is not supported yet; allowed: {shown}", field=name)
+
+
+def _count_prompts(prompt: str | list[str | int | list[int]]) -> int:
+    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
 
 
 def _split_prompts(prompt: str | list[str | int | list[int]]) -> Iterator[dict[str, Any]]:

@@ -65,6 +65,21 @@ class _GoneContext:
         raise grpc.aio.InternalError("execute_batch")
 
 
+async def test_long_conversation_is_refused_before_its_messages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    monkeypatch.setattr("router.convert.ChatMessage", lambda **fields: read.append(fields))
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        messages = pb.ChatPrompt(messages=[pb.ChatMessage()] * 8193)
+        for call in (
+            router.generate(pb.GenerateRequest(model="tiny", chat=messages)),
+            router.stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=messages)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="the chat has 8193 messages; allowed: at most 8192"):
+                await call
+    assert not read, "4 MiB hold 2 million empty messages; reading them stops all streams for seconds"
+
+
 async def test_error_that_no_client_is_there_to_read_ends_the_call_quietly() -> None:
     for abort, error in ((_abort, DeadlineError("late")), (_abort_unexpected, grpc.aio.InternalError("write"))):
         with pytest.raises(asyncio.CancelledError):  # what gRPC logs nothing of
