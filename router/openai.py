@@ -233,8 +233,8 @@ class _Exchange:
                 await self._stream(deltas, send)
                 return
             async for index, delta in deltas:
-                self._renderer.add(index, delta)
-        await _json(await self._renderer.whole())(scope, receive, send)
+                await self._renderer.add(index, delta)
+        await _json(self._renderer.whole())(scope, receive, send)
 
     async def _stream(self, deltas: Deltas, send: Send) -> None:
         first = await anext(deltas)  # an error until here has its own status

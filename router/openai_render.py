@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from weft.v1 import inference_pb2 as pb
 
 from router.call import Dispatch, GenerateCall, GenerateDelta, ModelCard
@@ -44,7 +45,8 @@ class Choice:
     def __init__(self, index: int) -> None:
         self.index = index
         self.text: list[str] = []
-        self.logprobs: list[pb.TokenLogprobs] = []
+        self.logprobs: Json = {}
+        """As they are answered."""
         self.text_offset = 0
         """Characters of the tokens rendered so far."""
         self.finished: pb.Finished | None = None
@@ -81,17 +83,22 @@ class Renderer(ABC):
         """Return the chunks that tell of one delta of a choice; none where there is nothing to tell yet."""
 
     @abstractmethod
-    async def _whole_choice(self, choice: Choice) -> Json: ...
+    def _whole_choice(self, choice: Choice) -> Json: ...
 
-    def add(self, index: int, delta: GenerateDelta) -> None:
+    @abstractmethod
+    async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
+        """Return the log-probabilities of the next tokens; those of further ones are added to the ends of its lists."""
+
+    async def add(self, index: int, delta: GenerateDelta) -> None:
         """Keep one delta of a choice for `whole`."""
         choice = self._note(index, delta)
         choice.text.append(delta.text)
-        choice.logprobs.extend(delta.logprobs)
+        if delta.logprobs:  # rendered as they come: those of a whole answer would hold up all streams for a second
+            _append(choice.logprobs, await self._logprobs(choice, delta.logprobs))
 
-    async def whole(self) -> Json:
+    def whole(self) -> Json:
         """Return the whole answer, from all deltas added."""
-        choices = [await self._whole_choice(choice) for choice in self._choices]
+        choices = [self._whole_choice(choice) for choice in self._choices]
         return self._envelope(self.object_name, choices) | {"usage": self._usage()}
 
     def usage_chunk(self) -> Json | None:
@@ -168,14 +175,14 @@ class CompletionRenderer(Renderer):
         choice = self._note(index, delta)
         if not (delta.text or delta.logprobs or delta.finished):
             return []
-        return [self._chunk(await self._choice(choice, delta.text, delta.logprobs))]
+        logprobs = await self._logprobs(choice, delta.logprobs) if delta.logprobs else None
+        return [self._chunk(self._choice(choice, delta.text, logprobs))]
 
-    async def _whole_choice(self, choice: Choice) -> Json:
-        return await self._choice(choice, "".join(choice.text), choice.logprobs)
+    def _whole_choice(self, choice: Choice) -> Json:
+        return self._choice(choice, "".join(choice.text), choice.logprobs or None)
 
-    async def _choice(self, choice: Choice, text: str, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
-        rendered = await self._logprobs(choice, logprobs) if logprobs else None
-        return {"index": choice.index, "text": text, "logprobs": rendered} | self._ending(choice)
+    def _choice(self, choice: Choice, text: str, logprobs: Json | None) -> Json:
+        return {"index": choice.index, "text": text, "logprobs": logprobs} | self._ending(choice)
 
     async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
         names = await self._token_names(logprobs)
@@ -191,7 +198,7 @@ class CompletionRenderer(Renderer):
         return {
             "tokens": tokens,
             "token_logprobs": [_json_logprob(position.chosen) for position in logprobs],
-            "top_logprobs": top,
+            "top_logprobs": [_encode(alternatives) for alternatives in top],
             "text_offset": offsets,
         }
 
@@ -213,22 +220,21 @@ class ChatRenderer(Renderer):
             begin = {"role": "assistant", "content": ""}
             chunks = [self._delta_chunk(each, begin, None, with_ending=False) for each in self._choices]
         if delta.text or delta.logprobs:
-            logprobs = await self._logprobs(delta.logprobs) if delta.logprobs else None
+            logprobs = await self._logprobs(choice, delta.logprobs) if delta.logprobs else None
             chunks.append(self._delta_chunk(choice, {"content": delta.text}, logprobs, with_ending=False))
         if delta.finished is not None:
             chunks.append(self._delta_chunk(choice, {}, None, with_ending=True))
         return chunks
 
-    async def _whole_choice(self, choice: Choice) -> Json:
+    def _whole_choice(self, choice: Choice) -> Json:
         message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
-        logprobs = await self._logprobs(choice.logprobs) if choice.logprobs else None
-        return {"index": choice.index, "message": message, "logprobs": logprobs} | self._ending(choice)
+        return {"index": choice.index, "message": message, "logprobs": choice.logprobs or None} | self._ending(choice)
 
     def _delta_chunk(self, choice: Choice, content: Json, logprobs: Json | None, *, with_ending: bool) -> Json:
         ending = self._ending(choice) if with_ending else {"finish_reason": None}
         return self._chunk({"index": choice.index, "delta": content, "logprobs": logprobs} | ending)
 
-    async def _logprobs(self, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
+    async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
         names = await self._token_names(logprobs)
 
         def entry(each: pb.Logprob) -> Json:
@@ -236,7 +242,8 @@ class ChatRenderer(Renderer):
             return {"token": name, "logprob": _json_logprob(each), "bytes": _name_bytes(name)}
 
         content = [
-            entry(position.chosen) | {"top_logprobs": [entry(each) for each in position.top]} for position in logprobs
+            _encode(entry(position.chosen) | {"top_logprobs": [entry(each) for each in position.top]})
+            for position in logprobs
         ]
         return {"content": content, "refusal": None}
 
@@ -281,6 +288,19 @@ def error_headers(error: RouterError) -> dict[str, str]:
         "retry-after": str(max(1, math.ceil(error.retry_after_s))),
         "retry-after-ms": str(max(1, math.ceil(error.retry_after_s * 1000))),
     }
+
+
+def _append(whole: Json, part: Json) -> None:
+    for name, value in part.items():
+        if isinstance(value, list):
+            whole.setdefault(name, []).extend(value)
+        else:
+            whole[name] = value
+
+
+def _encode(value: Json) -> msgspec.Raw:
+    """Return what belongs to one position as JSON: a tenth of the memory, and of what is left to do at the end."""
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _json_logprob(each: pb.Logprob) -> float:

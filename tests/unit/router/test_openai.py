@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from router.openai_types import MAX_CHOICES
 
 MODEL = "fake/model"
 MAX_BODY_BYTES = 100_000
+USER = {"role": "user", "content": "Hi"}
 
 
 @pytest.fixture
@@ -82,8 +83,7 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
 
 
 async def chat(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
-    messages = [{"role": "user", "content": "Hi"}]
-    return await http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages} | fields)
+    return await http.post("/v1/chat/completions", json={"model": MODEL, "messages": [USER]} | fields)
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -217,6 +217,27 @@ async def test_openai_streamed_logprobs_equal_whole_ones(client: openai.AsyncOpe
     for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         joined = [value for part in parts if part is not None for value in getattr(part, field)]
         assert joined == getattr(whole, field)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_logprobs_of_a_whole_answer_are_rendered_as_they_come(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    named = asyncio.Event()
+
+    async def token_names(model: str, token_ids: Collection[int]) -> dict[int, str]:
+        named.set()
+        return dict.fromkeys(token_ids, "a")
+
+    monkeypatch.setattr(dispatch, "token_names", token_names)
+    dispatch.hold_after = 1
+    prompt = {"prompt": "Hi", "logprobs": 1} if path == "completions" else {"messages": [USER], "logprobs": True}
+    asking = asyncio.create_task(http.post(f"/v1/{path}", json=prompt))
+    try:
+        async with asyncio.timeout(10):  # else they hold up all streams at the end
+            await named.wait()
+    finally:
+        asking.cancel()
 
 
 @pytest.mark.parametrize("stream", [False, True])
