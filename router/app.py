@@ -241,6 +241,7 @@ class _HttpListener:
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=router.clients.keep_alive_s,  # type: ignore[arg-type] # any number will do
             timeout_graceful_shutdown=math.ceil(router.grace_s),
             ssl_certfile=tls.cert_file if tls else None,
             ssl_keyfile=tls.key_file if tls else None,

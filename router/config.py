@@ -42,8 +42,12 @@ class ClientConfig:
     """HTTP: from there to the end of its body; a body of 4 MiB needs 280 kbit/s for it."""
     write_timeout_s: float = 60.0
     """It takes nothing of its answer for so long."""
+    keep_alive_s: float = 75.0
+    """HTTP: it sends nothing after an answer. Longer than clients and load balancers keep connections that nobody uses
+    (often 5 to 60 s): who sends on one in the moment in which it is closed gets no answer."""
 
     def __post_init__(self) -> None:
+        _at_least("keep_alive_s", self.keep_alive_s, 0.001)
         _at_least("head_timeout_s", self.head_timeout_s, 0.001)
         _at_least("body_timeout_s", self.body_timeout_s, 0.001)
         _at_least("write_timeout_s", self.write_timeout_s, 0.001)

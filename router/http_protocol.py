@@ -57,7 +57,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._unset_keepalive_if_required()
         self._num_head_bytes += len(data)  # 0 again as soon as a head ends, or a part of a body
         try:
             self.parser.feed_data(data)
@@ -91,6 +90,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """See httptools."""
         self._is_in_head = True
+        self._unset_keepalive_if_required()  # not for an empty line, which is no request
         if not self._is_continuing:
             super().on_message_begin()
 

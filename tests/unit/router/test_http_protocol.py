@@ -97,6 +97,21 @@ async def test_head_that_never_comes_ends_the_connection(start: bytes) -> None:
     assert answer.count(b"HTTP/1.1 200 OK") == (1 if len(start) > 20 else 0)
 
 
+@pytest.mark.parametrize("more", [b"", b"\r\n"], ids=["nothing", "an empty line"])
+async def test_connection_on_which_nothing_follows_is_closed(more: bytes) -> None:
+    async with FakeReplica("a") as a, listening(a, keep_alive_s=0.05) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(LAST.replace(b"Connection: close\r\n", b""))
+        assert (await reader.readuntil(b'ok"}')).startswith(b"HTTP/1.1 200 ")
+        writer.write(more)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+
+
+def test_connection_outlives_those_who_keep_it_for_later() -> None:
+    assert ClientConfig().keep_alive_s > 60, "of many load balancers; `openai` and httpx keep one for 5 s"
+
+
 @pytest.mark.parametrize(
     "parts",
     [(HEAD + BODY[:5],), (HEAD, BODY[:5]), (CHUNKED_HEAD, b"5\r\n" + BODY[:5] + b"\r\n")],
