@@ -52,11 +52,16 @@ class DeclaredTokens:
         tokenizer.add_special_tokens(known)
 
     def frame(self, tokenizer: Tokenizer) -> None:
-        """Put the tokens around a prompt that `add_bos_token` and `add_eos_token` ask for, where either is given."""
-        if not self.config.keys() & {"add_bos_token", "add_eos_token"}:
+        """Put the tokens around a prompt that `add_bos_token` and `add_eos_token` ask for.
+
+        Where one of them is not given, its side stays as it is.
+        """
+        has_bos, has_eos = (self.config.get(f"add_{name}_token") is not None for name in ("bos", "eos"))
+        if not (has_bos or has_eos):
             return
-        bos = self._frame_token(tokenizer, "bos")
-        eos = self._frame_token(tokenizer, "eos")
+        before, after = _read_frame(tokenizer)
+        bos = self._frame_token(tokenizer, "bos") if has_bos else before
+        eos = self._frame_token(tokenizer, "eos") if has_eos else after
         tokenizer.post_processor = TemplateProcessing(
             single=[*bos, "$A", *eos], special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*bos, *eos}]
         )
@@ -66,6 +71,15 @@ class DeclaredTokens:
         if not self.config.get(f"add_{name}_token") or token is None or tokenizer.token_to_id(token) is None:
             return []
         return [token]
+
+
+def _read_frame(tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
+    """Return the tokens that a tokenizer puts before and behind a prompt."""
+    framed = tokenizer.encode("a")
+    added = framed.special_tokens_mask
+    num_before = next((i for i, is_added in enumerate(added) if not is_added), len(added))
+    num_after = next((i for i, is_added in enumerate(reversed(added)) if not is_added), 0)
+    return framed.tokens[:num_before], framed.tokens[len(added) - num_after :]
 
 
 def read_declared_tokens(folder: Path) -> DeclaredTokens:

@@ -138,6 +138,8 @@ def test_frame_of_the_config_replaces_that_of_the_file(shared: Path, tmp_path: P
         ({"bos_token": "<s>", "add_bos_token": False}, [263]),
         ({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}, [1, 263, 2]),
         ({"bos_token": None, "add_bos_token": True}, [263]),
+        ({"bos_token": "<s>", "eos_token": "</s>", "add_eos_token": False}, [1, 263]),  # nothing of the beginning
+        ({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": None, "add_eos_token": True}, [1, 263, 2]),
     ):
         write_json(tmp_path, tokenizer_config=config)
         assert load_tokenizer(tmp_path).tokenizer.encode("a").ids == expected
