@@ -8,6 +8,7 @@ import msgspec
 from weft.v1 import inference_pb2 as pb
 
 from router.keys import OneRequest, Tenant
+from router.model_text import ModelText
 from router.spans import TraceContext
 
 
@@ -55,6 +56,8 @@ class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    model_text: ModelText = ModelText(path="")
+    """Whose tokens they are."""
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
     finished: pb.Finished | None = None
 
@@ -83,9 +86,9 @@ class Dispatch(Protocol):
     async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
 
-    async def token_names(self, model: str, token_ids: Collection[int]) -> dict[int, str]:
-        """Return what each token reads as on its own. For the tokens of an answer: ids are not checked, and no place
-        is needed."""
+    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
+        """Return what each token reads as on its own. For the tokens of an answer, whose deltas tell `text`: ids are
+        not checked, and no place is needed."""
 
     def list_models(self) -> list[ModelCard]:
         """Return the models served now."""

@@ -19,6 +19,7 @@ from router.errors import DeadlineError, NoReplicaError, RateLimitedError, Route
 from router.flight import Flight, PreparedRequest
 from router.keys import cache_space
 from router.metrics import RouterMetrics
+from router.model_text import ModelText
 from router.spans import NO_TRACER, Span, Tracer
 from router.token_names import TokenNames
 from router.tokenizer_pool import Tokenizer, TokenizerPool
@@ -134,10 +135,9 @@ class Dispatcher:
             check_token_ids("token_ids", token_ids, route.vocab_size or tokenizer.vocab_size)
             return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens)
 
-    async def token_names(self, model: str, token_ids: Collection[int]) -> dict[int, str]:
+    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
         """Return what each token of an answer reads as on its own. The answer had its place; its names need none."""
-        route = self._directory.resolve(model)
-        return await self._names.of(await self._pool.get(route.text), token_ids)
+        return await self._names.of(await self._pool.get(text), token_ids)
 
     def list_models(self) -> list[ModelCard]:
         """Return the models served now."""

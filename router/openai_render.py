@@ -20,6 +20,7 @@ from router.errors import (
     RouterError,
     UnauthenticatedError,
 )
+from router.model_text import ModelText
 
 Json = dict[str, Any]
 
@@ -50,6 +51,8 @@ class Choice:
         self.text_offset = 0
         """Characters of the tokens rendered so far."""
         self.finished: pb.Finished | None = None
+        self.model_text: ModelText
+        """Whose tokens it is of, since its first delta."""
 
 
 class Renderer(ABC):
@@ -111,6 +114,7 @@ class Renderer(ABC):
         self._model = delta.model
         choice = self._choices[index]
         choice.finished = delta.finished
+        choice.model_text = delta.model_text
         return choice
 
     def _chunk(self, choice: Json) -> Json:
@@ -144,9 +148,9 @@ class Renderer(ABC):
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in of_prompts)},
         }
 
-    async def _token_names(self, logprobs: Sequence[pb.TokenLogprobs]) -> dict[int, str]:
+    async def _token_names(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> dict[int, str]:
         token_ids = {each.token_id for position in logprobs for each in (position.chosen, *position.top)}
-        return await self._dispatch.token_names(self._model, token_ids)
+        return await self._dispatch.token_names(choice.model_text, token_ids)
 
     def _ending(self, choice: Choice) -> Json:
         """Return why a choice ended: the OpenAI reason, and the stop string or the requested stop token that did it."""
@@ -185,7 +189,7 @@ class CompletionRenderer(Renderer):
         return {"index": choice.index, "text": text, "logprobs": logprobs} | self._ending(choice)
 
     async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
-        names = await self._token_names(logprobs)
+        names = await self._token_names(choice, logprobs)
         tokens = [names[position.chosen.token_id] for position in logprobs]
         offsets = []
         for token in tokens:
@@ -235,7 +239,7 @@ class ChatRenderer(Renderer):
         return self._chunk({"index": choice.index, "delta": content, "logprobs": logprobs} | ending)
 
     async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
-        names = await self._token_names(logprobs)
+        names = await self._token_names(choice, logprobs)
 
         def entry(each: pb.Logprob) -> Json:
             name = names[each.token_id]

@@ -7,6 +7,7 @@ from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage, GenerateCall, GenerateDelta, ModelCard
 from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
+from router.model_text import ModelText
 
 EOS = 256
 """The one token that is no byte."""
@@ -59,8 +60,8 @@ class FakeDispatch:
         text = bytes(token_id for token_id in token_ids if token_id < EOS).decode(errors="replace")
         return text if skip_special_tokens else text + "<eos>" * token_ids.count(EOS)
 
-    async def token_names(self, model: str, token_ids: Collection[int]) -> dict[int, str]:
-        return {each: await self.detokenize(model, (each,), skip_special_tokens=False) for each in token_ids}
+    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
+        return {each: await self.detokenize("", (each,), skip_special_tokens=False) for each in token_ids}
 
     def list_models(self) -> list[ModelCard]:
         return [self.model]

@@ -24,6 +24,7 @@ from router.errors import (
     RequestFailedError,
     RouterError,
 )
+from router.model_text import ModelText
 from router.openai import create_app
 from router.openai_types import MAX_CHOICES
 
@@ -225,7 +226,7 @@ async def test_logprobs_of_a_whole_answer_are_rendered_as_they_come(
 ) -> None:
     named = asyncio.Event()
 
-    async def token_names(model: str, token_ids: Collection[int]) -> dict[int, str]:
+    async def token_names(text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
         named.set()
         return dict.fromkeys(token_ids, "a")
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
+import httpx
 import pytest
 from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica, expected_tokens
@@ -101,6 +102,9 @@ class LateTokenizer(ByteTokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         return (257, *super().encode(text, add_special_tokens=False))
 
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "?" * len(ids)
+
 
 def new_ids(text: str) -> list[int]:
     return [257, *text.encode()]
@@ -137,6 +141,7 @@ async def rolling(
     say(control, *replicas)
     config = router_config(
         control=control.address,
+        http_port=0,
         policy=PolicyName.ROUND_ROBIN,
         failover=FailoverConfig(new_request_wait_s=5.0, failover_wait_s=0.5),
     )
@@ -189,6 +194,33 @@ async def test_request_that_has_begun_goes_on_only_with_its_own_tokenizer() -> N
         answer = await answering
         assert answer.token_ids == expected_tokens(prompt_ids("hi"), 1, 9)
         assert prompts([b, c, d]) == [[prompt_ids("hi")], [], []]
+
+
+@pytest.mark.parametrize("is_removed", [False, True], ids=["the model has another tokenizer", "the model is gone"])
+async def test_answer_that_has_begun_goes_on_with_the_names_of_its_own_tokens(is_removed: bool) -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("c") as c,
+        rolling((a, OLD)) as (control, router),
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}") as http,
+    ):
+        await router.wait_ready(1)
+        body = {"prompt": "hi", "max_tokens": 4, "seed": 1, "logprobs": 0}
+        answering = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until(lambda: a.num_requests == 1)
+        await a.step(1)
+        if is_removed:
+            control.set_membership(control_pb2.WatchReplicasResponse())
+            await router.wait_ready(-1)
+        else:
+            say(control, (c, NEW))
+            await until(lambda: c.num_connections == 1)
+            await router.wait_ready(1)
+        a.resume()
+        answer = await answering
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert "".join(choice["logprobs"]["tokens"]) == bytes(expected_tokens(prompt_ids("hi"), 1, 4)).decode()
 
 
 async def test_request_that_has_begun_fails_where_its_tokenizer_runs_no_longer() -> None:
