@@ -44,6 +44,8 @@ from router.client_values import (
     UnauthenticatedError,
     UnavailableError,
     Usage,
+    check_timeout,
+    detokenize_request,
     generate_request,
     to_delta,
     to_error,
@@ -129,7 +131,7 @@ class Client(_TypedErrors):
             credentials: for TLS, from `grpc.ssl_channel_credentials`; None: plain text.
             tracer: makes a span of each generation, from `router.spans.make_tracer` or `router.tracing.OtelTracer`.
         """
-        self._timeout_s = timeout_s
+        self._timeout_s = check_timeout(timeout_s)
         self._metadata = _metadata(api_key)
         self._tracer = tracer
         if credentials is None:
@@ -172,7 +174,7 @@ class Client(_TypedErrors):
         request = generate_request(prompt, messages, options)
         with self._tracer.begin("weft.client") as span:
             metadata = _with_context(self._metadata, span.context)
-            timeout_s = options.get("timeout_s", self._timeout_s)
+            timeout_s = check_timeout(options.get("timeout_s", self._timeout_s))
             with self._typed_errors():
                 call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
                 try:
@@ -204,7 +206,7 @@ class Client(_TypedErrors):
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = detokenize_request(token_ids, model, skip_special_tokens)
         with self._typed_errors():
             return self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata).text
 
@@ -247,7 +249,7 @@ class AsyncClient(_TypedErrors):
         tracer: Tracer = NO_TRACER,
     ) -> None:
         """Connect lazily; see Client."""
-        self._timeout_s = timeout_s
+        self._timeout_s = check_timeout(timeout_s)
         self._metadata = _metadata(api_key)
         self._tracer = tracer
         if credentials is None:
@@ -280,7 +282,7 @@ class AsyncClient(_TypedErrors):
         request = generate_request(prompt, messages, options)
         with self._tracer.begin("weft.client") as span:
             metadata = _with_context(self._metadata, span.context)
-            timeout_s = options.get("timeout_s", self._timeout_s)
+            timeout_s = check_timeout(options.get("timeout_s", self._timeout_s))
             with self._typed_errors():
                 call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
                 try:
@@ -316,7 +318,7 @@ class AsyncClient(_TypedErrors):
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = detokenize_request(token_ids, model, skip_special_tokens)
         with self._typed_errors():
             return (await self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)).text
 

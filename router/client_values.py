@@ -13,7 +13,8 @@ ClientError                    any other status; `code` has it
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -24,6 +25,9 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 Messages = Sequence[Mapping[str, str]]
 """A conversation: each message has `role`, `content` and, where wanted, `name`."""
+
+
+_MAX_TIMEOUT_S = 1e9  # as over HTTP
 
 
 class ClientError(Exception):
@@ -258,7 +262,7 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
     sampling = {name: value for name, value in options.items() if name in Sampling.__optional_keys__}
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = [sampling["stop"]]
-    try:
+    with _only_what_fits():
         request = pb.GenerateRequest(
             model=options.get("model", ""),
             priority=options.get("priority", 0),
@@ -274,16 +278,28 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
             request.text = prompt
         else:
             request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
-    except (TypeError, ValueError) as error:  # protobuf's, for a value of the wrong type or range
-        raise _refused(f"a value does not fit its field: {error}") from error
     return request
 
 
 def tokenize_request(prompt: str | Messages, model: str, add_special_tokens: bool) -> pb.TokenizeRequest:
-    """Return the wire form of a text or a conversation to tokenize."""
-    if isinstance(prompt, str):
-        return pb.TokenizeRequest(model=model, text=prompt, add_special_tokens=add_special_tokens)
-    return pb.TokenizeRequest(model=model, chat=_to_chat(prompt))
+    """Return the wire form of a text or a conversation to tokenize. Raises BadRequestError."""
+    with _only_what_fits():
+        if isinstance(prompt, str):
+            return pb.TokenizeRequest(model=model, text=prompt, add_special_tokens=add_special_tokens)
+        return pb.TokenizeRequest(model=model, chat=_to_chat(prompt))
+
+
+def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    """Return the wire form of token ids to make text of. Raises BadRequestError."""
+    with _only_what_fits():
+        return pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def check_timeout(timeout_s: float | None) -> float | None:
+    """Return it. Raises BadRequestError for infinity and such, which gRPC takes for a deadline that has passed."""
+    if timeout_s is None or timeout_s <= _MAX_TIMEOUT_S:
+        return timeout_s
+    raise _refused(f"timeout_s is {timeout_s}; allowed: at most {_MAX_TIMEOUT_S:.0f}, or None for no deadline")
 
 
 def to_delta(response: pb.GenerateResponse) -> Delta:
@@ -321,6 +337,14 @@ def to_error(error: grpc.RpcError) -> ClientError:
         kind = BadRequestError
     retry_after_s = None if retry_after_ms is None else float(retry_after_ms) / 1000
     return kind(error.details() or code.name, code=code, retry_after_s=retry_after_s)
+
+
+@contextmanager
+def _only_what_fits() -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:  # protobuf's, for a value of the wrong type or range
+        raise _refused(f"a value does not fit its field: {error}") from error
 
 
 def _refused(message: str) -> BadRequestError:

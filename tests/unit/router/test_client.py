@@ -1,6 +1,7 @@
 """The Python SDK, sync and async, against the gRPC front over a fake dispatcher on a loopback port."""
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -170,6 +171,31 @@ def test_what_cannot_be_sent_is_refused_here(arguments: dict[str, Any], said: st
         generate_request(prompt, messages, arguments)  # type: ignore[arg-type]
 
     assert said in str(caught.value)
+
+
+async def test_what_cannot_be_sent_to_be_tokenized_is_refused_here(client: AsyncClient, target: str) -> None:
+    for work in (
+        lambda sync: sync.tokenize("\ud800"),
+        lambda sync: sync.tokenize([{"role": "user", "content": ["Hi"]}]),
+        lambda sync: sync.detokenize([-1]),
+        lambda sync: sync.detokenize("Hi"),
+    ):
+        with pytest.raises(BadRequestError, match="does not fit"):
+            await with_sync(target, work)
+    with pytest.raises(BadRequestError, match="does not fit"):
+        await client.tokenize("\ud800")
+    with pytest.raises(BadRequestError, match="does not fit"):
+        await client.detokenize([-1])
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, math.nan, 1e18])
+async def test_deadline_that_never_comes_is_none(client: AsyncClient, timeout_s: float) -> None:
+    with pytest.raises(BadRequestError, match="allowed: at most 1000000000, or None for no deadline"):
+        await client.complete("Hi", timeout_s=timeout_s)
+    with pytest.raises(BadRequestError, match="timeout_s is"):
+        AsyncClient(timeout_s=timeout_s)
+    with pytest.raises(BadRequestError, match="timeout_s is"):
+        Client(timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(
