@@ -137,23 +137,22 @@ def check_sampling(sampling: pb.SamplingParams) -> None:
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
         raise _refused("min_tokens", sampling.min_tokens, f"at most max_tokens ({sampling.max_tokens})")
     _check(sampling, "logprobs", 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
-    _check_stop(sampling)
+    check_stop(sampling.stop, sampling.stop_token_ids)
 
 
-def _check_stop(sampling: pb.SamplingParams) -> None:
-    if len(sampling.stop) > MAX_STOP_STRINGS:
+def check_stop(stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:
+    """Check what ends an answer. Raises InvalidRequestError."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop has {len(stop)} strings; allowed: at most {MAX_STOP_STRINGS}", field="stop")
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(
-            f"stop has {len(sampling.stop)} strings; allowed: at most {MAX_STOP_STRINGS}", field="stop"
-        )
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError(
-            f"stop_token_ids has {len(sampling.stop_token_ids)} ids; allowed: at most {MAX_STOP_TOKEN_IDS}",
+            f"stop_token_ids has {len(stop_token_ids)} ids; allowed: at most {MAX_STOP_TOKEN_IDS}",
             field="stop_token_ids",
         )
-    for stop in sampling.stop:
-        if not 0 < len(stop) <= MAX_STOP_STRING_CHARS:
+    for text in stop:
+        if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
             raise InvalidRequestError(
-                f"stop holds a string of {len(stop)} characters; allowed: 1 to {MAX_STOP_STRING_CHARS}", field="stop"
+                f"stop holds a string of {len(text)} characters; allowed: 1 to {MAX_STOP_STRING_CHARS}", field="stop"
             )
 
 

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage, GenerateCall
-from router.convert import MAX_LOGPROBS, check_num_messages
+from router.convert import MAX_LOGPROBS, check_num_messages, check_stop
 from router.errors import InvalidRequestError
 
 MAX_CHOICES = 128
@@ -97,8 +97,11 @@ class GenerationRequest(Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 setattr(sampling, name, value)
-        sampling.stop.extend([self.stop] if isinstance(self.stop, str) else self.stop or [])
-        sampling.stop_token_ids.extend(self.stop_token_ids or [])
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stop_token_ids = self.stop_token_ids or []
+        check_stop(stop, stop_token_ids)  # before each choice has a copy: those of 4 MiB took 3 GB
+        sampling.stop.extend(stop)
+        sampling.stop_token_ids.extend(stop_token_ids)
         return sampling
 
     def _check_num_choices(self, num_prompts: int) -> None:

@@ -637,6 +637,23 @@ async def test_long_value_of_a_field_that_is_not_served_is_refused_unread(http: 
     assert response.json()["error"]["message"] == "tools is set: tool calls are not supported yet"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["a"] * 17}, "stop has 17 strings; allowed: at most 16"),
+        ({"stop": "a" * 1025}, "stop holds a string of 1025 characters; allowed: 1 to 1024"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 ids; allowed: at most 1024"),
+    ],
+)
+async def test_too_much_to_stop_at_is_refused_before_each_choice_has_a_copy(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, fields: dict[str, Any], message: str
+) -> None:
+    response = await complete(http, n=MAX_CHOICES, **fields)
+
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+    assert not dispatch.calls, "4 MiB of it would be 3 GB"
+
+
 async def test_too_many_prompts_are_refused_before_they_are_looked_at(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
