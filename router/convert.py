@@ -165,6 +165,15 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
         )
 
 
+def check_num_token_ids(num_token_ids: int, max_context: int) -> None:
+    """Check that ids to make text of could be one sequence. Raises InvalidRequestError; 0: the context is not known."""
+    if 0 < max_context < num_token_ids:  # each of a message's million ids may stand for 128 characters
+        raise InvalidRequestError(
+            f"there are {num_token_ids} token_ids; allowed: at most {max_context}, the model's context",
+            field="token_ids",
+        )
+
+
 def check_length(num_tokens: int, sampling: pb.SamplingParams, max_context: int) -> None:
     """Check that prompt and output fit into the model's context. Raises InvalidRequestError."""
     if num_tokens == 0:

@@ -13,7 +13,14 @@ from weft.v1 import inference_pb2 as pb
 from router.admission import Admission
 from router.call import ChatMessage, GenerateCall, GenerateDelta, ModelCard
 from router.config import RouterConfig
-from router.convert import check_call, check_chat, check_length, check_token_ids, complete_sampling
+from router.convert import (
+    check_call,
+    check_chat,
+    check_length,
+    check_num_token_ids,
+    check_token_ids,
+    complete_sampling,
+)
 from router.directory import Directory, ModelRoute
 from router.errors import DeadlineError, NoReplicaError, RateLimitedError, RouterError
 from router.flight import Flight, PreparedRequest
@@ -132,6 +139,7 @@ class Dispatcher:
         route = self._directory.resolve(model)
         with self._admission.enter():
             tokenizer = await self._pool.get(route.text)
+            check_num_token_ids(len(token_ids), route.max_context)
             check_token_ids("token_ids", token_ids, route.vocab_size or tokenizer.vocab_size)
             return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens)
 

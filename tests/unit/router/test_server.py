@@ -151,6 +151,8 @@ async def test_tokenize_and_detokenize() -> None:
         text = await router.stub.Detokenize(pb.DetokenizeRequest(token_ids=plain.token_ids))
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await router.stub.Detokenize(pb.DetokenizeRequest(token_ids=[300]))
+        with pytest.raises(grpc.aio.AioRpcError, match="there are 513 token_ids; allowed: at most 512"):
+            await router.stub.Detokenize(pb.DetokenizeRequest(token_ids=[0] * 513))
     assert list(plain.token_ids) == prompt_ids("hi")
     assert plain.max_context == 512
     assert bytes(bare.token_ids) == b"hi"

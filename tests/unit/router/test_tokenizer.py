@@ -312,9 +312,12 @@ def test_threads_get_the_same_ids(tmp_path: Path) -> None:
         assert list(pool.map(round_trip, texts)) == texts
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(shared: Path) -> None:
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(shared: Path, work: str) -> None:
     tokenizer = ModelTokenizer.from_folder(shared / "tokenizers/qwen")
-    worker = threading.Thread(target=tokenizer.encode, args=("Once upon a time there was a little girl. " * 12_000,))
+    text = "Once upon a time there was a little girl. " * 12_000
+    argument = text if work == "encode" else tokenizer.encode(text) * 4
+    worker = threading.Thread(target=getattr(tokenizer, work), args=(argument,))
     ticks, started = 0, time.perf_counter()
 
     worker.start()
@@ -323,4 +326,4 @@ def test_other_threads_run_while_a_long_text_is_encoded(shared: Path) -> None:
         ticks += 1
 
     elapsed = time.perf_counter() - started
-    assert ticks > 10, f"{ticks} turns in {elapsed:.2f} s: encoding holds the interpreter lock"
+    assert ticks > 10, f"{ticks} turns in {elapsed:.2f} s: to {work} holds the interpreter lock"
