@@ -84,6 +84,10 @@ def check_call(call: GenerateCall) -> None:
             f"request_id has {len(call.request_id)} characters; allowed: at most {MAX_REQUEST_ID_CHARS}",
             field="request_id",
         )
+    if not call.request_id.isprintable():  # it is in the log as it is
+        raise InvalidRequestError(
+            "request_id holds a line break, or another character that cannot be printed", field="request_id"
+        )
     if len(call.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequestError(
             f"cache_salt has {len(call.cache_salt)} characters; allowed: at most {MAX_CACHE_SALT_CHARS}",

@@ -40,6 +40,7 @@ BAD_INPUTS = {
     "target inf": (tiny(target_tpot_s=float("inf")), "target_tpot_s is inf; allowed: a finite number, more than 0"),
     "top_p nan": (sampled(top_p=NAN), "top_p is nan; allowed: more than 0, at most 1"),
     "frequency_penalty": (sampled(frequency_penalty=NAN), "frequency_penalty is nan; allowed: -2 to 2"),
+    "id of two lines": (tiny(request_id="a\nb"), "request_id holds a line break, or another character that cannot be"),
     "long id": (tiny(request_id="x" * 129), "request_id has 129 characters; allowed: at most 128"),
 }
 """What only gRPC can ask for; the rest is in test_conformance.py."""
