@@ -32,8 +32,8 @@ R = TypeVar("R", "CompletionRequest", "ChatCompletionRequest")
 class StreamOptions(Struct, kw_only=True):
     """`stream_options` of a request."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class ContentPart(Struct, kw_only=True):
@@ -89,7 +89,7 @@ class GenerationRequest(Struct, kw_only=True):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def _sampling(self) -> pb.SamplingParams:
         sampling = pb.SamplingParams()

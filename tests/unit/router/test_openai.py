@@ -679,6 +679,10 @@ async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient)
 
     assert response.status_code == 200
 
+    response = await chat(http, stream=True, stream_options={"include_usage": None, "continuous_usage_stats": None})
+
+    assert events(response)[-2]["choices"][0]["finish_reason"] == "stop"
+
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe", b'{"x": ' + b"[" * 50_000, b'"\\ud800"']
