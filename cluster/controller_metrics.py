@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
-from weft.addresses import family_of, join_host_port
+from weft.addresses import family_of, join_host_port, split_host_port
 from weft.v1 import control_pb2
 
 from cluster.control_server import ControlState
@@ -25,6 +25,8 @@ from cluster.errors import StartError
 from cluster.status_view import state_name
 
 _STATES = ("pending", "starting", "ready", "draining", "failed", "stopped")
+_ALL_ADDRESSES = ("0.0.0.0", "::")
+"""Where a router can listen and nobody can connect to from another machine."""
 _READ_TIMEOUT_S = 5.0
 """An event loop that is busy for longer makes the scrape fail, which is the truth."""
 
@@ -52,13 +54,19 @@ class ControllerCollector(Collector):
         return ()
 
 
-def targets(state: ClusterState) -> list[dict[str, object]]:
-    """Return what `/targets` answers: an entry for each process, with its job and its place as labels."""
+def targets(state: ClusterState, host: str) -> list[dict[str, object]]:
+    """Return what `/targets` answers: an entry for each process, with its job and its place as labels.
+
+    Args:
+        host: where the caller reaches this machine; routers are on it, and may listen on all of its addresses.
+    """
     entries: list[dict[str, object]] = []
     for router in state.routers:
         if router.metrics_address:
             labels = {"job": "weft-router", "router": router.router_id}
-            entries.append({"targets": [router.metrics_address], "labels": labels})
+            listens_on, port = split_host_port(router.metrics_address)
+            reachable = join_host_port(host if listens_on in _ALL_ADDRESSES else listens_on, port)
+            entries.append({"targets": [reachable], "labels": labels})
     for model in state.models:
         for group in model.groups:
             for rank in group.ranks:
@@ -78,8 +86,8 @@ class ControllerListener:
         registry = CollectorRegistry()
         registry.register(ControllerCollector(self._read))
         pages = {
-            "/metrics": lambda: (CONTENT_TYPE_LATEST, generate_latest(registry)),
-            "/targets": lambda: ("application/json", msgspec.json.encode(targets(self._read()))),
+            "/metrics": lambda _: (CONTENT_TYPE_LATEST, generate_latest(registry)),
+            "/targets": lambda host: ("application/json", msgspec.json.encode(targets(self._read(), host))),
         }
         try:
             self._server = _PageServer(host, port, pages)
@@ -103,7 +111,7 @@ class ControllerListener:
         return ClusterState(self._state.model_statuses(), self._state.router_statuses())
 
 
-_Pages = Mapping[str, Callable[[], tuple[str, bytes]]]
+_Pages = Mapping[str, Callable[[str], tuple[str, bytes]]]
 
 
 class _PageServer(ThreadingHTTPServer):
@@ -113,6 +121,8 @@ class _PageServer(ThreadingHTTPServer):
 
 
 def _handler(pages: _Pages) -> type[BaseHTTPRequestHandler]:
+    """Return a handler of these pages; each is told at which of this machine's addresses it was asked for."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = pages.get(self.path.partition("?")[0])
@@ -120,7 +130,7 @@ def _handler(pages: _Pages) -> type[BaseHTTPRequestHandler]:
                 self.send_error(404, f"allowed: {', '.join(pages)}")
                 return
             try:
-                content_type, body = page()
+                content_type, body = page(self.connection.getsockname()[0])
             except TimeoutError:
                 self.send_error(503, "the controller is busy")
                 return

@@ -51,8 +51,13 @@ class State:
 
 
 @pytest.fixture
-async def listener() -> AsyncIterator[ControllerListener]:
-    listener = ControllerListener(cast(ControlState, State()), host="127.0.0.1", port=0)
+def state() -> State:
+    return State()
+
+
+@pytest.fixture
+async def listener(state: State) -> AsyncIterator[ControllerListener]:
+    listener = ControllerListener(cast(ControlState, state), host="127.0.0.1", port=0)
     yield listener
     await listener.close()
 
@@ -93,6 +98,15 @@ async def test_every_process_is_a_target_once(listener: ControllerListener) -> N
         {"targets": ["10.0.0.1:7000"], "labels": {"job": "weft-rank", "node": "n1"}},
         {"targets": ["10.0.0.1:7001"], "labels": {"job": "weft-rank", "node": "n1"}},
     ]
+
+
+@pytest.mark.parametrize("all_addresses", ["0.0.0.0", "[::]"])
+async def test_a_router_on_all_addresses_is_a_target_where_the_controller_was_asked(
+    listener: ControllerListener, state: State, all_addresses: str
+) -> None:
+    state.router.metrics_address = f"{all_addresses}:9464"
+    router, *_ = json.loads(await get(listener, "/targets"))
+    assert router["targets"] == ["127.0.0.1:9464"], "whoever scrapes is on another machine"
 
 
 async def test_other_pages_are_refused(listener: ControllerListener) -> None:
