@@ -239,8 +239,8 @@ REPLICAS = Board(
                 text="Steps between the first and the last rank of a group: many for long: one hangs.",
                 unit="none",
                 queries={
-                    "{{replica}}": f"max by (replica) (weft_rank_steps_total{{{REPLICA}}}) "
-                    f"- min by (replica) (weft_rank_steps_total{{{REPLICA}}})"
+                    "{{replica}}": f"max by (installation, replica) (weft_rank_steps_total{{{REPLICA}}}) "
+                    f"- min by (installation, replica) (weft_rank_steps_total{{{REPLICA}}})"
                 },
             ),
             Panel(
@@ -311,7 +311,7 @@ ROUTING = Board(
                 unit="none",
                 queries={
                     "{{replica}} at {{instance}}": f"abs(weft_router_replica_indexed_blocks{{{MODEL}}} "
-                    f"- on (model, replica) group_left () weft_kv_cached_blocks{{{MODEL}}})"
+                    f"- on (installation, model, replica) group_left () weft_kv_cached_blocks{{{MODEL}}})"
                 },
             ),
         ],
@@ -327,22 +327,24 @@ ROUTING = Board(
                 title="Requests on replicas",
                 text="As routers see them.",
                 unit="none",
-                queries={"{{replica}}": f"max by (replica) (weft_router_replica_requests{{{MODEL}}})"},
+                queries={"{{replica}}": f"max by (installation, replica) (weft_router_replica_requests{{{MODEL}}})"},
             ),
             Panel(
                 title="Imbalance",
                 text="Requests on the fullest replica of a model, in means of all its replicas: 1 is even.",
                 unit="none",
                 queries={
-                    "{{model}}": f"max by (model) (weft_router_replica_requests{{{MODEL}}}) "
-                    f"/ clamp_min(avg by (model) (weft_router_replica_requests{{{MODEL}}}), 1)"
+                    "{{model}}": f"max by (installation, model) (weft_router_replica_requests{{{MODEL}}}) "
+                    f"/ clamp_min(avg by (installation, model) (weft_router_replica_requests{{{MODEL}}}), 1)"
                 },
             ),
             Panel(
                 title="Pending prompt tokens on replicas",
                 text="As routers see them, with what is on its way.",
                 unit="none",
-                queries={"{{replica}}": f"max by (replica) (weft_router_replica_pending_tokens{{{MODEL}}})"},
+                queries={
+                    "{{replica}}": f"max by (installation, replica) (weft_router_replica_pending_tokens{{{MODEL}}})"
+                },
             ),
         ],
         "Trouble": [
@@ -362,7 +364,7 @@ ROUTING = Board(
                 title="Routers with a replica",
                 text="Routers that could send a request to it.",
                 unit="none",
-                queries={"{{replica}}": f"sum by (replica) (weft_router_replica_ready{{{MODEL}}})"},
+                queries={"{{replica}}": f"sum by (installation, replica) (weft_router_replica_ready{{{MODEL}}})"},
             ),
         ],
     },

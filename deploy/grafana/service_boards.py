@@ -65,7 +65,7 @@ OVERVIEW = Board(
                 title="Ready replicas",
                 text="Replicas that take requests, as the router sees it that sees most.",
                 unit="none",
-                queries={"ready": f"sum(max by (model) (weft_router_ready_replicas{{{MODEL}}}))"},
+                queries={"ready": f"sum(max by (installation, model) (weft_router_ready_replicas{{{MODEL}}}))"},
                 is_stat=True,
             ),
         ],

@@ -25,8 +25,9 @@ from helpers.promql import (
     variable_queries,
 )
 
-_TARGET_LABELS = {"instance", "job", "router", "node"}
-"""Labels that Prometheus adds to what it scrapes; the last two come from the controller's list."""
+_TARGET_LABELS = {"instance", "job", "router", "node", "installation"}
+"""Labels that Prometheus adds to what it scrapes: router and node come from the controller's list, installation from
+the chart's ServiceMonitor and ScrapeConfig."""
 
 
 def test_dashboards_are_those_that_the_script_builds(tmp_path: Path) -> None:

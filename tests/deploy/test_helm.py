@@ -306,6 +306,13 @@ def test_prometheus_is_told_where_ranks_are() -> None:
     assert {"name": "control-metrics", "containerPort": port} in head["ports"]
 
 
+def test_whatever_is_scraped_says_of_which_release_it_is() -> None:
+    objects = render(example="eight-gpu-node")
+    scraped = [*find(objects, "ServiceMonitor")["spec"]["endpoints"], find(objects, "ScrapeConfig")["spec"]]
+    label = {"targetLabel": "installation", "replacement": "llm/demo-weft"}
+    assert [each for each in scraped if label not in each.get("relabelings", [])] == [], "else rules mix releases up"
+
+
 def test_chart_carries_the_repositorys_rules() -> None:
     objects = render(example="eight-gpu-node")
     for name in ("recording", "alerts"):
