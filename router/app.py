@@ -5,7 +5,6 @@ import logging
 import math
 import random
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -227,10 +226,10 @@ class _HttpListener:
     """uvicorn in our event loop, on a socket that is bound before anything starts."""
 
     def __init__(self, app: Starlette, router: RouterConfig, *, port: int) -> None:
-        """Bind. Raises RouterConfigError when the port is taken."""
+        """Bind. Raises RouterConfigError when the port is taken, or TLS files cannot be used."""
+        tls = None if router.tls is None else router.tls.context
         self._socket = _bind(router.host, port, shares_port=router.shares_ports)
         self.address = join_host_port(router.host, self._socket.getsockname()[1])
-        tls = router.tls
         self.has_started = asyncio.Event()
         settings = uvicorn.Config(
             app,
@@ -243,11 +242,9 @@ class _HttpListener:
             server_header=False,
             timeout_keep_alive=router.clients.keep_alive_s,  # type: ignore[arg-type] # any number will do
             timeout_graceful_shutdown=math.ceil(router.grace_s),
-            ssl_certfile=tls.cert_file if tls else None,
-            ssl_keyfile=tls.key_file if tls else None,
-            ssl_ca_certs=tls.ca_file if tls else None,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.ca_file else ssl.CERT_NONE,
         )
+        settings.load()
+        settings.ssl = tls
         self._server = _QuietServer(settings, self.has_started)
 
     async def serve(self) -> None:

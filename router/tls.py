@@ -1,15 +1,16 @@
 """TLS from PEM files: of the listeners for clients, and between routers, replicas, the controller and operators.
 
-Files are tried before they are used, and what is wrong with them is told. Those of the inner connections are read again
-by every new connection, so that certificates can be renewed under a running cluster.
+Files are tried before they are used, and what is wrong with them is told. They are read again by every new connection,
+so that certificates can be renewed under a running cluster.
 """
 
 import logging
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -18,6 +19,8 @@ from router.errors import RouterConfigError
 logger = logging.getLogger(__name__)
 
 INNER_NAME = "weft"
+
+_LoadedT = TypeVar("_LoadedT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +35,30 @@ class TlsFiles:
 
     @property
     def credentials(self) -> grpc.ServerCredentials:
-        """Those of a gRPC listener. Raises RouterConfigError when the files cannot be read or do not fit."""
-        _load(ssl.PROTOCOL_TLS_SERVER, self.cert_file, self.key_file, self.ca_file)
-        ca = None if self.ca_file is None else _read(self.ca_file)
-        pair = _read(self.key_file), _read(self.cert_file)
-        return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+        """Those of a gRPC listener, which follow the files. Raises RouterConfigError as `context`."""
+        return _Renewal(self, self._load, "gRPC").credentials
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """That of an HTTP listener, which follows the files.
+
+        Raises:
+            RouterConfigError: the files cannot be read or do not fit.
+        """
+        renewal, first = _Renewal(self, self._load, "HTTP"), self._load()
+
+        def show(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+            """At each handshake, whether the client names a server or not."""
+            renewal()
+            connection.context = renewal.loaded
+
+        first.sni_callback = show
+        return first
+
+    def _load(self) -> ssl.SSLContext:
+        context = _load(ssl.PROTOCOL_TLS_SERVER, self.cert_file, self.key_file, self.ca_file)
+        context.verify_mode = ssl.CERT_NONE if self.ca_file is None else ssl.CERT_REQUIRED
+        return context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +105,7 @@ class InnerTls:
     @property
     def credentials(self) -> grpc.ServerCredentials:
         """Those of a gRPC listener, which follow the files. Raises RouterConfigError as `check`."""
-        self.check(serves=True)
-        renewal = _Renewal(self)
-        # The stub forgets that the fetcher may return None.
-        return grpc.dynamic_ssl_server_credentials(
-            renewal.certificates,
-            renewal,  # type: ignore[arg-type]
-            require_client_authentication=True,
-        )
+        return _Renewal(self, partial(self.check, serves=True), "inner TLS").credentials
 
     @property
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -129,12 +144,27 @@ def connect_blocking(address: str, tls: InnerTls | None, options: Sequence[tuple
     return grpc.secure_channel(address, tls.channel_credentials, options=(*options, *tls.channel_options))
 
 
-class _Renewal:
-    """What a listener shows: gRPC calls it before each handshake, in a thread of its own."""
+class _Renewal(Generic[_LoadedT]):
+    """What a listener shows: called before each handshake, by gRPC in a thread of its own."""
 
-    def __init__(self, tls: InnerTls) -> None:
-        self._tls = tls
+    def __init__(self, files: TlsFiles | InnerTls, load: Callable[[], _LoadedT], whose: str) -> None:
+        """Read the files. Raises RouterConfigError as `load`, which tries them."""
+        self._files = files
+        self._load = load
+        self.loaded = load()
+        self._whose = whose
         self._pem = self._read()
+        self._fault = ""
+
+    @property
+    def credentials(self) -> grpc.ServerCredentials:
+        """Those of a gRPC listener."""
+        # The stub forgets that the fetcher may return None.
+        return grpc.dynamic_ssl_server_credentials(
+            self.certificates,
+            self,  # type: ignore[arg-type]
+            require_client_authentication=self._files.ca_file is not None,
+        )
 
     @property
     def certificates(self) -> grpc.ServerCertificateConfiguration:
@@ -148,15 +178,18 @@ class _Renewal:
             pem = self._read()
             if pem == self._pem:
                 return None
-            self._tls.check(serves=True)
+            self.loaded = self._load()
         except RouterConfigError as error:
-            logger.warning("inner TLS goes on with the certificate that it has: %s", error)
+            if str(error) != self._fault:  # once, not for each client
+                logger.warning("%s goes on with the certificate that it has: %s", self._whose, error)
+            self._fault = str(error)
             return None
-        self._pem = pem
+        self._pem, self._fault = pem, ""
         return self.certificates
 
-    def _read(self) -> tuple[bytes, bytes, bytes]:
-        return _read(self._tls.cert_file), _read(self._tls.key_file), _read(self._tls.ca_file)
+    def _read(self) -> tuple[bytes, bytes, bytes | None]:
+        ca = self._files.ca_file
+        return _read(self._files.cert_file), _read(self._files.key_file), None if ca is None else _read(ca)
 
 
 def _load(protocol: int, cert_file: str, key_file: str, ca_file: str | None) -> ssl.SSLContext:

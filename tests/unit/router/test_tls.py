@@ -10,7 +10,7 @@ import pytest
 import trustme
 from helpers.certificates import inner_tls
 from helpers.fake_replica import FakeReplica
-from helpers.router_harness import router_config, running_router
+from helpers.router_harness import RunningRouter, router_config, running_router
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaStub
 
@@ -65,6 +65,55 @@ async def test_a_listener_with_an_authority_takes_only_its_clients(ca: trustme.C
         context.load_cert_chain(mine.cert_file, mine.key_file)
         async with httpx.AsyncClient(verify=context) as http:
             assert (await http.get(url)).status_code == 200
+
+
+async def asked(router: RunningRouter, trusted: trustme.CA, client: InnerTls | None = None) -> list[bool]:
+    """Whether the listeners for gRPC and HTTP answer a new connection, which trusts an authority."""
+    root, answers = trusted.cert_pem.bytes(), []
+    credentials = grpc.ssl_channel_credentials(root) if client is None else client.channel_credentials
+    target = f"localhost:{router.addresses.grpc.rpartition(':')[2]}"
+    async with AsyncClient(target, credentials=credentials, timeout_s=5) as grpc_client:
+        try:
+            answers.append(bool(await grpc_client.models()))
+        except UnavailableError:
+            answers.append(False)
+    context = ssl.create_default_context(cadata=root.decode())
+    if client is not None:
+        context.load_cert_chain(client.cert_file, client.key_file)
+    async with httpx.AsyncClient(verify=context) as http:
+        try:
+            url = f"https://localhost:{router.addresses.http.rpartition(':')[2]}/v1/models"
+            answers.append((await http.get(url)).status_code == 200)
+        except httpx.TransportError:
+            answers.append(False)
+    return answers
+
+
+async def test_a_listeners_renewed_certificate_holds_for_new_connections_without_a_restart(
+    ca: trustme.CA, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, after = tmp_path / "router", trustme.CA()
+    tls = listener_files(ca, folder, is_mutual=False)
+    async with FakeReplica("a") as a, running_router(router_config(a.address, tls=tls, http_port=0)) as router:
+        assert await asked(router, ca) == [True, True]
+        (folder / "tls.crt").write_bytes(b"-")
+        assert await asked(router, ca) == await asked(router, ca) == [True, True]
+        assert caplog.text.count("goes on with the certificate that it has") == 2, "once for each listener"
+        listener_files(after, folder, is_mutual=False)
+        assert await asked(router, after) == [True, True]
+        assert await asked(router, ca) == [False, False]
+
+
+async def test_a_listeners_new_authority_of_clients_takes_the_place_of_the_one_before(
+    ca: trustme.CA, tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "router", trustme.CA()
+    mine, theirs = inner_tls(ca, tmp_path / "mine"), inner_tls(other, tmp_path / "theirs", trusts=ca)
+    tls = listener_files(ca, folder, is_mutual=True)
+    async with FakeReplica("a") as a, running_router(router_config(a.address, tls=tls, http_port=0)) as router:
+        assert (await asked(router, ca, mine), await asked(router, ca, theirs)) == ([True, True], [False, False])
+        (folder / "ca.crt").write_bytes(other.cert_pem.bytes())
+        assert (await asked(router, ca, mine), await asked(router, ca, theirs)) == ([False, False], [True, True])
 
 
 async def greets(replica: FakeReplica, tls: InnerTls | None) -> bool:
