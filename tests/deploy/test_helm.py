@@ -306,6 +306,17 @@ def test_prometheus_is_told_where_ranks_are() -> None:
     assert {"name": "control-metrics", "containerPort": port} in head["ports"]
 
 
+@pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
+def test_a_service_for_the_outside_needs_clients_that_are_no_pods(kind: str) -> None:
+    service = f"router.service.type={kind}"
+    with pytest.raises(RefusedError, match=f"router.service.type is {kind}, and networkPolicy.clients has no ipBlock"):
+        render(service, "networkPolicy.clients[0].namespaceSelector.matchLabels.team=products")
+    opened = "networkPolicy.clients[0].ipBlock.cidr=10.0.0.0/8"
+    (clients, _) = find(render(service, opened), "NetworkPolicy", "demo-weft-router")["spec"]["ingress"]
+    assert {"ipBlock": {"cidr": "10.0.0.0/8"}} in clients["from"]
+    assert render(service, "networkPolicy.enabled=false")
+
+
 def test_whatever_is_scraped_says_of_which_release_it_is() -> None:
     objects = render(example="eight-gpu-node")
     scraped = [*find(objects, "ServiceMonitor")["spec"]["endpoints"], find(objects, "ScrapeConfig")["spec"]]

@@ -76,6 +76,16 @@
 {{- fail "router.apiKeys.existingSecret and router.apiKeys.keys are both set; allowed: one of the two" }}
 {{- end }}
 {{- end }}
+{{- $service := .Values.router.service.type }}
+{{- if and .Values.networkPolicy.enabled (ne $service "ClusterIP") }}
+{{- $isOpen := false }}
+{{- range .Values.networkPolicy.clients }}
+{{- $isOpen = or $isOpen (hasKey . "ipBlock") }}
+{{- end }}
+{{- if not $isOpen }}
+{{- fail (printf "router.service.type is %s, and networkPolicy.clients has no ipBlock, so that nobody from outside gets through; allowed: one, such as {ipBlock: {cidr: 10.0.0.0/8}}, or networkPolicy.enabled false" $service) }}
+{{- end }}
+{{- end }}
 {{- with .Values.router.autoscaling }}
 {{- if and .enabled (lt (int .maxReplicas) (int .minReplicas)) }}
 {{- fail (printf "router.autoscaling.maxReplicas is %d; allowed: at least minReplicas, %d" (int .maxReplicas) (int .minReplicas)) }}
