@@ -3,6 +3,7 @@
 import base64
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -496,6 +497,14 @@ def test_workers_that_may_come_count_as_room() -> None:
 def test_old_kubernetes_is_refused() -> None:
     with pytest.raises(RefusedError, match="incompatible with Kubernetes"):
         render(kubernetes="1.27")
+
+
+def test_commands_of_the_manual_touch_only_the_pods_of_one_release() -> None:
+    manual = (REPOSITORY / "docs/operations.md").read_text()
+    selectors = re.findall(r"kubectl delete pod -l (\S+?)(?:`|\s)", manual)
+    assert len(selectors) == 2
+    for selector in selectors:
+        assert "ray.io/cluster=weft" in selector.split(","), "there may be other Ray clusters in the namespace"
 
 
 def test_versions_agree() -> None:
