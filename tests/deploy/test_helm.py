@@ -236,6 +236,15 @@ def test_a_worker_drains_its_node_before_ray_is_told_to_end(monkeypatch: pytest.
     assert variable["value"] == f"{control['metadata']['name']}:{cluster_spec(objects).control_port}"
 
 
+def test_a_command_inside_the_head_finds_the_controller_and_the_file() -> None:
+    objects = render("controller.port=50061")
+    (head,) = find(objects, "RayCluster")["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    (control,) = [each["value"] for each in head["env"] if each["name"] == "WEFT_CONTROL"]
+    assert control == f"127.0.0.1:{cluster_spec(objects).control_port}"
+    manual = (REPOSITORY / "docs/operations.md").read_text()
+    assert f"-c {head['name']} -- weft apply {head['args'][0]} --wait" in manual
+
+
 def test_the_head_has_time_to_finish_requests_and_with_a_redis_leaves_them_alone() -> None:
     for example, arguments in (("one-gpu", []), ("multi-node-pipeline", ["outlived"])):
         objects = render(example=example)
