@@ -490,6 +490,36 @@ def test_models_that_do_not_fit_the_workers_are_refused(settings: tuple[str, ...
     assert reason in str(refused.value)
 
 
+def test_names_that_yaml_takes_for_something_else_stay_names(shared: Path) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    secrets = ("huggingface", "gcsFaultTolerance", "innerTls", "router.tls", "router.apiKeys")
+    objects = render(
+        *EIGHT_GPUS,
+        "workerGroups[0].name=on",
+        "workerGroups[0].priorityClassName=on",
+        *(f"{each}.existingSecret=on" for each in secrets),
+        "gcsFaultTolerance.redisAddress=redis:6379",
+        "innerTls.serverName=on",
+        "image.pullSecrets[0]=on",
+        "modelStorage.kind=claim",
+        "modelStorage.claimName=on",
+        "nameOverride=on",
+        "router.topologySpreadKeys[0]=on",
+        "test.apiKeySecret=on",
+        "test.model=on",
+    )
+    for item in objects:
+        if item["kind"] not in CUSTOM_KINDS:
+            kubernetes_validate.validate(item, "1.30", strict=True)
+    (cluster,) = [item for item in objects if item["kind"] == "RayCluster"]
+    raycluster_schema(shared / "deploy-schemas").validate(cluster)
+    assert cluster["metadata"]["labels"]["app.kubernetes.io/name"] == "on"
+    config = yaml.safe_load(find(objects, "ConfigMap")["data"]["cluster.yaml"])
+    assert build_spec(config).inner_tls.server_name == "on"
+    claim = find(render("modelStorage.kind=create", "modelStorage.storageClassName=on"), "PersistentVolumeClaim")
+    assert claim["spec"]["storageClassName"] == "on"
+
+
 def test_models_may_have_the_same_gpus_one_after_the_other() -> None:
     bounds = ("models[0].max_replicas=8", "models[0].replicas=0", *OTHER, "models[1].max_replicas=8")
     specs = cluster_spec(render(*EIGHT_GPUS, *bounds)).models

@@ -16,8 +16,8 @@
 {{- end }}
 
 {{- define "weft.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "weft.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "weft.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "weft.labels" -}}
@@ -39,15 +39,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ quote . }}
   {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* What clients call the first model. */}}
-{{- define "weft.firstModel" -}}
-{{- $model := first .Values.models }}
-{{- $model.name | default (base ($model.path | default "weft-tiny")) }}
+{{/* What clients call a model. */}}
+{{- define "weft.modelName" -}}
+{{- .name | default (base (.path | default "weft-tiny")) }}
 {{- end }}
 
 {{/* The cluster file that the head serves. Its own router serves gRPC only, for `weft` inside the head. */}}
@@ -61,7 +60,7 @@ inner_tls:
   cert_file: /etc/weft-inner-tls/tls.crt
   key_file: /etc/weft-inner-tls/tls.key
   ca_file: /etc/weft-inner-tls/ca.crt
-  server_name: {{ .serverName }}
+  server_name: {{ .serverName | quote }}
 {{- end }}
 {{- end }}
 controller:
@@ -120,11 +119,11 @@ capabilities:
 - name: models
   {{- if eq .Values.modelStorage.kind "hostPath" }}
   hostPath:
-    path: {{ .Values.modelStorage.hostPath }}
+    path: {{ .Values.modelStorage.hostPath | quote }}
     type: Directory
   {{- else }}
   persistentVolumeClaim:
-    claimName: {{ eq .Values.modelStorage.kind "create" | ternary (printf "%s-models" (include "weft.fullname" .)) .Values.modelStorage.claimName }}
+    claimName: {{ eq .Values.modelStorage.kind "create" | ternary (printf "%s-models" (include "weft.fullname" .)) .Values.modelStorage.claimName | quote }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -147,13 +146,13 @@ capabilities:
       fieldPath: status.podIP
 {{- if ne .Values.modelStorage.kind "none" }}
 - name: HF_HOME
-  value: {{ .Values.modelStorage.mountPath }}/huggingface
+  value: {{ printf "%s/huggingface" .Values.modelStorage.mountPath | quote }}
 {{- end }}
 {{- with include "weft.hubSecret" . }}
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
+      name: {{ quote . }}
       key: token
 {{- end }}
 {{- with .Values.innerTls }}
@@ -162,7 +161,7 @@ capabilities:
 - {name: WEFT_CONTROL_TLS_CERT, value: /etc/weft-inner-tls/tls.crt}
 - {name: WEFT_CONTROL_TLS_KEY, value: /etc/weft-inner-tls/tls.key}
 - {name: WEFT_CONTROL_TLS_CA, value: /etc/weft-inner-tls/ca.crt}
-- {name: WEFT_CONTROL_TLS_NAME, value: {{ .serverName }}}
+- {name: WEFT_CONTROL_TLS_NAME, value: {{ .serverName | quote }}}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -182,7 +181,7 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ quote . }}
 {{- end }}
 {{- end }}
 
@@ -216,7 +215,7 @@ priorityClassName: {{ . }}
 {{- with .Values.innerTls.existingSecret }}
 - name: inner-tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ quote . }}
 {{- end }}
 {{- end }}
 
@@ -231,12 +230,12 @@ priorityClassName: {{ . }}
 {{- with include "weft.tlsSecret" . }}
 - name: tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ quote . }}
 {{- end }}
 {{- with include "weft.keysSecret" . }}
 - name: api-keys
   secret:
-    secretName: {{ . }}
+    secretName: {{ quote . }}
 {{- end }}
 {{- end }}
 
