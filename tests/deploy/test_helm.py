@@ -437,6 +437,15 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
         ("router.tls.certificate=CERT", "router.tls has a certificate or a key only"),
         ("router.tls.requireClientCertificate=true", "needs router.tls.existingSecret"),
         ("router.apiKeys.keys[0].key=wk-1", "Additional property key is not allowed"),
+        ("fullnameOverride=Weft", 'the name of the objects is "Weft"; allowed: lower-case letters, digits and -'),
+        ("fullnameOverride=7-weft", 'the name of the objects is "7-weft"; allowed:'),
+        ("fullnameOverride=llm.weft", 'the name of the objects is "llm.weft"; allowed:'),
+        ("nameOverride=my weft", 'nameOverride is "my weft"; allowed:'),
+        ("controller.port=50051", "router.ports.grpc is 50051, which controller.port is already"),
+        ("controller.metricsPort=8080", "controller.metricsPort is 8080, which Ray's metrics is already"),
+        ("router.ports.grpc=8265", "router.ports.grpc is 8265, which Ray's dashboard is already"),
+        ("router.ports.http=9464", "router.ports.metrics is 9464, which router.ports.http is already"),
+        ("models[0].autoscaling.target_requests=8", "models[0].autoscaling needs max_replicas"),
         ("router.settings.policy=round_robin", "Additional property policy is not allowed"),
         ("router.settings.link.tls.cert_file=c", "Additional property tls is not allowed"),
     ],
@@ -461,6 +470,18 @@ OTHER = ("models[1].path=weft-tiny", "models[1].name=other", "models[1].device=c
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
+        (
+            ("models[0].path=/models/llama", "models[1].path=/other/llama", "models[1].device=cuda"),
+            'models[1] is called "llama" as another one is; allowed: a name of its own',
+        ),
+        (
+            ("workerGroups[1].name=gpu4", "workerGroups[1].replicas=1", "workerGroups[1].resources.requests.cpu=4"),
+            "workerGroups[1].name is gpu4 as another one's is; allowed: a name of its own",
+        ),
+        (
+            ("autoscaling.enabled=true", "workerGroups[0].minReplicas=3"),
+            "workerGroups: gpu4 has minReplicas 3; allowed: at most its replicas, 2",
+        ),
         (("models[0].min_replicas=2",), "models[0].replicas is 1; allowed: at least min_replicas, 2"),
         (
             ("models[0].replicas=3", "models[0].max_replicas=2"),

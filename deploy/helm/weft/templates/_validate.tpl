@@ -1,17 +1,38 @@
 {{/* What the schema cannot say: whether the models fit the workers, as cluster/placement.py would judge it. */}}
 {{- define "weft.validate" -}}
+{{- include "weft.validateNames" . }}
+{{- include "weft.validatePorts" . }}
 {{- $largest := 0 }}
 {{- $total := 0 }}
-{{- range .Values.workerGroups }}
+{{- $groups := list }}
+{{- range $index, $group := .Values.workerGroups }}
+{{- with $group }}
+{{- if has .name $groups }}
+{{- fail (printf "workerGroups[%d].name is %s as another one's is; allowed: a name of its own" $index .name) }}
+{{- end }}
+{{- $groups = append $groups .name }}
 {{- $gpus := int (.gpus | default 0) }}
 {{- $largest = max $largest $gpus }}
 {{- $total = add $total (mul $gpus (int (include "weft.mostWorkers" (list $ .)))) }}
 {{- if and $.Values.autoscaling.enabled (lt (int (.maxReplicas | default .replicas)) (int .replicas)) }}
 {{- fail (printf "workerGroups: %s has maxReplicas %d; allowed: at least its replicas, %d" .name (int .maxReplicas) (int .replicas)) }}
 {{- end }}
+{{- if and $.Values.autoscaling.enabled (gt (int .minReplicas) (int .replicas)) }}
+{{- fail (printf "workerGroups: %s has minReplicas %d; allowed: at most its replicas, %d" .name (int .minReplicas) (int .replicas)) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- $wanted := 0 }}
+{{- $names := list }}
 {{- range $index, $model := .Values.models }}
+{{- $name := include "weft.modelName" $model }}
+{{- if has $name $names }}
+{{- fail (printf "models[%d] is called %q as another one is; allowed: a name of its own" $index $name) }}
+{{- end }}
+{{- $names = append $names $name }}
+{{- if and (kindIs "map" $model.autoscaling) (empty $model.max_replicas) }}
+{{- fail (printf "models[%d].autoscaling needs max_replicas" $index) }}
+{{- end }}
 {{- $tensor := int ($model.tensor_parallel | default 1) }}
 {{- $device := $model.device | default "auto" }}
 {{- $replicas := hasKey $model "replicas" | ternary $model.replicas 1 | int }}
@@ -97,4 +118,32 @@
 {{- define "weft.mostWorkers" -}}
 {{- $group := index . 1 }}
 {{- (index . 0).Values.autoscaling.enabled | ternary ($group.maxReplicas | default $group.replicas) $group.replicas }}
+{{- end }}
+
+{{/* Of a Service and of the RayCluster, which take nothing else. */}}
+{{- define "weft.validateNames" -}}
+{{- if not (regexMatch "^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$" (include "weft.name" .)) }}
+{{- fail (printf "nameOverride is %q; allowed: letters, digits, -, _ and ." .Values.nameOverride) }}
+{{- end }}
+{{- $fullname := include "weft.fullname" . }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) }}
+{{- fail (printf "the name of the objects is %q; allowed: lower-case letters, digits and -, a letter first: set fullnameOverride" $fullname) }}
+{{- end }}
+{{- end }}
+
+{{/* Those of the head, where Ray has some too and a router is beside the controller; and those of a router. */}}
+{{- define "weft.validatePorts" -}}
+{{- $ports := .Values.router.ports }}
+{{- $head := list (list "Ray's GCS" 6379) (list "Ray's dashboard" 8265) (list "Ray's metrics" 8080) (list "Ray's clients" 10001) (list "Ray's agent" 52365) (list "controller.port" .Values.controller.port) (list "controller.metricsPort" .Values.controller.metricsPort) (list "router.ports.grpc" $ports.grpc) }}
+{{- $router := list (list "router.ports.grpc" $ports.grpc) (list "router.ports.http" $ports.http) (list "router.ports.metrics" $ports.metrics) }}
+{{- range list $head $router }}
+{{- $taken := dict }}
+{{- range . }}
+{{- $port := last . | int | toString }}
+{{- if hasKey $taken $port }}
+{{- fail (printf "%s is %s, which %s is already; allowed: a port of its own" (first .) $port (get $taken $port)) }}
+{{- end }}
+{{- $_ := set $taken $port (first .) }}
+{{- end }}
+{{- end }}
 {{- end }}
