@@ -74,13 +74,19 @@ OVERVIEW = Board(
                 title="Time to first token (TTFT)",
                 text="From a request's arrival at the router to its first token, with its target.",
                 unit="s",
-                queries={**percentiles("weft_router_ttft_seconds"), "target": "max(weft_router_slo_ttft_seconds)"},
+                queries={
+                    **percentiles("weft_router_ttft_seconds"),
+                    "target": f"max(weft_router_slo_ttft_seconds{{{MODEL}}})",
+                },
             ),
             Panel(
                 title="Time per output token (TPOT)",
                 text="Mean of each request after its first token, with its target.",
                 unit="s",
-                queries={**percentiles("weft_router_tpot_seconds"), "target": "max(weft_router_slo_tpot_seconds)"},
+                queries={
+                    **percentiles("weft_router_tpot_seconds"),
+                    "target": f"max(weft_router_slo_tpot_seconds{{{MODEL}}})",
+                },
             ),
             Panel(
                 title="Inter-token latency (ITL)",

@@ -72,6 +72,15 @@ def test_queries_ask_for_metrics_and_labels_that_exist(exposed: Labels) -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_panels_show_the_models_that_were_chosen(exposed: Labels) -> None:
+    assert [
+        f"{query.place}: {name}"
+        for query in panel_queries()
+        for name, selected in query.metrics.items()
+        if "model" in exposed[name] - selected
+    ] == []
+
+
 def test_variables_ask_for_metrics_and_labels_that_exist(exposed: Labels) -> None:
     for variable in variable_queries():
         (name,) = Query(place=variable.place, expression=variable.selector).metrics
