@@ -342,6 +342,43 @@ def test_chart_carries_the_repositorys_rules() -> None:
         assert find(objects, "PrometheusRule", f"demo-weft-{name}")["spec"] == rules
 
 
+def test_notes_say_what_works_with_these_values(tmp_path: Path) -> None:
+    chart = tmp_path / "weft"
+    shutil.copytree(CHART, chart)
+    text = (CHART / "templates/NOTES.txt").read_text()  # which Helm renders only where there is a cluster
+    shown = 'apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\ndata: {notes: {{ include "notes" . | quote }}}\n'
+    (chart / "templates/notes.yaml").write_text(f'{{{{ define "notes" }}}}{text}{{{{ end }}}}\n{shown}')
+
+    def notes(*settings: str) -> str:
+        return str(find(render(*settings, chart=chart), "ConfigMap", "notes")["data"]["notes"])
+
+    plain = notes("controller.port=50061")
+    assert "weft status --control 127.0.0.1:50061\n" in plain
+    assert "http://demo-weft.llm:8000/v1" in plain
+    assert "helm test demo -n llm" in plain
+    secured = ("router.tls.existingSecret=t", "router.apiKeys.existingSecret=k", "innerTls.existingSecret=i")
+    locked = notes(*secured, "innerTls.serverName=n")
+    assert "https://demo-weft.llm:8000/v1" in locked
+    assert "helm test" not in locked, "it has no key"
+    assert "--tls-ca ca.crt --tls-name n" in locked
+    assert "helm test" in notes(*secured, "test.apiKeySecret=s")
+
+
+def test_services_say_what_their_ports_speak() -> None:
+    def spoken(*settings: str) -> dict[str, str]:
+        objects = render(*settings)
+        ports = [
+            port
+            for name in ("demo-weft", "demo-weft-control")
+            for port in find(objects, "Service", name)["spec"]["ports"]
+        ]
+        return {port["name"]: port["appProtocol"] for port in ports if "appProtocol" in port}
+
+    assert spoken() == {"grpc": "grpc", "http": "http", "control": "grpc"}
+    secured = spoken("router.tls.existingSecret=t", "innerTls.existingSecret=i")
+    assert secured == {"grpc": "https", "http": "https", "control": "https"}, "or a mesh looks for plain HTTP"
+
+
 def test_services_select_the_pods_they_mean() -> None:
     objects = render(example="one-gpu")
     labels = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["metadata"]["labels"]
