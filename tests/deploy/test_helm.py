@@ -29,7 +29,7 @@ from helpers.chart import (
 from cluster.cli import app
 from cluster.config import ClusterSpec, build_spec
 from router import __main__ as router_main
-from router.config import RouterConfig
+from router.config import RouterConfig, TraceProtocol, TracingConfig
 from router.keys import KeyRing, hash_key
 from router.server import READINESS_SERVICE
 from router.tls import TlsFiles
@@ -154,6 +154,16 @@ def test_requests_are_logged_and_decisions_recorded_where_wanted(is_on: bool) ->
     folder = "/tmp/weft-decisions" if is_on else None
     assert router.recording.folder == spec.router.recording.folder == folder
     assert router.metrics.log_requests is spec.router.metrics.log_requests is is_on
+
+
+def test_spans_of_routers_and_replicas_go_to_one_collector() -> None:
+    assert router_config(render()).tracing == cluster_spec(render()).router.tracing == TracingConfig()
+    values = ("endpoint=http://collector.tracing:4318/v1/traces", "protocol=http", "sampleRatio=0")
+    objects = render(*(f"tracing.{value}" for value in values))
+    wanted = TracingConfig(
+        endpoint="http://collector.tracing:4318/v1/traces", protocol=TraceProtocol.HTTP, sample_ratio=0.0
+    )
+    assert router_config(objects).tracing == cluster_spec(objects).router.tracing == wanted
 
 
 def test_further_settings_reach_routers_beside_ray_and_in_the_cluster_file() -> None:

@@ -84,6 +84,14 @@ router:
   api_keys: /etc/weft-keys/keys.yaml
   {{- end }}
   {{- include "weft.routerSettings" . | nindent 2 }}
+{{- with .Values.tracing }}
+{{- if .endpoint }}
+tracing:
+  endpoint: {{ .endpoint | quote }}
+  protocol: {{ .protocol }}
+  sample_ratio: {{ .sampleRatio }}
+{{- end }}
+{{- end }}
 {{- if .Values.recordDecisions }}
 recording:
   folder: /tmp/weft-decisions
