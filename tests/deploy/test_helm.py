@@ -25,9 +25,11 @@ from helpers.chart import (
     raycluster_schema,
     render,
 )
+from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
 
 from cluster.cli import app
 from cluster.config import ClusterSpec, build_spec
+from cluster.placement import Placement
 from router import __main__ as router_main
 from router.config import RouterConfig, TraceProtocol, TracingConfig
 from router.keys import KeyRing, hash_key
@@ -274,6 +276,19 @@ def test_workers_have_their_gpus_and_the_head_takes_no_rank() -> None:
 def test_autoscaling_gives_worker_groups_their_bounds() -> None:
     (group,) = find(render(example="multi-node-pipeline"), "RayCluster")["spec"]["workerGroupSpecs"]
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 2, 4)
+
+
+def test_rays_autoscaler_knows_which_workers_have_the_accelerator() -> None:
+    wanted = (*EIGHT_GPUS, "autoscaling.enabled=true", "models[0].accelerator=H100")
+    objects = render(*wanted, "workerGroups[0].accelerator=H100")
+    (model,) = cluster_spec(objects).models
+    placement = Placement(
+        parallel=model.engine.parallel, gpus_per_rank=1, cpus_per_rank=1.0, accelerator=model.accelerator
+    )
+    types = _generate_available_node_types_from_ray_cr_spec(find(objects, "RayCluster")["spec"])
+    assert placement.bundle.keys() <= types["gpu4"]["resources"].keys(), "else it never asks for such a worker"
+    with pytest.raises(RefusedError, match=r"models\[0\]\.accelerator is H100; no worker group has it"):
+        render(*wanted)
 
 
 def test_ray_asks_for_a_token_where_wanted() -> None:

@@ -5,12 +5,14 @@
 {{- $largest := 0 }}
 {{- $total := 0 }}
 {{- $groups := list }}
+{{- $accelerators := list }}
 {{- range $index, $group := .Values.workerGroups }}
 {{- with $group }}
 {{- if has .name $groups }}
 {{- fail (printf "workerGroups[%d].name is %s as another one's is; allowed: a name of its own" $index .name) }}
 {{- end }}
 {{- $groups = append $groups .name }}
+{{- $accelerators = append $accelerators (.accelerator | default "") }}
 {{- $gpus := int (.gpus | default 0) }}
 {{- $largest = max $largest $gpus }}
 {{- $total = add $total (mul $gpus (int (include "weft.mostWorkers" (list $ .)))) }}
@@ -32,6 +34,10 @@
 {{- $names = append $names $name }}
 {{- if and (kindIs "map" $model.autoscaling) (empty $model.max_replicas) }}
 {{- fail (printf "models[%d].autoscaling needs max_replicas" $index) }}
+{{- end }}
+{{- $accelerator := $model.accelerator | default "" }}
+{{- if and $.Values.autoscaling.enabled $accelerator (not (has $accelerator $accelerators)) }}
+{{- fail (printf "models[%d].accelerator is %s; no worker group has it as its accelerator, so Ray's autoscaler would start none for it" $index $accelerator) }}
 {{- end }}
 {{- $tensor := int ($model.tensor_parallel | default 1) }}
 {{- $device := $model.device | default "auto" }}
