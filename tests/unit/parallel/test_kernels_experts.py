@@ -3,14 +3,11 @@
 Tolerances as in test_kernels_cpu.py.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.triton_programs import interpret
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,7 +20,6 @@ from parallel.kernels.cpu_linear import OneDnnLinear
 from parallel.kernels.grouped_experts import GroupedExperts, is_fast_in_torch, torch_grouped_linear
 from parallel.kernels.reference import ReferenceExperts, ReferenceKernels
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 NUM_EXPERTS, HIDDEN, INNER = 6, 32, 24
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -157,6 +153,4 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-2)):
 
 def test_triton_product_is_right_when_interpreted() -> None:
     """In float32 and float16: the interpreter of Triton 3.9 multiplies the bits of bfloat16 as integers."""
-    pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
-    subprocess.run([sys.executable, "-c", _INTERPRET], env=environment, check=True, timeout=120)
+    interpret(_INTERPRET)

@@ -1,17 +1,11 @@
 """The Triton kernels mean what the reference means, in Triton's interpreter, and compile for GPUs that are not here.
 
 In float32 and float16: the interpreter of Triton 3.9 multiplies and rounds bfloat16 wrongly. What is compiled is
-bfloat16. Each runs in a process of its own, because the interpreter is chosen when Triton is imported.
+bfloat16.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[3]
+from helpers.triton_programs import interpret, run_with_triton
 
 _ATTENTION = """
 import torch
@@ -26,15 +20,8 @@ for case in attention_cases():
 """
 
 
-def run_with_triton(script: str, **environment: str) -> None:
-    pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=240)
-
-
 def test_attention_is_right_when_interpreted() -> None:
-    run_with_triton(_ATTENTION, TRITON_INTERPRET="1")
+    interpret(_ATTENTION)
 
 
 _ELEMENTWISE = """
@@ -49,7 +36,7 @@ for check in elementwise_checks():
 
 
 def test_operations_between_products_are_right_when_interpreted() -> None:
-    run_with_triton(_ELEMENTWISE, TRITON_INTERPRET="1")
+    interpret(_ELEMENTWISE)
 
 
 _SAMPLING = """
@@ -63,7 +50,7 @@ for case in sampling_cases():
 
 
 def test_tokens_are_those_of_the_reference_when_interpreted() -> None:
-    run_with_triton(_SAMPLING, TRITON_INTERPRET="1")
+    interpret(_SAMPLING)
 
 
 _DECODER = """
@@ -98,7 +85,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def test_a_decoder_whose_steps_are_filled_up_is_right_when_interpreted() -> None:
-    run_with_triton(_DECODER, TRITON_INTERPRET="1")
+    interpret(_DECODER)
 
 
 _COMPILE = """

@@ -1,0 +1,39 @@
+"""Programs around Triton's kernels, each a process of its own: the interpreter is chosen when Triton is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+_PATCH_ONCE = """
+from types import SimpleNamespace
+from triton.runtime import interpreter
+
+
+def patch_once(function, patch=interpreter._patch_lang, patched=set()):
+    if id(function.__globals__) not in patched:
+        patched.add(id(function.__globals__))
+        patch(function)
+    return SimpleNamespace(restore=lambda: None)
+
+
+interpreter._patch_lang = patch_once
+"""
+"""Else it patches Triton's language anew whenever a kernel calls a function, which takes half of the time or more."""
+
+
+def interpret(program: str) -> None:
+    """Run it with Triton's interpreter. Raises CalledProcessError where it fails."""
+    run_with_triton(_PATCH_ONCE + program, TRITON_INTERPRET="1")
+
+
+def run_with_triton(program: str, **environment: str) -> None:
+    """Run it; the test is skipped where there is no Triton. Raises CalledProcessError where it fails."""
+    pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
+    path = os.pathsep.join([str(_REPOSITORY), str(_REPOSITORY / "tests"), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=240)
