@@ -35,7 +35,7 @@ STEPS = (
     ((1, 600), (1, 11), (1, 32), (1, 1), (1, 7)),
     ((1, 6), (1, 12), (1, 33)),
     ((1, 7), (12, 40), (4, 4)),
-    ((70, 100),),
+    ((40, 100),),
     ((1, 8), (1, 13), (3, 103)),
 )
 """(query, context) of the sequences of each step: three that decode, in two sizes, and four with chunks, in three."""
