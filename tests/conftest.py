@@ -24,10 +24,19 @@ def shared() -> Path:
     return SHARED
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run quick tests first and end-to-end tests last; skip GPU tests where there is no GPU."""
+LONGEST = ("tests/distributed/", "tests/unit/parallel/test_triton_kernels.py")
+"""A minute or more each, as one: begun last by one of several processes, they would leave the others without work."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run quick tests first and end-to-end tests last, but the longest first of all where several processes share.
+
+    GPU tests are skipped where there is no GPU.
+    """
     order = {"unit": 0, "property": 1, "distributed": 2, "gpu": 3, "e2e": 4}
     items.sort(key=lambda item: order.get(item.path.relative_to(REPOSITORY / "tests").parts[0], 0))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch
@@ -43,6 +52,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # by the number of tests, which says little about their time
 
     class LoadPoolScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
