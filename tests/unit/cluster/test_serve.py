@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from weft.v1 import control_pb2
 
 from cluster.config import build_spec
 from cluster.errors import StartError
-from cluster.serve import _reachable, _run, print_addresses
+from cluster.serve import _reachable, _run, _stop_signals, print_addresses
 
 
 class InterruptedService:
@@ -34,6 +35,19 @@ class InterruptedService:
     def shut_down(self, grace_s: float) -> None:
         self.graces_s.append(grace_s)
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_either_signal_is_an_interrupt_and_again_after_another_has_set_its_own(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with _stop_signals() as set_up_again:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        signal.signal(number, signal.SIG_IGN)
+        set_up_again()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) == before
 
 
 def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
