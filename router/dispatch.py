@@ -29,7 +29,7 @@ from router.metrics import RouterMetrics
 from router.model_text import ModelText
 from router.spans import NO_TRACER, Span, Tracer
 from router.token_names import TokenNames
-from router.tokenizer_pool import Tokenizer, TokenizerPool
+from router.tokenizer_pool import TokenizerPool
 
 T = TypeVar("T")
 
@@ -39,9 +39,6 @@ _OUTCOMES = {
     pb.FINISH_REASON_ABORT: "abort",
 }
 _FINISHED = ("stop", "length")
-
-_LONG_TEXT = 100_000
-"""Characters; more may take seconds to encode."""
 
 
 class Dispatcher:
@@ -132,7 +129,7 @@ class Dispatcher:
             check_chat(prompt)
         with self._admission.enter():
             tokenizer = await self._pool.get(route.text)
-            return await self._encode(tokenizer, prompt, add_special_tokens)
+            return await self._pool.encode(tokenizer, prompt, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -173,7 +170,7 @@ class Dispatcher:
         prompt = call.messages if call.messages is not None else call.text
         token_ids = call.token_ids or ()
         if prompt is not None:
-            token_ids = await self._encode(tokenizer, prompt, add_special_tokens=True)
+            token_ids = await self._pool.encode(tokenizer, prompt)
         max_context = await self._max_context(route)
         vocab_size = route.vocab_size or tokenizer.vocab_size
         check_length(len(token_ids), call.sampling, max_context)  # before each of its ids is looked at
@@ -194,15 +191,6 @@ class Dispatcher:
             deadline_s=deadline_s,
             text=text,
         )
-
-    async def _encode(
-        self, tokenizer: Tokenizer, prompt: str | tuple[ChatMessage, ...], add_special_tokens: bool
-    ) -> tuple[int, ...]:
-        num_characters = len(prompt) if isinstance(prompt, str) else sum(len(each.content) for each in prompt)
-        run = self._pool.run_long if num_characters > _LONG_TEXT else self._pool.run
-        if isinstance(prompt, str):
-            return await run(tokenizer.encode, prompt, add_special_tokens)
-        return await run(tokenizer.render_chat, prompt)
 
     async def _max_context(self, route: ModelRoute) -> int:
         """Return the model's context; when only replicas know it, wait for the first."""

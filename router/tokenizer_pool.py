@@ -6,14 +6,22 @@ app.py says which of them are still needed, whenever membership changes.
 import asyncio
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
 from router.call import ChatMessage
 from router.generation_config import GenerationDefaults
 from router.model_text import ModelText
 
+Prompt = str | tuple[ChatMessage, ...]
+"""A text or a conversation."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_LONG_TEXT = 100_000
+"""Characters; more may take seconds to encode."""
 
 
 class Tokenizer(Protocol):
@@ -37,6 +45,14 @@ class Tokenizer(Protocol):
         """Return the token ids of a conversation, ready for the assistant's answer."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Encoding:
+    prompt: Prompt
+    """Kept, so that no other one gets its id."""
+    token_ids: asyncio.Future[tuple[int, ...]]
+    num_waiting: int = 0
+
+
 class TokenizerPool:
     """Loads tokenizers and runs functions in its threads. Admission bounds what waits for a thread."""
 
@@ -44,8 +60,10 @@ class TokenizerPool:
         self._load = load
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
+        """For texts that may take seconds: one after the other, and no other text waits for them."""
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
         """By the identity of their texts: a folder may have other files later."""
+        self._encodings: dict[tuple[int, int, bool], _Encoding] = {}
 
     async def get(self, text: ModelText) -> Tokenizer:
         """Return a revision's tokenizer, loading it the first time: once for revisions whose tokens are alike.
@@ -67,18 +85,41 @@ class TokenizerPool:
         """Let go of the tokenizers of all other texts. Whoever has one, or waits for it, goes on with it."""
         self._tokenizers = {each: loading for each, loading in self._tokenizers.items() if each in identities}
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function in one of the threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
+    async def encode(self, tokenizer: Tokenizer, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return a prompt's token ids; a conversation frames itself, whatever `add_special_tokens` says.
 
-    async def run_long(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what may take seconds in a thread that is there for this alone, one after the other.
-
-        Once begun it goes on, also when its caller has left.
+        Calls that wait at the same time for the same object, as the choices of one request do, have it encoded once.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._long_thread, lambda: function(*args, **kwargs))
+        key = (id(tokenizer), id(prompt), add_special_tokens)
+        encoding = self._encodings.get(key)
+        if encoding is None:
+            token_ids = asyncio.ensure_future(self._encode(tokenizer, prompt, add_special_tokens))
+            encoding = self._encodings[key] = _Encoding(prompt=prompt, token_ids=token_ids)
+        encoding.num_waiting += 1
+        try:
+            return await asyncio.shield(encoding.token_ids)
+        finally:
+            encoding.num_waiting -= 1
+            if not encoding.num_waiting:  # nobody is there for it: where no thread has begun it, none will
+                del self._encodings[key]
+                encoding.token_ids.cancel()
+
+    async def _encode(self, tokenizer: Tokenizer, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
+        num_characters = len(prompt) if isinstance(prompt, str) else sum(len(each.content) for each in prompt)
+        threads = self._long_thread if num_characters > _LONG_TEXT else self._threads
+        if isinstance(prompt, str):
+            return await _run_in(threads, tokenizer.encode, prompt, add_special_tokens)
+        return await _run_in(threads, tokenizer.render_chat, prompt)
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function in one of the threads. Once begun it goes on, also when its caller has left."""
+        return await _run_in(self._threads, function, *args, **kwargs)
 
     def close(self) -> None:
         """Let the threads end; work that has not begun is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._long_thread.shutdown(wait=False, cancel_futures=True)
+
+
+async def _run_in(threads: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(*args, **kwargs))

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from helpers.router_harness import ByteTokenizer
+from helpers.router_harness import BOS, ByteTokenizer
 
 from router.errors import ModelFilesError
 from router.model_text import ModelText
@@ -95,13 +95,59 @@ async def test_work_runs_in_another_thread() -> None:
     pool.close()
 
 
-async def test_long_work_leaves_the_threads_to_the_rest_also_when_its_caller_has_gone() -> None:
-    may_end = threading.Event()
-    pool = TokenizerPool(lambda _: ByteTokenizer(), num_threads=1)
-    long = [asyncio.create_task(pool.run_long(may_end.wait)) for _ in range(3)]
-    await asyncio.sleep(0)
+class SlowTokenizer(ByteTokenizer):
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.encoded: list[str] = []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        self.encoded.append(text[:5])
+        self.has_begun.set()
+        assert self.may_end.wait(10)
+        return super().encode(text, add_special_tokens)
+
+
+async def test_long_texts_leave_the_threads_to_the_rest_also_when_a_caller_has_gone() -> None:
+    tokenizer = SlowTokenizer()
+    pool = TokenizerPool(lambda _: tokenizer, num_threads=1)
+    long = [asyncio.create_task(pool.encode(tokenizer, letter * 200_000)) for letter in "abc"]
+    assert await asyncio.to_thread(tokenizer.has_begun.wait, 10)
     long[0].cancel()
     assert await asyncio.wait_for(pool.run(len, "abc"), 10) == 3
-    may_end.set()
-    assert await asyncio.gather(*long[1:]) == [True, True]
+    tokenizer.may_end.set()
+    assert [len(ids) for ids in await asyncio.gather(*long[1:])] == [200_001, 200_001], "and one that begins each"
+    pool.close()
+
+
+async def test_choices_of_a_request_have_its_prompt_encoded_once_while_one_of_them_is_there() -> None:
+    tokenizer = SlowTokenizer()
+    pool = TokenizerPool(lambda _: tokenizer, num_threads=1)
+    prompt = "".join(["hel", "lo"])
+    same, other = prompt, "".join(["hel", "lo"])
+    choices = [asyncio.create_task(pool.encode(tokenizer, text)) for text in (prompt, same, same, other)]
+    assert await asyncio.to_thread(tokenizer.has_begun.wait, 10)
+    choices[0].cancel()
+    await asyncio.sleep(0)
+    tokenizer.may_end.set()
+    assert await asyncio.gather(*choices[1:]) == [(BOS, *b"hello")] * 3
+    assert tokenizer.encoded == ["hello", "hello"], "another request is one of its own"
+    assert await pool.encode(tokenizer, prompt, add_special_tokens=False) == tuple(b"hello")
+    pool.close()
+
+
+async def test_prompt_that_nobody_waits_for_any_more_is_not_begun() -> None:
+    tokenizer = SlowTokenizer()
+    pool = TokenizerPool(lambda _: tokenizer, num_threads=1)
+    first = asyncio.create_task(pool.encode(tokenizer, "first"))
+    assert await asyncio.to_thread(tokenizer.has_begun.wait, 10)
+    text = "later"
+    later = [asyncio.create_task(pool.encode(tokenizer, text)) for _ in range(2)]
+    await asyncio.sleep(0)
+    for task in later:
+        task.cancel()
+    await asyncio.gather(*later, return_exceptions=True)
+    tokenizer.may_end.set()
+    assert await first == (BOS, *b"first")
+    assert await pool.run(len, "abc") == 3, "all that waited for the thread has had it"
+    assert tokenizer.encoded == ["first"]
     pool.close()
