@@ -21,7 +21,8 @@ serve: $(VENV)/.runtime
 test: lint
 	@deploy/prometheus/fetch.sh
 	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property tests/deploy tests/distributed
-	@$(BIN)/python -m pytest tests/gpu tests/e2e
+	@$(BIN)/python -m pytest tests/gpu
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e
 
 lint: $(VENV)/.dev
 	@if command -v npm >/dev/null; then npm install --ignore-scripts --no-audit --no-fund --no-package-lock --silent; fi

@@ -27,6 +27,9 @@ def shared() -> Path:
 LONGEST = ("tests/distributed/", "tests/unit/parallel/test_triton_kernels.py")
 """A minute or more each, as one: begun last by one of several processes, they would leave the others without work."""
 
+OWN_RAYS = tuple(f"tests/e2e/test_{name}.py" for name in ("kept_service", "nodes", "serve"))
+"""End-to-end tests that do without the one service of the others."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run quick tests first and end-to-end tests last, but the longest first of all where several processes share.
@@ -48,7 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadfile all files with groups of ranks go to one process: they share a pool."""
+    """With --dist loadfile, files that share something go to one process: a pool of ranks, a service, an address.
+
+    End-to-end tests wait for processes most of the time. Those of the one service run beside those that start Rays of
+    their own, one after the other.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -57,6 +64,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class LoadPoolScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith("tests/distributed/") else super()._split_scope(nodeid)
+            if nodeid.startswith("tests/distributed/"):
+                return "ranks"
+            if nodeid.startswith("tests/e2e/"):
+                return "Rays of their own" if nodeid.startswith(OWN_RAYS) else "service"
+            return super()._split_scope(nodeid)
 
     return LoadPoolScheduling(config, log)
