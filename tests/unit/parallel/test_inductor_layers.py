@@ -248,6 +248,7 @@ def test_tokens_are_those_of_the_layers_as_they_are_and_a_second_start_compiles_
     expected = tokens(folder, compiles=False)
     assert start(folder) == (expected, (6, 0))  # whatever the number of tokens
     written = files(home / ".cache" / "weft")
+    assert written
     assert start(folder) == (expected, (0, 6))
     assert files(home / ".cache" / "weft") == written  # no machine code is new
 
