@@ -77,18 +77,20 @@ async def run_router(
     changed = asyncio.Event()
     recorder = _open_recorder(config)
     recording = None if recorder is None else record_router(config, recorder)
-    pool = TokenizerPool(load_tokenizer or tokenizer_loader(config), num_threads=config.tokenizer_threads)
+    pool = TokenizerPool(
+        load_tokenizer or tokenizer_loader(config), num_threads=config.tokenizer_threads, on_change=changed.set
+    )
 
     def note_change() -> None:
         changed.set()
-        pool.keep({identity for route in directory.routes for identity in route.texts})
+        pool.keep(text for route in directory.routes for text in route.texts)
 
     directory = Directory(config, rng, note_change, recording)
     admission = Admission(Places(config.admission) if recording is None else recording.places(), time.monotonic)
     metrics.watch(admission, directory)
 
     def is_ready() -> bool:
-        return directory.is_ready and not stop.is_set()
+        return directory.is_ready and pool.is_ready and not stop.is_set()
 
     with ExitStack() as stack:
         stack.callback(pool.close)
@@ -184,11 +186,11 @@ async def _serving(
     """Follow the replicas and serve for the length of the block; then stop in the order in which nobody is cut off."""
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(directory.run(), name="directory")
-        showing = tasks.create_task(_show_readiness(is_ready, changed, grpc), name="readiness")
         reloading = tasks.create_task(keys.follow(), name="keys") if keys else None
         if config.shares_ports:  # else it would refuse what the others could serve
-            await _wait_ready(directory, config.failover.new_request_wait_s)
+            await _wait_ready(is_ready, changed, config.failover.new_request_wait_s)
         await grpc.start()
+        showing = tasks.create_task(_show_readiness(is_ready, changed, grpc), name="readiness")
         serving = tasks.create_task(http.serve(), name="http") if http else None
         try:
             if http is not None:
@@ -207,12 +209,13 @@ async def _serving(
                 reloading.cancel()
 
 
-async def _wait_ready(directory: Directory, limit_s: float) -> None:
-    """Return when some replica takes requests, or after a while."""
+async def _wait_ready(is_ready: Callable[[], bool], changed: asyncio.Event, limit_s: float) -> None:
+    """Return when the router could serve, or after a while."""
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
-            while not directory.is_ready:
-                await directory.wait_for_change(limit_s)
+            while not is_ready():
+                changed.clear()
+                await changed.wait()
 
 
 async def _show_readiness(is_ready: Callable[[], bool], changed: asyncio.Event, grpc: GrpcListener) -> None:

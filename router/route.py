@@ -104,9 +104,9 @@ class Route(Generic[LinkT]):
         return self._ready.text
 
     @property
-    def texts(self) -> set[str]:
-        """The identities of all that requests may be made for while its replicas are these, ready or not."""
-        return {self._served_text.identity, *(self._text_of(link).identity for link in self.links.values())}
+    def texts(self) -> list[ModelText]:
+        """All that requests may be made for while its replicas are these, ready or not; some of them more than once."""
+        return [self._served_text, *(self._text_of(link) for link in self.links.values())]
 
     @property
     def max_context(self) -> int:

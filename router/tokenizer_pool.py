@@ -1,17 +1,21 @@
 """The tokenizers of the served models, loaded once each, and the threads in which text work runs off the event loop.
 
-app.py says which of them are still needed, whenever membership changes.
+app.py says which of them are needed, whenever membership changes: they are loaded before a request asks for them.
 """
 
 import asyncio
-from collections.abc import Callable, Container, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
 from router.call import ChatMessage
 from router.generation_config import GenerationDefaults
 from router.model_text import ModelText
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | tuple[ChatMessage, ...]
 """A text or a conversation."""
@@ -56,8 +60,22 @@ class _Encoding:
 class TokenizerPool:
     """Loads tokenizers and runs functions in its threads. Admission bounds what waits for a thread."""
 
-    def __init__(self, load: Callable[[ModelText], Tokenizer], *, num_threads: int) -> None:
+    def __init__(
+        self,
+        load: Callable[[ModelText], Tokenizer],
+        *,
+        num_threads: int,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        """Make a pool without tokenizers.
+
+        Args:
+            load: reads the tokenizer of a text; it may block, and raise.
+            num_threads: for loading, and for all texts but the longest.
+            on_change: called whenever a tokenizer was loaded, or could not be.
+        """
         self._load = load
+        self._on_change = on_change
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         """For texts that may take seconds: one after the other, and no other text waits for them."""
@@ -66,24 +84,43 @@ class TokenizerPool:
         self._encodings: dict[tuple[int, int, bool], _Encoding] = {}
 
     async def get(self, text: ModelText) -> Tokenizer:
-        """Return a revision's tokenizer, loading it the first time: once for revisions whose tokens are alike.
+        """Return a revision's tokenizer, loading it where it is not: once for revisions whose tokens are alike.
 
         Raises what loading raises.
         """
+        return await asyncio.shield(self._loading(text))  # a caller that leaves does not stop it for the others
+
+    def keep(self, texts: Iterable[ModelText]) -> None:
+        """Load the tokenizers of these texts that are not there, and let go of all others.
+
+        Whoever has one of the others, or waits for it, goes on with it. What cannot be loaded is tried again by the
+        next call, or for the next request.
+        """
+        self._tokenizers = {text.identity: self._loading(text) for text in texts}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a tokenizer is there, or none is being loaded."""
+        loads = self._tokenizers.values()
+        return not loads or any(load.done() for load in loads)
+
+    def _loading(self, text: ModelText) -> asyncio.Future[Tokenizer]:
         loading = self._tokenizers.get(text.identity)
         if loading is None:
             loading = asyncio.get_running_loop().run_in_executor(self._threads, self._load, text)
             self._tokenizers[text.identity] = loading
-        try:
-            return await asyncio.shield(loading)  # a caller that leaves does not stop the load for the others
-        except Exception:
+            loading.add_done_callback(partial(self._note_loaded, text))
+        return loading
+
+    def _note_loaded(self, text: ModelText, loading: asyncio.Future[Tokenizer]) -> None:
+        if loading.cancelled():  # the pool was closed
+            return
+        if (error := loading.exception()) is not None:
+            logger.warning("the tokenizer in %s cannot be loaded: %s", text.path, error)
             if self._tokenizers.get(text.identity) is loading:
                 del self._tokenizers[text.identity]  # the folder may be there next time
-            raise
-
-    def keep(self, identities: Container[str]) -> None:
-        """Let go of the tokenizers of all other texts. Whoever has one, or waits for it, goes on with it."""
-        self._tokenizers = {each: loading for each, loading in self._tokenizers.items() if each in identities}
+        if self._on_change is not None:
+            self._on_change()
 
     async def encode(self, tokenizer: Tokenizer, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return a prompt's token ids; a conversation frames itself, whatever `add_special_tokens` says.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
@@ -18,6 +19,7 @@ from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
 from router.errors import InvalidRequestError
 from router.generation_config import GenerationDefaults
 from router.model_text import ModelText
+from router.server import READINESS_SERVICE
 from router.spans import Tracer
 from router.tokenizer_pool import Tokenizer
 
@@ -87,6 +89,12 @@ class RunningRouter:
 
     async def wait_ready(self, num_replicas: int, model: str = "tiny", timeout_s: float = 10.0) -> None:
         await poll(lambda: self._num_ready(model), num_replicas, timeout_s)
+
+    async def is_ready(self) -> bool:
+        """Return what its readiness service says."""
+        health = health_pb2_grpc.HealthStub(self.channel)  # type: ignore[no-untyped-call]
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=READINESS_SERVICE))
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def metric(self, name: str, **labels: str) -> float:
         """Return the value of one series; 0 when there is none."""

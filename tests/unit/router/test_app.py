@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,10 +16,9 @@ from urllib.request import urlopen
 import grpc
 import httpx
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.fake_replica import FakeReplica
 from helpers.ipv6 import needs_ipv6
-from helpers.router_harness import RunningRouter, poll, router_config, running_router, text_request
+from helpers.router_harness import ByteTokenizer, RunningRouter, poll, router_config, running_router, text_request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from weft.recording import RecordingConfig
 from weft.v1 import inference_pb2 as pb
@@ -27,8 +27,8 @@ from weft.v1.inference_pb2_grpc import InferenceStub
 from router.__main__ import _config, _parser
 from router.app import BoundAddresses
 from router.config import AdmissionConfig, FailoverConfig, LinkConfig, PolicyName, RouterConfig
-from router.errors import RouterConfigError
-from router.server import READINESS_SERVICE
+from router.errors import ModelFilesError, RouterConfigError
+from router.model_text import ModelText
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -145,10 +145,27 @@ async def test_router_takes_its_part_of_a_shared_port_when_it_can_serve() -> Non
     ):
         (model,) = (await router.stub.ListModels(pb.ListModelsRequest())).models
         assert model.ready_replicas == 1
+        await poll(router.is_ready, True)
     hasty = FailoverConfig(new_request_wait_s=0.01)
     async with running_router(router_config("127.0.0.1:1", shares_ports=True, failover=hasty)) as router:
         (model,) = (await router.stub.ListModels(pb.ListModelsRequest())).models
         assert model.ready_replicas == 0, "it waits only for so long"
+
+
+async def test_router_is_ready_when_it_has_a_tokenizer_or_cannot_have_one() -> None:
+    may_load = threading.Event()
+
+    def load(text: ModelText) -> ByteTokenizer:
+        assert may_load.wait(10)
+        raise ModelFilesError(f"{text.path} has no tokenizer")
+
+    async with FakeReplica("a") as a, running_router(router_config(a.address), load_tokenizer=load) as router:
+        await router.wait_ready(1)
+        assert not await router.is_ready()
+        may_load.set()
+        await poll(router.is_ready, True)
+        with pytest.raises(grpc.aio.AioRpcError, match="/tiny has no tokenizer"):
+            await router.generate(text_request("hello"))
 
 
 async def test_overload_is_refused_early_with_a_hint_and_counted() -> None:
@@ -247,18 +264,11 @@ async def test_stop_says_not_ready_first_and_still_serves_until_load_balancers_k
         running_router(router_config(a.address, http_port=0, unready_s=0.5)) as router,
     ):
         await router.wait_ready(1)
-        async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
-            health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
-            request = health_pb2.HealthCheckRequest(service=READINESS_SERVICE)
-
-            async def is_ready() -> bool:
-                return bool((await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING)
-
-            await poll(is_ready, True)
-            router.stop.set()
-            await poll(is_ready, False)
-            with pytest.raises(HTTPError, match="503"):
-                await asyncio.to_thread(urlopen, f"http://{router.addresses.http}/ready", timeout=5)
+        await poll(router.is_ready, True)
+        router.stop.set()
+        await poll(router.is_ready, False)
+        with pytest.raises(HTTPError, match="503"):
+            await asyncio.to_thread(urlopen, f"http://{router.addresses.http}/ready", timeout=5)
         assert (await router.generate(text_request("hello"))).num_finished == 1
         await router.task
 

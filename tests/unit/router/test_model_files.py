@@ -6,7 +6,8 @@ import grpc
 import pytest
 from helpers.cluster import write_tokenizer
 from helpers.fake_control import FakeControl
-from helpers.router_harness import router_config, running_router
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import poll, router_config, running_router, until
 from weft.v1 import inference_pb2 as pb
 
 from cluster.models import PACKAGED
@@ -24,12 +25,24 @@ async def test_router_elsewhere_reads_the_tokenizer_that_the_controller_has() ->
     await control.start()
     control.set_replicas({})
     async with running_router(router_config(control=control.address), load_tokenizer=None) as router:
-        await router.wait_ready(0)
+        await until(lambda: control.files_asked == ["/tiny"])
         for _ in range(2):
             answer = await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text=TEXT), timeout=20)
             assert tuple(answer.token_ids) == ModelTokenizer.from_folder(FOLDER).encode(TEXT)
     assert control.files_asked == ["/tiny"], "once, and kept"
     await control.stop()
+
+
+async def test_first_request_is_served_while_the_controller_is_away() -> None:
+    async with FakeReplica("a") as a:
+        control = FakeControl(files={"/tiny": FOLDER})
+        await control.start()
+        control.set_replicas({"a": a.address})
+        async with running_router(router_config(control=control.address), load_tokenizer=None) as router:
+            await poll(router.is_ready, True)
+            await control.stop()
+            answer = await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text=TEXT), timeout=20)
+    assert tuple(answer.token_ids) == ModelTokenizer.from_folder(FOLDER).encode(TEXT)
 
 
 async def test_client_is_told_which_files_are_missing() -> None:

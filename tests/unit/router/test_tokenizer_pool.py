@@ -80,12 +80,59 @@ async def test_what_nobody_needs_is_dropped_but_by_those_who_have_it_or_wait_for
     had = await pool.get(TINY)
     waiting = asyncio.create_task(pool.get(other))
     await asyncio.sleep(0)
-    pool.keep({TINY.identity})
+    pool.keep([TINY])
     assert await pool.get(TINY) is had
-    pool.keep({other.identity})
+    pool.keep([other])
     may_load.set()
     assert (await waiting).encode("a", False) == (97,)
     assert await pool.get(TINY) is not had, "it is read again for whoever needs it after all"
+    pool.close()
+
+
+async def test_what_is_needed_is_loaded_before_somebody_asks() -> None:
+    loads: list[str] = []
+    may_load = {TINY.path: threading.Event(), "/other": threading.Event()}
+    changed = asyncio.Event()
+
+    def load(text: ModelText) -> ByteTokenizer:
+        assert may_load[text.path].wait(10)
+        loads.append(text.path)
+        return ByteTokenizer()
+
+    other = ModelText(path="/other", digest="1-b")
+    pool = TokenizerPool(load, num_threads=2, on_change=changed.set)
+    assert pool.is_ready, "nothing is needed"
+    for _ in range(2):
+        pool.keep([TINY, ModelText(path="/tiny-2", digest=TINY.digest), other])
+    assert not pool.is_ready
+    may_load[TINY.path].set()
+    await changed.wait()
+    assert loads == [TINY.path]
+    assert pool.is_ready, "for one of two models"
+    may_load["/other"].set()
+    await asyncio.gather(pool.get(TINY), pool.get(other))
+    assert loads == [TINY.path, "/other"]
+    pool.close()
+
+
+async def test_what_cannot_be_loaded_ahead_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    results: Iterator[ModelFilesError | ByteTokenizer] = iter([ModelFilesError("no head"), ByteTokenizer()])
+    changed = asyncio.Event()
+
+    def load(text: ModelText) -> ByteTokenizer:
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    pool = TokenizerPool(load, num_threads=1, on_change=changed.set)
+    for expected in (["the tokenizer in /tiny cannot be loaded: no head"], []):
+        caplog.clear()
+        changed.clear()
+        pool.keep([TINY])
+        await changed.wait()
+        assert pool.is_ready, "a request is told what is wrong"
+        assert [record.getMessage() for record in caplog.records] == expected
     pool.close()
 
 
