@@ -194,7 +194,7 @@ def wait_for_group(chart: Chart, timeout_s: float = 120.0) -> Any:
 
 @contextmanager
 def running(host: Host, container: Any, places: dict[str, str], **environment: str) -> Iterator[None]:
-    """Run a container's command on a host; SIGTERM at the end, as Kubernetes does."""
+    """Run a container's command on a host; at the end SIGTERM, and whatever it leaves dies, as in Kubernetes."""
     process = subprocess.Popen(host.command(*_command(container, places), **_environment(), **environment))
     try:
         yield
@@ -206,6 +206,7 @@ def running(host: Host, container: Any, places: dict[str, str], **environment: s
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        attempt(host, "pkill", "--signal", "KILL", "--full", "ray|weft")
 
 
 def wait_for_probe(operator: Host, host: Host, probe: Any, port: int | None = None, timeout_s: float = 120.0) -> None:
