@@ -44,7 +44,10 @@ BLOCK_SIZE = 8
 VARIANTS = [(True, BLOCK_SIZE), (True, 7), (False, BLOCK_SIZE), (False, 7), (False, None), (True, None)]
 """(prefix cache on, tokens of a prompt in a step)"""
 HARDEST = [(True, 7), (True, None)]
-"""Chunks that end within blocks; whole prompts, all but new at first and all of them cached then."""
+"""Chunks that end within blocks; whole prompts, all but new at first and all of them cached then.
+
+The scheduler cuts prompts, and knows no family: groups of ranks see the other ways for one model.
+"""
 NUM_TOKENS = 64
 CLEAR_GAP = 0.01
 """Between the two most probable tokens: a smaller one may fall either way in another order of additions."""
@@ -90,7 +93,8 @@ def test_real_models_write_the_golden_texts(
     if (model, shape) == ("stories3M", (4, 1)):
         pytest.skip("6 heads do not divide over 4 ranks")
     folder = shared / "models" / model
-    in_group(gloo_pool, config_of(folder, shape), _check_variants, golden_cases(folder), VARIANTS, timeout_s=300)
+    variants = VARIANTS if shape == (1, 1) or model == "stories260K" else HARDEST
+    in_group(gloo_pool, config_of(folder, shape), _check_variants, golden_cases(folder), variants, timeout_s=300)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -98,7 +102,6 @@ def test_real_models_write_the_golden_texts(
 def test_random_models_write_the_tokens_of_transformers(
     gloo_pool: GlooPool, family: str, shape: tuple[int, int]
 ) -> None:
-    """The scheduler cuts prompts, and knows no family: groups of ranks need not see each way for each of them."""
     variants = VARIANTS if shape == (1, 1) else HARDEST
     config = config_of(tiny_model(family), shape)
     in_group(gloo_pool, config, _check_variants, random_cases(family), variants, timeout_s=300)
