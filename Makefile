@@ -10,6 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
+# Tests start hundreds of processes: each would compile all of Weft's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve test lint format proto clean
 
 demo: $(VENV)/.runtime
@@ -45,8 +48,9 @@ $(VENV)/.runtime: pyproject.toml
 	@$(PIP) install --editable .
 	@touch $@
 
+# Of thousands of modules few are imported: those are compiled then.
 $(VENV)/.dev: $(VENV)/.runtime
-	@$(PIP) install --editable ".[dev]"
+	@$(PIP) install --no-compile --editable ".[dev]"
 	@touch $@
 
 clean:

@@ -7,7 +7,8 @@ python -m bench.start_time [MODEL] --new-ray [--warm]              on a Ray of `
 With --warm each of them is made ready by `weft warm` first, whose time is told too and not part of the others. The
 service takes free ports and is stopped after each round. READY is when the command says how to stop it. Times of
 processes are those at which a process of that name was first seen. Beside them it is told what CPU all of this machine
-used until READY, and what the host of a virtual machine gave to others meanwhile. Linux only.
+used until READY, and what the host of a virtual machine gave to others meanwhile. Python's byte code is kept, as it is
+by default, whatever PYTHONDONTWRITEBYTECODE says here. Linux only.
 """
 
 import argparse
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--new-ray", action="store_true", help="start one for each round, and end it")
     parser.add_argument("--warm", action="store_true", help="with --new-ray: `weft warm` first")
     args = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     rounds = [_round(args) for _ in range(args.rounds)]
     table = Table("seconds until", "median", "all", title=f"weft serve {Path(args.model).name}")
     names = rounds[0].keys() - _CPU.keys()
