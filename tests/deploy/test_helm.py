@@ -25,6 +25,7 @@ from helpers.chart import (
     raycluster_schema,
     render,
 )
+from helpers.kube_api import KubeApi, kube_api
 from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
 
 from cluster.cli import app
@@ -303,6 +304,39 @@ def test_autoscaled_routers_leave_their_number_to_the_autoscaler() -> None:
     assert target["name"] == find(with_hpa, "Deployment", "demo-weft-router")["metadata"]["name"]
     assert find(without, "Deployment")["spec"]["replicas"] == 1
     assert not [item for item in without if item["kind"] in ("HorizontalPodAutoscaler", "PodDisruptionBudget")]
+
+
+def run_helm(api: KubeApi, home: Path, *command: str) -> str:
+    """What Helm prints; it installs and upgrades in a cluster without Pods."""
+    whole = [helm(), *command, "--namespace", "llm", "--kube-apiserver", api.url]
+    result = subprocess.run(whole, env={"HOME": str(home)}, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def release(api: KubeApi, home: Path, verb: str, *settings: str) -> Any:
+    """Install or upgrade `demo`; return the spec of the routers' Deployment."""
+    run_helm(api, home, verb, "demo", str(CHART), "--disable-openapi-validation", "--set", ",".join(settings))
+    return api.find("Deployment", "demo-weft-router")["spec"]
+
+
+def test_autoscaling_that_is_turned_on_later_goes_on_from_the_routers_that_run(tmp_path: Path) -> None:
+    off, on = "router.autoscaling.enabled=false", "router.autoscaling.enabled=true"
+    with kube_api() as api:
+        assert release(api, tmp_path, "install", off, "router.replicas=3")["replicas"] == 3
+        assert release(api, tmp_path, "upgrade", on)["replicas"] == 3
+        api.find("Deployment", "demo-weft-router")["spec"]["replicas"] = 7  # the autoscaler's work
+        assert release(api, tmp_path, "upgrade", on, "router.logLevel=debug")["replicas"] == 7
+        assert release(api, tmp_path, "upgrade", off, "router.replicas=4")["replicas"] == 4
+        assert release(api, tmp_path, "upgrade", on)["replicas"] == 4
+
+
+def test_autoscaling_from_the_start_writes_no_number_that_a_rollback_would_bring_back(tmp_path: Path) -> None:
+    with kube_api() as api:
+        for verb in ("install", "upgrade"):
+            release(api, tmp_path, verb, "router.autoscaling.enabled=true")
+            manifest = list(yaml.safe_load_all(run_helm(api, tmp_path, "get", "manifest", "demo")))
+            assert "replicas" not in find([item for item in manifest if item], "Deployment")["spec"]
 
 
 def test_only_routers_and_ray_itself_reach_rays_nodes() -> None:
