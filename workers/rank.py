@@ -23,7 +23,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import torch
@@ -338,12 +338,14 @@ def _choose_interface(host: str) -> None:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    elif name := _interface_of(str(own)):
+    elif name := _interface_of(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _interface_of(address: str) -> str | None:
-    """The interface that has an IPv4 address; None when Linux does not tell."""
+def _interface_of(address: IPv4Address | IPv6Address) -> str | None:
+    """The interface that has an address; None when Linux does not tell."""
+    if isinstance(address, IPv6Address):
+        return _interface_of_ipv6(address)
     get_address = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
@@ -351,9 +353,17 @@ def _interface_of(address: str) -> str | None:
                 answer = fcntl.ioctl(query, get_address, name.encode().ljust(40, b"\0"))
             except OSError:
                 continue  # it has no such address, or this is no Linux
-            if socket.inet_ntoa(answer[20:24]) == address:
+            if answer[20:24] == address.packed:
                 return name
     return None
+
+
+def _interface_of_ipv6(address: IPv6Address) -> str | None:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()  # address, index, prefix, scope, flags, name
+    except OSError:
+        return None
+    return next((name for has, *_, name in map(str.split, lines) if bytes.fromhex(has) == address.packed), None)
 
 
 def _endpoint_key(rank: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from helpers.ipv6 import needs_ipv6
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.errors import RecordingError
@@ -58,13 +59,13 @@ def test_a_rank_says_what_it_computes_with() -> None:
     assert stats.energy_j() is None, "there is no GPU"
 
 
-def interfaces() -> dict[str, str]:
-    """The IPv4 address of each interface of this machine."""
+def outside_interfaces(family: socket.AddressFamily) -> dict[str, str]:
+    """By name, an address of this family of each interface of this machine that others reach."""
     return {
         name: entry.address
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family == socket.AF_INET
+        if entry.family == family and not entry.address.startswith(("127.", "::1", "fe80:"))
     }
 
 
@@ -76,16 +77,18 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_group_on_loopback_stays_there() -> None:
-    _choose_interface("127.0.0.1")
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_a_group_on_loopback_stays_there(host: str) -> None:
+    _choose_interface(host)
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_group_over_machines_uses_the_interface_of_its_address() -> None:
-    outside = {name: address for name, address in interfaces().items() if not address.startswith("127.")}
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_group_over_machines_uses_the_interface_of_its_address(family: socket.AddressFamily) -> None:
+    outside = outside_interfaces(family)
     if not outside:
-        pytest.skip("needs an interface besides loopback")
+        pytest.skip(f"needs an interface besides loopback that has an address of {family.name}")
     name, address = next(iter(outside.items()))
     _choose_interface(address)
     assert os.environ["GLOO_SOCKET_IFNAME"] == name
