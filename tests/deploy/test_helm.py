@@ -105,6 +105,13 @@ def test_program_takes_what_the_chart_sets(example: str) -> None:
     assert {port["port"] for port in service["spec"]["ports"]} == {router.grpc_port, router.http_port}
 
 
+@pytest.mark.parametrize(("family", "every"), [("IPv4", "0.0.0.0"), ("IPv6", "::")])
+def test_listeners_bind_addresses_of_the_clusters_family(family: str, every: str) -> None:
+    objects = render("models[0].device=cpu", f"ipFamily={family}")
+    assert cluster_spec(objects).host == router_config(objects).host == every
+    assert find(objects, "RayCluster")["spec"]["headGroupSpec"]["rayStartParams"]["dashboard-host"] == every
+
+
 def test_large_numbers_reach_the_program_unchanged() -> None:
     objects = render("models[0].device=cpu", "models[0].cache.cpu_cache_bytes=34359738368")
     assert cluster_spec(objects).models[0].engine.cache.cpu_cache_bytes == 34359738368

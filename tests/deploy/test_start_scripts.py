@@ -22,7 +22,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a script with commands of ours before all others; whatever of it is left in the end is killed."""
     processes: list[subprocess.Popen[bytes]] = []
 
-    def start(script: Path, *arguments: str, **commands: str) -> "subprocess.Popen[bytes]":
+    def start(script: Path, *arguments: str, pod_ip: str = "127.0.0.1", **commands: str) -> "subprocess.Popen[bytes]":
         for name, text in commands.items():
             path = tmp_path / name
             path.write_text(f"#!/bin/bash\n{text}\n")
@@ -30,7 +30,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         environment = os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "HOME": str(tmp_path),
-            "POD_IP": "127.0.0.1",
+            "POD_IP": pod_ip,
             "KUBERAY_GEN_RAY_START_CMD": "ray start --head  --num-cpus=0  --block",
         }
         command = ["bash", str(script), *arguments]
@@ -71,6 +71,17 @@ def test_the_heads_container_ends_with_the_service(start: Start, tmp_path: Path)
     assert process.wait(20) == 3
     assert (tmp_path / "weft.log").read_text() == "serve cluster.yaml --log-level info --take-over\n"
     assert (tmp_path / "ray.log").read_text() == "start --head --num-cpus=0 --block\nstopped\n"
+
+
+@pytest.mark.parametrize(
+    ("pod_ip", "address"), [("10.0.0.7", "10.0.0.7:6379"), ("fd00::7", "[fd00::7]:6379")], ids=["IPv4", "IPv6"]
+)
+def test_the_head_finds_its_own_ray(start: Start, tmp_path: Path, pod_ip: str, address: str) -> None:
+    ray, weft = f'echo "$@" >> asked.log\n{RAY}', 'echo "$RAY_ADDRESS" > weft.log; exit 3'
+    process = start(HEAD, "cluster.yaml", "info", pod_ip=pod_ip, ray=ray, weft=weft)
+    assert process.wait(20) == 3
+    assert (tmp_path / "weft.log").read_text() == f"{address}\n"
+    assert f"health-check --address {address}\n" in (tmp_path / "asked.log").read_text()
 
 
 def test_sigterm_stops_the_service_before_ray(start: Start, tmp_path: Path) -> None:

@@ -49,9 +49,14 @@ imagePullSecrets:
 {{- .name | default (base (.path | default "weft-tiny")) }}
 {{- end }}
 
+{{/* What listeners bind that others reach, probes too. */}}
+{{- define "weft.everyAddress" -}}
+{{- eq .Values.ipFamily "IPv6" | ternary "::" "0.0.0.0" }}
+{{- end }}
+
 {{/* The cluster file that the head serves. Its own router serves gRPC only, for `weft` inside the head. */}}
 {{- define "weft.clusterFile" -}}
-host: 0.0.0.0
+host: {{ include "weft.everyAddress" . | quote }}
 ray:
   address: auto
 {{- with .Values.innerTls }}
