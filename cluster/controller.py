@@ -28,6 +28,7 @@ from cluster.log_reader import LogReader, LogSource
 from cluster.logs import configure_logging, own_log
 from cluster.node_request import NodeRequest, ask_ray
 from cluster.recording import ScalingRecording
+from cluster.revision_files import RevisionText
 from cluster.router_process import RouterProcess
 from cluster.saved_state import RayStateStore, RouterPorts, SavedState, decode, encode
 from cluster.scaling import Scaling
@@ -256,12 +257,21 @@ class Controller:
         data = self._store.load()
         return SavedState() if data is None else decode(data)
 
-    def _form(self, replica_id: str, model: ModelSpec, listener: FormationListener, *, adopts: bool) -> Formation:
+    def _form(
+        self,
+        replica_id: str,
+        model: ModelSpec,
+        listener: FormationListener,
+        *,
+        text: RevisionText | None,
+        adopts: bool,
+    ) -> Formation:
         assert self._state is not None
         state = self._state
         spec = FormationSpec(
             replica_id=replica_id,
             model=model,
+            text=text,
             num_cluster_ranks=state.num_ranks,
             spare_s=self._spec.spare_s,
             may_grow=self._spec.ray_address is not None,

@@ -3,6 +3,7 @@
 ClusterError
 ├── ClusterConfigError      a flag or the YAML file is wrong; the message begins with the dotted path
 ├── ModelNotFoundError      no folder, packaged model or hub id of this name can be had, or a file of it read
+├── ModelFilesChangedError  a folder has other files than when the model's revision was wanted
 ├── StartError              the service did not come up; the message says what stopped it
 ├── RayError                Ray could not be started or reached
 ├── SpareError              (stays inside) Ray keeps no processes ready: starts take longer, and nothing else
@@ -23,6 +24,10 @@ class ClusterConfigError(ClusterError, ValueError):
 
 class ModelNotFoundError(ClusterError):
     """No folder, packaged model or hub id of this name can be had, or a file of it read."""
+
+
+class ModelFilesChangedError(ClusterError):
+    """A folder has other files than when the model's revision was wanted."""
 
 
 class StartError(ClusterError):

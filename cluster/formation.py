@@ -36,6 +36,7 @@ from cluster.rank_actor import (
     ReplicaLoad,
     rank_name,
 )
+from cluster.revision_files import RevisionText
 from cluster.see_through import see_through
 from cluster.spares import SpareKind, leave_spares, spare_options
 from router.config import TracingConfig
@@ -77,6 +78,8 @@ class FormationSpec:
 
     replica_id: str
     model: ModelSpec
+    text: RevisionText | None = None
+    """What its folder must hold; None: not known."""
     num_cluster_ranks: int
     """Ranks wanted in the whole cluster, to share the cores of its nodes."""
     spare_s: float = 0.0
@@ -261,6 +264,7 @@ class Formation:
                 model=self._spec.model.name,
                 rank=rank,
                 engine=self._spec.model.engine,
+                text=self._spec.text,
                 num_threads=stage.num_threads,
                 drain_timeout_s=self._spec.model.drain_timeout_s,
                 stream_interval_s=placement.default_stream_interval_s if interval_s is None else interval_s,

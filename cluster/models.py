@@ -16,8 +16,12 @@ PACKAGED = {DEFAULT_MODEL: Path(__file__).parent / "default_model" / "weights"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_model(source: str) -> Path:
+def resolve_model(source: str, *, commit: str | None = None) -> Path:
     """Return the model's folder, fetching it from the hub where `source` is a hub id.
+
+    Args:
+        source: what the user named.
+        commit: of the hub's repository, the name of the folder that was fetched before; None: the last one there.
 
     Raises:
         ModelNotFoundError: no such folder or packaged model, or the hub does not give it.
@@ -31,7 +35,7 @@ def resolve_model(source: str) -> Path:
         raise ModelNotFoundError(f"model {source!r} is a file; allowed: {_ALLOWED}")
     if _HUB_ID.fullmatch(source) is None:
         raise ModelNotFoundError(f"model {source!r} is no folder here; allowed: {_ALLOWED}")
-    return _fetch(source)
+    return _fetch(source, commit)
 
 
 def read_text_files(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -48,25 +52,25 @@ def read_text_files(folder: Path) -> Iterator[tuple[str, bytes]]:
         raise ModelNotFoundError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def _fetch(hub_id: str) -> Path:
+def _fetch(hub_id: str, commit: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return _download(hub_id)
+        return _download(hub_id, commit)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         message = f"model {hub_id!r} is no folder here, and the hub did not give it: {reason}"
         raise ModelNotFoundError(message) from error
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, commit: str | None) -> Path:
     """Fetch the small files, which say what the weights are called; then the weights, in the first format there is.
 
     Repositories often have them twice and more: in other formats, in one file, in folders for other programs.
     """
     from huggingface_hub import snapshot_download  # every rank imports this file, and hardly any fetches
 
-    folder = Path(snapshot_download(hub_id, allow_patterns=_small_files(), ignore_patterns="*/*"))
+    folder = Path(snapshot_download(hub_id, revision=commit, allow_patterns=_small_files(), ignore_patterns="*/*"))
     _require_config(folder, hub_id)
     for weights in FORMATS:
         index = folder / weights.index

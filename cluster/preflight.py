@@ -13,7 +13,7 @@ from weft.addresses import family_of
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import ModelNotFoundError, StartError
 from cluster.models import resolve_model
-from cluster.wanted import RevisionText
+from cluster.revision_files import RevisionText, digest_files
 from parallel.families.registry import describe_model
 from parallel.shard import check_split
 from router.errors import ModelFilesError, RouterConfigError
@@ -67,15 +67,19 @@ def check_model(model: ModelSpec) -> ModelSpec:
     return model
 
 
-def read_text(model: ModelSpec) -> RevisionText:
-    """Return what routers must know of a model. Reads its folder, and fetches it first where it comes from a hub.
+def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
+    """Return what routers and ranks must know of a model. Reads its folder; fetches it first where it comes from a hub.
+
+    Args:
+        model: what was wanted.
+        commit: of the hub's repository; None: the last one there.
 
     Raises:
         ModelNotFoundError, ModelError: it cannot be had or described, or no router could read its tokenizer.
     """
     from router.tokenizer import ModelTokenizer  # what starts a service reads none: its controller does
 
-    folder = resolve_model(model.source)
+    folder = resolve_model(model.source, commit=commit)
     max_context = describe_model(folder).max_context
     try:
         tokenizer = ModelTokenizer.from_folder(folder)
@@ -85,6 +89,7 @@ def read_text(model: ModelSpec) -> RevisionText:
         path=str(folder),
         max_context=min(max_context, model.engine.max_context or max_context),
         digest=tokenizer.digest,
+        files=digest_files(folder),
     )
 
 

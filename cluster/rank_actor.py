@@ -20,6 +20,7 @@ from cluster.imports import import_for_good
 from cluster.logs import configure_logging, own_log
 from cluster.models import resolve_model
 from cluster.rank_metrics import MetricsListener, RankCollector
+from cluster.revision_files import RevisionText, check_files
 from cluster.signals import on_sigterm
 from cluster.spares import engine_variables, take_spare
 from parallel.errors import ModelError
@@ -52,6 +53,8 @@ class RankSpec:
     rank: int
     engine: EngineConfig
     num_threads: int
+    text: RevisionText | None = None
+    """What the model's folder must hold on every node; None: not known."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, until requests in flight move elsewhere."""
     stream_interval_s: float = 0.0
@@ -261,9 +264,12 @@ class RankActor:
         follow_group(config, rank=self._spec.rank, host=host, port=port, progress=self._set_progress, stats=self._stats)
 
     def _resolve(self) -> EngineConfig:
-        """The model's folder on this node; the threads of this rank."""
-        config = self._spec.engine
-        return replace(config, model=str(resolve_model(config.model)), num_threads=self._spec.num_threads)
+        """The model's folder on this node, which must be what its revision says; the threads of this rank."""
+        config, text = self._spec.engine, self._spec.text
+        folder = resolve_model(config.model, commit=None if text is None else text.commit)
+        if text is not None:
+            check_files(folder, text, node=self._host)
+        return replace(config, model=str(folder), num_threads=self._spec.num_threads)
 
     def _set_progress(self, fraction: float) -> None:
         self._progress = fraction

@@ -18,6 +18,7 @@ from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.plan_groups import LiveGroup
 from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
+from cluster.revision_files import RevisionText
 from cluster.saved_state import GroupRecord
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,16 @@ class GroupLife(Protocol):
 class Form(Protocol):
     """Makes one life of a group, from its replica id; with `adopts`, that of the replica that lives already."""
 
-    def __call__(self, replica_id: str, model: ModelSpec, listener: FormationListener, *, adopts: bool) -> GroupLife:
-        """Make it; nothing of it begins before `run`."""
+    def __call__(
+        self,
+        replica_id: str,
+        model: ModelSpec,
+        listener: FormationListener,
+        *,
+        text: RevisionText | None,
+        adopts: bool,
+    ) -> GroupLife:
+        """Make it; nothing of it begins before `run`. `text`: what its folder must hold, where that is known."""
 
 
 class ReplicaGroup:
@@ -282,7 +291,7 @@ class ReplicaGroup:
             self._num_lives += 1
             self._on_record()
         self.replica_id = f"{self.group_id}.{self._num_lives}"
-        self._life = self._form(self.replica_id, self.model, self, adopts=self.is_adopting)
+        self._life = self._form(self.replica_id, self.model, self, text=self._record.text, adopts=self.is_adopting)
         self._task = asyncio.create_task(self._life.run(), name=self.replica_id)
         self._task.add_done_callback(lambda _: self._on_change())
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import msgspec
 
 from cluster.config import ModelSection, ModelSpec, build_section
-from cluster.wanted import RevisionText, WantedModel
+from cluster.revision_files import RevisionText
+from cluster.wanted import WantedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

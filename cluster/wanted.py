@@ -11,18 +11,7 @@ from typing import Any
 
 from cluster.config import ModelSection, ModelSpec, build_section, check_replicas
 from cluster.errors import ClusterConfigError, NotServedError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RevisionText:
-    """What routers must know of a model's folder, as it was when a revision was wanted."""
-
-    path: str
-    """Absolute."""
-    max_context: int
-    """Longest prompt plus output, by the folder and the settings."""
-    digest: str = ""
-    """Of the contents of what makes tokens of text (router/tokenizer.py); empty: saved by a version that kept none."""
+from cluster.revision_files import RevisionText, is_alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +109,14 @@ def apply(models: Models, specs: Sequence[ModelSpec]) -> tuple[dict[str, WantedM
     return wanted, changes
 
 
-def with_texts(models: Models, texts: Mapping[str, RevisionText]) -> dict[str, WantedModel]:
-    """Return the models with what was read of the folders of those whose revision has just become the current one."""
+def with_texts(models: Models, texts: Mapping[str, RevisionText], *, before: Models) -> dict[str, WantedModel]:
+    """Return the models with what was read of the folders of those whose revision has just become the current one.
+
+    A revision that comes back to other files than it had before becomes a new one: its groups that still run have the
+    old ones.
+    """
     return {
-        name: model if model.current.text else replace(model, current=replace(model.current, text=texts[name]))
+        name: model if model.current.text else _with_text(model, texts[name], before.get(name))
         for name, model in models.items()
     }
 
@@ -208,6 +201,15 @@ def _revise(model: WantedModel, section: ModelSection) -> WantedModel:
 def _add_revision(model: WantedModel, section: ModelSection) -> WantedModel:
     revision = Revision(number=model.next_number, section=section)
     return replace(model, current=revision, previous=model.current, next_number=model.next_number + 1)
+
+
+def _with_text(model: WantedModel, text: RevisionText, before: WantedModel | None) -> WantedModel:
+    read = replace(model, current=replace(model.current, text=text))
+    last = before.previous if before else None
+    if last is None or last.number != model.current.number or last.text is None or is_alike(last.text, text):
+        return read
+    renumbered = replace(read.current, number=model.next_number)
+    return replace(read, current=renumbered, next_number=model.next_number + 1)
 
 
 def _settings(section: ModelSection) -> ModelSection:

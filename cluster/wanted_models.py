@@ -12,12 +12,12 @@ from typing import Any
 from cluster.config import ModelSection, ModelSpec, check_section
 from cluster.errors import ClusterConfigError
 from cluster.preflight import check_model, read_text
+from cluster.revision_files import RevisionText
 from cluster.state_messages import LastScaling
 from cluster.wanted import (
     Change,
     ChangeKind,
     Models,
-    RevisionText,
     apply,
     changed_section,
     find,
@@ -45,7 +45,7 @@ class WantedModels:
             clock: monotonic seconds.
         """
         unread = {name: model for name, model in saved.items() if model.current.text is None}
-        self.current = with_texts(saved, {name: read_text(model.spec) for name, model in unread.items()})
+        self.current = with_texts(saved, {name: read_text(model.spec) for name, model in unread.items()}, before={})
         self.scalings: dict[str, LastScaling] = {}
         """The last one of each model, under this controller."""
         self._on_change = on_change
@@ -66,7 +66,7 @@ class WantedModels:
         texts = await asyncio.to_thread(lambda: {spec.name: read_text(spec) for spec in checked})
         wanted, changes = apply(self.current, checked)
         if changes and not dry_run:
-            self._want(with_texts(wanted, texts), changes)
+            self._want(with_texts(wanted, texts, before=self.current), changes)
         return changes
 
     def scale(self, name: str, replicas: int, *, reason: str = "by an operator") -> int:
@@ -104,7 +104,9 @@ class WantedModels:
         """Go back to a model's revision before; as `roll`."""
         for _ in range(_MAX_CHECKS):
             spec = _current_spec(*undo(self.current, name))
-            text = await asyncio.to_thread(read_text, spec)
+            last = find(self.current, name).previous
+            commit = last.text.commit if last and last.text else None
+            text = await asyncio.to_thread(read_text, spec, commit=commit)
             models, change = undo(self.current, name)
             if _current_spec(models, change) == spec:
                 return self._want_revision(models, change, text)
@@ -119,8 +121,8 @@ class WantedModels:
         self._on_change()
 
     def _want_revision(self, wanted: Models, change: Change, text: RevisionText) -> tuple[Change, int]:
-        self._want(with_texts(wanted, {change.name: text}), [change])
-        return change, wanted[change.name].current.number
+        self._want(with_texts(wanted, {change.name: text}, before=self.current), [change])
+        return change, self.current[change.name].current.number
 
     def _changed_spec(self, name: str, settings: Mapping[str, Any]) -> ModelSpec:
         model = find(self.current, name)

@@ -12,6 +12,7 @@ from cluster.config import ModelSpec, build_spec
 from cluster.formation import FormationListener
 from cluster.log_reader import LogSource
 from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
+from cluster.revision_files import RevisionText
 from cluster.saved_state import RouterPorts
 from workers.async_engine import Snapshot
 from workers.engine import EngineLoad, StepResult
@@ -34,7 +35,16 @@ class FakeClock:
 class FakeLife:
     """One life of a group, driven by a test."""
 
-    def __init__(self, replica_id: str, model: ModelSpec, listener: FormationListener, *, adopts: bool = False) -> None:
+    def __init__(
+        self,
+        replica_id: str,
+        model: ModelSpec,
+        listener: FormationListener,
+        *,
+        text: RevisionText | None = None,
+        adopts: bool = False,
+    ) -> None:
+        self.text = text
         self.adopts = adopts
         self.replica_id = replica_id
         self.model = model
@@ -109,8 +119,16 @@ class Formations:
 
     lives: list[FakeLife] = field(default_factory=list)
 
-    def __call__(self, replica_id: str, model: ModelSpec, listener: FormationListener, *, adopts: bool) -> FakeLife:
-        self.lives.append(FakeLife(replica_id, model, listener, adopts=adopts))
+    def __call__(
+        self,
+        replica_id: str,
+        model: ModelSpec,
+        listener: FormationListener,
+        *,
+        text: RevisionText | None = None,
+        adopts: bool,
+    ) -> FakeLife:
+        self.lives.append(FakeLife(replica_id, model, listener, text=text, adopts=adopts))
         return self.lives[-1]
 
     def of(self, replica_id: str) -> FakeLife:

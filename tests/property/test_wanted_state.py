@@ -19,6 +19,7 @@ from cluster.config import build_spec
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import RestartPolicy
 from cluster.rank_actor import Outcome
+from cluster.revision_files import RevisionText
 from cluster.saved_state import SavedState, decode, encode
 from cluster.wanted_state import WantedState
 
@@ -98,8 +99,8 @@ class Operations(RuleBasedStateMachine):
     def save(self, state: SavedState) -> None:
         self.saved = encode(state)
 
-    def form(self, *arguments: Any, adopts: bool) -> FakeLife:
-        life = Formations()(*arguments, adopts=adopts)
+    def form(self, *arguments: Any, text: RevisionText | None, adopts: bool) -> FakeLife:
+        life = Formations()(*arguments, text=text, adopts=adopts)
         if not adopts:
             self.formed[life.replica_id] += 1
             assert life.replica_id not in self.lives

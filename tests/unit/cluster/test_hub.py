@@ -91,6 +91,13 @@ def test_files_that_serve_are_fetched_once(
     assert set(hub.revisions[1:]) == {"0123abc"}  # weights of the same commit as the config
 
 
+def test_a_commit_that_was_fetched_before_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(tmp_path, [*SMALL, "model.safetensors"])
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    resolve_model("org/model-1.0", commit="0123abc")
+    assert set(hub.revisions) == {"0123abc"}, "not what others have put there since"
+
+
 def test_cached_model_is_served_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, the package gives the cached folder whatever is asked for."""
     for name in (*SMALL, "model.safetensors"):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from cluster import rank_actor
 from cluster.models import PACKAGED
 from cluster.rank_actor import Outcome, RankActor, RankSpec
+from cluster.revision_files import RevisionText, digest_files
 from parallel.random_model import write_random_model
 from router.tls import InnerTls
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
@@ -53,10 +54,13 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def actor(folder: Path, *, inner_tls: InnerTls | None = None, **settings: object) -> RankActor:
+def actor(
+    folder: Path, *, inner_tls: InnerTls | None = None, text: RevisionText | None = None, **settings: object
+) -> RankActor:
     engine = EngineConfig(model=str(folder), device="cpu", cache=CacheConfig(num_blocks=8), **settings)  # type: ignore[arg-type]
-    spec = RankSpec(replica_id="m-0.1", model="m", rank=0, engine=engine, num_threads=1, inner_tls=inner_tls)
-    return RankActor(spec)
+    return RankActor(
+        RankSpec(replica_id="m-0.1", model="m", rank=0, engine=engine, num_threads=1, inner_tls=inner_tls, text=text)
+    )
 
 
 async def run(rank: RankActor) -> Outcome:
@@ -157,4 +161,15 @@ async def test_rank_without_its_tls_files_says_so_before_it_loads_and_may_be_tri
     message = "rank 0: the TLS file /none/tls.crt cannot be read: No such file or directory"
     assert (outcome.message, outcome.is_refusal) == (message, False)
     assert await rank.progress() == 0
+    assert exits == [1]
+
+
+async def test_a_folder_that_was_changed_in_place_is_refused(folder: Path, exits: list[int]) -> None:
+    text = RevisionText(path=str(folder), max_context=64, files=digest_files(folder))
+    shutil.rmtree(folder)
+    write_random_model(folder, CONFIG, 1, torch.float32, PACKAGED["weft-tiny"])
+    outcome = await run(actor(folder, text=text))
+    assert outcome.is_refusal
+    assert f"{folder} on " in outcome.message
+    assert "has another config, tokenizer or weights than when the revision was wanted" in outcome.message
     assert exits == [1]

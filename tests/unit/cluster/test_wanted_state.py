@@ -13,12 +13,12 @@ from weft.v1 import control_pb2
 
 from cluster import preflight
 from cluster.config import ModelSpec, build_spec
-from cluster.errors import ClusterConfigError, ModelNotFoundError, NotServedError
+from cluster.errors import ClusterConfigError, ModelFilesChangedError, ModelNotFoundError, NotServedError
 from cluster.lifecycle import RestartPolicy
 from cluster.placement import NodeResources
 from cluster.rank_actor import Outcome
+from cluster.revision_files import RevisionText, check_files
 from cluster.saved_state import RouterPorts, SavedState, decode, encode
-from cluster.wanted import RevisionText
 from cluster.wanted_state import WantedState
 from workers.errors import EngineConfigError
 
@@ -326,9 +326,9 @@ async def test_rollout_holds_on_top_of_what_was_applied_while_it_was_checked(
     await bench.apply({"replicas": 1})
     is_applied = threading.Event()
 
-    def read_text(model: ModelSpec) -> RevisionText:
+    def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
         assert model.engine.dtype != "float32" or is_applied.wait(10)
-        return preflight.read_text(model)
+        return preflight.read_text(model, commit=commit)
 
     monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
     rolling = asyncio.create_task(bench.state.roll("m", {"dtype": "float32"}))
@@ -357,9 +357,9 @@ async def test_undo_tells_routers_of_the_revision_that_it_goes_back_to_in_the_en
     await bench.state.roll("m", {"max_context": 64})
     is_rolled = threading.Event()
 
-    def read_text(model: ModelSpec) -> RevisionText:
+    def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
         assert model.engine.max_context is not None or is_rolled.wait(10)
-        return preflight.read_text(model)
+        return preflight.read_text(model, commit=commit)
 
     monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
     undoing = asyncio.create_task(bench.state.undo("m"))
@@ -375,9 +375,9 @@ async def test_rollout_of_a_model_that_is_never_left_alone_is_refused(
     await bench.apply({"replicas": 1})
     replicas = itertools.count(2)
 
-    def read_text(model: ModelSpec) -> RevisionText:
+    def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
         bench.state.scale("m", next(replicas))
-        return preflight.read_text(model)
+        return preflight.read_text(model, commit=commit)
 
     monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
     with pytest.raises(ClusterConfigError, match="m was changed by others each of the 5 times that it was read"):
@@ -431,6 +431,48 @@ async def test_rollout_replaces_one_group_after_the_other_and_undo_keeps_what_st
     assert bench.replicas() == ["m-0.1", "m-4.1"]
     assert not bench.forms.of("m-0.1").was_cancelled
     assert {group.revision for group in bench.model().groups} == {1}
+
+
+def write_weights(folder: Path, value: int) -> None:
+    (folder / "model.safetensors").write_bytes(bytes([value]) * 10_000)
+
+
+async def test_a_group_knows_what_its_folder_held_when_its_revision_was_wanted(bench: Bench) -> None:
+    write_weights(bench.folder, 0)
+    await bench.apply({"replicas": 1})
+    await bench.settle()
+    (text,) = {bench.forms.of("m-0.1").text}
+    assert text is not None
+    check_files(bench.folder, text, node="here")
+    write_weights(bench.folder, 1)
+    bench.state.scale("m", 2)
+    await bench.settle()
+    assert bench.forms.of("m-1.1").text == text
+    with pytest.raises(ModelFilesChangedError):
+        check_files(bench.folder, text, node="here")
+    await bench.state.roll("m", {})
+    await bench.settle()
+    text = bench.forms.of("m-2.1").text
+    assert text is not None
+    check_files(bench.folder, text, node="here")
+
+
+@pytest.mark.parametrize("undo", [True, False])
+async def test_a_revision_that_comes_back_to_other_files_is_a_new_one(bench: Bench, undo: bool) -> None:
+    write_weights(bench.folder, 0)
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    await bench.state.roll("m", {"max_context": 64})
+    write_weights(bench.folder, 1)
+    if undo:
+        assert await bench.state.undo("m") == (ANY, 3)
+    else:
+        await bench.apply({"replicas": 2})
+    await bench.settle()
+    assert bench.model().revision == 3
+    assert {group.revision for group in bench.model().groups} == {3}, "those that run still have the old weights"
+    assert await bench.state.undo("m") == (ANY, 4), "revision 2 was wanted before the files changed, too"
+    assert await bench.state.undo("m") == (ANY, 3)
 
 
 async def test_group_that_has_just_died_is_no_reason_to_let_another_one_go(bench: Bench) -> None:
