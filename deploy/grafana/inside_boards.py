@@ -4,14 +4,14 @@ Every query is run against a live Prometheus by tests/e2e/test_boards_and_traces
 """
 
 from panels import Board, Panel
-from promql import MODEL, MODELS_OF_ROUTERS, REPLICA, mean, percentiles, quantile, rate, share
+from promql import INSTALLATION, MODEL, REPLICA, mean, models_of, percentiles, quantile, rate, share
 
 REPLICAS = Board(
     name="replicas",
     title="Replicas and ranks",
     text="What each replica's engine does, and each rank of its group.",
     variables={
-        "model": "label_values(weft_kv_blocks, model)",
+        **models_of("weft_kv_blocks"),
         "replica": f"label_values(weft_kv_blocks{{{MODEL}}}, replica)",
     },
     rows={
@@ -91,8 +91,8 @@ REPLICAS = Board(
                 "asks for those prefixes again, or they are gone before somebody does.",
                 unit="none",
                 queries={
-                    "{{replica}}: saved": rate("weft_kv_saved_blocks_total", REPLICA, by="replica"),
-                    "{{replica}}: loaded": rate("weft_kv_loaded_blocks_total", REPLICA, by="replica"),
+                    "{{replica}}: saved": rate("weft_kv_saved_blocks_total", REPLICA, by="installation, replica"),
+                    "{{replica}}: loaded": rate("weft_kv_loaded_blocks_total", REPLICA, by="installation, replica"),
                 },
             ),
             Panel(
@@ -109,8 +109,10 @@ REPLICAS = Board(
                 text="Running requests that gave up their blocks, and the tokens that were computed again for it.",
                 unit="none",
                 queries={
-                    "{{replica}}": rate("weft_preemptions_total", REPLICA, by="replica"),
-                    "{{replica}}: tokens again": rate("weft_recomputed_tokens_total", REPLICA, by="replica"),
+                    "{{replica}}": rate("weft_preemptions_total", REPLICA, by="installation, replica"),
+                    "{{replica}}: tokens again": rate(
+                        "weft_recomputed_tokens_total", REPLICA, by="installation, replica"
+                    ),
                 },
             ),
         ],
@@ -126,7 +128,7 @@ REPLICAS = Board(
                 text="Sequences in a step: mean and 95th percentile.",
                 unit="none",
                 queries={
-                    "{{replica}}": mean("weft_step_sequences", REPLICA, by="replica"),
+                    "{{replica}}": mean("weft_step_sequences", REPLICA, by="installation, replica"),
                     "p95": quantile(95, "weft_step_sequences", REPLICA),
                 },
             ),
@@ -135,7 +137,7 @@ REPLICAS = Board(
                 text="Of all sequences, prompts included: mean and 95th percentile.",
                 unit="none",
                 queries={
-                    "{{replica}}": mean("weft_step_tokens", REPLICA, by="replica"),
+                    "{{replica}}": mean("weft_step_tokens", REPLICA, by="installation, replica"),
                     "p95": quantile(95, "weft_step_tokens", REPLICA),
                 },
             ),
@@ -143,21 +145,21 @@ REPLICAS = Board(
                 title="Steps",
                 text="Steps per second.",
                 unit="ops",
-                queries={"{{replica}}": rate("weft_steps_total", REPLICA, by="replica")},
+                queries={"{{replica}}": rate("weft_steps_total", REPLICA, by="installation, replica")},
             ),
             Panel(
                 title="Busy",
                 text="Part of the time in which a step is in flight.",
                 unit="percentunit",
-                queries={"{{replica}}": rate("weft_busy_seconds_total", REPLICA, by="replica")},
+                queries={"{{replica}}": rate("weft_busy_seconds_total", REPLICA, by="installation, replica")},
             ),
             Panel(
                 title="Tokens",
                 text="Through the model, and sampled.",
                 unit="suffix: tok/s",
                 queries={
-                    "{{replica}}: computed": rate("weft_computed_tokens_total", REPLICA, by="replica"),
-                    "{{replica}}: generated": rate("weft_generation_tokens_total", REPLICA, by="replica"),
+                    "{{replica}}: computed": rate("weft_computed_tokens_total", REPLICA, by="installation, replica"),
+                    "{{replica}}: generated": rate("weft_generation_tokens_total", REPLICA, by="installation, replica"),
                 },
             ),
         ],
@@ -168,8 +170,8 @@ REPLICAS = Board(
                 unit="s",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_busy_seconds_total", REPLICA, by="replica, rank"),
-                        rate("weft_rank_steps_total", REPLICA, by="replica, rank"),
+                        rate("weft_rank_busy_seconds_total", REPLICA, by="installation, replica, rank"),
+                        rate("weft_rank_steps_total", REPLICA, by="installation, replica, rank"),
                     )
                 },
             ),
@@ -180,9 +182,9 @@ REPLICAS = Board(
                 unit="percentunit",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_model_idle_seconds_total", REPLICA, by="replica, rank"),
-                        f"({rate('weft_rank_model_busy_seconds_total', REPLICA, by='replica, rank')} "
-                        f"+ {rate('weft_rank_model_idle_seconds_total', REPLICA, by='replica, rank')})",
+                        rate("weft_rank_model_idle_seconds_total", REPLICA, by="installation, replica, rank"),
+                        f"({rate('weft_rank_model_busy_seconds_total', REPLICA, by='installation, replica, rank')} "
+                        f"+ {rate('weft_rank_model_idle_seconds_total', REPLICA, by='installation, replica, rank')})",
                     )
                 },
             ),
@@ -194,8 +196,8 @@ REPLICAS = Board(
                 unit="Bps",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_model_read_bytes_total", REPLICA, by="replica, rank"),
-                        rate("weft_rank_model_busy_seconds_total", REPLICA, by="replica, rank"),
+                        rate("weft_rank_model_read_bytes_total", REPLICA, by="installation, replica, rank"),
+                        rate("weft_rank_model_busy_seconds_total", REPLICA, by="installation, replica, rank"),
                     )
                 },
             ),
@@ -206,8 +208,8 @@ REPLICAS = Board(
                 unit="flops",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_model_flops_total", REPLICA, by="replica, rank"),
-                        rate("weft_rank_model_busy_seconds_total", REPLICA, by="replica, rank"),
+                        rate("weft_rank_model_flops_total", REPLICA, by="installation, replica, rank"),
+                        rate("weft_rank_model_busy_seconds_total", REPLICA, by="installation, replica, rank"),
                     )
                 },
             ),
@@ -223,8 +225,8 @@ REPLICAS = Board(
                 unit="percentunit",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_collective_seconds_total", REPLICA, by="replica, rank"),
-                        rate("weft_rank_busy_seconds_total", REPLICA, by="replica, rank"),
+                        rate("weft_rank_collective_seconds_total", REPLICA, by="installation, replica, rank"),
+                        rate("weft_rank_busy_seconds_total", REPLICA, by="installation, replica, rank"),
                     )
                 },
             ),
@@ -279,7 +281,7 @@ ROUTING = Board(
     name="routing",
     title="Routing",
     text="Where requests go, what of their prompts is found there, and what goes wrong on the way.",
-    variables={"model": MODELS_OF_ROUTERS},
+    variables=models_of("weft_router_ready_replicas"),
     rows={
         "Prefixes": [
             Panel(
@@ -374,7 +376,7 @@ CLUSTER = Board(
     name="cluster",
     title="Cluster",
     text="What the controller wants and has: groups, restarts and routers.",
-    variables={"model": "label_values(weft_cluster_replicas_wanted, model)"},
+    variables=models_of("weft_cluster_replicas_wanted"),
     rows={
         "Scaling": [
             Panel(
@@ -418,8 +420,8 @@ CLUSTER = Board(
                 text="Those that the controller keeps alive, and how often it started them again in 15 minutes.",
                 unit="none",
                 queries={
-                    "{{router}}: alive": "weft_cluster_router_alive",
-                    "{{router}}: restarts": "increase(weft_cluster_router_restarts_total[15m])",
+                    "{{router}}: alive": f"weft_cluster_router_alive{{{INSTALLATION}}}",
+                    "{{router}}: restarts": f"increase(weft_cluster_router_restarts_total{{{INSTALLATION}}}[15m])",
                 },
             ),
         ],

@@ -1,13 +1,22 @@
 """The PromQL that the dashboards are made of."""
 
-MODEL = 'model=~"$model"'
-"""Selects what the variables say."""
-REPLICA = 'model=~"$model", replica=~"$replica"'
-TENANT = 'model=~"$model", tenant=~"$tenant"'
-MODELS_OF_ROUTERS = "label_values(weft_router_ready_replicas, model)"
-"""Values of the variable `model`."""
+from collections.abc import Mapping
+
+INSTALLATION = 'installation=~"$installation"'
+"""Selects what the variable says; at All also what has no such label, as where there is only one installation."""
+MODEL = f'{INSTALLATION}, model=~"$model"'
+REPLICA = f'{MODEL}, replica=~"$replica"'
+TENANT = f'{MODEL}, tenant=~"$tenant"'
 
 _PERCENTILES = (50, 95, 99)
+
+
+def models_of(metric: str) -> Mapping[str, str]:
+    """Return the variables that choose installations, and models of theirs, among the series of a metric."""
+    return {
+        "installation": f"label_values({metric}, installation)",
+        "model": f"label_values({metric}{{{INSTALLATION}}}, model)",
+    }
 
 
 def rate(metric: str, selector: str = MODEL, *, by: str = "") -> str:

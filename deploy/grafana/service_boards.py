@@ -4,7 +4,7 @@ Every query is run against a live Prometheus by tests/e2e/test_boards_and_traces
 """
 
 from panels import Board, Panel
-from promql import MODEL, MODELS_OF_ROUTERS, TENANT, mean, percentiles, quantile, rate, share
+from promql import INSTALLATION, MODEL, TENANT, mean, models_of, percentiles, quantile, rate, share
 
 _FAULTS = "internal|unavailable|resource_exhausted|deadline_exceeded"
 """Outcomes that are the service's doing."""
@@ -13,7 +13,7 @@ OVERVIEW = Board(
     name="overview",
     title="Overview",
     text="What clients get: latency, tokens and errors as routers see them.",
-    variables={"model": MODELS_OF_ROUTERS},
+    variables=models_of("weft_router_ready_replicas"),
     rows={
         "Now": [
             Panel(
@@ -111,10 +111,10 @@ OVERVIEW = Board(
                 text="In flight and queued, with their limits: a full queue refuses requests.",
                 unit="none",
                 queries={
-                    "in flight": "sum(weft_router_requests_in_flight)",
-                    "queued": "sum(weft_router_requests_queued)",
-                    "most in flight": "sum(weft_router_max_requests_in_flight)",
-                    "most queued": "sum(weft_router_max_requests_queued)",
+                    "in flight": f"sum(weft_router_requests_in_flight{{{INSTALLATION}}})",
+                    "queued": f"sum(weft_router_requests_queued{{{INSTALLATION}}})",
+                    "most in flight": f"sum(weft_router_max_requests_in_flight{{{INSTALLATION}}})",
+                    "most queued": f"sum(weft_router_max_requests_queued{{{INSTALLATION}}})",
                 },
             ),
         ],
@@ -152,7 +152,7 @@ MODELS = Board(
     name="models",
     title="Models",
     text="The models of a cluster beside each other.",
-    variables={"model": MODELS_OF_ROUTERS},
+    variables=models_of("weft_router_ready_replicas"),
     rows={
         "What clients get": [
             Panel(
@@ -234,7 +234,7 @@ TENANTS = Board(
     text="Who uses the cluster. A tenant is the name of an API key, or the hash of a cache salt; `none` sent neither, "
     "`other` are the salts after the first router.metrics.max_tenants.",
     variables={
-        "model": MODELS_OF_ROUTERS,
+        **models_of("weft_router_ready_replicas"),
         "tenant": f"label_values(weft_router_tenant_requests_total{{{MODEL}}}, tenant)",
     },
     rows={

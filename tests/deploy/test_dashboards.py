@@ -81,11 +81,34 @@ def test_panels_show_the_models_that_were_chosen(exposed: Labels) -> None:
     ] == []
 
 
+def test_every_query_is_of_the_installations_that_were_chosen() -> None:
+    for dashboard in load_dashboards().values():
+        named = [variable["name"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+        assert named[0] == "installation", dashboard["uid"]
+    variables = [
+        Query(place=variable.place, expression=variable.selector)
+        for variable in variable_queries()
+        if variable.label != "installation"
+    ]
+    assert [
+        f"{query.place}: {name}"
+        for query in (*panel_queries(), *variables)
+        for name in query.metrics
+        if f'{name}{{installation=~"$installation"' not in query.expression
+    ] == []
+
+
+def test_lines_of_replicas_are_of_one_installation() -> None:
+    grouped = [query for query in panel_queries() if "replica" in query.grouping_labels]
+    assert grouped
+    assert [query.place for query in grouped if "installation" not in query.grouping_labels] == []
+
+
 def test_variables_ask_for_metrics_and_labels_that_exist(exposed: Labels) -> None:
     for variable in variable_queries():
         (name,) = Query(place=variable.place, expression=variable.selector).metrics
         assert not list(_faults(Query(place=variable.place, expression=variable.selector), exposed))
-        assert variable.label in exposed[name], variable.place
+        assert variable.label in exposed[name] | _TARGET_LABELS, variable.place
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ def prometheus(session_cluster: Cluster, tmp_path_factory: pytest.TempPathFactor
     controller = session_cluster.status().metrics_address
     seen = yaml.safe_dump(config["scrape_configs"])
     config["scrape_configs"] = yaml.safe_load(seen.replace("127.0.0.1:9465", controller).replace("15s", every))
+    for job in config["scrape_configs"]:
+        job["relabel_configs"] = [{"target_label": "installation", "replacement": "here"}]
     for name in config["rule_files"]:
         shutil.copy(PROMETHEUS / name, folder)
     session_cluster.wait_whole()
