@@ -225,6 +225,10 @@ class Decoder:
         assert self._head is not None, "only the last stage has the head"
         return self._head.largest(hidden_SE)
 
+    def spared_bytes(self, num_rows: int) -> int:
+        """Of this rank's head, what `largest` of so many rows reads less at best."""
+        return 0 if self._head is None else self._head.spared_bytes(num_rows)
+
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """Every parameter of this rank, once, and the slices of the full tensors that fill it."""
         for part in self.parts():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce, gather_to_first
 from parallel.description import DecoderDescription
-from parallel.kernels.base import Lookup, PackedLinear, SearchedLinear, TableLinear
+from parallel.kernels.base import Lookup, PackedLinear, ScreenedLinear, SearchedLinear, TableLinear
 from parallel.kernels.sampling import largest_outputs
 from parallel.layer import LayerContext
 from parallel.norm import Norm, make_norm
@@ -210,6 +210,10 @@ class VocabParallelHead:
         ranks_S = values_SR.argmax(1)
         indices_S = indices_SR.gather(1, ranks_S[:, None])[:, 0].long()
         return (indices_S + ranks_S * (self._description.vocab_size // size)).where(indices_S >= 0, -1)
+
+    def spared_bytes(self, num_rows: int) -> int:
+        """Of this rank's weight, what `largest` of so many rows reads less at best."""
+        return self._searched.spared_bytes(num_rows) if isinstance(self._searched, ScreenedLinear) else 0
 
     @property
     def searched_alone(self) -> SearchedLinear | None:

@@ -1,7 +1,9 @@
 """The least bytes that a rank's model reads in a step: its weights, and the keys and values that its tokens see.
 
 What bench/load/model_cost.py says of a whole run, of one step: a sequence's keys are read once, however many of its
-tokens are computed in it. Host arithmetic over what a step has at hand, and little of it: on a CPU the step waits.
+tokens are computed in it. Where a copy of the head in 8 bits tells which outputs may be the largest, that is read and
+not the head; what is then looked at again depends on the values, and is not counted. Host arithmetic over what a step
+has at hand, and little of it: on a CPU the step waits.
 """
 
 from collections import Counter
@@ -14,6 +16,7 @@ class ModelReads:
     """Of one rank."""
 
     def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
         weights = decoder.weight_sizes
         self._always_bytes: float = weights.always_bytes
         self._experts = weights if weights.expert_bytes else None
@@ -25,9 +28,11 @@ class ModelReads:
             (window, num_layers * key_bytes) for window, num_layers in windows.items() if window is not None
         ]
 
-    def step_bytes(self, meta: AttentionMeta) -> float:
-        """Of the step that has this meta, with whatever block table."""
+    def step_bytes(self, meta: AttentionMeta, *, num_searched: int) -> float:
+        """Of the step that has this meta, with whatever block table; for so many tokens only the largest is asked."""
         step_bytes = self._always_bytes + self._full_bytes * sum(meta.context_lens_host)
+        if num_searched:
+            step_bytes -= self._decoder.spared_bytes(num_searched)
         if self._experts is not None:
             step_bytes += self._experts.expert_bytes_read(meta.query_starts_host[-1])
         for window, num_bytes in self._windows:

@@ -159,7 +159,7 @@ class ModelRunner:
         layers = self._start_layers(work)
         cost = None
         if self.joins_later:  # while the others compute
-            cost = self._cost(work.inputs)
+            cost = self._cost(work)
             self._inputs.look_ahead()
         queued = None if self.joins_later else self._finish_model(work, layers, None)
 
@@ -198,11 +198,12 @@ class ModelRunner:
     def _takes_largest(self, plan: StepPlan) -> bool:
         return plan.is_greedy and self._decoder.finds_largest
 
-    def _cost(self, inputs: StepInputs) -> StepCost:
-        meta = inputs.metas[0]
+    def _cost(self, work: StepWork) -> StepCost:
+        meta, num_sampled = work.inputs.metas[0], len(work.inputs.sample_slots)
+        num_searched = num_sampled if self._takes_largest(work.plan) else 0
         return StepCost(
-            read_bytes=self._reads.step_bytes(meta),
-            flops=self._flops.step_flops(meta, num_sampled=len(inputs.sample_slots)),
+            read_bytes=self._reads.step_bytes(meta, num_searched=num_searched),
+            flops=self._flops.step_flops(meta, num_sampled=num_sampled),
         )
 
     def _layers_input(self, work: StepWork) -> torch.Tensor:
@@ -219,7 +220,7 @@ class ModelRunner:
         takes_largest = self._takes_largest(plan)
         if samples and given is None:
             given = self._ask_head(hidden, takes_largest=takes_largest)
-        self._clock.end(follows=plan.follows, cost=cost or self._cost(inputs))
+        self._clock.end(follows=plan.follows, cost=cost or self._cost(work))
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
         if self._sampler is not None:

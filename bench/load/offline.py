@@ -14,7 +14,7 @@ from bench.load.datasets import DatasetOptions, make_sessions, take_calls
 from bench.load.engine_run import run_engine
 from bench.load.geometries import find_model
 from bench.load.hardware import Ceiling, measure_ceiling
-from bench.load.model_cost import ModelCost, Work
+from bench.load.model_cost import ModelCost
 from bench.load.statistics import Summary, Targets, summarize
 from bench.load.watcher import OfflineWatcher
 from bench.machine import Span, Stopwatch
@@ -27,6 +27,8 @@ from parallel.dtypes import resolve_dtype
 from parallel.errors import ModelError
 from parallel.families.registry import describe_model
 from parallel.kernels.select import multiplies_bfloat16
+from parallel.mesh import Mesh
+from parallel.stored_head import untie_stored_head
 from router.call import ChatMessage
 from router.tokenizer import ModelTokenizer
 from workers.config import EngineConfig
@@ -121,8 +123,7 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
         watcher.begin("measure the machine", None)
         int8_linears, int8_cache = config.quantization == "int8", config.cache.dtype == "int8"
         ceiling = measure_ceiling(device, dtype, int8_linears=int8_linears)
-        cost = ModelCost.of(describe_model(folder), dtype, int8_linears=int8_linears, int8_cache=int8_cache)
-        bench = _Bench(engine, stats, device, ceiling, cost, options, _Encoder(folder))
+        bench = _Bench(engine, stats, device, ceiling, options, _Encoder(folder))
         load_peak_memory_bytes = device.peak_memory_bytes()
         repeats, ended_by = bench.run_all(options.datasets, watcher)
         return OfflineResult(
@@ -131,7 +132,7 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
             + (", linear layers int8" if int8_linears else "")
             + (", cache int8" if int8_cache else ""),
             device=_device_name(device),
-            num_parameters=cost.weights.num_parameters,
+            num_parameters=_num_parameters(folder, dtype),
             load_s=load_s,
             load_peak_memory_bytes=load_peak_memory_bytes,
             ceiling=ceiling,
@@ -149,7 +150,6 @@ class _Bench:
         stats: RankStats,
         device: Device,
         ceiling: Ceiling,
-        cost: ModelCost,
         options: OfflineOptions,
         encode: "_Encoder",
     ) -> None:
@@ -157,7 +157,6 @@ class _Bench:
         self._stats = stats
         self._device = device
         self._ceiling = ceiling
-        self._cost = cost
         self._options = options
         self._encode = encode
         self._energy = GpuEnergy.of(device.torch_device)
@@ -192,7 +191,7 @@ class _Bench:
         engine, options = self._engine, self._options
         num_steps, stats = engine.stats.num_steps, self._stats
         busy_s, idle_s = stats.model_busy_s, stats.model_idle_s
-        list(engine.stats.step_tokens.take())
+        read_bytes, flops = stats.model_read_bytes, stats.model_flops
         sampling = SamplingParams(temperature=options.temperature, ignore_eos=options.ignore_eos, seed=options.seed)
         self._device.reset_peak_memory()
         energy_j = self._energy.read_j()
@@ -201,16 +200,13 @@ class _Bench:
         span = watch.stop()
         used_j = self._energy.read_j()
         busy_s, idle_s = stats.model_busy_s - busy_s, stats.model_idle_s - idle_s
-        work = Work(
-            step_tokens=tuple(map(int, engine.stats.step_tokens.take())),
-            requests=tuple(record.usage for record in records if record.usage is not None),
-        )
+        read_bytes, flops = stats.model_read_bytes - read_bytes, stats.model_flops - flops
         return Repeat(
             summary=summarize(records, options.targets),
             span=span,
             num_steps=engine.stats.num_steps - num_steps,
-            mbu=self._cost.bytes_read(work) / self._ceiling.read_bytes_per_s / span.wall_s,
-            flop_utilization=self._cost.flops(work) / self._ceiling.flops_per_s / span.wall_s,
+            mbu=read_bytes / self._ceiling.read_bytes_per_s / span.wall_s,
+            flop_utilization=flops / self._ceiling.flops_per_s / span.wall_s,
             peak_memory_bytes=self._device.peak_memory_bytes(),
             model_idle_share=idle_s / (busy_s + idle_s),
             energy_j=None if energy_j is None or used_j is None else used_j - energy_j,
@@ -246,6 +242,14 @@ def engine_config(folder: Path, settings: Mapping[str, Any]) -> EngineConfig:
             f"{config.parallel.world_size} ranks are asked for; allowed offline: 1 (`weft bench serve` measures groups)"
         )
     return config
+
+
+def _num_parameters(folder: Path, dtype: torch.dtype) -> int:
+    """Of what one rank loads."""
+    mesh = Mesh.single()
+    return ModelCost.of(
+        untie_stored_head(describe_model(folder), folder, mesh=mesh, dtype=dtype), dtype
+    ).weights.num_parameters
 
 
 def _device_name(device: Device) -> str:

@@ -336,6 +336,14 @@ class SearchedLinear(PackedLinear, Protocol):
 
 
 @runtime_checkable
+class ScreenedLinear(SearchedLinear, Protocol):
+    """One that may find the largest without reading all of its weight."""
+
+    def spared_bytes(self, num_rows: int) -> int:
+        """Of the weight, what `largest` of so many rows reads less at best."""
+
+
+@runtime_checkable
 class TableLinear(PackedLinear, Protocol):
     """One whose weight is a table as well, and lies as the product likes it."""
 

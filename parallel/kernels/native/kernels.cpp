@@ -159,7 +159,7 @@ EXPORT int weft_has_programs(void) { return 0; }
 
 #ifdef WEFT_HAS_SCREEN
 
-EXPORT int weft_has_screens(void) { return 1; }
+EXPORT int weft_most_screened_rows(void) { return most_screened_rows(); }
 
 EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {
@@ -169,7 +169,7 @@ EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, 
 
 #else
 
-EXPORT int weft_has_screens(void) { return 0; }
+EXPORT int weft_most_screened_rows(void) { return 0; }
 
 #endif
 

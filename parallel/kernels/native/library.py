@@ -191,8 +191,10 @@ class Programs:
     """The result as it was summed."""
     search_table: Callable[..., None]
     """Where it is largest; see table_search.h."""
+    most_screened_rows: int
+    """Rows up to which that reads a copy in 8 bits first; see screened.h. 0 where the CPU has no products in 8 bits."""
     make_screen: Callable[..., None] | None
-    """The copy in 8 bits for that; see screened.h. None where the CPU has no products in 8 bits."""
+    """That copy; None where there is none."""
     run: Callable[..., None]
     can_start: Callable[[int], bool]
     """Whether `start`, with so many threads, has another one than the caller's."""
@@ -225,6 +227,7 @@ def load_programs(library: Path) -> Programs | None:
     loaded = _load(library)
     if not loaded.weft_has_programs():
         return None
+    most_screened_rows = loaded.weft_most_screened_rows()
     return Programs(
         pack_matrix=_function(loaded, "weft_pack_matrix", (c_void_p, c_void_p, c_int64, c_int, c_int)),
         unpack_rows=_function(
@@ -234,9 +237,10 @@ def load_programs(library: Path) -> Programs | None:
         largest=_function(loaded, "weft_largest_bfloat16", (c_void_p, *_PRODUCT)),
         multiply_float32=_function(loaded, "weft_multiply_float32", _PRODUCT),
         search_table=_function(loaded, "weft_search_table", (c_void_p, c_void_p, c_int64, c_int, c_int)),
+        most_screened_rows=most_screened_rows,
         make_screen=(
             _function(loaded, "weft_make_screen", (c_void_p, c_void_p, c_int64, c_int, c_int))
-            if loaded.weft_has_screens()
+            if most_screened_rows
             else None
         ),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),

@@ -85,7 +85,7 @@ class NativeLinear:
 
 
 class NativeTable:
-    """Implements `TableLinear` and `SearchedLinear`: the weight, of whole panels, is laid out where it is.
+    """Implements `TableLinear` and `ScreenedLinear`: the weight, of whole panels, is laid out where it is.
 
     Results are float32, for any number of rows the same bits. A copy in 8 bits, half as large, tells where the largest
     outputs of few rows may be, so that most of the weight is not read.
@@ -121,6 +121,12 @@ class NativeTable:
         table = self.to_search(values_T, indices_T)
         self._programs.search_table(ctypes.byref(table), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads)
         return values_T, indices_T
+
+    def spared_bytes(self, num_rows: int) -> int:
+        """See `ScreenedLinear`."""
+        if self._screen is None or not 0 < num_rows <= self._programs.most_screened_rows:
+            return 0
+        return self._weight_OI.nbytes - self._screen.nbytes
 
     def to_search(self, values_T: Tensor, indices_T: Tensor) -> Table:
         """What a program takes to find the largest outputs of its rows; they go to these tensors."""

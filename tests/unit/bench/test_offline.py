@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.engines import fake_engine
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError, BenchError
@@ -201,6 +202,23 @@ def test_command_reports_every_workload(tmp_path: Path) -> None:
     assert {repeat["summary"]["cached_tokens"] for repeat in repeats["W1"]} == {0}
     assert {repeat["summary"]["cached_tokens"] <= 31 * 512 for repeat in repeats["W3"]} == {True}
     assert {"torch", "threads", "cpu", "commit"} <= line.keys()
+
+
+def test_a_head_that_is_stored_beside_a_tied_embedding_counts_if_it_is_another(tmp_path: Path) -> None:
+    make_model(tmp_path, preset="tiny", sizes={}, dtype="float32", seed=0, tokenizer=None)
+    weights, lines = tmp_path / "model.safetensors", tmp_path / "lines"
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(weights)
+    embedding = tensors["model.embed_tokens.weight"]
+    numbers = []
+    for head in (embedding.clone(), embedding + 1):
+        save_file(tensors | {"lm_head.weight": head}, weights)
+        arguments = ["bench", "offline", "--model", str(tmp_path), "--dataset", "random", "-n", "1", "--repeats", "1"]
+        arguments += ["--input-tokens", "4", "--output-tokens", "2", "--json", str(lines), "--threads", "1"]
+        assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+        numbers.append(json.loads(lines.read_text().splitlines()[-1])["result"]["num_parameters"])
+    assert numbers[1] - numbers[0] == embedding.numel()
 
 
 def test_offline_takes_texts_too(tmp_path: Path) -> None:

@@ -235,6 +235,14 @@ def test_the_largest_of_few_rows_of_a_table_is_exact(programs: Programs, kind: s
             check_largest(table, x)
 
 
+def test_a_table_reads_a_copy_of_half_its_size_for_few_rows(programs: Programs) -> None:
+    if programs.make_screen is None:
+        pytest.skip("this CPU has no products in 8 bits")
+    table = NativeTable(torch.ones(64, 128).bfloat16(), programs, 1, memory=HugePages())
+    most = programs.most_screened_rows
+    assert [table.spared_bytes(num) for num in (0, 1, most, most + 1)] == [0, 64 * (128 - 16), 64 * (128 - 16), 0]
+
+
 def test_the_largest_of_rows_that_several_shares_have_is_exact(programs: Programs) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(num, 4096, generator=generator).bfloat16() for num in (1056, 300))

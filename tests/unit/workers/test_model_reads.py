@@ -11,7 +11,7 @@ from bench.load.model_cost import ModelCost, Work
 from bench.load.records import Usage
 from parallel.decoder import Decoder
 from parallel.families.registry import describe_config, describe_model
-from parallel.kernels.base import AttentionMeta
+from parallel.kernels.base import AttentionMeta, PackedLinear
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
@@ -71,7 +71,7 @@ def step_meta(*shares: tuple[int, int]) -> AttentionMeta:
 
 
 def step_bytes(decoder: Decoder, *shares: tuple[int, int]) -> float:
-    return ModelReads(decoder).step_bytes(step_meta(*shares))
+    return ModelReads(decoder).step_bytes(step_meta(*shares), num_searched=0)
 
 
 def step_flops(decoder: Decoder, *shares: tuple[int, int]) -> float:
@@ -99,6 +99,62 @@ def test_a_run_counts_what_the_benchmark_says_of_it(config: dict[str, Any], tmp_
     assert stats.model_read_bytes == pytest.approx(cost.bytes_read(work))
     assert stats.model_flops == pytest.approx(cost.flops(work))
     assert stats.model_busy_s > 0
+
+
+class ScreenedHead:
+    """A head that reads 1,000 bytes less to find the largest outputs of at most two rows."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        self._linear = linear
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """See `PackedLinear`."""
+        return self._linear(x_TI)
+
+    def largest(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SearchedLinear`."""
+        return self._linear(x_TI).float().max(1)
+
+    def spared_bytes(self, num_rows: int) -> int:
+        """See `ScreenedLinear`."""
+        return 1000 if 0 < num_rows <= 2 else 0
+
+
+class ScreeningKernels(ReferenceKernels):
+    """Have such heads."""
+
+    def pack_head(self, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, *, is_shared: bool) -> PackedLinear:
+        """See `Kernels.pack_head`."""
+        return ScreenedHead(super().pack_head(weight_VE, bias_V, is_shared=is_shared))
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_a_head_that_only_says_the_largest_counts_as_what_it_reads(
+    is_greedy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.rank.select_kernels", lambda *args, **options: ScreeningKernels())
+    write_random_model(tmp_path, CONFIG, 0, torch.float32)
+    stats, sampling = RankStats(), SamplingParams(temperature=0.0)
+    executor = lead_group(
+        EngineConfig(model=str(tmp_path), dtype="float32", cache=CacheConfig(num_blocks=8)), stats=stats
+    )
+    read: list[float] = []
+    try:
+        new = [NewSequence(slot, [5, 6, 7, 8], 3, sampling, []) for slot in range(3)]
+        first = [ScheduledSequence(slot, 0, 2, [], [slot], False) for slot in range(3)]
+        run(executor, StepPlan(0, [], new, first, is_greedy=is_greedy))
+        read.append(stats.model_read_bytes)
+        second = [ScheduledSequence(slot, 2, 1, [], [], slot < 2) for slot in range(3)]
+        run(executor, StepPlan(1, [], [], second, is_greedy=is_greedy))
+        read.append(stats.model_read_bytes - read[0])
+        third = [ScheduledSequence(slot, 3, 1, [], [], True) for slot in range(3)]
+        run(executor, StepPlan(2, [], [], third, is_greedy=is_greedy))
+        read.append(stats.model_read_bytes - sum(read))
+    finally:
+        executor.close()
+    always = ModelCost.of(describe_model(tmp_path), torch.float32).weights.always_bytes
+    of_keys = [2 * 3 * num * KEY_BYTES for num in (2, 3, 4)]
+    assert read == [always + of_keys[0], always + of_keys[1] - (1000 if is_greedy else 0), always + of_keys[2]]
 
 
 @pytest.mark.parametrize(
