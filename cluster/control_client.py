@@ -1,7 +1,7 @@
 """The operator's end of weft.v1.Control: what the commands and a starting service ask of the controller."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,15 @@ class ControlClient:
         request = control_pb2.ReadLogsRequest(target=target, offsets=offsets, tail_bytes=tail_bytes)
         with self._translated():
             return self._stub.ReadLogs(request, timeout=2 * self._timeout_s).chunks
+
+    def read_metrics(self, addresses: Iterable[str]) -> Mapping[str, bytes]:
+        """Return the metrics pages at these addresses of `status`, by way of the controller.
+
+        Those that do not answer are missing. Raises ControllerError.
+        """
+        request = control_pb2.ReadMetricsRequest(addresses=addresses)
+        with self._translated():
+            return {each.address: each.page for each in self._stub.ReadMetrics(request, timeout=2 * self._timeout_s)}
 
     def shut_down(self, grace_s: float) -> None:
         """Stop everything; returns when it has stopped. Raises ControllerError."""

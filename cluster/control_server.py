@@ -19,6 +19,7 @@ from cluster.config import ModelSpec, build_spec
 from cluster.demand import DemandLedger
 from cluster.errors import ClusterConfigError, ClusterError, NotServedError, StartError
 from cluster.log_reader import LogReader
+from cluster.metrics_pages import fetch_pages
 from cluster.models import read_text_files
 from cluster.wanted import Change, ChangeKind
 from parallel.errors import ModelError
@@ -255,6 +256,18 @@ class ControlServer(ControlServicer):
             for name, piece in pieces.items()
         ]
         return control_pb2.ReadLogsResponse(chunks=chunks)
+
+    async def ReadMetrics(  # noqa: N802
+        self, request: control_pb2.ReadMetricsRequest, context: Any
+    ) -> AsyncIterator[control_pb2.ReadMetricsResponse]:
+        """Stream the pages of this cluster's processes that answer; nothing else is fetched."""
+        groups = [group for model in self._state.model_statuses() for group in model.groups]
+        known = {rank.metrics_address for group in groups for rank in group.ranks}
+        known |= {group.metrics_address for group in groups}
+        known |= {router.metrics_address for router in self._state.router_statuses()}
+        known.discard("")
+        for address, page in (await fetch_pages(sorted(known.intersection(request.addresses)))).items():
+            yield control_pb2.ReadMetricsResponse(address=address, page=page)
 
     async def Shutdown(  # noqa: N802
         self, request: control_pb2.ShutdownRequest, context: Any

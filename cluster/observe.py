@@ -1,11 +1,12 @@
 """What a running service does, from the metrics of its routers and replicas: rates and percentiles over a window. Pure.
 
 A scrape is read once into plain numbers; counters and histogram buckets of two scrapes are subtracted, so a window
-covers exactly what happened between them. Fetching is done in top.py, showing as well.
+covers exactly what happened between them. Who fetches and shows them is top.py.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,6 +51,15 @@ class Page:
         return buckets
 
 
+def parse_pages(pages: Mapping[str, bytes]) -> dict[str, Page]:
+    """Read metrics pages by address; what is none, of who has the port of a process that ended, is left out."""
+    parsed = {}
+    for address, page in pages.items():
+        with suppress(ValueError):
+            parsed[address] = Page.parse(page.decode())
+    return parsed
+
+
 _EMPTY = Page(samples={})
 
 
@@ -84,9 +94,10 @@ class ModelView:
     """"0 to 4" where the number of replicas follows the load; else empty."""
     last_scaling: str
     """The last change of that number and why; empty: none since the controller started."""
-    requests_per_s: float
-    output_tokens_per_s: float
-    prompt_tokens_per_s: float
+    requests_per_s: float | None
+    """None, also below: no router of the controller's tells."""
+    output_tokens_per_s: float | None
+    prompt_tokens_per_s: float | None
     hit_rate: float | None
     """Cached prompt tokens, of all."""
     ttft_s: Percentiles
@@ -235,8 +246,11 @@ class _Delta:
 
 def _model_view(model: control_pb2.ModelStatus, routers: list[_Delta]) -> ModelView:
     name = model.name
+    routers = [router for router in routers if router.has_answered]
 
-    def rate(metric: str) -> float:
+    def rate(metric: str) -> float | None:
+        if not routers:
+            return None
         return sum(router.rate(f"weft_router_{metric}_total", model=name) for router in routers)
 
     prompt = sum(router.grown("weft_router_prompt_tokens_total", model=name) for router in routers)

@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,40 +12,23 @@ from rich.text import Text
 from weft.addresses import join_host_port
 
 from cluster.control_client import ControlClient
-from cluster.observe import GroupView, ModelView, NodeView, Observation, Page, Percentiles, RouterView, Snapshot, Window
+from cluster.observe import (
+    GroupView,
+    ModelView,
+    NodeView,
+    Observation,
+    Percentiles,
+    RouterView,
+    Snapshot,
+    Window,
+    parse_pages,
+)
 from cluster.status_view import STATE_STYLES, duration
 
 WINDOW_S = 30.0
 """That rates and percentiles span."""
-_FETCH_TIMEOUT_S = 2.0
 _NARROW = 120
 """Columns below which a table leaves out what is least missed."""
-
-
-class Observer:
-    """Looks at a service: its status from the controller, numbers from every metrics page that answers."""
-
-    def __init__(self, client: ControlClient) -> None:
-        self._client = client
-        self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="scrape")
-
-    def __enter__(self) -> "Observer":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def look(self) -> Observation:
-        """Take one observation. Raises ControllerError."""
-        status = self._client.status()
-        addresses = [router.metrics_address for router in status.routers]
-        addresses += [group.metrics_address for model in status.models for group in model.groups]
-        pages = zip(addresses, self._pool.map(fetch_page, addresses), strict=True)
-        return Observation(
-            time_s=time.monotonic(),
-            status=status,
-            pages={address: page for address, page in pages if page is not None},
-        )
 
 
 def run_top(
@@ -55,19 +36,27 @@ def run_top(
 ) -> None:
     """Show a snapshot each interval, until interrupted or `count` times. Raises ControllerError."""
     window = Window(WINDOW_S)
-    with Observer(client) as observer:
-        window.add(observer.look())
-        if as_json:
-            _repeat(lambda: print(json.dumps(_to_json(window.add(observer.look()))), flush=True), interval_s, count)
-        elif not console.is_terminal:
-            _repeat(lambda: console.print(render(window.add(observer.look()), console.width)), interval_s, count)
-        else:
-            with Live(console=console, screen=count is None, auto_refresh=False) as live:
-                _repeat(
-                    lambda: live.update(render(window.add(observer.look()), console.width), refresh=True),
-                    interval_s,
-                    count,
-                )
+
+    def next_look() -> Snapshot:
+        return window.add(look(client))
+
+    next_look()
+    if as_json:
+        _repeat(lambda: print(json.dumps(_to_json(next_look())), flush=True), interval_s, count)
+    elif not console.is_terminal:
+        _repeat(lambda: console.print(render(next_look(), console.width)), interval_s, count)
+    else:
+        with Live(console=console, screen=count is None, auto_refresh=False) as live:
+            _repeat(lambda: live.update(render(next_look(), console.width), refresh=True), interval_s, count)
+
+
+def look(client: ControlClient) -> Observation:
+    """Take one observation: the status, and the pages of routers and replicas. Raises ControllerError."""
+    status = client.status()
+    addresses = [router.metrics_address for router in status.routers]
+    addresses += [group.metrics_address for model in status.models for group in model.groups]
+    pages = parse_pages(client.read_metrics(addresses))
+    return Observation(time_s=time.monotonic(), status=status, pages=pages)
 
 
 def render(snapshot: Snapshot, width: int) -> RenderableType:
@@ -108,9 +97,9 @@ def _models(models: Sequence[ModelView]) -> Table:
             model.name,
             Text(f"{model.ready_replicas}/{model.wanted_replicas}", style="yellow" if short else "green"),
             str(model.revision),
-            f"{model.requests_per_s:.1f}",
-            f"{model.output_tokens_per_s:.0f}",
-            f"{model.prompt_tokens_per_s:.0f}",
+            "-" if model.requests_per_s is None else f"{model.requests_per_s:.1f}",
+            _number(model.output_tokens_per_s),
+            _number(model.prompt_tokens_per_s),
             _percent(model.hit_rate),
             _latency(model.ttft_s),
             _latency(model.tpot_s),
@@ -213,14 +202,3 @@ def _repeat(act: Callable[[], None], interval_s: float, count: int | None) -> No
         time.sleep(max(0.0, due_s - time.monotonic()))
         act()
         count = None if count is None else count - 1
-
-
-def fetch_page(address: str) -> Page | None:
-    """Return what a metrics page says now; None where it does not answer."""
-    if not address:
-        return None
-    try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_FETCH_TIMEOUT_S) as response:
-            return Page.parse(response.read().decode())
-    except (OSError, ValueError):
-        return None  # it is starting, or has just gone

@@ -30,7 +30,7 @@ from cluster.config import build_spec
 from cluster.observe import Window
 from cluster.operate import is_as_wanted
 from cluster.service import Service
-from cluster.top import WINDOW_S, Observer, render
+from cluster.top import WINDOW_S, look, render
 
 MODEL = "weft-tiny"
 PANELS = ("replicas: Tokens", "replicas: Running", "cluster: Groups by state")
@@ -107,13 +107,12 @@ def _watch(service: Service) -> str:
     """Look on for a while, begin a rollout, and return what `weft top` shows then."""
     window = Window(WINDOW_S)
     rolls_s = time.monotonic() + BEFORE_S
-    with Observer(service.client) as observer:
-        while time.monotonic() < rolls_s:
-            window.add(observer.look())
-            time.sleep(1)
-        service.client.rollout(MODEL, {"scheduler": {"max_num_seqs": 64}})
-        time.sleep(DURING_S)
-        snapshot = window.add(observer.look())
+    while time.monotonic() < rolls_s:
+        window.add(look(service.client))
+        time.sleep(1)
+    service.client.rollout(MODEL, {"scheduler": {"max_num_seqs": 64}})
+    time.sleep(DURING_S)
+    snapshot = window.add(look(service.client))
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(render(snapshot, COLUMNS))
     return console.export_svg(title="weft top")

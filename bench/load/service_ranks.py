@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from weft.addresses import split_host_port
@@ -11,9 +10,8 @@ from weft.v1 import control_pb2
 from bench.load.utilization import RankCounters, RanksUnknownError
 from cluster.control_client import ControlClient
 from cluster.errors import ClusterError
-from cluster.observe import Page
+from cluster.observe import Page, parse_pages
 from cluster.status_view import state_name
-from cluster.top import fetch_page
 
 
 class RankSource(Protocol):
@@ -38,22 +36,12 @@ class ServiceRanks:
     def _look(self, model: str) -> Mapping[str, RankCounters]:
         try:
             status = self._client.status()
+            self._check_router(status.routers)
+            places = _places(status, model)
+            pages = parse_pages(self._client.read_metrics(rank.metrics_address for rank in places.values()))
         except ClusterError as error:
             raise RanksUnknownError(str(error)) from error
-        self._check_router(status.routers)
-        places = {
-            f"{group.replica_id}/{rank.rank} ({rank.pid})": rank
-            for each in status.models
-            if each.name == model
-            for group in each.groups
-            if state_name(group) == "ready"
-            for rank in group.ranks
-        }
-        if not places:
-            raise RanksUnknownError(f"the controller knows no replica that is ready of model {model!r}")
-        with ThreadPoolExecutor(max_workers=16) as pool:
-            pages = pool.map(fetch_page, [rank.metrics_address for rank in places.values()])
-        return {name: _read(name, rank, page) for (name, rank), page in zip(places.items(), pages, strict=True)}
+        return {name: _read(name, rank, pages.get(rank.metrics_address)) for name, rank in places.items()}
 
     def _check_router(self, routers: Iterable[control_pb2.RouterStatus]) -> None:
         addresses = [address for each in routers for address in (each.grpc_address, each.http_address) if address]
@@ -63,6 +51,21 @@ class ServiceRanks:
                 f"the controller has no router on port {self._router_port} (only {', '.join(addresses)}); "
                 "--control says which controller is meant"
             )
+
+
+def _places(status: control_pb2.GetStatusResponse, model: str) -> dict[str, control_pb2.RankStatus]:
+    """The ranks of a model's replicas that are ready, by what tells them from others."""
+    places = {
+        f"{group.replica_id}/{rank.rank} ({rank.pid})": rank
+        for each in status.models
+        if each.name == model
+        for group in each.groups
+        if state_name(group) == "ready"
+        for rank in group.ranks
+    }
+    if not places:
+        raise RanksUnknownError(f"the controller knows no replica that is ready of model {model!r}")
+    return places
 
 
 def _read(name: str, rank: control_pb2.RankStatus, page: Page | None) -> RankCounters:

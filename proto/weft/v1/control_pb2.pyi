@@ -1008,6 +1008,53 @@ class ReadLogsResponse(_message.Message):
 Global___ReadLogsResponse: _TypeAlias = ReadLogsResponse  # noqa: Y015
 
 @_typing.final
+class ReadMetricsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Metrics addresses, as in GetStatusResponse. Those that are none, or no longer, are left out."""
+
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadMetricsRequest: _TypeAlias = ReadMetricsRequest  # noqa: Y015
+
+@_typing.final
+class ReadMetricsResponse(_message.Message):
+    """Of a process that answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    page: _builtins.bytes
+    """As Prometheus reads it."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        page: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "page", b"page"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadMetricsResponse: _TypeAlias = ReadMetricsResponse  # noqa: Y015
+
+@_typing.final
 class LogChunk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

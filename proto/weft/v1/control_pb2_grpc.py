@@ -79,6 +79,11 @@ class ControlStub:
                 request_serializer=weft_dot_v1_dot_control__pb2.ReadLogsRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_control__pb2.ReadLogsResponse.FromString,
                 _registered_method=True)
+        self.ReadMetrics = channel.unary_stream(
+                '/weft.v1.Control/ReadMetrics',
+                request_serializer=weft_dot_v1_dot_control__pb2.ReadMetricsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_control__pb2.ReadMetricsResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/weft.v1.Control/Shutdown',
                 request_serializer=weft_dot_v1_dot_control__pb2.ShutdownRequest.SerializeToString,
@@ -151,6 +156,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadMetrics(self, request, context):
+        """Streams metrics pages of routers and ranks, for those who reach only the controller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Stops routers and groups, then the controller.
         """
@@ -205,6 +217,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ReadLogs,
                     request_deserializer=weft_dot_v1_dot_control__pb2.ReadLogsRequest.FromString,
                     response_serializer=weft_dot_v1_dot_control__pb2.ReadLogsResponse.SerializeToString,
+            ),
+            'ReadMetrics': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadMetrics,
+                    request_deserializer=weft_dot_v1_dot_control__pb2.ReadMetricsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_control__pb2.ReadMetricsResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -455,6 +472,33 @@ class Control:
             '/weft.v1.Control/ReadLogs',
             weft_dot_v1_dot_control__pb2.ReadLogsRequest.SerializeToString,
             weft_dot_v1_dot_control__pb2.ReadLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.Control/ReadMetrics',
+            weft_dot_v1_dot_control__pb2.ReadMetricsRequest.SerializeToString,
+            weft_dot_v1_dot_control__pb2.ReadMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

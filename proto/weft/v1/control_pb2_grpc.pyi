@@ -48,6 +48,8 @@ class ControlStub:
     """Streams the files of a served model that a router reads: tokenizer, chat template, configs. Not the weights."""
     ReadLogs: _grpc.UnaryUnaryMultiCallable[_control_pb2.ReadLogsRequest, _control_pb2.ReadLogsResponse]
     """Reads on in the logs of routers, ranks and the controller, dead ones of late included."""
+    ReadMetrics: _grpc.UnaryStreamMultiCallable[_control_pb2.ReadMetricsRequest, _control_pb2.ReadMetricsResponse]
+    """Streams metrics pages of routers and ranks, for those who reach only the controller."""
     Shutdown: _grpc.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]
     """Stops routers and groups, then the controller."""
 
@@ -71,6 +73,8 @@ class ControlAsyncStub(ControlStub):
     """Streams the files of a served model that a router reads: tokenizer, chat template, configs. Not the weights."""
     ReadLogs: _aio.UnaryUnaryMultiCallable[_control_pb2.ReadLogsRequest, _control_pb2.ReadLogsResponse]  # type: ignore[assignment]
     """Reads on in the logs of routers, ranks and the controller, dead ones of late included."""
+    ReadMetrics: _aio.UnaryStreamMultiCallable[_control_pb2.ReadMetricsRequest, _control_pb2.ReadMetricsResponse]  # type: ignore[assignment]
+    """Streams metrics pages of routers and ranks, for those who reach only the controller."""
     Shutdown: _aio.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]  # type: ignore[assignment]
     """Stops routers and groups, then the controller."""
 
@@ -145,6 +149,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ReadLogsResponse, _abc.Awaitable[_control_pb2.ReadLogsResponse]]:
         """Reads on in the logs of routers, ranks and the controller, dead ones of late included."""
+
+    @_abc_1.abstractmethod
+    def ReadMetrics(
+        self,
+        request: _control_pb2.ReadMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.ReadMetricsResponse], _abc.AsyncIterator[_control_pb2.ReadMetricsResponse]]:
+        """Streams metrics pages of routers and ranks, for those who reach only the controller."""
 
     @_abc_1.abstractmethod
     def Shutdown(

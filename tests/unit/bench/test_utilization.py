@@ -1,6 +1,6 @@
 """What `weft bench serve` says of a service's ranks: from their metrics pages, or why nothing is known."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
@@ -25,6 +25,7 @@ from bench.load.service_ranks import ServiceRanks
 from bench.load.utilization import Peak, RankCounters, RanksUnknownError, compare
 from cluster.control_client import ControlClient
 from cluster.errors import ControllerError
+from cluster.metrics_pages import fetch_page
 from cluster.rank_metrics import MetricsListener, RankCollector
 from workers.stats import RankStats
 
@@ -253,7 +254,7 @@ def test_controller_is_looked_for_beside_the_router(address: str, expected: tupl
 
 
 class FakeController:
-    """Answers with a status."""
+    """Answers with a status, and with the pages that are there."""
 
     def __init__(self, status: control_pb2.GetStatusResponse | ControllerError) -> None:
         self._status = status
@@ -262,6 +263,9 @@ class FakeController:
         if isinstance(self._status, ControllerError):
             raise self._status
         return self._status
+
+    def read_metrics(self, addresses: Iterable[str]) -> Mapping[str, bytes]:
+        return {address: page for address in addresses if (page := fetch_page(address)) is not None}
 
 
 def source(status: control_pb2.GetStatusResponse | ControllerError, *, router_port: int | None = None) -> ServiceRanks:

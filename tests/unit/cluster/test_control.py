@@ -1,8 +1,11 @@
 import asyncio
 import io
 import json
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ from cluster.control_server import ControlServer, bind_control_port
 from cluster.demand import DemandLedger
 from cluster.errors import ClusterConfigError, ControllerError, NotServedError, StartError
 from cluster.log_reader import LogReader, LogSource
+from cluster.metrics_pages import fetch_page
 from cluster.readiness import first_failure, is_ready
 from cluster.show_logs import show_logs
 from cluster.status_view import ChangeView, StartView, print_status, status_as_dict
+from cluster.top import run_top
 from cluster.wanted import Change, ChangeKind
 from router.errors import ModelFilesError
 from router.model_files import fetch_model_files
@@ -36,6 +41,7 @@ class FakeState:
         self.endpoints: list[control_pb2.ReplicaEndpoint] = []
         self.grace_s: float | None = None
         self.calls: list[tuple[Any, ...]] = []
+        self.metrics: dict[str, str] = {}
 
     def models(self) -> list[control_pb2.ServedModel]:
         return [control_pb2.ServedModel(name="m", path=self.path, max_context=64)]
@@ -44,10 +50,14 @@ class FakeState:
         return list(self.endpoints)
 
     def model_statuses(self) -> list[control_pb2.ModelStatus]:
-        return [control_pb2.ModelStatus(name="m", groups=[control_pb2.GroupStatus(group_id="m-0", state=READY)])]
+        ranks = [control_pb2.RankStatus(metrics_address=self.metrics.get("rank", ""))]
+        metrics = self.metrics.get("group", "")
+        group = control_pb2.GroupStatus(group_id="m-0", state=READY, metrics_address=metrics, ranks=ranks)
+        return [control_pb2.ModelStatus(name="m", groups=[group])]
 
     def router_statuses(self) -> list[control_pb2.RouterStatus]:
-        return [control_pb2.RouterStatus(router_id="router-0", alive=True)]
+        metrics = self.metrics.get("router", "")
+        return [control_pb2.RouterStatus(router_id="router-0", alive=True, metrics_address=metrics)]
 
     async def node_statuses(self) -> list[control_pb2.NodeStatus]:
         return [control_pb2.NodeStatus(node_id="n1", address="10.0.0.1", cpus=8)]
@@ -260,6 +270,69 @@ async def test_files_of_the_folder_that_a_replica_still_runs_are_given(
     assert [file.name for file in here.iterdir()] == ["tokenizer.json"]
     with pytest.raises(ModelFilesError, match="NOT_FOUND: no model is served from ''"):
         await asyncio.to_thread(fetch_model_files, "", here, control=address)
+
+
+PAGE = b"# HELP weft_requests_running A long word: " + b"r" * (3 << 20) + b"\nweft_requests_running 3.0\n"
+"""Two of them are more than one message takes."""
+
+
+class PageProcess(BaseHTTPRequestHandler):
+    """A process with a metrics page."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(PAGE)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def pages() -> Iterator[list[str]]:
+    """Addresses of three pages."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), PageProcess)) for _ in range(3)]
+        for server in servers:
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            stack.callback(server.shutdown)
+        yield [f"127.0.0.1:{server.server_port}" for server in servers]
+
+
+async def test_metrics_of_processes_are_read_through_the_controller_and_of_nobody_else(
+    running: tuple[FakeState, ControlServer, str], pages: list[str]
+) -> None:
+    state, _, address = running
+    router, rank, stranger = pages
+    state.metrics = {"router": router, "group": "127.0.0.1:1", "rank": rank}
+
+    def read() -> Mapping[str, bytes]:
+        with ControlClient(address) as client:
+            return client.read_metrics([router, "127.0.0.1:1", rank, stranger, ""])
+
+    read_pages = await asyncio.to_thread(read)
+    assert read_pages == {router: PAGE, rank: PAGE}
+
+
+def test_no_proxy_is_asked_for_metrics(pages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert fetch_page(pages[0]) == PAGE
+
+
+async def test_top_needs_nothing_but_the_controller(
+    running: tuple[FakeState, ControlServer, str], pages: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, _, address = running
+    state.metrics = {"router": "127.0.0.1:1", "group": pages[0]}
+
+    def watch() -> None:
+        with ControlClient(address) as client:
+            run_top(client, Console(), interval_s=0.0, as_json=True, count=1)
+
+    await asyncio.to_thread(watch)
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["groups"][0]["running"] == 3
+    assert seen["models"][0]["output_tokens_per_s"] is None
 
 
 async def test_second_controller_on_a_port_is_refused(running: tuple[FakeState, ControlServer, str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from weft.v1 import control_pb2
 
-from cluster.observe import Observation, Page, Window, percentile, take_snapshot
+from cluster.observe import Observation, Page, Window, parse_pages, percentile, take_snapshot
 from cluster.top import render
 
 ROUTER, REPLICA = "router:1", "replica:1"
@@ -104,7 +104,13 @@ def test_page_that_does_not_answer_leaves_gaps_and_no_lies() -> None:
     snapshot = take_snapshot(first, last)
     assert snapshot.routers[0].in_flight is None
     assert snapshot.groups[0].running is None
-    assert snapshot.models[0].output_tokens_per_s == 0
+    model = snapshot.models[0]
+    assert (model.requests_per_s, model.output_tokens_per_s, model.prompt_tokens_per_s) == (None, None, None)
+
+
+def test_page_that_is_of_somebody_else_is_left_out() -> None:
+    pages = parse_pages({ROUTER: b"weft_requests_running 3\n", REPLICA: b"<html>", "other:1": b"\xff"})
+    assert {address: page.total("weft_requests_running") for address, page in pages.items()} == {ROUTER: 3}
 
 
 def test_window_keeps_its_length() -> None:
