@@ -17,7 +17,16 @@ from parallel.attention import Angles
 from parallel.decoder_layer import make_decoder_layer
 from parallel.description import DecoderDescription
 from parallel.embedding import InputEmbedding, VocabParallelHead
-from parallel.kernels.base import AttentionMeta, CacheEntry, Kernels, LayerCache, Lookup, RecordedLayers, StartedLayers
+from parallel.kernels.base import (
+    AttentionMeta,
+    CacheEntry,
+    Kernels,
+    LayerCache,
+    Lookup,
+    RecordedLayers,
+    StartedLayers,
+    StartedStep,
+)
 from parallel.layer import LayerContext
 from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
@@ -178,7 +187,7 @@ class Decoder:
         if self._embedding is not None:
             into = self._embedding.lookup(x) or self._embedding(x, positions_T)
         head = self._head.searched_alone if finds_largest and self._head is not None else None
-        finish = self._started.start(into, self._angles, positions_T, caches, metas, rows_S, head)
+        finish = self._started.start(StartedStep(into, self._angles, positions_T, caches, metas, rows_S, head))
 
         def result() -> tuple[Tensor, Tensor | None]:
             x_TE, residual_TE, found_T = finish()

@@ -279,6 +279,25 @@ class Lookup(NamedTuple):
     """[T] int64, each that of a row."""
 
 
+class StartedStep(NamedTuple):
+    """A step that other threads begin."""
+
+    x: "Tensor | Lookup"
+    """What goes in, [T, E], or where it is found."""
+    angles: Sequence[tuple[Tensor, ...]]
+    """Cosines and sines [positions, R] of each kind of rotation, of all positions."""
+    positions_T: Tensor  # noqa: N815
+    """[T] int64, whose angles the tokens take."""
+    caches: Sequence[LayerCache]
+    """One for each layer, as are the next."""
+    metas: Sequence[AttentionMeta]
+    rows_S: Tensor | None  # noqa: N815
+    """[S] int64, ascending, the tokens whose results are wanted; None: all. Of the others nothing is computed after the
+    last attention."""
+    head: "SearchedLinear | None"
+    """To be searched in the first part of the result."""
+
+
 @runtime_checkable
 class StartedLayers(RunLayers, Protocol):
     """Layers that other threads can begin, while the caller's does something else."""
@@ -290,26 +309,9 @@ class StartedLayers(RunLayers, Protocol):
     def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
         """Whether they can begin such a step."""
 
-    def start(
-        self,
-        x: Tensor | Lookup,
-        angles: Sequence[tuple[Tensor, ...]],
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        metas: Sequence[AttentionMeta],
-        rows_S: Tensor | None,
-        head: "SearchedLinear | None",
-    ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
+    def start(self, step: StartedStep) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
         """As the call, begun; what is returned joins in, and gives the result. It is called once, in the same thread,
         which runs no other kernels before.
-
-        Args:
-            x: what goes in, [T, E], or where it is found.
-            angles: here those of all positions.
-            positions_T: [T] int64, whose angles the tokens take.
-            rows_S: [S] int64, ascending, the tokens whose results are wanted; None: all. Of the others nothing is
-                computed after the last attention.
-            head: to be searched in the first part of the result.
 
         Returns:
             the results of the wanted tokens, [S, E] each; besides, what the search found: `indices_T` of

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, SearchedLinear, TableLinear
+from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, StartedStep, TableLinear
 from parallel.kernels.native.library import (
     AnglesStep,
     Embedding,
@@ -70,20 +70,10 @@ class CompiledLayers:
         """See `StartedLayers`."""
         return self._program is not None and self._program.can_start and self._program.is_fast(metas[0])
 
-    def start(
-        self,
-        x: Tensor | Lookup,
-        angles: Sequence[Angles],
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        metas: Sequence[AttentionMeta],
-        rows_S: Tensor | None,
-        head: SearchedLinear | None,
-    ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
+    def start(self, step: StartedStep) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
         """See `StartedLayers`."""
         assert self._program is not None, "can_start"
-        table = head if isinstance(head, NativeTable) else None
-        return self._program.start(x, angles, positions_T, caches, metas, rows_S, table)
+        return self._program.start(step)
 
     def _record(
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
@@ -167,34 +157,25 @@ class Program:
         self._programs.run(self._operations, len(self._operations), ctypes.byref(self._step))
         return out_TE, x_TE
 
-    def start(
-        self,
-        x: Tensor | Lookup,
-        angles: Sequence[Angles],
-        positions_T: Tensor,
-        caches: Sequence[LayerCache],
-        metas: Sequence[AttentionMeta],
-        rows_S: Tensor | None,
-        table: NativeTable | None,
-    ) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
+    def start(self, step: StartedStep) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
         """See `StartedLayers`."""
-        x_TE = self._look_up(x) if isinstance(x, Lookup) else x
+        x_TE = self._look_up(step.x) if isinstance(step.x, Lookup) else step.x
         num_rows = x_TE.shape[0]
-        if rows_S is not None:
-            self._step.kept = rows_S.data_ptr()
-            self._step.num_kept = num_rows = rows_S.shape[0]
-        found_S = None if table is None else self._search(table, num_rows)
-        out_TE = self._place(x_TE, angles, positions_T, caches, metas)
+        if step.rows_S is not None:
+            self._step.kept = step.rows_S.data_ptr()
+            self._step.num_kept = num_rows = step.rows_S.shape[0]
+        found_S = self._search(step.head, num_rows) if isinstance(step.head, NativeTable) else None
+        out_TE = self._place(x_TE, step.angles, step.positions_T, step.caches, step.metas)
         started = self._programs.start(self._operations, len(self._operations), ctypes.byref(self._step))
         self._step.embedding = self._step.table = None  # of this step, which has its own copy by now
         self._step.num_kept = _ALL
         result = out_TE[:num_rows], x_TE[:num_rows], found_S
-        return partial(self._finish, started, result, (x, positions_T, metas, rows_S))
+        return partial(self._finish, started, result, step)
 
     def _finish(
-        self, started: int, result: tuple[Tensor, Tensor, Tensor | None], pointed_to: object
+        self, started: int, result: tuple[Tensor, Tensor, Tensor | None], step: StartedStep
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`pointed_to` lives until here."""
+        """The tensors of `step`, to which the library points, live until here."""
         self._programs.finish(started)
         return result
 
