@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,19 +36,11 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return x
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Every rank's x, joined along `dim` in rank order, on all of them. Shapes are equal on all ranks."""
-    if axis.size == 1:
-        return x
-    axis.counts["all_gather"] += 1
-    parts = x.new_empty((axis.size, *x.shape))
-    with _translated("all_gather", axis):
-        dist.all_gather(list(parts.unbind(0)), x.contiguous(), group=axis.group)
-    return _join(parts, dim)
-
-
 def gather_to_first(x: Tensor, axis: Axis, dim: int = 0) -> Tensor | None:
-    """Every rank's x, joined along `dim` in rank order, on rank 0 of the axis; None on the others."""
+    """Every rank's x, joined along `dim` in rank order, on rank 0 of the axis; None on the others.
+
+    Shapes are equal on all ranks.
+    """
     if axis.size == 1:
         return x
     axis.counts["gather"] += 1
@@ -60,36 +51,19 @@ def gather_to_first(x: Tensor, axis: Axis, dim: int = 0) -> Tensor | None:
             axis.local.gather(x.contiguous(), parts)
         else:
             dist.gather(x.contiguous(), None if parts is None else list(parts.unbind(0)), group=axis.group, group_dst=0)
-    return None if parts is None else _join(parts, dim)
+    return None if parts is None else parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """The x of rank `source` of the axis, written into every rank's x, which must be contiguous."""
+def broadcast(x: Tensor, axis: Axis) -> Tensor:
+    """The x of rank 0 of the axis, written into every rank's x, which must be contiguous."""
     if axis.size == 1:
         return x
     axis.counts["broadcast"] += 1
     with _translated("broadcast", axis):
         if axis.local is not None and x.nbytes <= MAX_BYTES:
-            return x.copy_(axis.local.sum(x if axis.rank == source else x.zero_()))
-        dist.broadcast(x, group=axis.group, group_src=source)
+            return x.copy_(axis.local.sum(x if axis.rank == 0 else x.zero_()))
+        dist.broadcast(x, group=axis.group, group_src=0)
     return x
-
-
-def all_reduce_min(value: int, axis: Axis, device: torch.device) -> int:
-    """The least of every rank's value; waits for the device. For set-up, not for the hot path."""
-    if axis.size == 1:
-        return value
-    axis.counts["all_reduce_min"] += 1
-    box = torch.tensor([value], dtype=torch.int64, device=device)
-    with _translated("all_reduce_min", axis):
-        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=axis.group)
-    return int(box.item())
-
-
-def _join(parts: Tensor, dim: int) -> Tensor:
-    """[size, ...] -> the parts one after the other along `dim` of the rest, in one copy."""
-    moved = parts.movedim(0, dim)
-    return moved.flatten(dim, dim + 1)
 
 
 @contextmanager

@@ -45,14 +45,6 @@ class ColumnParallelLinear:
         self._context = context
         self._linear: PackedLinear
 
-    @classmethod
-    def even(
-        cls, in_features: int, out_features: int, *, has_bias: bool, context: LayerContext
-    ) -> "ColumnParallelLinear":
-        """One matrix, its outputs divided evenly."""
-        parts = even_parts((("", out_features),), context, what="out_features")
-        return cls(in_features, parts, has_bias=has_bias, context=context)
-
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, outputs of this rank]."""
         return self._linear(x_TI)

@@ -92,7 +92,7 @@ async def measure_peak_here(rank: RankCounters) -> Peak:
     if process.returncode:
         last = err.decode(errors="replace").strip().rpartition("\n")[2]
         return Peak(unknown=f"this machine could not be measured ({last}); {_FLAGS}")
-    return Peak(**json.loads(out), is_measured=True)
+    return Peak(**json.loads(out))
 
 
 def _complete(given: Peak, measured: Peak) -> Peak:

@@ -37,8 +37,6 @@ class Peak:
 
     read_bytes_per_s: float | None = None
     flops_per_s: float | None = None
-    is_measured: bool = False
-    """Here and now; else it was given."""
     unknown: str = ""
     """Why one of them is not known."""
 

@@ -10,13 +10,13 @@ from helpers.gloo_pool import GlooPool
 from helpers.weights import fill, full_tensor
 from torch import Tensor
 
-from parallel.collectives import all_gather
+from parallel.collectives import gather_to_first
 from parallel.description import DecoderDescription
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
 from parallel.layer import LayerContext
-from parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, even_parts
 from parallel.mesh import Mesh
 from parallel.mlp import MLP
 
@@ -48,7 +48,9 @@ def _linear(source: str, num_outputs: int, num_inputs: int, *, has_bias: bool) -
 
 
 def _run_column(mesh: Mesh, has_bias: bool) -> tuple[Tensor, dict[str, int]]:
-    layer = ColumnParallelLinear.even(HIDDEN, 24, has_bias=has_bias, context=_context(mesh))
+    context = _context(mesh)
+    parts = even_parts([("", 24)], context, what="outputs")
+    layer = ColumnParallelLinear(HIDDEN, parts, has_bias=has_bias, context=context)
     _load(layer, "column")
     result = layer(_inputs())
     return result, dict(mesh.tp.counts)
@@ -239,19 +241,20 @@ def test_a_tied_table_that_kernels_lay_out_still_gives_rows(gloo_pool: GlooPool,
         assert torch.equal(largest, logits.argmax(-1))
 
 
-def _run_column_in_bfloat16(mesh: Mesh) -> Tensor:
+def _run_row_in_bfloat16(mesh: Mesh) -> tuple[Tensor, Tensor | None]:
+    mesh.tp.local = None
     context = LayerContext(axis=mesh.tp, kernels=ReferenceKernels(), device=torch.device("cpu"), dtype=torch.bfloat16)
     layer = RowParallelLinear(HIDDEN, 24, has_bias=True, context=context)
     _load(layer, "row")
     part = _inputs().bfloat16().chunk(mesh.tp.size, dim=1)[mesh.tp.rank].contiguous()
-    return all_gather(layer(part), mesh.tp)
+    y_TO = layer(part)
+    return y_TO, gather_to_first(y_TO, mesh.tp)
 
 
 def test_half_precision_travels_over_gloo(gloo_pool: GlooPool) -> None:
-    results = gloo_pool.run(_run_column_in_bfloat16, tp=4)
+    results = gloo_pool.run(_run_row_in_bfloat16, tp=4)
     expected = _linear("row", 24, HIDDEN, has_bias=True)(_inputs())
     # inputs, weights and each partial sum are rounded to 8 bits; values of a few units
-    for result in results:
-        for part in result.chunk(4):
-            torch.testing.assert_close(part.float(), expected, rtol=0, atol=0.08)
-            assert torch.equal(part, result[:5])
+    torch.testing.assert_close(results[0][0].float(), expected, rtol=0, atol=0.08)
+    assert torch.equal(results[0][1], torch.cat([results[0][0]] * 4))
+    assert all(torch.equal(result, results[0][0]) for result, _ in results)

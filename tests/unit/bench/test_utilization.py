@@ -220,12 +220,12 @@ async def test_a_machine_that_cannot_be_measured_is_not_guessed(rank: RankCounte
 async def test_what_was_given_goes_before_what_is_measured() -> None:
     async def measure_peak(rank: RankCounters) -> Peak:
         assert (rank.dtype, rank.quantization) == ("bfloat16", "none")
-        return Peak(read_bytes_per_s=1.0, flops_per_s=2.0, is_measured=True)
+        return Peak(read_bytes_per_s=1.0, flops_per_s=2.0)
 
     given = Peak(flops_per_s=1e12)
     observer = RankObserver(FakeRanks({"0": START}), "tiny", peak=given, measure_peak=measure_peak)
     await observer.find_peak()
-    assert observer.peak == Peak(read_bytes_per_s=1.0, flops_per_s=1e12, is_measured=True)
+    assert observer.peak == Peak(read_bytes_per_s=1.0, flops_per_s=1e12)
 
 
 def test_flags_say_it_in_units_of_people() -> None:
