@@ -22,7 +22,7 @@ from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
 from workers.config import EngineConfig
 from workers.host_cache import HostCache, make_host_cache
-from workers.inputs import InputBuilder, StepInputs
+from workers.inputs import InputBuilder
 from workers.kv_cache import allocate_planes, block_rows, choose_num_blocks, lay_out_caches, num_host_blocks
 from workers.model_clock import ModelClock, StepCost
 from workers.model_flops import ModelFlops
@@ -31,6 +31,7 @@ from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 from workers.sampler import Sampled, Sampler, nothing_sampled
 from workers.stats import RankStats
+from workers.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 

@@ -84,7 +84,7 @@ def test_tokens_that_the_leader_does_not_know_yet_are_named_by_slot() -> None:
     assert ahead.token_ids[0] == 22
     assert (later.fed_rows.tolist(), later.fed_slots.tolist()) == ([0, 1], [5, 2])
     assert later.positions.tolist() == [3, 4]
-    assert inputs._tokens[2, :4].tolist() == [10, 11, 12, 99]
+    assert inputs._slots.tokens[2, :4].tolist() == [10, 11, 12, 99]
 
 
 def test_a_batch_of_decodes_needs_no_row_index() -> None:
@@ -189,7 +189,7 @@ def test_each_group_of_layers_has_tables_and_slots_of_its_own() -> None:
     assert first.query_starts is second.query_starts
     assert first.context_lens is second.context_lens
     step = inputs.build(StepPlan(2, [1], [new(1, [4])], [ScheduledSequence(1, 0, 1, [], [3, 4], True)]))
-    assert inputs._tables[1, :3].tolist() == [[3, 4], [0, 0], [0, 0]]
+    assert inputs._slots.tables[1, :3].tolist() == [[3, 4], [0, 0], [0, 0]]
 
 
 def decoding(num_groups: int) -> Iterator[StepPlan]:
@@ -231,8 +231,8 @@ def test_steps_made_from_the_one_before_equal_those_made_anew(num_groups: int, l
     )
     num_kept = 0
     for plan in decoding(num_groups):
-        tables = goes_on._decodes and goes_on._decodes.inputs.metas[0].block_tables
-        anew._note_learnt()
+        tables = goes_on._decodes._last and goes_on._decodes._last.inputs.metas[0].block_tables
+        anew._decodes.end()
         seen, expected = goes_on.build(plan), anew.build(plan)
         num_kept += seen.metas[0].block_tables is tables
         for inputs in (seen, expected):
@@ -242,10 +242,10 @@ def test_steps_made_from_the_one_before_equal_those_made_anew(num_groups: int, l
             goes_on.look_ahead()
             assert_equal(seen, expected)  # it may be under way
     assert num_kept > 50
-    goes_on._note_learnt()
-    assert (goes_on._tokens == anew._tokens).all()
-    assert (goes_on._num_tokens == anew._num_tokens).all()
-    assert (goes_on._tables == anew._tables).all()
+    goes_on._decodes.end()
+    assert (goes_on._slots.tokens == anew._slots.tokens).all()
+    assert (goes_on._slots.num_tokens == anew._slots.num_tokens).all()
+    assert (goes_on._slots.tables == anew._slots.tables).all()
 
 
 def test_lengths_are_one_object_in_all_groups_of_a_step_and_in_no_other_step() -> None:

@@ -1,0 +1,90 @@
+"""What a rank remembers of each slot: its tokens and its block table, in numpy, brought up to date by plans in order.
+
+A step costs a few vectorized operations however many sequences it has. They are as few different ones as will do: since
+the last step the model's weights have pushed everything else out of the caches, and a function of numpy or torch that a
+step calls for the first time takes 20 to 100 us, not 1.
+
+Array letters as in parallel/kernels/base.py: T packed tokens, S sequences of the step, M entries of the longest table;
+G groups of layers, each of which has its own block in an entry.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.plan import NewSequence, ScheduledSequence
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+_FEW = 4
+"""Rows up to which it is faster to write one by one."""
+
+
+class Slots:
+    """The tokens and block tables of every slot. One thread."""
+
+    def __init__(self, *, num_slots: int, max_context: int, block_size: int, num_groups: int) -> None:
+        self.block_size = block_size
+        max_entries = -(-max_context // block_size)
+        # Untouched pages of zeros cost no memory.
+        self.tokens = np.zeros((num_slots, max_context), np.int32)
+        self.tables = np.zeros((num_slots, max_entries, num_groups), np.int32)
+        self.num_tokens = np.zeros(num_slots, np.int64)
+        """That are known here, of each slot."""
+        self._num_blocks = np.zeros(num_slots, np.int64)
+
+    def take(self, new: NewSequence) -> None:
+        """Give a slot to a sequence; what it held is forgotten."""
+        num_tokens = len(new.token_ids)
+        self.tokens[new.slot, :num_tokens] = new.token_ids
+        self.num_tokens[new.slot] = num_tokens
+        self.tables[new.slot].reshape(-1)[: self._num_blocks[new.slot]] = 0
+        self._num_blocks[new.slot] = 0
+
+    def add_blocks(self, shares: Sequence[ScheduledSequence]) -> None:
+        """Continue the block tables by what is new in a step."""
+        tables = self.tables.reshape(len(self.tables), -1)
+        _append(tables, self._num_blocks, {share.slot: share.new_blocks for share in shares if share.new_blocks})
+
+    def add_tokens(self, shares: Sequence[ScheduledSequence]) -> None:
+        """Continue the tokens by what the leader has learnt."""
+        learnt = {share.slot: token_ids for share in shares if (token_ids := share.new_token_ids)}
+        _append(self.tokens, self.num_tokens, learnt)
+
+    def add_steps(self, slots_S: Int64Array, steps: Sequence[list[int]]) -> None:
+        """Continue the tokens of these slots by those of several steps, in each of which every slot has one."""
+        columns = self.num_tokens[slots_S] + np.arange(len(steps))[:, None]
+        self.tokens[slots_S, columns] = steps
+        self.num_tokens[slots_S] += len(steps)
+
+    def slot_mappings(self, slots_T: Int64Array, positions_T: Int64Array) -> Int64Array:
+        """[G, T]: where each token's key and value go, block id * block size + offset."""
+        blocks_TG = self.tables[slots_T, positions_T // self.block_size]
+        return blocks_TG.T * np.int64(self.block_size) + positions_T % self.block_size
+
+    def block_tables(self, slots_S: Int64Array, max_context_len: int) -> Int32Array:
+        """[G, S, M], of contexts up to that length."""
+        return self.tables[slots_S, : -(-max_context_len // self.block_size)].transpose(2, 0, 1)
+
+
+def _append(rows: Int32Array, lengths: Int64Array, additions: dict[int, list[int]]) -> None:
+    """Continue rows by their additions, all with one indexed write; `lengths` is how full each row is."""
+    if len(additions) <= _FEW:
+        for slot, addition in additions.items():
+            start = int(lengths[slot])
+            rows[slot, start : start + len(addition)] = addition
+            lengths[slot] = start + len(addition)
+        return
+    values = list(chain.from_iterable(additions.values()))
+    slots = np.array(list(additions), np.int64)
+    if len(values) == len(slots):
+        rows[slots, lengths[slots]] = values
+        lengths[slots] += 1
+        return
+    nums = np.array([len(addition) for addition in additions.values()], np.int64)
+    firsts = lengths[slots] - np.cumsum(nums) + nums  # where a row goes on, less what is in `values` before that
+    rows[np.repeat(slots, nums), np.arange(len(values)) + np.repeat(firsts, nums)] = values
+    lengths[slots] += nums
