@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "shuffles.h"
 #include "targets.h"
 #include "threads.h"
 #include "vector.h"

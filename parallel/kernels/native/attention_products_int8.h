@@ -12,6 +12,7 @@
 #include "cache_int8.h"
 #include "matrix_int8.h"
 #include "quantize.h"
+#include "shuffles.h"
 
 #ifdef WEFT_HAS_INT8
 

@@ -5,6 +5,7 @@
 
 #include "attention_plan.h"
 #include "matrix.h"
+#include "shuffles.h"
 
 #ifdef WEFT_HAS_PACKED_MATRIX
 

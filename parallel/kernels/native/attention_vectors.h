@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "cache_int8.h"
+#include "shuffles.h"
 #include "vector.h"
 
 namespace weft {

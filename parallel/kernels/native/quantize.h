@@ -4,6 +4,7 @@
 #pragma once
 
 #include "elementwise.h"
+#include "shuffles.h"
 #include "threads.h"
 #include "vector.h"
 
