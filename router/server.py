@@ -20,7 +20,7 @@ from weft.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_
 from router.call import ChatMessage, Dispatch
 from router.convert import chat_messages, generate_call, generate_response
 from router.errors import InvalidRequestError, OverloadedError, RouterConfigError, RouterError, SlowClientError
-from router.keys import KeyRing, Tenant
+from router.keys import KeyRing, OneRequest, Tenant
 from router.spans import read_context
 from router.tls import TlsFiles, bind
 
@@ -74,7 +74,7 @@ class InferenceServer(InferenceServicer):
         return await _answer(context, self._tokenize(request, context))
 
     async def _tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
-        self._identify(context)
+        self._admit(context)
         prompt: str | tuple[ChatMessage, ...]
         match request.WhichOneof("prompt"):
             case "text":
@@ -98,7 +98,7 @@ class InferenceServer(InferenceServicer):
         return await _answer(context, self._detokenize(request, context))
 
     async def _detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
-        self._identify(context)
+        self._admit(context)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         text = await self._dispatch.detokenize(request.model, tuple(request.token_ids), skip_special_tokens=skip)
         return pb.DetokenizeResponse(text=text)
@@ -124,6 +124,12 @@ class InferenceServer(InferenceServicer):
                 for card in self._dispatch.list_models()
             ]
         )
+
+    def _admit(self, context: _Context) -> None:
+        """Count a request that no replica sees. Raises UnauthenticatedError, RateLimitedError."""
+        tenant = self._identify(context)
+        if tenant is not None:
+            tenant.admit(OneRequest())
 
     def _identify(self, context: _Context) -> Tenant | None:
         """Who asks. Raises UnauthenticatedError where keys are needed and this one is none."""

@@ -213,3 +213,23 @@ async def test_both_front_ends_want_a_key_and_keep_its_rate(write: Callable[...,
             async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())  # type: ignore[no-untyped-call]
         assert {submit.cache_salt for submit in a.submits} == {"key/5/alice/"}
+
+
+async def test_tokenizing_counts_as_a_request_and_its_tokens_do_not(write: Callable[..., Path]) -> None:
+    path = write({"requests_per_minute": 3, "tokens_per_minute": 10})
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, api_keys=str(path))) as router,
+        AsyncClient(router.addresses.grpc, api_key=ALICE, timeout_s=10) as client,
+    ):
+        await client.wait_ready(10)
+        assert len(await client.tokenize("twenty and one bytes.", model="tiny")) == 22
+        assert await client.detokenize([104, 105], model="tiny") == "hi"
+        await client.tokenize("hi", model="tiny")
+        for call in (
+            client.tokenize("hi", model="tiny"),
+            client.detokenize([104], model="tiny"),
+            client.complete("hi"),
+        ):
+            with pytest.raises(OverloadedError, match="'alice' has used its requests; allowed: 3 a minute"):
+                await call
