@@ -24,7 +24,7 @@ from router.errors import RouterConfigError
 from router.http_protocol import bounded_protocol
 from router.keys import KeyRing
 from router.metrics import MetricsListener, RouterMetrics
-from router.model_files import tokenizer_loader
+from router.model_files import TokenizerLoader
 from router.model_text import ModelText
 from router.openai import create_app
 from router.places import Places
@@ -77,9 +77,8 @@ async def run_router(
     changed = asyncio.Event()
     recorder = _open_recorder(config)
     recording = None if recorder is None else record_router(config, recorder)
-    pool = TokenizerPool(
-        load_tokenizer or tokenizer_loader(config), num_threads=config.tokenizer_threads, on_change=changed.set
-    )
+    loader = TokenizerLoader(config)
+    pool = TokenizerPool(load_tokenizer or loader, num_threads=config.tokenizer_threads, on_change=changed.set)
 
     def note_change() -> None:
         changed.set()
@@ -93,6 +92,7 @@ async def run_router(
         return directory.is_ready and pool.is_ready and not stop.is_set()
 
     with ExitStack() as stack:
+        stack.callback(loader.close)
         stack.callback(pool.close)
         stack.callback(tracer.close)
         if recorder is not None:

@@ -4,7 +4,6 @@ So routers need no storage of their own, and no access to a hub. What is fetched
 """
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -14,7 +13,7 @@ from weft.v1.control_pb2_grpc import ControlStub
 from router.config import RouterConfig
 from router.errors import ModelFilesError
 from router.model_text import ModelText
-from router.tls import InnerTls, connect_blocking
+from router.tls import connect_blocking
 from router.tokenizer import ModelTokenizer, is_alike
 
 _TIMEOUT_S = 60.0
@@ -22,14 +21,22 @@ _MAX_BYTES = 256 << 20
 """Of a model's files; the largest tokenizers have some 40 MB."""
 
 
-def tokenizer_loader(config: RouterConfig) -> Callable[[ModelText], ModelTokenizer]:
-    """Return what reads a revision's tokenizer from the folder that membership names, here or at the controller.
+class TokenizerLoader:
+    """Reads the tokenizer of a revision from the folder that membership names, here or at the controller."""
 
-    It blocks, may be called from any thread, and raises ModelFilesError, also where the folder has other files now.
-    """
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._channels: set[grpc.Channel] = set()
+        """Over which something is fetched now."""
+        self._is_closed = False
 
-    def load(text: ModelText) -> ModelTokenizer:
-        tokenizer = read(text.path)
+    def __call__(self, text: ModelText) -> ModelTokenizer:
+        """Return the tokenizer. It blocks, and may be called from any thread.
+
+        Raises:
+            ModelFilesError: it cannot be had, also where the folder has other files now, or after `close`.
+        """
+        tokenizer = self._read(text.path)
         if text.digest and not is_alike(text.digest, tokenizer.digest):
             raise ModelFilesError(
                 f"{text.path} has another tokenizer, chat template or generation config than when the model's replicas "
@@ -37,27 +44,40 @@ def tokenizer_loader(config: RouterConfig) -> Callable[[ModelText], ModelTokeniz
             )
         return tokenizer
 
-    def read(path: str) -> ModelTokenizer:
-        if config.control is None or Path(path).is_dir():
+    def close(self) -> None:
+        """Break off what is being fetched: the process ends only when no thread waits for it."""
+        self._is_closed = True
+        for channel in tuple(self._channels):
+            channel.close()
+
+    def _read(self, path: str) -> ModelTokenizer:
+        control = self._config.control
+        if control is None or Path(path).is_dir():
             return ModelTokenizer.from_folder(path)
-        with tempfile.TemporaryDirectory(prefix="weft-model-") as folder:
-            fetch_model_files(path, Path(folder), control=config.control, tls=config.link.tls)
+        with (
+            tempfile.TemporaryDirectory(prefix="weft-model-") as folder,
+            connect_blocking(control, self._config.link.tls) as channel,
+        ):
+            self._channels.add(channel)
             try:
+                if self._is_closed:
+                    raise ModelFilesError(f"the router stops; the files of {path} are not fetched")
+                fetch_model_files(path, Path(folder), channel, control=control)
                 return ModelTokenizer.from_folder(folder)
             except ModelFilesError as error:
                 raise ModelFilesError(str(error).replace(folder, path)) from error
+            finally:
+                self._channels.discard(channel)
 
-    return load
 
-
-def fetch_model_files(path: str, folder: Path, *, control: str, tls: InnerTls | None = None) -> None:
+def fetch_model_files(path: str, folder: Path, channel: grpc.Channel, *, control: str) -> None:
     """Write the files of a served model into an empty folder.
 
     Args:
         path: of the model's folder, as membership names it.
         folder: where to write.
-        control: host:port of the controller.
-        tls: of the connection to it.
+        channel: to the controller.
+        control: its host:port, for messages.
 
     Raises:
         ModelFilesError: the controller does not give them; the message says why.
@@ -65,15 +85,14 @@ def fetch_model_files(path: str, folder: Path, *, control: str, tls: InnerTls | 
     num_bytes = 0
     request = control_pb2.GetModelFilesRequest(path=path)
     try:
-        with connect_blocking(control, tls) as channel:
-            for part in ControlStub(channel).GetModelFiles(request, timeout=_TIMEOUT_S):
-                num_bytes += len(part.data)
-                if num_bytes > _MAX_BYTES:
-                    raise ModelFilesError(f"the files of {path} have more than {_MAX_BYTES >> 20} MB, which is allowed")
-                if Path(part.name).name != part.name:
-                    raise ModelFilesError(f"a file of {path} is called {part.name!r}; allowed: a name without a folder")
-                with (folder / part.name).open("ab") as file:
-                    file.write(part.data)
+        for part in ControlStub(channel).GetModelFiles(request, timeout=_TIMEOUT_S):
+            num_bytes += len(part.data)
+            if num_bytes > _MAX_BYTES:
+                raise ModelFilesError(f"the files of {path} have more than {_MAX_BYTES >> 20} MB, which is allowed")
+            if Path(part.name).name != part.name:
+                raise ModelFilesError(f"a file of {path} is called {part.name!r}; allowed: a name without a folder")
+            with (folder / part.name).open("ab") as file:
+                file.write(part.data)
     except grpc.RpcError as error:
         raise ModelFilesError(
             f"{path} is not on this machine, and the controller at {control} did not give its files: "

@@ -71,11 +71,13 @@ class TokenizerPool:
 
         Args:
             load: reads the tokenizer of a text; it may block, and raise.
-            num_threads: for loading, and for all texts but the longest.
+            num_threads: for loading, and as many for all texts but the longest.
             on_change: called whenever a tokenizer was loaded, or could not be.
         """
         self._load = load
         self._on_change = on_change
+        self._load_threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer-load")
+        """A load may wait for its files for a minute, and texts of other models do not wait with it."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         """For texts that may take seconds: one after the other, and no other text waits for them."""
@@ -107,7 +109,7 @@ class TokenizerPool:
     def _loading(self, text: ModelText) -> asyncio.Future[Tokenizer]:
         loading = self._tokenizers.get(text.identity)
         if loading is None:
-            loading = asyncio.get_running_loop().run_in_executor(self._threads, self._load, text)
+            loading = asyncio.get_running_loop().run_in_executor(self._load_threads, self._load, text)
             self._tokenizers[text.identity] = loading
             loading.add_done_callback(partial(self._note_loaded, text))
         return loading
@@ -153,7 +155,10 @@ class TokenizerPool:
         return await _run_in(self._threads, function, *args, **kwargs)
 
     def close(self) -> None:
-        """Let the threads end; work that has not begun is dropped."""
+        """Let the threads end; work that has not begun is dropped, and so is what a load under way will give."""
+        for loading in self._tokenizers.values():
+            loading.cancel()
+        self._load_threads.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._long_thread.shutdown(wait=False, cancel_futures=True)
 

@@ -19,6 +19,8 @@ class FakeControl(ControlServicer):
     def __init__(self, *, files: Mapping[str, Path] = MappingProxyType({})) -> None:
         """Make one; `files` says where the folders really are that it names."""
         self.files_asked: list[str] = []
+        self.gives_files = True
+        """False: who asks for files waits in vain."""
         self._files = files
         self.watchers: list[str] = []
         self.reports: list[control_pb2.ReportDemandRequest] = []
@@ -86,6 +88,8 @@ class FakeControl(ControlServicer):
         self, request: control_pb2.GetModelFilesRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[control_pb2.GetModelFilesResponse]:
         self.files_asked.append(request.path)
+        if not self.gives_files:
+            await asyncio.Event().wait()
         if request.path not in self._files:
             await context.abort(grpc.StatusCode.NOT_FOUND, "a fake")
         for name, data in read_text_files(self._files[request.path]):

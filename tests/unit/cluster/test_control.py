@@ -230,6 +230,11 @@ async def test_logs_of_many_processes_are_read_in_answers_that_grpc_takes(tmp_pa
     assert Counter(lines) == {f"{name} | a line": (64 << 10) // 7 for name in names}
 
 
+async def fetch(path: str, folder: Path, control: str) -> None:
+    with grpc.insecure_channel(control) as channel:
+        await asyncio.to_thread(fetch_model_files, path, folder, channel, control=control)
+
+
 async def test_router_without_the_models_folder_gets_what_it_reads(
     running: tuple[FakeState, ControlServer, str], tmp_path: Path
 ) -> None:
@@ -242,7 +247,7 @@ async def test_router_without_the_models_folder_gets_what_it_reads(
     unread = ("model.safetensors", "model.safetensors.index.json", "README.md", "secret.key")
     for name, content in (read | dict.fromkeys(unread, b"x")).items():
         (there / name).write_bytes(content)
-    await asyncio.to_thread(fetch_model_files, str(there), here, control=address)
+    await fetch(str(there), here, address)
     assert {file.name: file.read_bytes() for file in here.iterdir()} == read
 
 
@@ -251,7 +256,7 @@ async def test_files_of_a_folder_that_is_not_served_are_not_given(
 ) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(ModelFilesError, match=f"NOT_FOUND: no model is served from '{tmp_path}'"):
-        await asyncio.to_thread(fetch_model_files, str(tmp_path), tmp_path, control=running[2])
+        await fetch(str(tmp_path), tmp_path, running[2])
 
 
 async def test_files_of_the_folder_that_a_replica_still_runs_are_given(
@@ -266,10 +271,10 @@ async def test_files_of_the_folder_that_a_replica_still_runs_are_given(
         control_pb2.ReplicaEndpoint(replica_id="m-0.1", text=control_pb2.ModelText(path=str(old))),
         control_pb2.ReplicaEndpoint(replica_id="m-1.1"),
     ]
-    await asyncio.to_thread(fetch_model_files, str(old), here, control=address)
+    await fetch(str(old), here, address)
     assert [file.name for file in here.iterdir()] == ["tokenizer.json"]
     with pytest.raises(ModelFilesError, match="NOT_FOUND: no model is served from ''"):
-        await asyncio.to_thread(fetch_model_files, "", here, control=address)
+        await fetch("", here, address)
 
 
 PAGE = b"# HELP weft_requests_running A long word: " + b"r" * (3 << 20) + b"\nweft_requests_running 3.0\n"

@@ -1,5 +1,6 @@
 """Tokenizers of folders that only the controller has."""
 
+import threading
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ from weft.v1 import inference_pb2 as pb
 
 from cluster.models import PACKAGED
 from router.errors import ModelFilesError
-from router.model_files import tokenizer_loader
+from router.model_files import TokenizerLoader
 from router.model_text import ModelText
 from router.tokenizer import ModelTokenizer
 
@@ -45,6 +46,21 @@ async def test_first_request_is_served_while_the_controller_is_away() -> None:
     assert tuple(answer.token_ids) == ModelTokenizer.from_folder(FOLDER).encode(TEXT)
 
 
+async def test_router_that_stops_waits_for_no_files(caplog: pytest.LogCaptureFixture) -> None:
+    control = FakeControl()
+    control.gives_files = False
+    await control.start()
+    control.set_replicas({})
+    try:
+        async with running_router(router_config(control=control.address), load_tokenizer=None):
+            await until(lambda: control.files_asked == ["/tiny"])
+            (loading,) = [thread for thread in threading.enumerate() if thread.name.startswith("tokenizer-load")]
+        await until(lambda: not loading.is_alive())  # the process ends no sooner
+    finally:
+        await control.stop()
+    assert not [record for record in caplog.records if "cannot be loaded" in record.getMessage()]
+
+
 async def test_client_is_told_which_files_are_missing() -> None:
     control = FakeControl()
     await control.start()
@@ -70,17 +86,17 @@ async def test_folder_without_a_tokenizer_is_named_as_the_controller_names_it(tm
 
 
 def test_folder_that_is_here_is_read_here() -> None:
-    load = tokenizer_loader(router_config(control="127.0.0.1:1"))
+    load = TokenizerLoader(router_config(control="127.0.0.1:1"))
     assert load(ModelText(path=str(FOLDER))).encode(TEXT)
     with pytest.raises(ModelFilesError, match="did not give its files: UNAVAILABLE"):
         load(ModelText(path="/nowhere"))
     with pytest.raises(ModelFilesError, match="/nowhere has no tokenizer"):
-        tokenizer_loader(router_config("127.0.0.1:1"))(ModelText(path="/nowhere"))
+        TokenizerLoader(router_config("127.0.0.1:1"))(ModelText(path="/nowhere"))
 
 
 def test_folder_that_has_other_files_than_the_replicas_is_not_read(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "one")
-    load = tokenizer_loader(router_config("127.0.0.1:1"))
+    load = TokenizerLoader(router_config("127.0.0.1:1"))
     digest = ModelTokenizer.from_folder(tmp_path).digest
     assert load(ModelText(path=str(tmp_path), digest=digest)).digest == digest
     write_tokenizer(tmp_path, "two")

@@ -136,6 +136,24 @@ async def test_what_cannot_be_loaded_ahead_is_told_and_tried_again(caplog: pytes
     pool.close()
 
 
+async def test_text_waits_for_no_load_of_another_model() -> None:
+    may_load = threading.Event()
+
+    def load(text: ModelText) -> ByteTokenizer:
+        assert text == TINY or may_load.wait(10)
+        return ByteTokenizer()
+
+    other = ModelText(path="/other", digest="1-b")
+    pool = TokenizerPool(load, num_threads=1)
+    tokenizer = await pool.get(TINY)
+    pool.keep([TINY, other])
+    async with asyncio.timeout(5):
+        assert await pool.encode(tokenizer, "a", add_special_tokens=False) == (97,)
+        assert await pool.run(tokenizer.decode, (97,)) == "a"
+    may_load.set()
+    pool.close()
+
+
 async def test_work_runs_in_another_thread() -> None:
     pool = TokenizerPool(lambda _: ByteTokenizer(), num_threads=1)
     assert await pool.run(threading.get_ident) != threading.get_ident()
