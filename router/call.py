@@ -1,6 +1,6 @@
 """One generation as the front ends ask for it and as its deltas come back: plain values that gRPC and HTTP share."""
 
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,7 +28,8 @@ class GenerateCall:
     model: str = ""
     """Empty: the only model served."""
     text: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    token_ids: Sequence[int] | None = None
+    """As they came, however many: to make 4 million of them a tuple holds up all others for a tenth of a second."""
     messages: tuple[ChatMessage, ...] | None = None
     sampling: pb.SamplingParams
     """As the client sent it; the dispatcher fills in the defaults and checks every value."""
@@ -83,7 +84,7 @@ class Dispatch(Protocol):
     ) -> tuple[int, ...]:
         """Return the token ids that `generate` would use for this prompt."""
 
-    async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
+    async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
 
     async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, str]:

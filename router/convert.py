@@ -42,7 +42,7 @@ def generate_call(request: pb.GenerateRequest, *, timeout_s: float | None) -> Ge
     return GenerateCall(
         model=request.model,
         text=request.text if prompt == "text" else None,
-        token_ids=tuple(request.token_ids.ids) if prompt == "token_ids" else None,
+        token_ids=request.token_ids.ids if prompt == "token_ids" else None,
         messages=chat_messages(request.chat) if prompt == "chat" else None,
         sampling=request.sampling,
         priority=request.priority,

@@ -5,7 +5,7 @@ Text work runs in the tokenizer pool; replicas are the business of flight.py. Ev
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
 from weft.v1 import inference_pb2 as pb
@@ -131,7 +131,7 @@ class Dispatcher:
             tokenizer = await self._pool.get(route.text)
             return await self._pool.encode(tokenizer, prompt, add_special_tokens=add_special_tokens)
 
-    async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
+    async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         route = self._directory.resolve(model)
         with self._admission.enter():
@@ -168,12 +168,13 @@ class Dispatcher:
         text = route.text
         tokenizer = await self._pool.get(text)
         prompt = call.messages if call.messages is not None else call.text
-        token_ids = call.token_ids or ()
+        asked: Sequence[int] = call.token_ids or ()
         if prompt is not None:
-            token_ids = await self._pool.encode(tokenizer, prompt)
+            asked = await self._pool.encode(tokenizer, prompt)
         max_context = await self._max_context(route)
         vocab_size = route.vocab_size or tokenizer.vocab_size
-        check_length(len(token_ids), call.sampling, max_context)  # before each of its ids is looked at
+        check_length(len(asked), call.sampling, max_context)  # before each of its ids is looked at
+        token_ids = tuple(asked)
         check_token_ids("prompt", token_ids, vocab_size)
         check_token_ids("stop_token_ids", call.sampling.stop_token_ids, vocab_size)
         sampling = complete_sampling(

@@ -100,7 +100,7 @@ class InferenceServer(InferenceServicer):
     async def _detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         self._admit(context)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await self._dispatch.detokenize(request.model, tuple(request.token_ids), skip_special_tokens=skip)
+        text = await self._dispatch.detokenize(request.model, request.token_ids, skip_special_tokens=skip)
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802

@@ -1,7 +1,7 @@
 """A Dispatch without replicas: it answers with a text of its own, one byte a token, and records what was asked."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from weft.v1 import inference_pb2 as pb
 
@@ -55,7 +55,7 @@ class FakeDispatch:
         text = prompt if isinstance(prompt, str) else "".join(message.content for message in prompt)
         return (*text.encode(), EOS) if add_special_tokens else tuple(text.encode())
 
-    async def detokenize(self, model: str, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
+    async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self._check_model(model)
         text = bytes(token_id for token_id in token_ids if token_id < EOS).decode(errors="replace")
         return text if skip_special_tokens else text + "<eos>" * token_ids.count(EOS)

@@ -81,6 +81,22 @@ async def test_long_conversation_is_refused_before_its_messages_are_read(monkeyp
     assert not read, "4 MiB hold 2 million empty messages; reading them stops all streams for seconds"
 
 
+async def test_ids_that_cannot_be_served_are_counted_and_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[object] = []
+    for module in ("convert", "dispatch", "server"):
+        monkeypatch.setattr(f"router.{module}.tuple", looked_at.append, raising=False)
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        ids = [1] * (1 << 20)
+        for call, message in (
+            (router.generate(pb.GenerateRequest(model="tiny", token_ids=pb.TokenIds(ids=ids))), "has 1048576 tokens"),
+            (router.stub.Detokenize(pb.DetokenizeRequest(model="tiny", token_ids=ids)), "there are 1048576 token_ids"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=message):
+                await call
+    assert not looked_at, "4 MiB hold 4 million; a tuple of them is made in 0.13 s, in which nobody is served"
+
+
 async def test_error_that_no_client_is_there_to_read_ends_the_call_quietly() -> None:
     for abort, error in ((_abort, DeadlineError("late")), (_abort_unexpected, grpc.aio.InternalError("write"))):
         with pytest.raises(asyncio.CancelledError):  # what gRPC logs nothing of
