@@ -339,7 +339,12 @@ def _read_timeout(text: str | None) -> float | None:
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body, or refuse one that is too long."""
+    """Return the request's body, or refuse one that is too long or packed."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise HTTPException(
+            415, f"Content-Encoding is {encoding!r}; allowed: none, plain JSON", {"accept-encoding": "identity"}
+        )
     body = bytearray()
     num_bytes = 0
     async for part in request.stream():
@@ -368,7 +373,9 @@ async def _answer_router_error(request: Request, error: Exception) -> Response:
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = error.detail if error.status_code == 413 else f"{request.method} {request.url.path}: {error.detail}"
+    message = (
+        error.detail if error.status_code in (413, 415) else f"{request.method} {request.url.path}: {error.detail}"
+    )
     return _json(error_body(message, error.status_code), status=error.status_code, headers=dict(error.headers or {}))
 
 

@@ -1,6 +1,7 @@
 """The OpenAI-compatible front over a fake dispatcher: in process with httpx, on a socket with the `openai` package."""
 
 import asyncio
+import gzip
 import json
 import math
 from collections.abc import AsyncIterator, Collection
@@ -740,6 +741,19 @@ async def test_body_that_is_too_large_is_refused(url: str, dispatch: FakeDispatc
         assert (await complete(http)).status_code == 200
 
     assert len(dispatch.calls) == 1
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate, gzip", "utf-8"])
+async def test_body_that_is_packed_is_refused(http: httpx.AsyncClient, encoding: str) -> None:
+    body = gzip.compress(b'{"prompt": "Hi"}')
+    response = await http.post("/v1/completions", content=body, headers={"content-encoding": encoding})
+
+    assert (response.status_code, response.headers["accept-encoding"]) == (415, "identity")
+    error = response.json()["error"]
+    assert error["message"] == f"Content-Encoding is {encoding!r}; allowed: none, plain JSON"
+    assert error["type"] == "invalid_request_error"
+    response = await http.post("/v1/completions", content=b'{"prompt": "Hi"}', headers={"content-encoding": "identity"})
+    assert response.status_code == 200
 
 
 async def test_unknown_path_and_method_answer_in_the_same_form(http: httpx.AsyncClient) -> None:
