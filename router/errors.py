@@ -16,6 +16,8 @@ RouterError
 └── RouterConfigError        (at start)                 a setting is out of range, or a port is taken
 """
 
+import re
+
 from grpc import StatusCode
 
 _MAX_END_CHARS = 300
@@ -48,6 +50,11 @@ class InvalidRequestError(RouterError):
         super().__init__(message)
         self.field = field
         """The request field at fault, where there is one; the OpenAI front names it `param`."""
+
+    def renamed(self, name: str, new_name: str) -> "InvalidRequestError":
+        """Return the same error for a client that calls a field otherwise."""
+        message = re.sub(rf"\b{name}\b", new_name, str(self))
+        return InvalidRequestError(message, field=new_name if self.field == name else self.field)
 
 
 class UnauthenticatedError(RouterError):

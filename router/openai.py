@@ -197,7 +197,7 @@ class _Front:
             dispatch=self._dispatch,
         )
         sources = [self._dispatch.generate(call) for call in calls]
-        return _Exchange(sources, renderer, is_stream=bool(asked.stream))
+        return _Exchange(sources, renderer, is_stream=bool(asked.stream), max_tokens_name=asked.max_tokens_name)
 
     def _has_ready_replica(self) -> bool:
         return any(card.ready_replicas for card in self._dispatch.list_models())
@@ -218,14 +218,24 @@ class _Exchange:
     """The answer to one generation request, as an ASGI application: it serves its calls until the client has gone."""
 
     def __init__(
-        self, sources: Sequence[AsyncGenerator[GenerateDelta, None]], renderer: Renderer, *, is_stream: bool
+        self,
+        sources: Sequence[AsyncGenerator[GenerateDelta, None]],
+        renderer: Renderer,
+        *,
+        is_stream: bool,
+        max_tokens_name: str,
     ) -> None:
         self._sources = sources
         self._renderer = renderer
         self._is_stream = is_stream
+        self._max_tokens_name = max_tokens_name
+        """What the client calls that field."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _until_disconnect(receive, self._serve(scope, receive, send))
+        try:
+            await _until_disconnect(receive, self._serve(scope, receive, send))
+        except InvalidRequestError as error:
+            raise error.renamed("max_tokens", self._max_tokens_name) from error
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(_merge(self._sources)) as deltas:
@@ -341,7 +351,7 @@ def _read_timeout(text: str | None) -> float | None:
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     """Return the request's body, or refuse one that is too long or packed."""
     encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
+    if encoding.lower() != "identity":
         raise HTTPException(
             415, f"Content-Encoding is {encoding!r}; allowed: none, plain JSON", {"accept-encoding": "identity"}
         )

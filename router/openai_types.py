@@ -88,6 +88,11 @@ class GenerationRequest(Struct, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
+    def max_tokens_name(self) -> str:
+        """What the client calls the field `max_tokens`."""
+        return "max_tokens"
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -205,6 +210,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
+
+    @property
+    def max_tokens_name(self) -> str:
+        """See GenerationRequest."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def calls(self, response_id: str) -> tuple[GenerateCall, ...]:
         """Return a call for each choice, in the order of their indices."""

@@ -610,7 +610,9 @@ async def test_completion_that_is_refused_names_the_field(
         ({"logprobs": 2}, "logprobs", "Expected `bool"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "the model's own"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "allowed: True"),
-        ({"max_completion_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
+        ({"max_completion_tokens": 0, "stream": True}, "max_completion_tokens", "max_completion_tokens is 0"),
     ],
 )
 async def test_chat_that_is_refused_names_the_field(
