@@ -52,6 +52,7 @@ Deltas = AsyncGenerator[tuple[int, GenerateDelta], None]
 
 _CLIENT_CLOSED_REQUEST = 499
 _TIMEOUT_HEADER = "X-Request-Timeout"
+_ID_HEADER = "X-Request-Id"
 _MAX_TIMEOUT_S = 1e9  # as the command line's for gRPC
 _DRAIN_FACTOR = 16
 """A body too long is read on to this many times the limit, and dropped: clients that are cut off while they still send
@@ -163,13 +164,14 @@ class _Front:
     def _caller(self, request: Request) -> "_Caller":
         """Who asks, and what the headers say besides. Raises UnauthenticatedError, InvalidRequestError."""
         trace_context = read_context(request.headers.items()) if self._reads_trace_context else ()
-        tenant = self._identify(request)
-        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        request_id = request.headers.get(_ID_HEADER) or uuid.uuid4().hex
         if len(request_id) > _MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError(
-                f"X-Request-Id has {len(request_id)} characters; allowed: at most {_MAX_REQUEST_ID_CHARS}",
-                field="X-Request-Id",
+                f"{_ID_HEADER} has {len(request_id)} characters; allowed: at most {_MAX_REQUEST_ID_CHARS}",
+                field=_ID_HEADER,
             )
+        request.state.request_id = request_id
+        tenant = self._identify(request)
         return _Caller(
             tenant=tenant,
             trace_context=trace_context,
@@ -197,7 +199,13 @@ class _Front:
             dispatch=self._dispatch,
         )
         sources = [self._dispatch.generate(call) for call in calls]
-        return _Exchange(sources, renderer, is_stream=bool(asked.stream), max_tokens_name=asked.max_tokens_name)
+        return _Exchange(
+            sources,
+            renderer,
+            is_stream=bool(asked.stream),
+            max_tokens_name=asked.max_tokens_name,
+            headers={_ID_HEADER: caller.request_id},
+        )
 
     def _has_ready_replica(self) -> bool:
         return any(card.ready_replicas for card in self._dispatch.list_models())
@@ -224,12 +232,14 @@ class _Exchange:
         *,
         is_stream: bool,
         max_tokens_name: str,
+        headers: dict[str, str],
     ) -> None:
         self._sources = sources
         self._renderer = renderer
         self._is_stream = is_stream
         self._max_tokens_name = max_tokens_name
         """What the client calls that field."""
+        self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -244,11 +254,11 @@ class _Exchange:
                 return
             async for index, delta in deltas:
                 await self._renderer.add(index, delta)
-        await _json(self._renderer.whole())(scope, receive, send)
+        await _json(self._renderer.whole(), headers=self._headers)(scope, receive, send)
 
     async def _stream(self, deltas: Deltas, send: Send) -> None:
         first = await anext(deltas)  # an error until here has its own status
-        head = Response(headers=_STREAM_HEADERS, media_type="text/event-stream")
+        head = Response(headers=_STREAM_HEADERS | self._headers, media_type="text/event-stream")
         del head.headers["content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": head.raw_headers})
         try:
@@ -372,13 +382,19 @@ def _json(value: Json, *, status: int = 200, headers: dict[str, str] | None = No
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
+def _json_error(request: Request, body: Json, status: int, headers: dict[str, str]) -> Response:
+    """Return an error answer, with the id by which the log knows the request where it has one."""
+    request_id = getattr(request.state, "request_id", None)
+    return _json(body, status=status, headers=headers if request_id is None else headers | {_ID_HEADER: request_id})
+
+
 def _event(value: Json) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 async def _answer_router_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RouterError)
-    return _json(render_error(error), status=error.http_status, headers=error_headers(error))
+    return _json_error(request, render_error(error), error.http_status, error_headers(error))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -386,7 +402,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     message = (
         error.detail if error.status_code in (413, 415) else f"{request.method} {request.url.path}: {error.detail}"
     )
-    return _json(error_body(message, error.status_code), status=error.status_code, headers=dict(error.headers or {}))
+    return _json_error(request, error_body(message, error.status_code), error.status_code, dict(error.headers or {}))
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
@@ -394,4 +410,5 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:
-    return _json(error_body("internal error", 500), status=500)  # starlette raises it once more, for the server's log
+    # starlette raises it once more, for the server's log
+    return _json_error(request, error_body("internal error", 500), 500, {})

@@ -258,6 +258,26 @@ async def test_openai_request_id_is_the_clients(
     assert len({*ids}) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error", [None, RequestFailedError("NaN"), ValueError("a bug")])
+async def test_every_answer_has_the_id_by_which_the_log_knows_it(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, error: Exception | None, *, stream: bool
+) -> None:
+    dispatch.error = error
+    for headers in ({"X-Request-Id": "order-7"}, {}):
+        response = await http.post("/v1/completions", json={"prompt": "a", "stream": stream}, headers=headers)
+        request_id = response.headers["x-request-id"]
+        assert request_id == headers.get("X-Request-Id", request_id)
+        assert dispatch.calls[-1].request_id == f"cmpl-{request_id}-0"
+
+
+async def test_refusals_have_the_id_of_their_request(http: httpx.AsyncClient) -> None:
+    for body, status in ((b"{", 400), (b"x" * (MAX_BODY_BYTES + 1), 413)):
+        response = await http.post("/v1/completions", content=body, headers={"x-request-id": "order-7"})
+        assert (response.status_code, response.headers["x-request-id"]) == (status, "order-7")
+    assert "x-request-id" not in (await http.get("/v1/completions")).headers
+
+
 async def test_openai_choices_and_their_seeds(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
     answer = await client.completions.create(model=MODEL, prompt=["a", "a"], n=2, seed=2**63 - 1, stop=[" w", "o"])
 
