@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage, GenerateCall, GenerateDelta
-from router.errors import InvalidRequestError
+from router.errors import ContextLengthError, InvalidRequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -178,24 +178,24 @@ def check_num_token_ids(num_token_ids: int, max_context: int) -> None:
         )
 
 
-def check_length(num_tokens: int, sampling: pb.SamplingParams, max_context: int) -> None:
-    """Check that prompt and output fit into the model's context. Raises InvalidRequestError."""
+def check_length(num_tokens: int, sampling: pb.SamplingParams, max_context: int, *, prompt_field: str) -> None:
+    """Check that prompt and output fit into the model's context. Raises InvalidRequestError, ContextLengthError."""
     if num_tokens == 0:
-        raise InvalidRequestError("the prompt is empty; allowed: at least one token", field="prompt")
+        raise InvalidRequestError("the prompt is empty; allowed: at least one token", field=prompt_field)
     if num_tokens >= max_context:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"the prompt has {num_tokens} tokens; allowed: at most {max_context - 1}, so that one more fits into the "
             f"model's context of {max_context}",
-            field="prompt",
+            field=prompt_field,
         )
     if sampling.HasField("max_tokens") and num_tokens + sampling.max_tokens > max_context:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"max_tokens is {sampling.max_tokens} after a prompt of {num_tokens} tokens; allowed: at most "
             f"{max_context - num_tokens}, what is left of the model's context of {max_context}",
             field="max_tokens",
         )
     if sampling.min_tokens > max_context - num_tokens:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"min_tokens is {sampling.min_tokens} after a prompt of {num_tokens} tokens; allowed: at most "
             f"{max_context - num_tokens}, what is left of the model's context of {max_context}",
             field="min_tokens",

@@ -173,7 +173,8 @@ class Dispatcher:
             asked = await self._pool.encode(tokenizer, prompt)
         max_context = await self._max_context(route)
         vocab_size = route.vocab_size or tokenizer.vocab_size
-        check_length(len(asked), call.sampling, max_context)  # before each of its ids is looked at
+        prompt_field = "prompt" if call.messages is None else "messages"
+        check_length(len(asked), call.sampling, max_context, prompt_field=prompt_field)  # before each id is looked at
         token_ids = tuple(asked)
         check_token_ids("prompt", token_ids, vocab_size)
         check_token_ids("stop_token_ids", call.sampling.stop_token_ids, vocab_size)

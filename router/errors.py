@@ -2,6 +2,7 @@
 
 RouterError
 ├── InvalidRequestError      INVALID_ARGUMENT     400   says what was seen and what is allowed
+│   └── ContextLengthError                              prompt and answer do not fit into the model's context
 ├── UnauthenticatedError     UNAUTHENTICATED      401   no API key, or one that is not known
 ├── ModelNotFoundError       NOT_FOUND            404   lists the models served
 ├── OverloadedError          RESOURCE_EXHAUSTED   429   the admission queue is full; has a retry hint
@@ -54,7 +55,11 @@ class InvalidRequestError(RouterError):
     def renamed(self, name: str, new_name: str) -> "InvalidRequestError":
         """Return the same error for a client that calls a field otherwise."""
         message = re.sub(rf"\b{name}\b", new_name, str(self))
-        return InvalidRequestError(message, field=new_name if self.field == name else self.field)
+        return type(self)(message, field=new_name if self.field == name else self.field)
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer do not fit into the model's context. Some clients then leave out the beginning, and repeat."""
 
 
 class UnauthenticatedError(RouterError):

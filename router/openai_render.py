@@ -14,6 +14,7 @@ from weft.v1 import inference_pb2 as pb
 
 from router.call import Dispatch, GenerateCall, GenerateDelta, ModelCard
 from router.errors import (
+    ContextLengthError,
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
@@ -270,6 +271,8 @@ def render_error(error: RouterError) -> Json:
     code = None
     if isinstance(error, ModelNotFoundError):
         field, code = "model", "model_not_found"
+    elif isinstance(error, ContextLengthError):
+        code = "context_length_exceeded"
     elif isinstance(error, OverloadedError):
         code = "rate_limit_exceeded"
     elif isinstance(error, UnauthenticatedError):

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from grpc import StatusCode
@@ -335,6 +336,27 @@ BAD_REQUESTS = {
     ),
 }  # fmt: skip
 """Request, status (None: INVALID_ARGUMENT), message."""
+
+
+async def test_what_does_not_fit_into_the_context_has_a_code_that_clients_know() -> None:
+    long: dict[str, Any] = {"messages": [{"role": "user", "content": "a" * 512}]}
+    short: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}/v1", timeout=20, verify=False) as http,
+    ):
+        await router.wait_ready(1)
+        for path, body, param in (
+            ("/chat/completions", long, "messages"),
+            ("/chat/completions", short | {"max_completion_tokens": 510}, "max_completion_tokens"),
+            ("/completions", {"prompt": "a" * 512}, "prompt"),
+            ("/completions", {"prompt": [1, 2], "max_tokens": 511}, "max_tokens"),
+        ):
+            error = (await http.post(path, json=body)).json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        error = (await http.post("/completions", json={"prompt": [300]})).json()["error"]
+        assert (error["code"], error["param"]) == (None, "prompt")
 
 
 @each_front
