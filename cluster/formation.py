@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import NodeDiedError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from weft.recording import RecordingConfig
@@ -37,7 +37,7 @@ from cluster.rank_actor import (
     rank_name,
 )
 from cluster.revision_files import RevisionText
-from cluster.see_through import see_through
+from cluster.see_through import ask_until_told, see_through
 from cluster.spares import SpareKind, leave_spares, spare_options
 from router.config import TracingConfig
 from router.tls import InnerTls
@@ -209,12 +209,12 @@ class Formation:
         return None
 
     async def _find(self) -> None:
-        """Look for the ranks and the place that were left."""
+        """Look for the ranks and the place that were left, until Ray says which those are."""
         replica_id = self._spec.replica_id
         names = [rank_name(replica_id, rank) for rank in range(self._spec.model.engine.parallel.world_size)]
-        found = await asyncio.gather(*(asyncio.to_thread(_find_actor, name) for name in names))
+        found = await asyncio.gather(*(ask_until_told(_find_actor, name) for name in names))
         self._actors = [actor for actor in found if actor is not None]
-        self._group = await asyncio.to_thread(_find_group, replica_id)
+        self._group = await ask_until_told(_find_group, replica_id)
 
     async def _place(self, placement: Placement) -> tuple[PlacementGroup, list[str]]:
         """Reserve a place, and wait for it as long as it takes; anew when other nodes are to be avoided.
@@ -289,6 +289,8 @@ class Formation:
     def _look_at_stages(self, node_ids: Sequence[str]) -> list[_Stage]:
         """Say how the ranks of each stage are started, on the node where it lies."""
         nodes = {node.node_id: node for node in cluster_nodes()}
+        if lost := sorted(set(node_ids) - nodes.keys()):
+            raise NodeDiedError(f"node {lost[0]} was lost before its ranks were started")
         engine = self._spec.model.engine
         evenly = math.ceil(self._spec.num_cluster_ranks / max(1, len(nodes)))
         stages = []

@@ -17,7 +17,7 @@ from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.router_actor import RouterActor, RouterPlace
 from cluster.saved_state import RouterPorts
-from cluster.see_through import see_through
+from cluster.see_through import ask_until_told, see_through
 from router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class RouterProcess:
 
     async def _look(self) -> None:
         with suppress(ValueError):  # there is none of this name
-            self._actor = await asyncio.to_thread(ray.get_actor, self.router_id)
+            self._actor = await ask_until_told(ray.get_actor, self.router_id)
 
     async def _note_ready(self, run: Any) -> None:
         ready = asyncio.ensure_future(_await(self._actor.ready.remote()))

@@ -1,17 +1,38 @@
-"""Work that goes on to its end, also when whoever waits for it is cancelled."""
+"""Work that goes on to its end: also when whoever waits for it is cancelled, or when Ray does not answer at once."""
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from ray.exceptions import RayError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_RETRY_S = 0.5
+
 
 async def see_through(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for it; when cancelled, be cancelled only after its end. For short work whose effects must be known."""
+    """Wait for it; when cancelled, be cancelled only after its end. For work that must not be left half done."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+async def ask_until_told(look: Callable[[str], T], name: str) -> T:
+    """Return what a look off the event loop finds; where Ray raises RayError, as under load, look again.
+
+    Whoever took that for an answer would leave processes that nobody ends. When Ray's head is gone for good, Ray ends
+    this process.
+    """
+    while True:
+        try:
+            return await asyncio.to_thread(look, name)
+        except RayError as error:
+            logger.warning("Ray did not say whether %s lives, and is asked again: %s", name, error)
+            await asyncio.sleep(_RETRY_S)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.cluster import turns
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.lifecycle import GroupState, RestartPolicy
 from cluster.rank_actor import Outcome
@@ -64,11 +64,15 @@ class FakeRay:
         self.actor = actor
         self.is_asked = threading.Event()
         self.may_answer = threading.Event()
+        self.num_timeouts = 0
         monkeypatch.setattr("cluster.router_process.ray.get_actor", self.get_actor)
         monkeypatch.setattr("cluster.router_process.ray.kill", self.kill)
 
     def get_actor(self, name: str) -> FakeRouterActor:
         assert name == "router-0"
+        if self.num_timeouts:
+            self.num_timeouts -= 1
+            raise GetTimeoutError("GCS is under high load")
         self.is_asked.set()
         assert self.may_answer.wait(10)
         return self.actor
@@ -159,6 +163,25 @@ async def test_stop_during_an_adoption_lets_the_router_finish_first(monkeypatch:
     assert actor.was_killed
     assert not router.is_adopting
     assert router.lifecycle.state is GroupState.STOPPED
+
+
+async def test_a_router_of_which_ray_does_not_tell_at_once_is_adopted_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.see_through._RETRY_S", 0.0)
+    actor = FakeRouterActor()
+    actor.answers.set()
+    fake_ray = FakeRay(actor, monkeypatch)
+    fake_ray.num_timeouts = 2
+    fake_ray.may_answer.set()
+    router = _wanted(adopts=True)
+    router.reconcile()
+    async with asyncio.timeout(10):
+        while router.is_adopting:
+            router.reconcile()
+            await asyncio.sleep(0.001)
+    assert router.status().alive, "its name would never be free for another one"
+    await router.stop(grace_s=5.0)
 
 
 async def test_stop_without_grace_during_an_adoption_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
