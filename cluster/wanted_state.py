@@ -23,6 +23,7 @@ from cluster.plan_groups import plan_groups
 from cluster.rank_actor import ReplicaLoad
 from cluster.replica_group import Form, ReplicaGroup
 from cluster.saved_state import GroupRecord, RouterPorts, SavedState
+from cluster.see_through import see_through
 from cluster.state_messages import (
     autoscaling_status,
     model_status,
@@ -201,9 +202,13 @@ class WantedState:
     async def shut_down(self, grace_s: float) -> None:
         """Stop the routers, which finish their requests, then the groups, which finish those of routers elsewhere.
 
-        Both together take at most `grace_s`.
+        Both together take at most `grace_s`. What has begun goes on when the caller is cancelled: nothing is formed any
+        more, so that half a service would be left.
         """
         self._is_stopping = True
+        await see_through(self._stop_all(grace_s))
+
+    async def _stop_all(self, grace_s: float) -> None:
         give_up_s = self._clock() + grace_s
         await asyncio.gather(*(router.stop(grace_s) for router in self._routers))
         left_s = max(0.0, give_up_s - self._clock())

@@ -109,7 +109,7 @@ class FakeLife:
 
 
 async def turns() -> None:
-    for _ in range(6):  # the task that runs it ends, its callbacks run, and whoever waits for it goes on
+    for _ in range(8):  # the task that runs it ends, its callbacks run, and whoever waits for it goes on
         await asyncio.sleep(0)
 
 
@@ -144,12 +144,15 @@ class FakeRouter:
         self.is_adopting = False
         self.ports = RouterPorts(grpc=0, http=0, metrics=0)
         self.stopped_with_s: float | None = None
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
 
     def reconcile(self) -> None:
         self.num_reconciled += 1
 
     async def stop(self, grace_s: float) -> None:
         self.stopped_with_s = grace_s
+        await self.may_stop.wait()
 
     def status(self) -> control_pb2.RouterStatus:
         return control_pb2.RouterStatus(router_id=self.router_id, alive=True, grpc_address="127.0.0.1:1")

@@ -200,6 +200,22 @@ async def test_two_shutdowns_at_once_let_requests_finish(bench: Bench) -> None:
     assert bench.state.is_stopped
 
 
+async def test_a_shutdown_goes_on_when_whoever_asked_for_it_goes_away(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    bench.router.may_stop.clear()
+    asking = asyncio.create_task(bench.state.shut_down(60.0))
+    await turns()
+    asking.cancel()  # Ctrl-C of `weft stop`, or its deadline
+    await turns()
+    assert not bench.state.is_stopped
+    bench.router.may_stop.set()
+    async with asyncio.timeout(10):
+        await asyncio.wait([asking])
+    assert all(life.was_cancelled for life in bench.forms.lives)
+    assert bench.state.is_stopped
+
+
 async def test_shutdown_of_a_new_controller_lets_requests_of_what_lives_finish(bench: Bench) -> None:
     await bench.apply({"replicas": 2})
     await bench.settle()
