@@ -130,7 +130,8 @@ def _handler(pages: _Pages) -> type[BaseHTTPRequestHandler]:
                 self.send_error(404, f"allowed: {', '.join(pages)}")
                 return
             try:
-                content_type, body = page(self.connection.getsockname()[0])
+                asked_at = self.connection.getsockname()[0]
+                content_type, body = page(asked_at.removeprefix("::ffff:"))  # an IPv4 address, where :: is listened on
             except TimeoutError:
                 self.send_error(503, "the controller is busy")
                 return

@@ -125,6 +125,21 @@ async def test_pages_are_served_on_an_ipv6_address(host: str) -> None:
         await listener.close()
 
 
+@needs_ipv6
+@pytest.mark.parametrize(("asked_at", "reached_at"), [("127.0.0.1", "127.0.0.1:9464"), ("[::1]", "[::1]:9464")])
+async def test_who_asks_over_ipv4_is_told_ipv4_targets_also_where_both_are_listened_on(
+    state: State, asked_at: str, reached_at: str
+) -> None:
+    state.router.metrics_address = "[::]:9464"
+    listener = ControllerListener(cast(ControlState, state), host="::", port=0)
+    listener.address = listener.address.replace("[::]", asked_at)
+    try:
+        router, *_ = json.loads(await get(listener, "/targets"))
+    finally:
+        await listener.close()
+    assert router["targets"] == [reached_at]
+
+
 async def test_taken_port_is_told(listener: ControllerListener) -> None:
     port = int(listener.address.rpartition(":")[2])
     with pytest.raises(StartError, match=f"metrics cannot listen on 127.0.0.1:{port}"):
