@@ -21,6 +21,8 @@ class LiveGroup:
     """In the order of their making."""
     revision: int
     is_ready: bool
+    has_failed: bool = False
+    """It was given up, and is not formed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,5 +51,5 @@ def plan_groups(replicas: int, revision: int, groups: Sequence[LiveGroup]) -> Gr
 
 
 def _most_useful_first(groups: Iterable[LiveGroup]) -> list[LiveGroup]:
-    """READY ones, then the older ones, whose caches are warm and whose start is further."""
-    return sorted(groups, key=lambda group: (not group.is_ready, group.number))
+    """READY ones, then the older ones, whose caches are warm and whose start is further; those given up last."""
+    return sorted(groups, key=lambda group: (not group.is_ready, group.has_failed, group.number))

@@ -148,9 +148,13 @@ class ReplicaGroup:
     @property
     def live_group(self) -> LiveGroup:
         """The group as plan_groups.py sees it."""
-        is_ready = self.lifecycle.state is GroupState.READY
-        record = self._record
-        return LiveGroup(group_id=self.group_id, number=record.number, revision=record.revision, is_ready=is_ready)
+        return LiveGroup(
+            group_id=self.group_id,
+            number=self._record.number,
+            revision=self._record.revision,
+            is_ready=self.lifecycle.state is GroupState.READY,
+            has_failed=self.lifecycle.state is GroupState.FAILED,
+        )
 
     @property
     def endpoint(self) -> control_pb2.ReplicaEndpoint | None:

@@ -6,9 +6,15 @@ from cluster.plan_groups import GroupPlan, LiveGroup, plan_groups
 
 
 def groups(text: str) -> list[LiveGroup]:
-    """From "1R 1s 2R": revision, and R for READY."""
+    """From "1R 1s 2F": revision, and R for READY, F for FAILED."""
     return [
-        LiveGroup(group_id=f"g{number}", number=number, revision=int(word[0]), is_ready=word[1] == "R")
+        LiveGroup(
+            group_id=f"g{number}",
+            number=number,
+            revision=int(word[0]),
+            is_ready=word[1] == "R",
+            has_failed=word[1] == "F",
+        )
         for number, word in enumerate(text.split())
     ]
 
@@ -26,6 +32,8 @@ def plan(num_new: int, leaving: Sequence[int] = ()) -> GroupPlan:
         (1, 1, "1R 1R 1R", plan(0, [1, 2])),  # the oldest stays
         (1, 1, "1s 1R", plan(0, [0])),  # the READY one stays
         (0, 1, "1R 1s", plan(0, [0, 1])),
+        (1, 1, "1F 1s", plan(0, [0])),  # the one that may still be READY stays
+        (2, 1, "1F 1R", plan(0)),  # not formed anew: it would end the same way
         # a rollout of two
         (2, 2, "1R 1R", plan(1)),
         (2, 2, "1R 1R 2s", plan(0)),
