@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 _ADOPT_TIMEOUT_S = 10.0
 _LOAD_TIMEOUT_S = 2.0
+_DEATH_TIMEOUT_S = 10.0  # for a rank that does not answer to be known as dead, with the reason
 _RANK_ACTOR = ray.remote(RankActor)
 
 
@@ -311,7 +312,10 @@ class Formation:
             end = asyncio.create_task(_telling(runs))
             tasks += [start, end]
             await asyncio.wait([start, end], return_when=asyncio.FIRST_COMPLETED)
-            late = start.result() if start.done() and start.exception() is None else None
+            if start.done() and (error := start.exception()) is not None:
+                await asyncio.wait([end], timeout=_DEATH_TIMEOUT_S)
+                return end.result() if end.done() else Outcome(message=f"lost sight of its ranks: {_tell(error)}")
+            late = start.result() if start.done() else None
             return late or await end
         finally:
             for task in tasks:

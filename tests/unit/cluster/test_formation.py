@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.cluster import model_spec
+from ray.exceptions import ActorUnavailableError
 
 from cluster import formation
 from cluster.formation import Formation, FormationSpec
@@ -189,6 +190,40 @@ async def test_rank_that_never_begins_ends_the_life_at_its_start_timeout(
     assert not listener.has_ranks.is_set()
     assert fake_ray.killed == [fake_ray.rank]
     assert fake_ray.removed == fake_ray.places
+
+
+async def test_a_start_that_ray_can_no_longer_follow_ends_though_its_ranks_live(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost() -> float:
+        raise ActorUnavailableError("the connection broke", None)
+
+    monkeypatch.setattr(formation, "_DEATH_TIMEOUT_S", 0.05)
+    fake_ray.rank.progress = FakeMethod(lost)
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener, start_timeout_s=60.0).run()
+    assert "the connection broke" in outcome.message
+    assert fake_ray.killed == [fake_ray.rank]
+
+
+async def test_a_rank_that_dies_while_it_starts_tells_why(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    died = asyncio.Event()
+
+    async def lost() -> float:
+        asyncio.get_running_loop().call_later(0.05, died.set)
+        raise ActorUnavailableError("the connection broke", None)
+
+    async def end() -> Outcome:
+        await died.wait()
+        return Outcome(message="no such tensor", is_refusal=True)
+
+    fake_ray.rank.progress = FakeMethod(lost)
+    fake_ray.rank.ended = FakeMethod(lambda: asyncio.ensure_future(end()))
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener, start_timeout_s=60.0).run()
+    assert outcome == Outcome(message="no such tensor", is_refusal=True)
 
 
 async def test_start_timeout_is_one_from_the_place_to_a_ready_replica(
