@@ -1,4 +1,7 @@
-"""Whatever Ray does to one life of a group, and whenever it ends: nothing of it is left, and somebody hears why."""
+"""Whatever Ray does to one life of a group, and whenever it ends: nothing of it is left, and somebody hears why.
+
+One that is left alone after all that is READY soon, or has ended.
+"""
 
 import asyncio
 import random
@@ -153,7 +156,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.is_over = False
-        self.is_ready = False
+        self.is_ready = asyncio.Event()
 
     def _hear(self, *_: object) -> None:
         assert not self.is_over
@@ -165,14 +168,17 @@ class Listener:
 
     def on_adopted(self, places: Sequence[RankPlace], addresses: ReplicaAddresses | None) -> None:
         self._hear()
+        if addresses is not None:
+            self.is_ready.set()
 
     def on_ready(self, addresses: ReplicaAddresses) -> None:
         self._hear()
-        self.is_ready = True
+        self.is_ready.set()
 
 
 async def test_nothing_of_a_life_is_left_however_it_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(formation, "_POLL_S", 0.0)
+    monkeypatch.setattr(formation, "_DEATH_TIMEOUT_S", 0.0)
     monkeypatch.setattr("cluster.see_through._RETRY_S", 0.0)
     monkeypatch.setattr(formation, "leave_spares", lambda *_, **__: None)
     monkeypatch.setattr(formation, "spare_options", lambda *_, **__: {})
@@ -212,6 +218,12 @@ async def live_and_end(seed: int, patch: pytest.MonkeyPatch, folder: str) -> Non
                 drained ^= {"node-a"}
             case 3:
                 await asyncio.wait([asyncio.ensure_future(life.drain(0.0))])
+    if chance.random.random() < 0.5:
+        chance.faults = 0.0
+        ready = asyncio.ensure_future(listener.is_ready.wait())
+        await asyncio.wait([ready, running], timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        assert ready.done() or running.done(), f"seed {seed}"
+        ready.cancel()
     running.cancel()
     async with asyncio.timeout(10):
         await asyncio.wait([running])
