@@ -37,7 +37,7 @@ from cluster.rank_actor import (
     rank_name,
 )
 from cluster.revision_files import RevisionText
-from cluster.see_through import ask_until_told, see_through
+from cluster.see_through import ask_until_told, end_actor, see_through
 from cluster.spares import SpareKind, leave_spares, spare_options
 from router.config import TracingConfig
 from router.tls import InnerTls
@@ -141,7 +141,7 @@ class Formation:
             is_stopped = True
             raise
         finally:
-            self._tear_down()
+            await see_through(self._tear_down())
             if self._leaving is not None:
                 await self._leaving
                 if is_stopped:  # those that wait do so for longer, and those that have gone are replaced
@@ -215,7 +215,10 @@ class Formation:
         names = [rank_name(replica_id, rank) for rank in range(self._spec.model.engine.parallel.world_size)]
         found = await asyncio.gather(*(ask_until_told(_find_actor, name) for name in names))
         self._actors = [actor for actor in found if actor is not None]
-        self._group = await ask_until_told(_find_group, replica_id)
+        await self._find_place()
+
+    async def _find_place(self) -> None:
+        self._group = await ask_until_told(_find_group, self._spec.replica_id)
 
     async def _place(self, placement: Placement) -> tuple[PlacementGroup, list[str]]:
         """Reserve a place, and wait for it as long as it takes; anew when other nodes are to be avoided.
@@ -226,13 +229,17 @@ class Formation:
         while True:
             avoided = self._drained_nodes()
             selector = {NODE_ID_LABEL: f"!in({','.join(sorted(avoided))})"} if avoided else {}
-            group: PlacementGroup = placement_group(
-                placement.bundles,
-                strategy=placement.strategy,
-                name=self._spec.replica_id,
-                lifetime="detached",
-                bundle_label_selector=[selector] * len(placement.bundles) if selector else None,
-            )
+            try:
+                group: PlacementGroup = placement_group(
+                    placement.bundles,
+                    strategy=placement.strategy,
+                    name=self._spec.replica_id,
+                    lifetime="detached",
+                    bundle_label_selector=[selector] * len(placement.bundles) if selector else None,
+                )
+            except RayError:  # Ray's head may have made it all the same
+                await see_through(self._find_place())
+                raise
             self._group = group
             while True:
                 node_ids = await asyncio.to_thread(_wait_for_place, group)
@@ -242,7 +249,7 @@ class Formation:
                     return group, node_ids
                 nodes = [node for node in await asyncio.to_thread(cluster_nodes) if node.node_id not in avoided]
                 self._listener.on_waiting(why_not(placement, nodes) or "waits for Ray to place it")
-            remove_placement_group(group)
+            await see_through(self._give_back())
 
     def _placement(self) -> Placement:
         engine = self._spec.model.engine
@@ -352,13 +359,15 @@ class Formation:
             most, lifetime_s = stage.num_node_ranks, self._spec.spare_s
             leave_spares(stage.node_id, SpareKind.RANK, count=count, most=most, lifetime_s=lifetime_s)
 
-    def _tear_down(self) -> None:
-        """End what is left of the processes and give the place back. Ray kills by itself, and nothing is awaited."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        self._actors.clear()
+    async def _tear_down(self) -> None:
+        """End what is left of the processes and give the place back, and do not rest before Ray has heard it."""
+        actors, self._actors = self._actors, []
+        await asyncio.gather(*(ask_until_told(end_actor, actor) for actor in actors))
+        await self._give_back()
+
+    async def _give_back(self) -> None:
         if self._group is not None:
-            remove_placement_group(self._group)
+            await ask_until_told(remove_placement_group, self._group)
             self._group = None
 
 

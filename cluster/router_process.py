@@ -17,7 +17,7 @@ from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.router_actor import RouterActor, RouterPlace
 from cluster.saved_state import RouterPorts
-from cluster.see_through import ask_until_told, see_through
+from cluster.see_through import ask_until_told, end_actor, see_through
 from router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class RouterProcess:
             return f"not ready within {_START_TIMEOUT_S:g} s"
         finally:
             if self._actor is not None:
-                ray.kill(self._actor, no_restart=True)
+                await see_through(ask_until_told(end_actor, self._actor))
 
     async def _create(self) -> bool:
         node = ray.get_runtime_context().get_node_id()

@@ -5,11 +5,13 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import ray
 from ray.exceptions import RayError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 _RETRY_S = 0.5
 
@@ -24,15 +26,20 @@ async def see_through(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-async def ask_until_told(look: Callable[[str], T], name: str) -> T:
-    """Return what a look off the event loop finds; where Ray raises RayError, as under load, look again.
+async def ask_until_told(ask: Callable[[A], T], what: A) -> T:
+    """Return what Ray answers, asked off the event loop; where it raises RayError, as under load, ask again.
 
     Whoever took that for an answer would leave processes that nobody ends. When Ray's head is gone for good, Ray ends
     this process.
     """
     while True:
         try:
-            return await asyncio.to_thread(look, name)
+            return await asyncio.to_thread(ask, what)
         except RayError as error:
-            logger.warning("Ray did not say whether %s lives, and is asked again: %s", name, error)
+            logger.warning("Ray did not answer for %s, and is asked again: %s", what, error)
             await asyncio.sleep(_RETRY_S)
+
+
+def end_actor(actor: Any) -> None:
+    """End the process of an actor, for good. Blocks until Ray's head has heard it."""
+    ray.kill(actor, no_restart=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from helpers.cluster import model_spec
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from cluster import formation
 from cluster.formation import Formation, FormationSpec
@@ -43,6 +43,11 @@ class Chance:
         if self.random.random() < self.faults:
             raise ActorDiedError
         return answer()
+
+    def may_be_lost(self) -> None:
+        """What Ray's head is told may not reach it."""
+        if self.random.random() < self.faults:
+            raise GetTimeoutError("there was a timeout")
 
 
 class Rank:
@@ -111,7 +116,7 @@ class Ray:
         monkeypatch.setattr(formation, "_RANK_ACTOR", self)
         monkeypatch.setattr(formation, "_find_actor", self._find_actor)
         monkeypatch.setattr(formation, "_find_group", lambda name: self.groups[0] if self.groups else None)
-        monkeypatch.setattr("cluster.formation.ray.kill", self._kill)
+        monkeypatch.setattr("cluster.see_through.ray.kill", self._kill)
         monkeypatch.setattr("cluster.formation.ray.cluster_resources", dict)
         monkeypatch.setattr("cluster.formation.asyncio.to_thread", self._to_thread)
 
@@ -129,6 +134,7 @@ class Ray:
 
     def _kill(self, rank: Rank, *, no_restart: bool) -> None:
         assert no_restart
+        self.chance.may_be_lost()
         rank.die()
         if rank in self.ranks:
             self.ranks.remove(rank)
@@ -139,12 +145,14 @@ class Ray:
     def _placement_group(self, *_: Any, **__: Any) -> Any:
         group = type("Group", (), {"wait": lambda _, timeout_s: self.chance.random.random() < 0.5})()
         self.groups.append(group)
+        self.chance.may_be_lost()
         return group
 
     def _placement_group_table(self, _: object) -> dict[str, dict[int, str]]:
         return {"bundles_to_node_id": {stage: self.chance.random.choice(NODES).node_id for stage in range(2)}}
 
     def _remove_placement_group(self, group: object) -> None:
+        self.chance.may_be_lost()
         self.groups.remove(group)
 
     def _cluster_nodes(self) -> list[NodeResources]:
@@ -202,7 +210,7 @@ async def live_and_end(seed: int, patch: pytest.MonkeyPatch, folder: str) -> Non
         log_level="warning",
     )
     if adopts:
-        ray._placement_group()
+        ray.groups.append(object())
         for rank in range(chance.random.choice([1, 2, 2, 2])):
             ray.add_rank(f"m-0.1/{rank}")
     life = Formation(spec, listener, lambda: frozenset(drained))
