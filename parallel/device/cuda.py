@@ -22,7 +22,7 @@ class CudaMark:
 
 
 class CudaDevice:
-    """Implements `Device`; see there. Makes its GPU the current one of the process."""
+    """Implements `Device`; see there. Makes its GPU the current one of the calling thread."""
 
     collective_backend = "nccl"
     works_by_itself = True
