@@ -13,7 +13,7 @@ Partitions begin at multiples of their size, and their size is the same for near
 of a decoding sequence's result depends on what else is in the step.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,28 @@ _TILE_BYTES = 16384
 """Of one tile of keys, in shared memory: there are two tiles (keys and values), each in two stages."""
 _PREFILL_BYTES = 128
 """Rows of a prefill tile times the size of a number: 64 rows in bfloat16."""
-_MIN_ROWS = 16  # of a product in tensor cores
+_MIN_SIZE = 16  # of each side of a product in tensor cores
+
+
+class Tiles(NamedTuple):
+    """The sizes that a launch is compiled for."""
+
+    head: int
+    """Dims of a head, filled up."""
+    group: int
+    """Query heads of a key-value head, filled up."""
+    num_queries: int
+    num_keys: int
+
+
+def choose_tiles(head_dim: int, num_group: int, element_size: int, *, is_prefill: bool, has_bias: bool) -> Tiles:
+    """Those for heads of this size, `num_group` of which share a key-value head; numbers of so many bytes."""
+    head = max(_MIN_SIZE, triton.next_power_of_2(head_dim))
+    group = triton.next_power_of_2(num_group)
+    rows = max(_PREFILL_BYTES // element_size if is_prefill else _MIN_SIZE, group)
+    most_keys = 64 if has_bias else 128  # biases of a tile lie in shared memory too: of 128 keys, 105 KB in all
+    num_keys = max(_MIN_SIZE, min(most_keys, _TILE_BYTES // (head * element_size)))
+    return Tiles(head, group, rows // group, num_keys)
 
 
 def triton_attention(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
@@ -47,14 +68,13 @@ def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: Atten
     num_seqs, (num_heads, head_dim), num_kv_heads = meta.num_decodes, q_TNH.shape[1:], cache.k_BPKH.shape[2]
     size = partition_size(num_seqs, meta.max_context_len)
     num_parts = num_partitions(meta.max_context_len, params.sliding_window, size)
-    rows = max(_MIN_ROWS, triton.next_power_of_2(num_heads // num_kv_heads))
-    grid = num_seqs, num_kv_heads, num_parts
+    tiles, grid = _tiles(q_TNH, cache, params, is_prefill=False), (num_seqs, num_kv_heads, num_parts)
     if num_parts == 1:
-        _launch(grid, rows, q_TNH, cache, meta, params, out_TNH, size=size)
+        _launch(grid, tiles, q_TNH, cache, meta, params, out_TNH, size=size)
         return
     parts_SNCH = q_TNH.new_empty(num_seqs, num_heads, num_parts, head_dim, dtype=torch.float32)
     sums_SNC = q_TNH.new_empty(num_seqs, num_heads, num_parts, dtype=torch.float32)
-    _launch(grid, rows, q_TNH, cache, meta, params, parts_SNCH, size=size, sums=sums_SNC)
+    _launch(grid, tiles, q_TNH, cache, meta, params, parts_SNCH, size=size, sums=sums_SNC)
     _merge[num_seqs, num_heads](
         parts_SNCH,
         sums_SNC,
@@ -71,18 +91,22 @@ def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: Atten
 
 
 def _prefill(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams, out_TNH: Tensor) -> None:
-    num_heads, num_kv_heads = q_TNH.shape[1], cache.k_BPKH.shape[2]
-    group = triton.next_power_of_2(num_heads // num_kv_heads)
-    rows = max(_PREFILL_BYTES // q_TNH.element_size(), group)
+    tiles = _tiles(q_TNH, cache, params, is_prefill=True)
     # each sequence has at most one tile more than its share of the tokens
     num_seqs = len(meta.context_lens) - meta.num_decodes
-    num_tiles = (len(q_TNH) - meta.num_decodes) // (rows // group) + num_seqs
-    _launch((num_tiles, num_kv_heads, 1), rows, q_TNH, cache, meta, params, out_TNH, size=0)
+    num_tiles = (len(q_TNH) - meta.num_decodes) // tiles.num_queries + num_seqs
+    _launch((num_tiles, cache.k_BPKH.shape[2], 1), tiles, q_TNH, cache, meta, params, out_TNH, size=0)
+
+
+def _tiles(q_TNH: Tensor, cache: LayerCache, params: AttentionParams, *, is_prefill: bool) -> Tiles:
+    num_heads, head_dim = q_TNH.shape[1:]
+    num_group, has_bias = num_heads // cache.k_BPKH.shape[2], params.key_bias_NP is not None
+    return choose_tiles(head_dim, num_group, q_TNH.element_size(), is_prefill=is_prefill, has_bias=has_bias)
 
 
 def _launch(
     grid: tuple[int, int, int],
-    rows: int,
+    tiles: Tiles,
     q_TNH: Tensor,
     cache: LayerCache,
     meta: AttentionMeta,
@@ -95,10 +119,7 @@ def _launch(
     """Run `_attend`; a partition size of 0 is a prefill."""
     num_heads, head_dim = q_TNH.shape[1:]
     block_size, num_kv_heads = cache.k_BPKH.shape[1:3]
-    head = triton.next_power_of_2(head_dim)
-    group = triton.next_power_of_2(num_heads // num_kv_heads)
     bias, sinks = params.key_bias_NP, params.sinks_N
-    most_keys = 128 if bias is None else 64  # biases of a tile lie in shared memory too: of 128 keys, 105 KB in all
     none: Any = q_TNH  # a pointer that is not followed
     _attend[grid](
         q_TNH,
@@ -126,10 +147,10 @@ def _launch(
         meta.block_tables.stride(0),
         0 if bias is None else bias.stride(0),
         BLOCK_SIZE=block_size,
-        HEAD=head,
-        GROUP=group,
-        TILE_Q=rows // group,
-        TILE_KEYS=max(16, min(most_keys, _TILE_BYTES // (head * q_TNH.element_size()))),
+        HEAD=tiles.head,
+        GROUP=tiles.group,
+        TILE_Q=tiles.num_queries,
+        TILE_KEYS=tiles.num_keys,
         IS_PREFILL=size == 0,
         IS_PARTIAL=sums is not None,
         HAS_WINDOW=params.sliding_window is not None,

@@ -77,7 +77,7 @@ class AttentionCase:
 def attention_cases() -> Iterator[AttentionCase]:
     """Each head size, each feature, and steps of decodes, of chunks, and of both."""
     mixed = ((1, 1), (1, 17), (1, 600), (5, 40), (90, 130), (33, 33), (2, 2))
-    for head_dim in (64, 80, 96, 128, 256):
+    for head_dim in (8, 64, 80, 96, 128, 256):
         yield AttentionCase(name=f"head {head_dim}", spans=mixed, num_heads=4, num_kv_heads=2, head_dim=head_dim)
     long = ((1, 1300), (1, 1024), (1, 1025), (1, 3))
     sizes = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64}  # three query heads in a tile of four

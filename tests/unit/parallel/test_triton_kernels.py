@@ -102,11 +102,13 @@ def build(kernel, pointers, constants, floats, **options):
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def attend(is_prefill):
-    numbers = dict.fromkeys(("q", "keys", "values", "out"), "*bf16")
+def attend(is_prefill, head_dim, num_group, dtype):
+    numbers = dict.fromkeys(("q", "keys", "values", "out"), f"*{dtype}")
     pointers = numbers | dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
     pointers |= dict.fromkeys(("sums", "bias", "sinks"), "*fp32") | ({} if is_prefill else {"out": "*fp32"})
-    sizes = dict(BLOCK_SIZE=16, HEAD=128, GROUP=4, TILE_Q=16 if is_prefill else 4, TILE_KEYS=64)
+    size = dict(bf16=2, fp32=4)[dtype]
+    tiles = triton_attention.choose_tiles(head_dim, num_group, size, is_prefill=is_prefill, has_bias=True)
+    sizes = dict(BLOCK_SIZE=16, HEAD=tiles.head, GROUP=tiles.group, TILE_Q=tiles.num_queries, TILE_KEYS=tiles.num_keys)
     features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "HAS_SINKS"), True)
     constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=not is_prefill)
     return build(
@@ -114,8 +116,9 @@ def attend(is_prefill):
     )
 
 
-for is_prefill in (False, True):
-    assert attend(is_prefill).metadata.shared <= 99 * 1024, "the smallest shared memory of the GPUs since Ampere"
+for of in ((False, 128, 4), (True, 128, 4), (False, 8, 1), (True, 80, 71)):
+    assert attend(*of, "bf16").metadata.shared <= 99 * 1024, "the smallest shared memory of the GPUs since Ampere"
+assert attend(True, 256, 8, "fp32").metadata.shared <= 99 * 1024
 build(
     triton_attention._merge,
     dict(parts="*fp32", sums="*fp32", out="*bf16", context_lens="*i32"),
