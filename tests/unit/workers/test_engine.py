@@ -320,6 +320,27 @@ def test_counters_are_the_sums_of_usage_through_abort_preemption_and_failover() 
     assert list(stats.step_s.take()) == []
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_a_stall_is_seen_between_tokens_and_not_before_the_first(looks_ahead: bool) -> None:
+    """Steps of a millisecond, of which the twentieth takes 200 more while three requests run."""
+    now_s, num_steps = 0.0, 0
+
+    def wait() -> None:
+        nonlocal now_s, num_steps
+        num_steps += 1
+        now_s += 0.201 if num_steps == 20 else 0.001
+
+    executor = FakeExecutor(looks_ahead=looks_ahead, max_in_flight=1 + looks_ahead)
+    executor.on_collect = wait
+    engine = fake_engine(executor, clock=lambda: now_s)
+    outcomes = run(engine, [request(str(i), [i, 2, 3], max_tokens=40) for i in range(3)])
+
+    itl_s = sorted(engine.stats.itl_s.take())
+    assert len(itl_s) == sum(len(outcome.token_ids) for outcome in outcomes.values()) - 3 == 117
+    assert itl_s == pytest.approx([0.001] * 114 + [0.201] * 3)
+    assert list(engine.stats.ttft_s.take()) == pytest.approx([0.001] * 3)
+
+
 def test_events_add_up_to_what_is_resident() -> None:
     executor = FakeExecutor(num_blocks=10)
     engine = fake_engine(executor)
