@@ -124,6 +124,24 @@ def test_what_the_routers_cannot_take_is_refused() -> None:
     assert outcome.ends["stop"] >= 10
 
 
+@pytest.mark.parametrize("policy", [PolicyName.PREFIX_AFFINITY, PolicyName.POWER_OF_TWO])
+def test_sixteen_replicas_behind_a_router_give_sixteen_times_the_tokens(policy: PolicyName) -> None:
+    def rate(replicas: int) -> float:
+        """Of 16 clients for each replica, which has 8 slots; each sends 6 requests, one after the other."""
+        rng = random.Random(0)
+        sessions = []
+        for _ in range(16 * replicas):
+            calls = tuple(Call(prompt=draw_ids(rng, 30, 1000), num_out=16) for _ in range(6))
+            sessions.append(Session(calls=calls, at_s=0.0, think_s=0.0))
+        simulated = cluster(iter(sessions), policy, replicas=replicas)
+        outcome = simulated.run()
+        check_whole(simulated, outcome)
+        assert outcome.ends == {"stop": 6 * len(sessions)}
+        return outcome.output_rate
+
+    assert rate(16) == pytest.approx(16 * rate(1), rel=0.1)
+
+
 def test_full_replicas_are_passed_over() -> None:
     scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=256, max_waiting=1)
     replica = dataclasses.replace(SMALL, scheduler=scheduler)
