@@ -97,6 +97,12 @@ def test_real_models_write_the_golden_texts(
     in_group(gloo_pool, config_of(folder, shape), _check_variants, golden_cases(folder), variants, timeout_s=300)
 
 
+def test_four_stages_write_the_golden_texts(gloo_pool: GlooPool, shared: Path) -> None:
+    """Five layers over four stages; up to four batches are in flight."""
+    folder = shared / "models" / "stories260K"
+    in_group(gloo_pool, config_of(folder, (1, 4)), _check_variants, golden_cases(folder), HARDEST, timeout_s=300)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_models_write_the_tokens_of_transformers(
