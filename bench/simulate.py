@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -321,15 +320,3 @@ def _print(outcomes: Sequence[Outcome]) -> None:
         shares = [f"{outcome.recomputed_share:.1%}", f"{outcome.cpu_s / outcome.num_steps * 1e3:.2f} ms"]
         table.add_row(outcome.policy, *cells, *counts, *shares)
     Console(width=200).print(table)
-
-
-def main() -> None:
-    """`python -m bench.simulate` is `weft simulate`."""
-    from bench.load.cli import simulate as command
-    from cluster.cli import run_and_report
-
-    run_and_report(lambda: typer.run(command))
-
-
-if __name__ == "__main__":
-    main()
