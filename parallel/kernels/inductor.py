@@ -7,7 +7,7 @@ all-reduces with the ranks. How layers are traced and compiled around those is i
 
 import hashlib
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,23 +28,13 @@ from parallel.kernels.base import (
     PackedLinear,
     RunLayers,
 )
+from parallel.kernels.inductor_tape import Tape
 from parallel.kernels.native.build import cpu_features, default_cache
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
 from parallel.mesh import Axis
 
 if TYPE_CHECKING:
     from parallel.kernels.inductor_layers import CompilePiece, InductorLayers
-
-Call = Callable[..., Tensor]
-"""(caches, metas, *tensors) -> what one of the machine's own calls returns."""
-
-torch.library.define("weft::call", "(Tensor[] inputs, int index, SymInt[] shape) -> Tensor")
-
-
-@torch.library.register_fake("weft::call")  # type: ignore[untyped-decorator]
-def _(inputs: list[Tensor], index: int, shape: list[int]) -> Tensor:
-    """Stands for one of the machine's own calls while layers are traced; it never runs."""
-    return inputs[0].new_empty(shape)
 
 
 class InductorKernels(ReferenceKernels):
@@ -158,7 +148,7 @@ class InductorKernels(ReferenceKernels):
         return multiply
 
     @contextmanager
-    def _record(self, axis: Axis) -> Iterator["Tape"]:
+    def _record(self, axis: Axis) -> Iterator[Tape]:
         """Until it is closed, calls go onto the tape instead."""
         self._tape = tape = Tape()
         axis.stand_in = lambda x: tape.note(lambda _caches, _metas, given: all_reduce(given, axis), [x], x.shape)
@@ -166,23 +156,6 @@ class InductorKernels(ReferenceKernels):
             yield tape
         finally:
             self._tape = axis.stand_in = None
-
-
-class Tape:
-    """The machine's own calls, in the order in which they were traced."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.num_attended = 0
-        """Layers whose attention came by."""
-        self.written: tuple[Tensor, ...] = ()
-        """Keys and values of the attention that comes next."""
-
-    def note(self, call: Call, inputs: list[Tensor], shape: Sequence[int]) -> Tensor:
-        """What stands for the result in the trace."""
-        self.calls.append(call)
-        out: Tensor = torch.ops.weft.call(inputs, len(self.calls) - 1, shape)
-        return out
 
 
 def _check_tools(device: torch.device) -> None:

@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
 from parallel.kernels.graph_pieces import Piece, cut
-from parallel.kernels.inductor import Call, Tape
+from parallel.kernels.inductor_tape import Call, Tape
 
 logger = logging.getLogger(__name__)
 
