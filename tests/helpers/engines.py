@@ -42,6 +42,7 @@ class FakeExecutor:
         self.max_in_flight, self.looks_ahead, self.spares_newcomers = max_in_flight, looks_ahead, spares_newcomers
         self.model = FakeModel(block_size, windows)
         self.is_closed = False
+        self.num_checks = 0
         self.failure: GroupFailedError | None = None
         self.on_submit: Callable[[StepPlan], None] | None = None
         self.on_collect: Callable[[], None] | None = None
@@ -59,6 +60,7 @@ class FakeExecutor:
         return self._outputs.popleft()
 
     def check(self) -> None:
+        self.num_checks += 1
         if self.failure is not None:
             raise self.failure
 

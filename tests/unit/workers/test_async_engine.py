@@ -50,6 +50,19 @@ async def started(
         assert executor.is_closed
 
 
+class StuckExecutor(FakeExecutor):
+    """A model that is stuck in its steps until `release` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stuck, self.release = threading.Event(), threading.Event()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.is_stuck.set()
+        assert self.release.wait(10)
+        super().submit(plan)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
@@ -153,21 +166,15 @@ async def test_when_all_has_ended_the_load_says_so(
 
 async def test_commands_never_wait_for_a_step() -> None:
     """While the model is stuck in a step, submit and abort return."""
-    executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
-
-    def block(plan: StepPlan) -> None:
-        stuck.set()
-        assert release.wait(10)
-
-    executor.on_submit = block
+    executor = StuckExecutor()
     results: list[StepResult] = []
     async with started(executor, on_step=results.append) as engine:
         engine.submit(request("a", [1], max_tokens=100))
-        await until(stuck.is_set)
+        await until(executor.is_stuck.is_set)
         engine.submit(request("b", [2], max_tokens=100))
         engine.abort(RequestId("a"))
         engine.abort(RequestId("b"))
-        release.set()
+        executor.release.set()
         await until(lambda: sum(len(result.outputs) for result in results) >= 3)
     finishes = {output.request_id: output.finish for result in results for output in result.outputs}
     assert {name: finish and finish.reason for name, finish in finishes.items()} == dict.fromkeys(
@@ -178,22 +185,16 @@ async def test_commands_never_wait_for_a_step() -> None:
 async def test_the_wait_for_the_step_in_flight_is_a_part_of_the_times() -> None:
     """A request comes at 10 s; the engine's thread is in a step until 17 s, and a step takes no time from then on."""
     now_s = 10.0
-    executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
-
-    def block(plan: StepPlan) -> None:
-        stuck.set()
-        assert release.wait(10)
-
-    executor.on_submit = block
+    executor = StuckExecutor()
     inner = fake_engine(executor, clock=lambda: now_s)
     engine = AsyncEngine(inner)
     engine.start()
     engine.submit(request("a", [1], max_tokens=100))
-    await until(stuck.is_set)
+    await until(executor.is_stuck.is_set)
     late = asyncio.create_task(collect(engine, "b", [2], max_tokens=3))
     await until(lambda: bool(engine._commands))
     now_s = 17.0
-    release.set()
+    executor.release.set()
     finish = (await late).finish
     await engine.stop()
     assert finish is not None
@@ -203,22 +204,16 @@ async def test_the_wait_for_the_step_in_flight_is_a_part_of_the_times() -> None:
 
 
 async def test_request_that_comes_just_before_the_stop_is_ended_too() -> None:
-    executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
-
-    def block(plan: StepPlan) -> None:
-        stuck.set()
-        assert release.wait(10)
-
-    executor.on_submit = block
+    executor = StuckExecutor()
     outputs: list[RequestOutput] = []
     engine = AsyncEngine(fake_engine(executor), on_step=lambda result: outputs.extend(result.outputs))
     engine.start()
     engine.submit(request("a", [1], max_tokens=100))
-    await until(stuck.is_set)
+    await until(executor.is_stuck.is_set)
     engine.submit(request("b", [2], max_tokens=100))
     stop = asyncio.create_task(engine.stop())
     await until(lambda: engine._is_stopping)
-    release.set()
+    executor.release.set()
     await stop
     finishes = {output.request_id: output.finish.reason for output in outputs if output.finish}
     assert finishes == dict.fromkeys("ab", FinishReason.ABORT)
@@ -268,13 +263,7 @@ async def test_an_engine_stops_though_requests_keep_coming() -> None:
 
 
 async def test_requests_that_a_failing_engine_did_not_come_to_are_refused() -> None:
-    executor, stuck, release = FakeExecutor(), threading.Event(), threading.Event()
-
-    def block(plan: StepPlan) -> None:
-        stuck.set()
-        assert release.wait(10)
-
-    executor.on_submit = block
+    executor = StuckExecutor()
     outputs: list[RequestOutput] = []
     failures: list[BaseException] = []
     engine = AsyncEngine(
@@ -282,10 +271,10 @@ async def test_requests_that_a_failing_engine_did_not_come_to_are_refused() -> N
     )
     engine.start()
     engine.submit(request("a", [1]))
-    await until(stuck.is_set)
+    await until(executor.is_stuck.is_set)
     engine.submit(request("b", [2]))
     executor.failure = GroupFailedError("rank 1 died")
-    release.set()
+    executor.release.set()
     await until(lambda: bool(failures))
     engine.submit(request("c", [3]))
     await until(lambda: len(outputs) == 2)
@@ -294,14 +283,17 @@ async def test_requests_that_a_failing_engine_did_not_come_to_are_refused() -> N
     assert all(isinstance(output.error, GroupFailedError) for output in outputs)
 
 
-async def test_an_idle_engine_makes_no_steps() -> None:
+async def test_an_idle_engine_makes_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "IDLE_CHECK_S", 0.001)
     results: list[StepResult] = []
+    plans: list[StepPlan] = []
     executor = FakeExecutor()
+    executor.on_submit = plans.append
     async with started(executor, on_step=results.append) as engine:
         await collect(engine, "a", [1], max_tokens=3)
-        num_results = len(results)
-        await asyncio.sleep(0.05)
-        assert len(results) == num_results
+        seen, num_checks = (len(results), len(plans)), executor.num_checks
+        await until(lambda: executor.num_checks >= num_checks + 10)  # it is idle, and looks whether its ranks are there
+        assert (len(results), len(plans)) == seen
 
 
 async def test_snapshot_agrees_with_the_steps_seen_so_far() -> None:
@@ -365,8 +357,6 @@ async def test_what_is_recorded_is_in_the_file_as_soon_as_there_is_nothing_to_do
     engine.start()
     try:
         await collect(engine, "a", [1, 2, 3], max_tokens=3)
-        async with asyncio.timeout(10):
-            while not any(isinstance(call, Updated) and call.ends for call in calls_in(recorder.path)):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: any(isinstance(call, Updated) and call.ends for call in calls_in(recorder.path)))
     finally:
         await engine.stop()
