@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.load.cli import app as bench_app
 from bench.load.cli import replay, simulate
 from cluster.cli_connection import with_control
-from cluster.cli_flags import MAX_TIMEOUT_S, with_flags
+from cluster.cli_flags import MAX_TIMEOUT_S, check_address, with_flags
 from cluster.cli_operate import register
 from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
@@ -205,6 +205,7 @@ def generate(
         "stop": stop or None,
         "ignore_eos": ignore_eos or None,
     }
+    check_address("--router", router)
     run_generate(
         sys.stdin.read() if prompt == "-" else prompt,
         router=router,
@@ -237,6 +238,7 @@ def chat(
     from cluster.chat import chat as run_chat
 
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    check_address("--router", router)
     run_chat(
         router=router,
         api_key=api_key,

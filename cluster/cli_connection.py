@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 import typer
 from weft.addresses import join_host_port
 
+from cluster.cli_flags import check_address
 from cluster.defaults import DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError
 from router.errors import RouterConfigError
@@ -51,9 +52,10 @@ def connect(
         typer.Option(envvar="WEFT_CONTROL_TLS_NAME", help="and the name in its certificates.", rich_help_panel=_PANEL),
     ] = INNER_NAME,
 ) -> "ControlClient":
-    """Return a connection to the controller. Raises ClusterConfigError when the TLS files cannot be used."""
+    """Return a connection to the controller. Raises ClusterConfigError when address or TLS files cannot be used."""
     from cluster.control_client import ControlClient
 
+    check_address("--control", control)
     try:
         tls = InnerTls.from_flags(tls_cert, tls_key, tls_ca, tls_name)
         if tls is not None:

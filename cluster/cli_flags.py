@@ -6,8 +6,20 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
+from weft.addresses import split_host_port
+
+from cluster.errors import ClusterConfigError
+
 MAX_TIMEOUT_S = 1e9
 """Later than this gRPC takes to have been long ago."""
+
+
+def check_address(flag: str, address: str) -> None:
+    """Refuse what is no host:port, of which gRPC would make something. Raises ClusterConfigError."""
+    try:
+        split_host_port(address)
+    except ValueError as error:
+        raise ClusterConfigError(f"{flag}: {error}") from None
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -115,7 +115,7 @@ class ControlClient:
                 return ControllerError(error.details())
             case grpc.StatusCode.UNIMPLEMENTED:
                 return ControllerError(
-                    f"the controller at {self._address} is older than this command and does not know it"
+                    f"{self._address} does not know this command: it is no controller, or an older one"
                 )
         return ControllerError(f"the controller at {self._address}: {error.code().name}: {error.details()}")
 

@@ -107,7 +107,8 @@ def make_model(
         tokenizer: folder to copy the tokenizer from; None: that of the packaged model.
 
     Raises:
-        ClusterConfigError, ModelError: a flag is wrong, or the sizes contradict each other.
+        ClusterConfigError, ModelError: a flag is wrong, the sizes contradict each other, or the folder cannot be
+            written.
     """
     name = preset or "tiny"
     if name not in PRESETS:
@@ -121,6 +122,8 @@ def make_model(
         write_random_model(folder, config, seed, DTYPES[dtype], tokenizer or _packaged_tokenizer())
     except ModelError as error:
         raise ClusterConfigError(str(error)) from error
+    except OSError as error:
+        raise ClusterConfigError(f"{folder} cannot be written: {error.strerror}") from error
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(f"{folder}: {config['model_type']}, {size // DTYPES[dtype].itemsize / 1e6:.1f} M parameters in {dtype}")
 

@@ -26,7 +26,7 @@ from bench.load.sender import Protocol, Target
 from bench.load.statistics import Targets
 from bench.load.utilization import Peak
 from bench.load.workloads import WORKLOADS
-from cluster.cli_flags import given
+from cluster.cli_flags import check_address, given
 from cluster.defaults import DEFAULT_CONTROL_PORT
 
 DEFAULT_CONCURRENCY = 8
@@ -115,8 +115,9 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | 
     grpc, http = service.router or DEFAULT_ROUTER, service.url or DEFAULT_URL
     if "://" in grpc:
         raise BenchConfigError(f"--router is {grpc!r}; allowed: host:port, without a scheme")
-    if not http.startswith(("http://", "https://")):
-        raise BenchConfigError(f"--url is {http!r}; allowed: http://... or https://...")
+    check_address("--router", grpc)
+    if not _is_url(http):
+        raise BenchConfigError(f"--url is {http!r}; allowed: http://HOST[:PORT]... or https://HOST[:PORT]...")
     if service.api_key is not None and not (service.api_key.isascii() and service.api_key.isprintable()):
         raise BenchConfigError("--api-key has a line break, or another character; allowed: printable ASCII")
     if sent is not None and sent.ttft_target is None and sent.tpot_target is None:
@@ -169,6 +170,7 @@ def parse_peak(ranks: RankFlags) -> Peak:
 def find_control(ranks: RankFlags, target: Target) -> tuple[str, int | None]:
     """Where the controller is, and the port on which it must have a router; any where its address was given."""
     if ranks.control is not None:
+        check_address("--control", ranks.control)
         return ranks.control, None
     url = urlsplit(target.address if "://" in target.address else f"grpc://{target.address}")
     router_port = url.port or {"http": 80, "https": 443}.get(url.scheme)
@@ -181,6 +183,14 @@ def find_idle(kinds: Iterable[DatasetKind], *groups: PromptFlags | SessionFlags 
     idle = [name for name in flags if name in _LOOKED_AT and not {*kinds} & {*_LOOKED_AT[name]}]
     idle += [name for name, needed in _NEEDED.items() if name in flags and needed not in flags]
     return [f"--{name.replace('_', '-')}" for name in idle]
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # of the port, or of an IPv6 address
+        return False
 
 
 def _seconds(milliseconds: float | None) -> float | None:

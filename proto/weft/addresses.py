@@ -16,8 +16,9 @@ def split_host_port(address: str) -> tuple[str, int]:
     """Return the host, without brackets, and the port. Raises ValueError when it is no host:port."""
     written, _, port = address.rpartition(":")
     host = written.removeprefix("[").removesuffix("]")
-    if not (host and port.isdecimal() and join_host_port(host, port) == address):
-        raise ValueError(f"{address!r} is no address; allowed: host:port, or [IPv6 address]:port")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    if not (host and is_port and join_host_port(host, port) == address):
+        raise ValueError(f"{address!r} is no address; allowed: host:port, or [IPv6 address]:port, up to 65535")
     return host, int(port)
 
 

@@ -22,7 +22,9 @@ def test_host_and_port_become_one_text_and_two_values_again(host: str, address: 
     assert family_of(host) == family
 
 
-@pytest.mark.parametrize("address", ["::1", "::1:80", "h", "h:", ":80", "[]:80", "[::1]", "[::1]:", "h:x", "[h:80", ""])
+@pytest.mark.parametrize(
+    "address", ["::1", "::1:80", "h", "h:", ":80", "[]:80", "[::1]", "[::1]:", "h:x", "h:65536", "[h:80", ""]
+)
 def test_what_is_no_host_and_port_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"allowed: host:port, or \[IPv6 address\]:port"):
         split_host_port(address)

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
+from cluster.cli import app as weft
 from cluster.cli_flags import given, with_flags
+from cluster.errors import ClusterConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,21 @@ def test_fields_of_a_group_are_options_in_their_place() -> None:
         shown.index(flag) for flag in ("--name", "--width", "--height", "--is-round")
     )
     assert "Draw it." in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "hi", "--router", "a:65537"],  # of which gRPC makes port 1
+        ["chat", "--router", "http://a:1"],
+        ["status", "--control", ""],
+        ["top", "--control", "http://a:1"],
+    ],
+)
+def test_what_is_no_address_is_refused(arguments: list[str]) -> None:
+    refused = CliRunner().invoke(weft, arguments).exception
+    assert isinstance(refused, ClusterConfigError)
+    assert f"{arguments[-2]}: {arguments[-1]!r} is no address; allowed: host:port" in str(refused)
 
 
 def test_given_flags_are_those_that_differ_from_their_defaults() -> None:

@@ -366,6 +366,16 @@ async def test_controller_on_an_address_that_no_interface_has_is_refused() -> No
         bind_control_port("2001:db8::1", 0)
 
 
+async def test_a_server_that_is_no_controller_is_told() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    told = f":{port} does not know this command: it is no controller, or an older one"
+    with ControlClient(f"127.0.0.1:{port}") as client, pytest.raises(ControllerError, match=told):
+        await asyncio.to_thread(client.status)
+    await server.stop(None)
+
+
 def test_nobody_there_is_told_in_one_line() -> None:
     with ControlClient("127.0.0.1:1") as client, pytest.raises(ControllerError, match="no controller answers at"):
         client.status()

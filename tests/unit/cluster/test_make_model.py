@@ -46,6 +46,12 @@ def test_sizes_of_experts_that_the_family_does_not_have_are_refused(
     assert not (tmp_path / "new").exists()
 
 
+def test_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ClusterConfigError, match=r"file/model cannot be written: Not a directory"):
+        _make(tmp_path / "file/model")
+
+
 def test_unknown_preset_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
     with pytest.raises(
         ClusterConfigError, match=r"--preset is 'huge'; allowed: tiny, 110m, 1b, 8b, qwen2\.5-0\.5b, tiny-moe"
