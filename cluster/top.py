@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,6 +28,8 @@ from cluster.status_view import STATE_STYLES, duration
 
 WINDOW_S = 30.0
 """That rates and percentiles span."""
+_LATENCY = "ms\np50/p90/p99"
+"""In the head of a column."""
 _NARROW = 120
 """Columns below which a table leaves out what is least missed."""
 
@@ -66,7 +69,7 @@ def render(snapshot: Snapshot, width: int) -> RenderableType:
     return Group(
         title,
         Text(),
-        _models(snapshot.models),
+        _models(snapshot.models, is_wide=is_wide),
         *_scalings(snapshot.models),
         Text(),
         _groups(snapshot.groups, is_wide=is_wide),
@@ -78,28 +81,17 @@ def render(snapshot: Snapshot, width: int) -> RenderableType:
     )
 
 
-def _models(models: Sequence[ModelView]) -> Table:
-    columns = (
-        "model",
-        "ready",
-        "rev",
-        "req/s",
-        "out tok/s",
-        "in tok/s",
-        "hits",
-        "TTFT p50/p90/p99",
-        "TPOT p50/p90/p99",
-    )
-    table = _table(*columns)
+def _models(models: Sequence[ModelView], *, is_wide: bool) -> Table:
+    columns = ["model", "ready", "req/s", "out tok/s", *(("in tok/s", "rev") if is_wide else ()), "hits"]
+    table = _table(*columns, f"TTFT {_LATENCY}", f"TPOT {_LATENCY}")
     for model in models:
         short = model.ready_replicas < model.wanted_replicas
         table.add_row(
             model.name,
             Text(f"{model.ready_replicas}/{model.wanted_replicas}", style="yellow" if short else "green"),
-            str(model.revision),
             "-" if model.requests_per_s is None else f"{model.requests_per_s:.1f}",
             _number(model.output_tokens_per_s),
-            _number(model.prompt_tokens_per_s),
+            *((_number(model.prompt_tokens_per_s), str(model.revision)) if is_wide else ()),
             _percent(model.hit_rate),
             _latency(model.ttft_s),
             _latency(model.tpot_s),
@@ -115,7 +107,7 @@ def _scalings(models: Sequence[ModelView]) -> list[Text]:
 
 def _groups(groups: Sequence[GroupView], *, is_wide: bool) -> Table:
     columns = ["replica", "state", "for", "restarts", "run", "wait", "KV", "out tok/s", "hits"]
-    table = _table(*columns, *(("step p50/p90/p99", "preempt/s", "ranks node:pid") if is_wide else ("ranks",)))
+    table = _table(*columns, *((f"step {_LATENCY}", "preempt/s", "ranks node:pid") if is_wide else ("ranks",)))
     for group in groups:
         row: list[str | Text] = [
             group.replica_id or group.group_id,
@@ -171,16 +163,19 @@ def _table(*columns: str) -> Table:
     for column in columns:
         is_text = column in ("model", "replica", "state", "router", "node", "type", "ranks node:pid", "")
         longest_word = max(map(len, column.split()), default=0)
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold", min_width=longest_word)
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        is_whole = column.endswith(_LATENCY)  # what is narrowed below its least width pushes others out of sight
+        table.add_column(column, justify=justify, overflow="fold", min_width=longest_word, no_wrap=is_whole)
     return table
 
 
 def _latency(percentiles: Percentiles) -> str:
-    """In milliseconds, three digits of which are enough."""
+    """In milliseconds, three digits of which are enough, or whole ones."""
     values = (percentiles.p50, percentiles.p90, percentiles.p99)
     if percentiles.p50 is None:
         return "-"
-    return "/".join(f"{value * 1000:.3g}" for value in values if value is not None) + " ms"
+    times_ms = (value * 1000 for value in values if value is not None)
+    return "/".join(f"{time_ms:.3g}" if time_ms < 1000 else f"{time_ms:.0f}" for time_ms in times_ms)
 
 
 def _percent(ratio: float | None) -> str:

@@ -55,6 +55,8 @@ def plot_sweep(points: Sequence[Point], folder: Path, *, title: str) -> Path:
             else "request rate (arrivals/s" + ("; crosses: answers/s)" if has_crosses else ")"),
             ylim=(0, None),
         )
+        if is_closed:
+            axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)

@@ -243,8 +243,10 @@ def _utilization_line(ranks: Utilization, output_tokens: int) -> str:
 
 
 def _sweep_table(points: Sequence[Point]) -> Table:
+    has_goals = any(point.summary.goodput is not None for point in points)
     table = Table(
-        *("load", "req/s", "tokens/s", "good req/s", "TTFT p50", "p99", "TPOT p50", "p99", "failed"),
+        *("load", "req/s", "tokens/s", *(("good req/s",) if has_goals else ())),
+        *("TTFT p50", "p99", "TPOT p50", "p99", "failed"),
         title="all loads: answered requests, output tokens, latencies in ms",
         box=SIMPLE_HEAD,  # narrow: a terminal of 80 columns shows every number
         padding=(0, 1, 0, 0),
@@ -255,7 +257,7 @@ def _sweep_table(points: Sequence[Point]) -> Table:
             _short_name(point.load),
             f"{summary.request_rate:.2f}",
             f"{summary.output_rate:.1f}",
-            "-" if summary.goodput is None else f"{summary.goodput.request_rate:.2f}",
+            *(() if summary.goodput is None else (f"{summary.goodput.request_rate:.2f}",)),
             *(_ms(each) for times in (summary.ttft_s, summary.tpot_s) for each in _p50_and_p99(times)),
             str(summary.num_requests - summary.num_answered),
         )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import RunningRouter, router_config, running_router
+from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.errors import BenchError
@@ -27,7 +29,7 @@ from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags
 from bench.load.flags import find_idle, parse_target
 from bench.load.plots import plot_sweep
-from bench.load.report import serve_line, warnings
+from bench.load.report import print_sweep, serve_line, warnings
 from bench.load.sender import Protocol, Target
 from bench.load.serve import Outcome, Point, ServeOptions, measure
 from bench.load.statistics import Targets
@@ -334,6 +336,26 @@ async def test_loads_without_a_number_are_apart_from_the_line(
         line, crosses = axes.lines[:2]
         assert list(line.get_xdata()) == [1.0, 4.0]
         assert (list(crosses.get_xdata()), crosses.get_linestyle()) == ([point.summary.request_rate], "None")
+
+
+async def test_requests_at_a_time_are_whole(
+    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    (point,) = (await measure(options(target(router, Protocol.GRPC), num_requests=2))).points
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **options: drawn.append(figure))
+    plot_sweep([replace(point, load=ClosedLoop(concurrency=number)) for number in (1, 4)], tmp_path, title="t")
+    assert all(tick == round(tick) for axes in drawn[0].axes for tick in axes.get_xticks())
+
+
+@pytest.mark.parametrize("targets", [None, Targets(ttft_s=9.0)])
+async def test_sweep_has_a_column_of_goodput_where_there_are_targets(
+    router: RunningRouter, targets: Targets | None
+) -> None:
+    (point,) = (await measure(options(target(router, Protocol.GRPC), num_requests=2, targets=targets))).points
+    out = StringIO()
+    print_sweep(Console(file=out, width=80), [point, point])
+    assert ("good" in out.getvalue()) == (targets is not None)
 
 
 async def test_command_prints_tables_and_writes_json_and_plot(router: RunningRouter, tmp_path: Path) -> None:

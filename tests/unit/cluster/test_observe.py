@@ -142,6 +142,27 @@ def test_everything_is_shown(width: int) -> None:
     assert ("10.0.0.1:42" in words) == (width == 160)
 
 
+@pytest.mark.parametrize("name", ["weft-tiny", "meta-llama/Llama-3.1-8B-Instruct"])
+def test_every_number_of_a_model_is_seen_at_80_columns(name: str) -> None:
+    latencies = {"weft_router_ttft_seconds": (2.0, 4.0, 8.0), "weft_router_tpot_seconds": (0.01, 1.0, 40.0)}
+    pages = [
+        "".join(
+            histogram(metric, {f"{bound}": number * share for bound, share in zip(bounds, (50, 90, 100), strict=True)})
+            + f'{metric}_bucket{{model="m",le="+Inf"}} {number * 100}\n'
+            for metric, bounds in latencies.items()
+        ).replace('"m"', f'"{name}"')
+        for number in (0, 100)
+    ]
+    looks = [look(2.0 * number, page) for number, page in enumerate(pages)]
+    for each in looks:
+        each.status.models[0].name = name
+    out = io.StringIO()
+    Console(file=out, width=80).print(render(take_snapshot(*looks), 80))
+    assert "2000/4000/7600" in out.getvalue()
+    assert "10/1000/36100" in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+
+
 def test_model_that_scales_by_itself_tells_its_bounds_and_why() -> None:
     seen = look(2)
     seen.status.models[0].autoscaling.max_replicas = 4
