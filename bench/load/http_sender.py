@@ -4,9 +4,10 @@ Only text is seen: a token without text of its own (a part of a character, say) 
 those between pieces of text, and the numbers of tokens come from the usage at the end.
 """
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from bench.errors import BenchError
 from bench.load.calls import Call, Chat
 from bench.load.records import CallError, ErrorKind, Usage
 from bench.load.sender import Received, ServedModel, Target, choose_model, read_authorities
+
+_END_TIMEOUT_S = 1.0
 
 _KINDS = {
     HTTPStatus.UNAUTHORIZED: ErrorKind.UNAUTHENTICATED,
@@ -107,6 +110,7 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
+            await _read_rest(content)
             break
         chunk = _Chunks.decode(data)
         if chunk.error is not None:
@@ -123,6 +127,13 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
     return Usage(
         prompt_tokens=usage.prompt_tokens, cached_tokens=cached or 0, completion_tokens=usage.completion_tokens
     )
+
+
+async def _read_rest(content: aiohttp.StreamReader) -> None:
+    """To the end, without which the next request would have to connect anew; a server that never ends is left."""
+    with suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            await content.read()
 
 
 def _trust(file: Path) -> ssl.SSLContext:

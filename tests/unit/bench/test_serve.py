@@ -24,10 +24,11 @@ from typer.testing import CliRunner
 
 from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, OpenLoop
-from bench.load.calls import Lengths
+from bench.load.calls import Call, Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags
 from bench.load.flags import find_idle, parse_target
+from bench.load.http_sender import connect_http
 from bench.load.plots import plot_sweep
 from bench.load.report import print_sweep, serve_line, warnings
 from bench.load.sender import Protocol, Target
@@ -322,6 +323,33 @@ async def test_thoughts_and_calls_of_tools_are_tokens_over_http() -> None:
         where = Target(protocol=Protocol.HTTP, address=f"http://{server.host}:{server.port}", timeout_s=20.0)
         (point,) = (await measure(options(where, num_requests=1))).points
     assert (point.summary.num_seen, point.summary.output_tokens) == (4, 4)
+
+
+async def test_answers_that_end_after_they_are_done_leave_the_connection_to_the_next() -> None:
+    event = {
+        "choices": [{"text": "a", "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+    }
+    seen, clients = asyncio.Event(), set()
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        clients.add(request.transport.get_extra_info("peername"))
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n")
+        await seen.wait()  # the end comes apart, as from servers that write it when their generator is over
+        seen.clear()
+        return response
+
+    service = web.Application()
+    service.add_routes([web.post("/v1/completions", complete)])
+    async with TestServer(service) as server:
+        where = Target(protocol=Protocol.HTTP, address=f"http://{server.host}:{server.port}", timeout_s=20.0)
+        async with connect_http(where) as sender:
+            for _ in range(3):
+                await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: seen.set())
+    assert len(clients) == 1
 
 
 async def test_loads_without_a_number_are_apart_from_the_line(
