@@ -62,7 +62,13 @@ def use_huge_pages(x: Tensor) -> None:
 
 
 def forget(x: Tensor) -> None:
-    """Give the pages back that lie within the memory of a tensor on the CPU, which nobody reads again."""
+    """Give the pages back that lie within a contiguous tensor on the CPU, whose values nobody reads again."""
+    assert x.is_contiguous()
+    _advise_within(x.data_ptr(), x.nbytes, _MADV_DONTNEED)
+
+
+def forget_storage(x: Tensor) -> None:
+    """Give the pages back of all the memory that a tensor on the CPU is a view into, which nobody reads again."""
     memory = x.untyped_storage()
     _advise_within(memory.data_ptr(), memory.nbytes(), _MADV_DONTNEED)
 

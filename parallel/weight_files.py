@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallel.errors import CheckpointError
-from parallel.host_memory import forget
+from parallel.host_memory import forget_storage
 from parallel.weight_index import FORMATS, find_weights, read_index
 
 STORED_DTYPES: Mapping[str, torch.dtype] = {
@@ -122,7 +122,7 @@ def open_tensors(file: Path) -> Iterator[StoredTensors]:
             yield _PickledTensors(pickled)
         finally:
             for tensor in pickled.values():  # the file stays mapped until torch's reader is collected as garbage
-                forget(tensor)
+                forget_storage(tensor)
         return
     try:
         tensors = safe_open(file, framework="pt", device="cpu")

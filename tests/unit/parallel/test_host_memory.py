@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel import host_memory
-from parallel.host_memory import HugePages, populate_when_idle
+from parallel.host_memory import HugePages, forget, forget_storage, populate_when_idle
 
 PAGE = mmap.PAGESIZE
 TIMEOUT_S = 240.0
@@ -62,6 +62,14 @@ def new_rows() -> torch.Tensor:
 
 def new_memory(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def test_what_is_forgotten_is_a_part_or_all_of_the_memory() -> None:
+    memory = HugePages().empty(8 * PAGE, torch.uint8).fill_(1).view(8, PAGE)
+    forget(memory[2:4])
+    assert memory.sum(1).eq(PAGE).tolist() == [True, True, False, False, True, True, True, True]
+    forget_storage(memory[7])
+    assert not memory.any()
 
 
 def populate(rows_RBX: torch.Tensor) -> None:

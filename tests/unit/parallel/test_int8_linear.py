@@ -160,6 +160,16 @@ def test_a_weight_is_given_up_unless_it_is_kept(natives: Natives) -> None:
     assert not torch.equal(given_up, weight)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_that_is_given_up_in_pieces_is_packed_whole(natives: Natives, dtype: torch.dtype) -> None:
+    weight, x = random(2080, 1024, dtype=dtype, seed=1), random(3, 1024, dtype=dtype)  # 4 pieces and a rest
+    kept, given_up = (
+        NativeInt8Linear(weight.clone(), None, natives[dtype], Recorder(), 2, memory=HugePages(), keeps_weight=keeps)
+        for keeps in (True, False)
+    )
+    assert torch.equal(kept(x), given_up(x))
+
+
 def test_without_the_instructions_torch_does_it() -> None:
     weight, bias = make_case(48, 96, True, torch.bfloat16)
     assert isinstance(NativeCpuKernels({}, None, 2).quantize_linear(weight, bias), Int8Linear)
