@@ -21,6 +21,8 @@ MAX_CHOICES = 128
 """Choices of one HTTP request: prompts times n."""
 
 _SEED_RANGE = 2**64
+_NULL = msgspec.Raw(b"null")
+"""Of fields that are left out."""
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -50,8 +52,8 @@ class Message(Struct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw(b"null")
-    function_call: msgspec.Raw = msgspec.Raw(b"null")
+    tool_calls: msgspec.Raw = _NULL
+    function_call: msgspec.Raw = _NULL
 
 
 class GenerationRequest(Struct, kw_only=True):
@@ -323,9 +325,7 @@ _LIMITED = (
 )
 """Fields of which some values are served."""
 
-_Others = msgspec.defstruct(
-    "_Others", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in (*_UNSERVED, *_LIMITED)], kw_only=True
-)
+_Others = msgspec.defstruct("_Others", [(name, msgspec.Raw, _NULL) for name in (*_UNSERVED, *_LIMITED)], kw_only=True)
 """These fields as they were written: a value of megabytes is not read. Fields that nobody knows are skipped."""
 
 _MAX_READ_BYTES = 1024
@@ -333,6 +333,8 @@ _UNREAD = "a long value"
 
 
 def _read_short(raw: msgspec.Raw) -> object:
+    if raw is _NULL:  # as most are
+        return None
     return _read(raw, object) if len(raw) <= _MAX_READ_BYTES else _UNREAD
 
 
