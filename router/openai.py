@@ -3,6 +3,7 @@
     POST /v1/completions          openai_types.py: what may be asked       GET /health    the process lives
     POST /v1/chat/completions     openai_render.py: what is answered       GET /ready     a model has a ready replica
     GET  /v1/models[/{id}]                                                 GET /version
+    POST /tokenize, /detokenize   as other open model servers have them
 
 A request's errors keep their HTTP status in streams too: nothing is sent before the first delta. An error after it
 comes as an `error` event, and the stream then ends without `[DONE]`. When a client goes away, its calls are aborted at
@@ -42,7 +43,13 @@ from router.openai_render import (
     render_error,
     render_model,
 )
-from router.openai_types import ChatCompletionRequest, CompletionRequest, parse_request
+from router.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse_detokenize_request,
+    parse_request,
+    parse_tokenize_request,
+)
 from router.spans import TraceContext, read_context
 
 logger = logging.getLogger(__name__)
@@ -77,7 +84,7 @@ def create_app(
         dispatch: serves the calls.
         max_body_bytes: a longer request body is refused.
         ready: whether /ready says yes; None: when some model has a replica that takes requests.
-        keys: who may ask under /v1; None: everybody.
+        keys: who may ask for what is of a model; None: everybody.
         reads_trace_context: calls get the W3C trace context of their headers.
     """
     front = _Front(
@@ -89,6 +96,8 @@ def create_app(
             Route("/v1/models/{model:path}", front.get_model),
             Route("/v1/completions", front.complete, methods=["POST"]),
             Route("/v1/chat/completions", front.chat, methods=["POST"]),
+            Route("/tokenize", front.tokenize, methods=["POST"]),
+            Route("/detokenize", front.detokenize, methods=["POST"]),
             Route("/health", front.health),
             Route("/ready", front.tell_ready),
             Route("/version", front.tell_version),
@@ -131,6 +140,22 @@ class _Front:
         body = await _read_body(request, self._max_body_bytes)
         return self._exchange(parse_request(body, ChatCompletionRequest), ChatRenderer, caller)
 
+    async def tokenize(self, request: Request) -> Response:
+        self._admit(request)
+        asked = parse_tokenize_request(await _read_body(request, self._max_body_bytes))
+        token_ids = await self._dispatch.tokenize(
+            asked.model or "", asked.content, add_special_tokens=asked.add_special_tokens is not False
+        )
+        cards = self._dispatch.list_models()
+        max_context = next((card.max_context for card in cards if asked.model in (None, "", card.name)), 0)
+        return _json({"count": len(token_ids), "max_model_len": max_context, "tokens": token_ids, "token_strs": None})
+
+    async def detokenize(self, request: Request) -> Response:
+        self._admit(request)
+        asked = parse_detokenize_request(await _read_body(request, self._max_body_bytes))
+        text = await self._dispatch.detokenize(asked.model or "", asked.tokens, skip_special_tokens=False)
+        return _json({"prompt": text})
+
     async def list_models(self, request: Request) -> Response:
         self._identify(request)
         cards = [render_model(card, self._started_at) for card in self._dispatch.list_models()]
@@ -156,6 +181,12 @@ class _Front:
             return _json({"version": version("weft")})
         except PackageNotFoundError:  # run from a source tree
             return _json({"version": "unknown"})
+
+    def _admit(self, request: Request) -> None:
+        """Count a request that no replica sees. Raises UnauthenticatedError, RateLimitedError."""
+        tenant = self._identify(request)
+        if tenant is not None:
+            tenant.admit(OneRequest())
 
     def _identify(self, request: Request) -> Tenant | None:
         """Who asks. Raises UnauthenticatedError where keys are needed and this one is none."""

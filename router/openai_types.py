@@ -231,9 +231,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"top_logprobs is {self.top_logprobs} and logprobs is not true; allowed: top_logprobs with logprobs",
                 field="top_logprobs",
             )
-        check_num_messages(len(self.messages))
-        messages = tuple(_to_chat_message(index, message) for index, message in enumerate(self.messages))
-        return tuple(self._expand([{"messages": messages}], sampling, response_id))
+        return tuple(self._expand([{"messages": _to_chat(self.messages)}], sampling, response_id))
 
     def _num_top_logprobs(self) -> int:
         number = self.top_logprobs or 0
@@ -242,14 +240,59 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return number
 
 
+class TokenizeRequest(Struct, kw_only=True):
+    """The body of POST /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def content(self) -> str | tuple[ChatMessage, ...]:
+        """What is to become tokens."""
+        if (self.prompt is None) == (self.messages is None):
+            seen = "neither" if self.prompt is None else "both"
+            raise InvalidRequestError(f"{seen} of prompt and messages is set; allowed: one of them", field="prompt")
+        if self.prompt is not None:
+            return self.prompt
+        if self.add_special_tokens:
+            raise InvalidRequestError(
+                "add_special_tokens is true with messages; allowed: false, the chat template adds them",
+                field="add_special_tokens",
+            )
+        return _to_chat(self.messages or [])
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+def parse_tokenize_request(body: bytes) -> TokenizeRequest:
+    """Return the request in a JSON body. Raises InvalidRequestError as `parse_request`."""
+    request = _read(body, TokenizeRequest)
+    _refuse_unserved(_read(body, _Others), add_special_tokens=(None, True, False))
+    return request
+
+
+def parse_detokenize_request(body: bytes) -> DetokenizeRequest:
+    """Return the request in a JSON body. Raises InvalidRequestError as `parse_request`."""
+    return _read(body, DetokenizeRequest)
+
+
 def parse_request(body: bytes, kind: type[R]) -> R:
     """Return the request in a JSON body.
 
     Raises:
         InvalidRequestError: the body is not JSON, a field has the wrong type, or asks for something not served.
     """
-    request, others = _read(body, kind), _read(body, _Others)
-    _refuse_unserved(request, others)
+    request = _read(body, kind)
+    _refuse_unserved(
+        _read(body, _Others), add_special_tokens=(None, isinstance(request, CompletionRequest)), n=request.n
+    )
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is set and stream is not true; allowed: both", field="stream_options")
     if request.stream_options is not None and request.stream_options.continuous_usage_stats:
@@ -310,6 +353,7 @@ _UNSERVED: Mapping[str, str] = {
     "continue_final_message": "a conversation ends before the assistant's turn",
     "return_token_ids": "token ids are returned over gRPC only",
     "return_tokens_as_token_ids": "token ids are returned over gRPC only",
+    "return_token_strs": "only the ids of tokens are returned",
 }
 """Fields that are refused when they ask for something, and why."""
 
@@ -343,7 +387,7 @@ def _is_set(raw: msgspec.Raw) -> bool:
     return value is not None and value is not False and value not in ({}, [], "")
 
 
-def _refuse_unserved(request: GenerationRequest, others: Struct) -> None:
+def _refuse_unserved(others: Struct, *, add_special_tokens: tuple[bool | None, ...], n: int | None = None) -> None:
     for name, reason in _UNSERVED.items():
         if _is_set(getattr(others, name)):
             raise InvalidRequestError(f"{name} is set: {reason}", field=name)
@@ -352,15 +396,20 @@ def _refuse_unserved(request: GenerationRequest, others: Struct) -> None:
         "function_call": (None, "none", "auto"),
         "modalities": (None, [], ["text"]),
         "add_generation_prompt": (None, True),
-        "add_special_tokens": (None, isinstance(request, CompletionRequest)),
+        "add_special_tokens": add_special_tokens,
         "response_format": (None, {"type": "text"}),
-        "best_of": (None, 1, request.n),
+        "best_of": (None, 1, n),
     }
     for name in _LIMITED:
         value, allowed = _read_short(getattr(others, name)), allowed_values[name]
         if value not in allowed:
             shown = ", ".join(repr(each) for each in allowed if each is not None)
             raise InvalidRequestError(f"{name} is {value!r}, which is not supported yet; allowed: {shown}", field=name)
+
+
+def _to_chat(messages: list[Message]) -> tuple[ChatMessage, ...]:
+    check_num_messages(len(messages))
+    return tuple(_to_chat_message(index, message) for index, message in enumerate(messages))
 
 
 def _to_chat_message(index: int, message: Message) -> ChatMessage:

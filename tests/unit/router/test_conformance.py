@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import yaml
@@ -259,6 +260,43 @@ async def test_names_of_tokens_need_no_place() -> None:
         await ask(fronts["grpc"], request)
         answer = await ask_all(fronts, request)
     assert [len(position.top) for position in answer.logprobs] == [5] * 10
+
+
+async def test_tokens_of_text_and_back() -> None:
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", timeout=20, verify=False) as http,
+    ):
+        await router.wait_ready(1)
+        turns = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
+        for request, body in (
+            (pb.TokenizeRequest(text="hi"), {"prompt": "hi"}),
+            (pb.TokenizeRequest(text=""), {"prompt": "", "add_special_tokens": True}),
+            (pb.TokenizeRequest(text="hi", add_special_tokens=False), {"prompt": "hi", "add_special_tokens": False}),
+            (pb.TokenizeRequest(chat=turns), {"messages": [{"role": "user", "content": "hi"}]}),
+        ):
+            over_grpc = await router.stub.Tokenize(request)
+            assert (await http.post("/tokenize", json={"model": "tiny"} | body)).json() == {
+                "count": len(over_grpc.token_ids),
+                "max_model_len": over_grpc.max_context,
+                "tokens": list(over_grpc.token_ids),
+                "token_strs": None,
+            }
+            back = await router.stub.Detokenize(pb.DetokenizeRequest(token_ids=over_grpc.token_ids))
+            answer = await http.post("/detokenize", json={"tokens": list(over_grpc.token_ids)})
+            assert answer.json() == {"prompt": back.text}
+        for name, request, body, code in (
+            ("Tokenize", pb.TokenizeRequest(model="gpt", text="hi"), {"model": "gpt", "prompt": "hi"}, 404),
+            ("Tokenize", pb.TokenizeRequest(chat=pb.ChatPrompt()), {"messages": []}, 400),
+            ("Detokenize", pb.DetokenizeRequest(token_ids=[300]), {"tokens": [300]}, 400),
+            ("Detokenize", pb.DetokenizeRequest(token_ids=[0] * 513), {"tokens": [0] * 513}, 400),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await getattr(router.stub, name)(request)
+            answer = await http.post(f"/{name.lower()}", json=body)
+            assert answer.status_code == code
+            assert answer.json()["error"]["message"] == refused.value.details()
 
 
 async def test_tenants_share_no_prefix() -> None:

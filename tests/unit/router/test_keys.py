@@ -206,6 +206,8 @@ async def test_both_front_ends_want_a_key_and_keep_its_rate(write: Callable[...,
                     http.post("/v1/chat/completions", json={}, headers=headers),
                     http.get("/v1/models", headers=headers),
                     http.get("/v1/models/tiny", headers=headers),
+                    http.post("/tokenize", json={"prompt": "hi"}, headers=headers),
+                    http.post("/detokenize", json={"tokens": [1]}, headers=headers),
                 ):
                     assert response.status_code == 401
                     assert response.json()["error"]["code"] == "invalid_api_key"
@@ -216,20 +218,25 @@ async def test_both_front_ends_want_a_key_and_keep_its_rate(write: Callable[...,
 
 
 async def test_tokenizing_counts_as_a_request_and_its_tokens_do_not(write: Callable[..., Path]) -> None:
-    path = write({"requests_per_minute": 3, "tokens_per_minute": 10})
+    path = write({"requests_per_minute": 4, "tokens_per_minute": 10})
+    known = {"authorization": f"Bearer {ALICE}"}
     async with (
         FakeReplica("a") as a,
-        running_router(router_config(a.address, api_keys=str(path))) as router,
+        running_router(router_config(a.address, api_keys=str(path), http_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", headers=known) as http,
         AsyncClient(router.addresses.grpc, api_key=ALICE, timeout_s=10) as client,
     ):
         await client.wait_ready(10)
         assert len(await client.tokenize("twenty and one bytes.", model="tiny")) == 22
         assert await client.detokenize([104, 105], model="tiny") == "hi"
-        await client.tokenize("hi", model="tiny")
+        assert (await http.post("/tokenize", json={"prompt": "hi"})).status_code == 200
+        assert (await http.post("/detokenize", json={"tokens": [104]})).status_code == 200
         for call in (
             client.tokenize("hi", model="tiny"),
             client.detokenize([104], model="tiny"),
             client.complete("hi"),
         ):
-            with pytest.raises(OverloadedError, match="'alice' has used its requests; allowed: 3 a minute"):
+            with pytest.raises(OverloadedError, match="'alice' has used its requests; allowed: 4 a minute"):
                 await call
+        for path_of, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [104]})):
+            assert (await http.post(path_of, json=body)).status_code == 429

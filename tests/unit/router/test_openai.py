@@ -645,6 +645,36 @@ async def test_chat_that_is_refused_names_the_field(
     assert said in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "said"),
+    [
+        ("/tokenize", {}, "prompt", "neither of prompt and messages is set; allowed: one of them"),
+        ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt", "both of prompt and messages is set"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt", "prompt has a value that is not allowed"),
+        ("/tokenize", {"messages": [USER], "add_special_tokens": True}, "add_special_tokens", "allowed: false"),
+        ("/tokenize", {"messages": [USER], "tools": [{}]}, "tools", "not supported yet"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, "messages", "messages[0].content is missing"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs", "only the ids"),
+        ("/detokenize", {}, "tokens", "tokens is missing; it is required"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens", "tokens[0] has a value that is not allowed"),
+    ],
+)
+async def test_tokenizing_that_is_refused_names_the_field(
+    http: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str, said: str
+) -> None:
+    response = await http.post(path, json=fields)
+
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert said in error["message"]
+
+
+async def test_detokenized_text_has_the_special_tokens(http: httpx.AsyncClient) -> None:
+    response = await http.post("/detokenize", json={"tokens": [72, 105, EOS]})
+
+    assert response.json() == {"prompt": "Hi<eos>"}, "as from other model servers: the prompt that was tokenized"
+
+
 @pytest.mark.parametrize("number", ["1e999", "9" * 500])
 @pytest.mark.parametrize("field", ["temperature", "logit_bias"])
 async def test_number_that_is_no_number_here_is_refused(http: httpx.AsyncClient, field: str, number: str) -> None:
