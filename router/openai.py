@@ -3,36 +3,32 @@
     POST /v1/completions          openai_types.py: what may be asked       GET /health    the process lives
     POST /v1/chat/completions     openai_render.py: what is answered       GET /ready     a model has a ready replica
     GET  /v1/models[/{id}]                                                 GET /version
-    POST /tokenize, /detokenize   as other open model servers have them
+    POST /tokenize, /detokenize   openai_exchange.py: how it is sent
 
 A request's errors keep their HTTP status in streams too: nothing is sent before the first delta. An error after it
 comes as an `error` event, and the stream then ends without `[DONE]`. When a client goes away, its calls are aborted at
 once, whether it streams or waits; so they are at its deadline, which the header X-Request-Timeout gives in seconds.
 """
 
-import asyncio
-import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from router.call import Dispatch, GenerateDelta
+from router.call import Dispatch
 from router.convert import MAX_REQUEST_ID_CHARS
 from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
 from router.keys import KeyRing, OneRequest, Tenant
+from router.openai_exchange import Exchange, json_response
 from router.openai_render import (
     ChatRenderer,
     CompletionRenderer,
@@ -52,11 +48,6 @@ from router.openai_types import (
 )
 from router.spans import TraceContext, read_context
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Deltas = AsyncGenerator[tuple[int, GenerateDelta], None]
-
 _CLIENT_CLOSED_REQUEST = 499
 _TIMEOUT_HEADER = "X-Request-Timeout"
 _ID_HEADER = "X-Request-Id"
@@ -66,8 +57,6 @@ _DRAIN_FACTOR = 16
 see a broken connection, not the answer."""
 _MAX_REQUEST_ID_CHARS = MAX_REQUEST_ID_CHARS - 16
 """Of the client's id: what is put around it, as in `chatcmpl-...-127`, has 13."""
-_DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def create_app(
@@ -130,12 +119,12 @@ class _Front:
         self._ready = ready if ready is not None else self._has_ready_replica
         self._started_at = int(time.time())
 
-    async def complete(self, request: Request) -> "_Exchange":
+    async def complete(self, request: Request) -> Exchange:
         caller = self._caller(request)
         body = await _read_body(request, self._max_body_bytes)
         return self._exchange(parse_request(body, CompletionRequest), CompletionRenderer, caller)
 
-    async def chat(self, request: Request) -> "_Exchange":
+    async def chat(self, request: Request) -> Exchange:
         caller = self._caller(request)
         body = await _read_body(request, self._max_body_bytes)
         return self._exchange(parse_request(body, ChatCompletionRequest), ChatRenderer, caller)
@@ -148,18 +137,20 @@ class _Front:
         )
         cards = self._dispatch.list_models()
         max_context = next((card.max_context for card in cards if asked.model in (None, "", card.name)), 0)
-        return _json({"count": len(token_ids), "max_model_len": max_context, "tokens": token_ids, "token_strs": None})
+        return json_response(
+            {"count": len(token_ids), "max_model_len": max_context, "tokens": token_ids, "token_strs": None}
+        )
 
     async def detokenize(self, request: Request) -> Response:
         self._admit(request)
         asked = parse_detokenize_request(await _read_body(request, self._max_body_bytes))
         text = await self._dispatch.detokenize(asked.model or "", asked.tokens, skip_special_tokens=False)
-        return _json({"prompt": text})
+        return json_response({"prompt": text})
 
     async def list_models(self, request: Request) -> Response:
         self._identify(request)
         cards = [render_model(card, self._started_at) for card in self._dispatch.list_models()]
-        return _json({"object": "list", "data": cards})
+        return json_response({"object": "list", "data": cards})
 
     async def get_model(self, request: Request) -> Response:
         self._identify(request)
@@ -167,20 +158,20 @@ class _Front:
         cards = {card.name: card for card in self._dispatch.list_models()}
         if name not in cards:
             raise ModelNotFoundError(f"model {name!r} does not exist; served: {', '.join(sorted(cards)) or 'none'}")
-        return _json(render_model(cards[name], self._started_at))
+        return json_response(render_model(cards[name], self._started_at))
 
     async def health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def tell_ready(self, request: Request) -> Response:
         is_ready = self._ready()
-        return _json({"ready": is_ready}, status=200 if is_ready else 503)
+        return json_response({"ready": is_ready}, status=200 if is_ready else 503)
 
     async def tell_version(self, request: Request) -> Response:
         try:
-            return _json({"version": version("weft")})
+            return json_response({"version": version("weft")})
         except PackageNotFoundError:  # run from a source tree
-            return _json({"version": "unknown"})
+            return json_response({"version": "unknown"})
 
     def _admit(self, request: Request) -> None:
         """Count a request that no replica sees. Raises UnauthenticatedError, RateLimitedError."""
@@ -212,7 +203,7 @@ class _Front:
 
     def _exchange(
         self, asked: CompletionRequest | ChatCompletionRequest, kind: type[Renderer], caller: "_Caller"
-    ) -> "_Exchange":
+    ) -> Exchange:
         response_id = kind.id_prefix + caller.request_id
         of_caller: dict[str, Any] = {
             "tenant": caller.tenant,
@@ -230,7 +221,7 @@ class _Front:
             dispatch=self._dispatch,
         )
         sources = [self._dispatch.generate(call) for call in calls]
-        return _Exchange(
+        return Exchange(
             sources,
             renderer,
             is_stream=bool(asked.stream),
@@ -251,126 +242,6 @@ class _Caller(NamedTuple):
     """The client's, or a new one."""
     timeout_s: float | None
     """From now to the client's deadline."""
-
-
-class _Exchange:
-    """The answer to one generation request, as an ASGI application: it serves its calls until the client has gone."""
-
-    def __init__(
-        self,
-        sources: Sequence[AsyncGenerator[GenerateDelta, None]],
-        renderer: Renderer,
-        *,
-        is_stream: bool,
-        max_tokens_name: str,
-        headers: dict[str, str],
-    ) -> None:
-        self._sources = sources
-        self._renderer = renderer
-        self._is_stream = is_stream
-        self._max_tokens_name = max_tokens_name
-        """What the client calls that field."""
-        self._headers = headers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await _until_disconnect(receive, self._serve(scope, receive, send))
-        except InvalidRequestError as error:
-            raise error.renamed("max_tokens", self._max_tokens_name) from error
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(_merge(self._sources)) as deltas:
-            if self._is_stream:
-                await self._stream(deltas, send)
-                return
-            async for index, delta in deltas:
-                await self._renderer.add(index, delta)
-        await _json(self._renderer.whole(), headers=self._headers)(scope, receive, send)
-
-    async def _stream(self, deltas: Deltas, send: Send) -> None:
-        first = await anext(deltas)  # an error until here has its own status
-        head = Response(headers=_STREAM_HEADERS | self._headers, media_type="text/event-stream")
-        del head.headers["content-length"]
-        await send({"type": "http.response.start", "status": 200, "headers": head.raw_headers})
-        try:
-            await self._send_chunks(*first, send)
-            async for index, delta in deltas:
-                await self._send_chunks(index, delta, send)
-            usage = self._renderer.usage_chunk()
-            last = (b"" if usage is None else _event(usage)) + _DONE
-        except RouterError as error:
-            last = _event(render_error(error))
-        except Exception:
-            logger.exception("an answer broke off")
-            last = _event(error_body("internal error", 500))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _send_chunks(self, index: int, delta: GenerateDelta, send: Send) -> None:
-        events = [_event(chunk) for chunk in await self._renderer.chunks(index, delta)]
-        if events:
-            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-
-
-async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work`; cancel it when the client goes away, and come back only when it has ended."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-        else:
-            logger.debug("a client went away; its calls are aborted")
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield what the sources yield, as it comes, with the number of its source. Closing it closes them all.
-
-    The first error of a source is raised here, and closes the others.
-    """
-    if len(sources) == 1:  # the common case needs no task of its own
-        async with aclosing(sources[0]) as source:
-            async for item in source:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=len(sources))
-    pumps = [asyncio.create_task(_pump(index, source, queue)) for index, source in enumerate(sources)]
-    try:
-        num_running = len(pumps)
-        while num_running:
-            match await queue.get():
-                case None:
-                    num_running -= 1
-                case Exception() as error:
-                    raise error
-                case pair:
-                    yield pair
-    finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def _pump(
-    index: int, source: AsyncGenerator[T, None], queue: asyncio.Queue[tuple[int, T] | Exception | None]
-) -> None:
-    try:
-        async with aclosing(source):
-            async for item in source:
-                await queue.put((index, item))
-    except Exception as error:
-        await queue.put(error)
-    else:
-        await queue.put(None)
 
 
 def _read_timeout(text: str | None) -> float | None:
@@ -409,18 +280,12 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _json(value: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
-
-
 def _json_error(request: Request, body: Json, status: int, headers: dict[str, str]) -> Response:
     """Return an error answer, with the id by which the log knows the request where it has one."""
     request_id = getattr(request.state, "request_id", None)
-    return _json(body, status=status, headers=headers if request_id is None else headers | {_ID_HEADER: request_id})
-
-
-def _event(value: Json) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return json_response(
+        body, status=status, headers=headers if request_id is None else headers | {_ID_HEADER: request_id}
+    )
 
 
 async def _answer_router_error(request: Request, error: Exception) -> Response:

@@ -2,11 +2,11 @@
 
 What is accepted follows what clients of open model servers send: the OpenAI fields, and the sampling fields beyond them
 that `SamplingParams` has. A field that would change the output and that Weft does not serve yet is refused, never
-dropped; fields that only label a request, and fields that nobody knows, change nothing.
+dropped (openai_fields.py); fields that only label a request, and fields that nobody knows, change nothing.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -16,20 +16,18 @@ from weft.v1 import inference_pb2 as pb
 from router.call import ChatMessage, GenerateCall
 from router.convert import MAX_LOGPROBS, check_num_messages, check_stop
 from router.errors import InvalidRequestError
+from router.openai_fields import NULL, is_set, read_json, refuse_unserved
 
 MAX_CHOICES = 128
 """Choices of one HTTP request: prompts times n."""
 
 _SEED_RANGE = 2**64
-_NULL = msgspec.Raw(b"null")
-"""Of fields that are left out."""
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 R = TypeVar("R", "CompletionRequest", "ChatCompletionRequest")
-T = TypeVar("T")
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -52,8 +50,8 @@ class Message(Struct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: msgspec.Raw = _NULL
-    function_call: msgspec.Raw = _NULL
+    tool_calls: msgspec.Raw = NULL
+    function_call: msgspec.Raw = NULL
 
 
 class GenerationRequest(Struct, kw_only=True):
@@ -192,15 +190,15 @@ class CompletionRequest(GenerationRequest, kw_only=True):
                 )
             case b"[[":
                 self._check_num_choices(bytes(self.prompt).count(b"[") - 1)  # to make a million lists takes 0.6 s
-                prompts = [{"token_ids": ids} for ids in _read(self.prompt, list[list[TokenId]], "prompt")]
+                prompts = [{"token_ids": ids} for ids in read_json(self.prompt, list[list[TokenId]], "prompt")]
             case b'["':
-                texts = _read(self.prompt, list[str], "prompt")
+                texts = read_json(self.prompt, list[str], "prompt")
                 self._check_num_choices(len(texts))
                 prompts = [{"text": text} for text in texts]
             case begin if begin.startswith(b"["):
-                prompts = [{"token_ids": _read(self.prompt, list[TokenId], "prompt")}]
+                prompts = [{"token_ids": read_json(self.prompt, list[TokenId], "prompt")}]
             case _:
-                prompts = [{"text": _read(self.prompt, str, "prompt")}]
+                prompts = [{"text": read_json(self.prompt, str, "prompt")}]
         return prompts
 
 
@@ -273,14 +271,14 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 def parse_tokenize_request(body: bytes) -> TokenizeRequest:
     """Return the request in a JSON body. Raises InvalidRequestError as `parse_request`."""
-    request = _read(body, TokenizeRequest)
-    _refuse_unserved(_read(body, _Others), add_special_tokens=(None, True, False))
+    request = read_json(body, TokenizeRequest)
+    refuse_unserved(body, add_special_tokens=(None, True, False))
     return request
 
 
 def parse_detokenize_request(body: bytes) -> DetokenizeRequest:
     """Return the request in a JSON body. Raises InvalidRequestError as `parse_request`."""
-    return _read(body, DetokenizeRequest)
+    return read_json(body, DetokenizeRequest)
 
 
 def parse_request(body: bytes, kind: type[R]) -> R:
@@ -289,10 +287,8 @@ def parse_request(body: bytes, kind: type[R]) -> R:
     Raises:
         InvalidRequestError: the body is not JSON, a field has the wrong type, or asks for something not served.
     """
-    request = _read(body, kind)
-    _refuse_unserved(
-        _read(body, _Others), add_special_tokens=(None, isinstance(request, CompletionRequest)), n=request.n
-    )
+    request = read_json(body, kind)
+    refuse_unserved(body, add_special_tokens=(None, isinstance(request, CompletionRequest)), n=request.n)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is set and stream is not true; allowed: both", field="stream_options")
     if request.stream_options is not None and request.stream_options.continuous_usage_stats:
@@ -302,118 +298,13 @@ def parse_request(body: bytes, kind: type[R]) -> R:
     return request
 
 
-def _read(data: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
-    """Return what a body holds, or one of its fields. Raises InvalidRequestError."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        message, at_fault = _explain(str(error), field)
-        raise InvalidRequestError(message, field=at_fault) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not JSON: {error}; allowed: a JSON object") from error
-
-
-def _explain(message: str, field: str) -> tuple[str, str | None]:
-    """Turn "Expected `int`, got `str` - at `$.n`" into a sentence that begins with the field, and that field."""
-    problem, _, place = message.partition(" - at `")
-    path = (field + place.rstrip("`").removeprefix("$")).removeprefix(".")
-    missing = re.fullmatch(r"Object missing required field `(\w+)`", problem)
-    if missing:
-        path = f"{path}.{missing[1]}" if path else missing[1]
-        return f"{path} is missing; it is required", re.split(r"[.\[]", path)[0]
-    if not path or path == "[...]":  # msgspec's name for a place that it does not know
-        return f"the body is not what is allowed: {problem}", None
-    return f"{path} has a value that is not allowed: {problem}", re.split(r"[.\[]", path)[0]
-
-
-_UNSERVED: Mapping[str, str] = {
-    "tools": "tool calls are not supported yet",
-    "functions": "function calls are not supported yet",
-    "logit_bias": "logit_bias is not supported yet",
-    "echo": "the prompt is not echoed; send it along with the answer yourself",
-    "suffix": "insertion is not supported",
-    "use_beam_search": "beam search is not supported",
-    "prompt_logprobs": "log-probabilities of the prompt are not supported yet",
-    "guided_json": "guided decoding is not supported yet",
-    "guided_regex": "guided decoding is not supported yet",
-    "guided_choice": "guided decoding is not supported yet",
-    "guided_grammar": "guided decoding is not supported yet",
-    "structured_outputs": "guided decoding is not supported yet",
-    "audio": "only text is generated",
-    "prediction": "predicted outputs are not supported",
-    "web_search_options": "there is no web search",
-    "prompt_embeds": "prompts are text or token ids",
-    "truncate_prompt_tokens": "prompts are not truncated; send what fits into the context",
-    "allowed_token_ids": "allowed_token_ids is not supported yet",
-    "bad_words": "bad_words is not supported yet",
-    "logits_processors": "logits processors are not supported",
-    "chat_template": "the model's own chat template is used",
-    "chat_template_kwargs": "arguments to the chat template are not supported yet",
-    "documents": "documents are not passed to the chat template",
-    "continue_final_message": "a conversation ends before the assistant's turn",
-    "return_token_ids": "token ids are returned over gRPC only",
-    "return_tokens_as_token_ids": "token ids are returned over gRPC only",
-    "return_token_strs": "only the ids of tokens are returned",
-}
-"""Fields that are refused when they ask for something, and why."""
-
-
-_LIMITED = (
-    "tool_choice",
-    "function_call",
-    "modalities",
-    "add_generation_prompt",
-    "add_special_tokens",
-    "response_format",
-    "best_of",
-)
-"""Fields of which some values are served."""
-
-_Others = msgspec.defstruct("_Others", [(name, msgspec.Raw, _NULL) for name in (*_UNSERVED, *_LIMITED)], kw_only=True)
-"""These fields as they were written: a value of megabytes is not read. Fields that nobody knows are skipped."""
-
-_MAX_READ_BYTES = 1024
-_UNREAD = "a long value"
-
-
-def _read_short(raw: msgspec.Raw) -> object:
-    if raw is _NULL:  # as most are
-        return None
-    return _read(raw, object) if len(raw) <= _MAX_READ_BYTES else _UNREAD
-
-
-def _is_set(raw: msgspec.Raw) -> bool:
-    value = _read_short(raw)
-    return value is not None and value is not False and value not in ({}, [], "")
-
-
-def _refuse_unserved(others: Struct, *, add_special_tokens: tuple[bool | None, ...], n: int | None = None) -> None:
-    for name, reason in _UNSERVED.items():
-        if _is_set(getattr(others, name)):
-            raise InvalidRequestError(f"{name} is set: {reason}", field=name)
-    allowed_values: Mapping[str, tuple[object, ...]] = {
-        "tool_choice": (None, "none", "auto"),
-        "function_call": (None, "none", "auto"),
-        "modalities": (None, [], ["text"]),
-        "add_generation_prompt": (None, True),
-        "add_special_tokens": add_special_tokens,
-        "response_format": (None, {"type": "text"}),
-        "best_of": (None, 1, n),
-    }
-    for name in _LIMITED:
-        value, allowed = _read_short(getattr(others, name)), allowed_values[name]
-        if value not in allowed:
-            shown = ", ".join(repr(each) for each in allowed if each is not None)
-            raise InvalidRequestError(f"{name} is {value!r}, which is not supported yet; allowed: {shown}", field=name)
-
-
 def _to_chat(messages: list[Message]) -> tuple[ChatMessage, ...]:
     check_num_messages(len(messages))
     return tuple(_to_chat_message(index, message) for index, message in enumerate(messages))
 
 
 def _to_chat_message(index: int, message: Message) -> ChatMessage:
-    if _is_set(message.tool_calls) or _is_set(message.function_call):
+    if is_set(message.tool_calls) or is_set(message.function_call):
         raise InvalidRequestError(f"messages[{index}] holds tool calls, which are not supported yet", field="messages")
     # OpenAI's newer name for the system's voice; chat templates know the older one
     role = "system" if message.role == "developer" else message.role

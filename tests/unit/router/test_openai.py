@@ -725,7 +725,7 @@ async def test_too_many_prompts_are_refused_before_they_are_made(
         made.append(type)
         return decode(data, type=type)
 
-    monkeypatch.setattr("router.openai_types.msgspec.json.decode", note)
+    monkeypatch.setattr("router.openai_fields.msgspec.json.decode", note)
     response = await complete(http, prompt=[[1]] * (MAX_CHOICES + 1))
 
     assert response.json()["error"]["message"].startswith("129 prompts with n=1 make 129 choices")

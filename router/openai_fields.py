@@ -1,0 +1,131 @@
+"""What is in the body of an OpenAI-compatible request: JSON to values, with errors that name the field at fault.
+
+Fields that are not served, or not with every value, are listed here and refused; those that are, openai_types.py has.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from router.errors import InvalidRequestError
+
+T = TypeVar("T")
+
+NULL = msgspec.Raw(b"null")
+"""Of fields that are left out."""
+
+
+def read_json(data: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
+    """Return what a body holds, or one of its fields. Raises InvalidRequestError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message, at_fault = _explain(str(error), field)
+        raise InvalidRequestError(message, field=at_fault) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}; allowed: a JSON object") from error
+
+
+def _explain(message: str, field: str) -> tuple[str, str | None]:
+    """Turn "Expected `int`, got `str` - at `$.n`" into a sentence that begins with the field, and that field."""
+    problem, _, place = message.partition(" - at `")
+    path = (field + place.rstrip("`").removeprefix("$")).removeprefix(".")
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", problem)
+    if missing:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return f"{path} is missing; it is required", re.split(r"[.\[]", path)[0]
+    if not path or path == "[...]":  # msgspec's name for a place that it does not know
+        return f"the body is not what is allowed: {problem}", None
+    return f"{path} has a value that is not allowed: {problem}", re.split(r"[.\[]", path)[0]
+
+
+_UNSERVED: Mapping[str, str] = {
+    "tools": "tool calls are not supported yet",
+    "functions": "function calls are not supported yet",
+    "logit_bias": "logit_bias is not supported yet",
+    "echo": "the prompt is not echoed; send it along with the answer yourself",
+    "suffix": "insertion is not supported",
+    "use_beam_search": "beam search is not supported",
+    "prompt_logprobs": "log-probabilities of the prompt are not supported yet",
+    "guided_json": "guided decoding is not supported yet",
+    "guided_regex": "guided decoding is not supported yet",
+    "guided_choice": "guided decoding is not supported yet",
+    "guided_grammar": "guided decoding is not supported yet",
+    "structured_outputs": "guided decoding is not supported yet",
+    "audio": "only text is generated",
+    "prediction": "predicted outputs are not supported",
+    "web_search_options": "there is no web search",
+    "prompt_embeds": "prompts are text or token ids",
+    "truncate_prompt_tokens": "prompts are not truncated; send what fits into the context",
+    "allowed_token_ids": "allowed_token_ids is not supported yet",
+    "bad_words": "bad_words is not supported yet",
+    "logits_processors": "logits processors are not supported",
+    "chat_template": "the model's own chat template is used",
+    "chat_template_kwargs": "arguments to the chat template are not supported yet",
+    "documents": "documents are not passed to the chat template",
+    "continue_final_message": "a conversation ends before the assistant's turn",
+    "return_token_ids": "token ids are returned over gRPC only",
+    "return_tokens_as_token_ids": "token ids are returned over gRPC only",
+    "return_token_strs": "only the ids of tokens are returned",
+}
+"""Fields that are refused when they ask for something, and why."""
+
+
+_LIMITED = (
+    "tool_choice",
+    "function_call",
+    "modalities",
+    "add_generation_prompt",
+    "add_special_tokens",
+    "response_format",
+    "best_of",
+)
+"""Fields of which some values are served."""
+
+_Others = msgspec.defstruct("_Others", [(name, msgspec.Raw, NULL) for name in (*_UNSERVED, *_LIMITED)], kw_only=True)
+"""These fields as they were written: a value of megabytes is not read. Fields that nobody knows are skipped."""
+
+_MAX_READ_BYTES = 1024
+_UNREAD = "a long value"
+
+
+def _read_short(raw: msgspec.Raw) -> object:
+    if raw is NULL:  # as most are
+        return None
+    return read_json(raw, object) if len(raw) <= _MAX_READ_BYTES else _UNREAD
+
+
+def is_set(raw: msgspec.Raw) -> bool:
+    """Whether a field as it was written asks for something."""
+    value = _read_short(raw)
+    return value is not None and value is not False and value not in ({}, [], "")
+
+
+def refuse_unserved(body: bytes, *, add_special_tokens: tuple[bool | None, ...], n: int | None = None) -> None:
+    """Raise InvalidRequestError where a body asks for something that is not served.
+
+    Args:
+        body: of a request.
+        add_special_tokens: the values of that field that are served; None: it is left out.
+        n: of the request.
+    """
+    others = read_json(body, _Others)
+    for name, reason in _UNSERVED.items():
+        if is_set(getattr(others, name)):
+            raise InvalidRequestError(f"{name} is set: {reason}", field=name)
+    allowed_values: Mapping[str, tuple[object, ...]] = {
+        "tool_choice": (None, "none", "auto"),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, [], ["text"]),
+        "add_generation_prompt": (None, True),
+        "add_special_tokens": add_special_tokens,
+        "response_format": (None, {"type": "text"}),
+        "best_of": (None, 1, n),
+    }
+    for name in _LIMITED:
+        value, allowed = _read_short(getattr(others, name)), allowed_values[name]
+        if value not in allowed:
+            shown = ", ".join(repr(each) for each in allowed if each is not None)
+            raise InvalidRequestError(f"{name} is {value!r}, which is not supported yet; allowed: {shown}", field=name)
