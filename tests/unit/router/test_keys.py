@@ -1,7 +1,9 @@
 """API keys: who may ask through both front ends, and how much; the file, its errors, and its changes."""
 
 import asyncio
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -10,7 +12,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.fake_replica import FakeReplica
-from helpers.router_harness import router_config, running_router
+from helpers.router_harness import router_config, running_router, until
 
 from router.client import AsyncClient, OverloadedError, UnauthenticatedError
 from router.errors import RateLimitedError, RouterConfigError
@@ -168,6 +170,33 @@ def test_a_changed_file_is_read_again_and_rates_go_on(
     keys.reload()
     with pytest.raises(NotKnown):
         keys.identify(f"Bearer {ALICE}")
+
+
+async def test_nobody_waits_while_the_file_is_read_again(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ring(write({}))
+    is_reading, may_read = threading.Event(), threading.Event()
+
+    def read(text: bytes) -> object:
+        is_reading.set()
+        assert may_read.wait(10)
+        return {"keys": [{"name": "bob", "sha256": hash_key("wk-bob")}]}
+
+    monkeypatch.setattr("router.keys.yaml.safe_load", read)
+    monkeypatch.setattr("router.keys._RELOAD_S", 0.01)
+    write({}, {"name": "bob", "sha256": hash_key("wk-bob")})
+    following = asyncio.create_task(keys.follow())
+    await until(is_reading.is_set)
+    assert keys.identify(f"Bearer {ALICE}").name == "alice", "the keys from before hold meanwhile"
+    may_read.set()
+    async with asyncio.timeout(10):
+        while True:
+            with suppress(NotKnown):
+                assert keys.identify("Bearer wk-bob").name == "bob"
+                break
+            await asyncio.sleep(0.005)
+    following.cancel()
 
 
 async def test_both_front_ends_want_a_key_and_keep_its_rate(write: Callable[..., Path]) -> None:
