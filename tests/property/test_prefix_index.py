@@ -1,5 +1,7 @@
 """The prefix index against a model that keeps one plain set of blocks for each replica."""
 
+import gc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -60,3 +62,13 @@ def test_nothing_is_left_when_all_replicas_are_gone(blocks: list[bytes]) -> None
     index.evict(ReplicaId("b"), blocks)
     assert len(index) == 0
     assert not index.match(blocks)
+
+
+def test_blocks_are_nothing_to_the_garbage_collector() -> None:
+    index = PrefixIndex()
+    blocks = [i.to_bytes(16, "big") for i in range(10_000)]
+    gc.collect()
+    before = len(gc.get_objects())
+    for replica in ("a", "b"):
+        index.store(ReplicaId(replica), blocks)
+    assert len(gc.get_objects()) - before < 100, "it looks through each of a million while nobody is served"
