@@ -10,13 +10,14 @@ comes as an `error` event, and the stream then ends without `[DONE]`. When a cli
 once, whether it streams or waits; so they are at its deadline, which the header X-Request-Timeout gives in seconds.
 """
 
+import asyncio
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,7 +27,7 @@ from starlette.routing import Route
 
 from router.call import Dispatch
 from router.convert import MAX_REQUEST_ID_CHARS
-from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
+from router.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, RouterError
 from router.keys import KeyRing, OneRequest, Tenant
 from router.openai_exchange import Exchange, json_response
 from router.openai_render import (
@@ -47,6 +48,8 @@ from router.openai_types import (
     parse_tokenize_request,
 )
 from router.spans import TraceContext, read_context
+
+T = TypeVar("T")
 
 _CLIENT_CLOSED_REQUEST = 499
 _TIMEOUT_HEADER = "X-Request-Timeout"
@@ -130,11 +133,11 @@ class _Front:
         return self._exchange(parse_request(body, ChatCompletionRequest), ChatRenderer, caller)
 
     async def tokenize(self, request: Request) -> Response:
-        self._admit(request)
+        timeout_s = self._admit(request).timeout_s
         asked = parse_tokenize_request(await _read_body(request, self._max_body_bytes))
-        token_ids = await self._dispatch.tokenize(
-            asked.model or "", asked.content, add_special_tokens=asked.add_special_tokens is not False
-        )
+        adds = asked.add_special_tokens is not False
+        work = self._dispatch.tokenize(asked.model or "", asked.content, add_special_tokens=adds)
+        token_ids = await _within(timeout_s, work)
         cards = self._dispatch.list_models()
         max_context = next((card.max_context for card in cards if asked.model in (None, "", card.name)), 0)
         return json_response(
@@ -142,10 +145,10 @@ class _Front:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        self._admit(request)
+        timeout_s = self._admit(request).timeout_s
         asked = parse_detokenize_request(await _read_body(request, self._max_body_bytes))
-        text = await self._dispatch.detokenize(asked.model or "", asked.tokens, skip_special_tokens=False)
-        return json_response({"prompt": text})
+        work = self._dispatch.detokenize(asked.model or "", asked.tokens, skip_special_tokens=False)
+        return json_response({"prompt": await _within(timeout_s, work)})
 
     async def list_models(self, request: Request) -> Response:
         self._identify(request)
@@ -173,11 +176,12 @@ class _Front:
         except PackageNotFoundError:  # run from a source tree
             return json_response({"version": "unknown"})
 
-    def _admit(self, request: Request) -> None:
-        """Count a request that no replica sees. Raises UnauthenticatedError, RateLimitedError."""
-        tenant = self._identify(request)
-        if tenant is not None:
-            tenant.admit(OneRequest())
+    def _admit(self, request: Request) -> "_Caller":
+        """Count a request that no replica sees. Raises as `_caller`, and RateLimitedError."""
+        caller = self._caller(request)
+        if caller.tenant is not None:
+            caller.tenant.admit(OneRequest())
+        return caller
 
     def _identify(self, request: Request) -> Tenant | None:
         """Who asks. Raises UnauthenticatedError where keys are needed and this one is none."""
@@ -242,6 +246,14 @@ class _Caller(NamedTuple):
     """The client's, or a new one."""
     timeout_s: float | None
     """From now to the client's deadline."""
+
+
+async def _within(timeout_s: float | None, work: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError:
+        raise DeadlineError("the deadline passed before the answer was there") from None
 
 
 def _read_timeout(text: str | None) -> float | None:

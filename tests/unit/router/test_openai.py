@@ -669,6 +669,21 @@ async def test_tokenizing_that_is_refused_names_the_field(
     assert said in error["message"]
 
 
+@pytest.mark.parametrize(("name", "body"), [("tokenize", {"prompt": "a"}), ("detokenize", {"tokens": [97]})])
+async def test_tokenizing_ends_at_its_deadline(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, monkeypatch: pytest.MonkeyPatch, name: str, body: dict[str, Any]
+) -> None:
+    async def wait(*args: object, **kwargs: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(dispatch, name, wait)
+    headers = {"x-request-timeout": "0.02", "x-request-id": "order-7"}
+    response = await http.post(f"/{name}", json=body, headers=headers)
+
+    assert (response.status_code, response.headers["x-request-id"]) == (504, "order-7")
+    assert response.json()["error"]["message"] == "the deadline passed before the answer was there"
+
+
 async def test_detokenized_text_has_the_special_tokens(http: httpx.AsyncClient) -> None:
     response = await http.post("/detokenize", json={"tokens": [72, 105, EOS]})
 
