@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Thread, main_thread
 
 import torch
 from torch import Tensor
@@ -85,9 +85,11 @@ def populate_when_idle(rows_RBX: Tensor) -> Thread:
     """Take the pages of new memory on the CPU before they are written, in a thread that gets idle cores only.
 
     A step that writes a page first waits for the system to find and clear it. Blocks B are taken in their order, of all
-    rows R. The thread ends when the tensor is gone or memory is scarce; without Linux 5.14 nothing is done.
+    rows R. The thread ends when the tensor is gone, memory is scarce, or the main thread has ended; without Linux 5.14
+    nothing is done.
     """
-    thread = Thread(target=_populate, args=(weakref.ref(rows_RBX),), name="populate", daemon=True)
+    # no daemon: Python ends those wherever they are, and within torch that aborts the process
+    thread = Thread(target=_populate, args=(weakref.ref(rows_RBX),), name="populate")
     if hasattr(os, "SCHED_IDLE"):
         thread.start()
     return thread
@@ -100,6 +102,8 @@ def _populate(get_rows: Callable[[], Tensor | None]) -> None:
     while (rows_RBX := get_rows()) is not None and first < rows_RBX.shape[1] and not _is_memory_scarce():
         end = first + -(-_HUGE_PAGE // rows_RBX[0, 0].nbytes)
         for row_BX in rows_RBX:
+            if not main_thread().is_alive():  # it waits for this one
+                return
             _advise_touched(row_BX[first:end], _MADV_POPULATE_WRITE)
         first = end
         del rows_RBX, row_BX  # the memory belongs to somebody else

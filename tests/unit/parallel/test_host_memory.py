@@ -3,6 +3,7 @@
 import gc
 import mmap
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,20 @@ def test_the_first_blocks_of_all_rows_are_taken_first_and_none_of_memory_that_is
     block, row = 64 * PAGE, 40 * 64 * PAGE
     piece = 2 << 20
     assert advised == [(0, piece), (row, piece), (8 * block, piece), (row + 8 * block, piece)]
+
+
+def test_a_process_that_ends_waits_for_one_piece_and_leaves_the_rest(
+    new_rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python ends a daemon wherever it is; within torch that aborts the process."""
+    advised: list[int] = []
+    monkeypatch.setattr(host_memory, "_advise_pages", lambda first, size, advice: advised.append(first))
+    monkeypatch.setattr(host_memory, "main_thread", lambda: SimpleNamespace(is_alive=lambda: len(advised) < 3))
+    thread = populate_when_idle(new_rows)
+    assert not thread.daemon
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert len(advised) == 3
 
 
 def test_scarce_memory_is_left_to_who_writes_it(new_rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
