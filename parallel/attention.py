@@ -27,7 +27,7 @@ class Attention:
 
     Args:
         description, layer_index: of the whole model.
-        key_bias_NP: what each head of this rank adds to the scores of a key, by position; None: nothing.
+        key_bias_NP: what each head of this rank adds to the scores of a key (alibi.py); None: nothing.
         context: where it lives.
     """
 
@@ -63,6 +63,7 @@ class Attention:
             sliding_window=effective_window(description.sliding_windows[layer_index], description.max_context),
             soft_cap=description.attention_soft_cap,
             key_bias_NP=key_bias_NP,
+            is_bias_by_distance=description.alibi is not None and description.alibi.is_by_distance,
             sinks_N=None if self._sinks is None else self._sinks.scores_N,
         )
         self._kernels = context.kernels

@@ -129,6 +129,11 @@ class Alibi:
     is_rounded: bool = False
     """Slope and slope times position are rounded to bfloat16, as Falcon was trained with."""
 
+    @property
+    def is_by_distance(self) -> bool:
+        """Whether what is added depends on how far the key is from the query alone."""
+        return not self.is_rounded
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedPositions:

@@ -109,7 +109,10 @@ class AttentionParams:
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(score / soft_cap)."""
     key_bias_NP: Tensor | None = field(default=None, compare=False)  # noqa: N815
-    """float32 [N, positions], on the device: added to the score of a key by its position (ALiBi), last of all."""
+    """float32 [N, positions], on the device: added to the score of a key (ALiBi), last of all. Columns are positions
+    of keys, or, with `is_bias_by_distance`, end with the query's own key, whose column is the last one."""
+    is_bias_by_distance: bool = False
+    """See `key_bias_NP`."""
     sinks_N: Tensor | None = field(default=None, compare=False)  # noqa: N815
     """float32 [N], on the device: the score of one more key per head, whose value is zero and which every token
     sees."""

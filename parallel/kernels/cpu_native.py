@@ -283,6 +283,7 @@ class NativeCpuKernels:
                 scale=params.scale,
                 soft_cap=params.soft_cap or 0.0,
                 window=params.sliding_window or 0,
+                own_column=bias.shape[1] - 1 if bias is not None and params.is_bias_by_distance else -1,
                 key_bias=None if bias is None else bias.data_ptr(),
                 key_bias_stride=0 if bias is None else bias.stride(0),
                 sinks=None if sinks is None else sinks.data_ptr(),

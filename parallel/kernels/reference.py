@@ -240,15 +240,18 @@ def _attend(
     q_KGQH = q_QNH.float().reshape(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     k_KHC = k_CKH.permute(1, 2, 0)
     v_KCH = v_CKH.transpose(0, 1)
+    keys = torch.arange(num_keys, device=q_QNH.device)
+    queries = keys[first_query : first_query + num_queries, None]
     # the queries of all heads that share a key-value head are rows of one product
     scores_KGQC = (q_KGQH.flatten(1, 2) @ k_KHC).unflatten(1, q_KGQH.shape[1:3]) * params.scale
     if params.soft_cap is not None:
         scores_KGQC = params.soft_cap * torch.tanh(scores_KGQC / params.soft_cap)
     if params.key_bias_NP is not None:
-        bias_NC = params.key_bias_NP[:, first_key : first_key + num_keys]
-        scores_KGQC = scores_KGQC + bias_NC.unflatten(0, (num_kv_heads, -1)).unsqueeze(2)
-    keys = torch.arange(num_keys, device=q_QNH.device)
-    queries = keys[first_query : first_query + num_queries, None]
+        last_column = params.key_bias_NP.shape[1] - 1
+        columns = keys[None] + first_key
+        if params.is_bias_by_distance:
+            columns = (keys - queries + last_column).clamp(max=last_column)  # those of later keys are hidden anyway
+        scores_KGQC = scores_KGQC + params.key_bias_NP[:, columns].unflatten(0, (num_kv_heads, -1))
     is_hidden = keys > queries
     if params.sliding_window is not None:
         is_hidden |= keys <= queries - params.sliding_window

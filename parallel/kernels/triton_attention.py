@@ -146,6 +146,7 @@ def _launch(
         *cache.v_BPKH.stride()[:3],
         meta.block_tables.stride(0),
         0 if bias is None else bias.stride(0),
+        0 if bias is None else bias.shape[1],
         BLOCK_SIZE=block_size,
         HEAD=tiles.head,
         GROUP=tiles.group,
@@ -156,6 +157,7 @@ def _launch(
         HAS_WINDOW=params.sliding_window is not None,
         HAS_CAP=params.soft_cap is not None,
         HAS_BIAS=bias is not None,
+        IS_BY_DISTANCE=params.is_bias_by_distance,
         HAS_SINKS=sinks is not None,
         num_warps=4,
         num_stages=2,
@@ -193,6 +195,7 @@ def _attend(
     v_head_stride,
     table_stride,
     bias_stride,
+    num_columns,
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     GROUP: tl.constexpr,
@@ -203,6 +206,7 @@ def _attend(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_BY_DISTANCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """One tile of rows of one key-value head, over the whole context or one partition of it."""
@@ -260,9 +264,11 @@ def _attend(
             if HAS_CAP:
                 scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
             if HAS_BIAS:
-                scores += tl.load(
-                    bias + head[:, None] * bias_stride + key[None, :], mask=is_row[:, None] & is_key[None, :], other=0.0
-                )
+                column = key[None, :] + tl.zeros_like(row)[:, None]
+                if IS_BY_DISTANCE:
+                    column += num_columns - 1 - row_position[:, None]
+                is_column = is_row[:, None] & is_key[None, :] & (column < num_columns)
+                scores += tl.load(bias + head[:, None] * bias_stride + column, mask=is_column, other=0.0)
             scores = _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW=HAS_WINDOW)
             weights, shrink, total, largest = _soften(scores, total, largest)
             v_tile = tl.load(

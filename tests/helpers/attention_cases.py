@@ -30,6 +30,7 @@ class AttentionCase:
     window: int | None = None
     soft_cap: float | None = None
     has_bias: bool = False
+    is_by_distance: bool = False
     has_sinks: bool = False
 
     def check(self, attention: AttentionFunction, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,6 +56,7 @@ class AttentionCase:
             sliding_window=self.window,
             soft_cap=self.soft_cap,
             key_bias_NP=torch.randn(self.num_heads, MAX_POSITIONS, generator=generator) if self.has_bias else None,
+            is_bias_by_distance=self.is_by_distance,
             sinks_N=torch.randn(self.num_heads, generator=generator) if self.has_sinks else None,
         )
         expected = ReferenceKernels().attention(q, layout.cache, meta, params)
@@ -91,6 +93,7 @@ def attention_cases() -> Iterator[AttentionCase]:
     for spans in (long, mixed):
         yield AttentionCase(name="soft cap", spans=spans, **sizes, soft_cap=3.0)
         yield AttentionCase(name="key bias", spans=spans, **sizes, has_bias=True)
+        yield AttentionCase(name="bias by distance", spans=spans, **sizes, has_bias=True, is_by_distance=True)
         yield AttentionCase(name="sinks", spans=spans, **sizes, has_sinks=True)
         yield AttentionCase(
             name="all", spans=spans, **sizes, window=530, soft_cap=3.0, has_bias=True, has_sinks=True

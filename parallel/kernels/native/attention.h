@@ -291,10 +291,19 @@ class PagedAttention {
                 std::min(tokens.end, queries_.position(tile.sequence, query) + 1) - tokens.begin};
     }
 
+    // The column of key_bias that the key of position 0 has for a row of the tile.
+    int first_column(const Tile& tile, int row) const {
+        if (params_.own_column < 0) return 0;
+        const int query = tile.first_query + row / group_ % tile.num_queries;
+        const int sequence = tile.is_shared ? tile.sequence + query - tile.first_query : tile.sequence;
+        return params_.own_column - queries_.position(sequence, query);
+    }
+
     void search(Softmax<T>& softmax, int place, const Tile& tile, int row, int begin, Span seen, float* scores, float scale) const {
         if (params_.soft_cap != 0 || params_.key_bias) {
             const int head = (tile.first_kv_head + row / (group_ * tile.num_queries)) * group_ + row % group_;
-            const float* bias = params_.key_bias ? params_.key_bias + head * params_.key_bias_stride + begin : nullptr;
+            const float* bias = nullptr;
+            if (params_.key_bias) bias = params_.key_bias + head * params_.key_bias_stride + begin + first_column(tile, row);
             cap_and_bias(scores, seen, scale, params_.soft_cap, bias);
         }
         softmax.search(place, scores, seen);

@@ -15,6 +15,7 @@ struct LayerParams {
     float scale;
     float soft_cap;          // 0: none
     int32_t window;          // a token sees itself and window - 1 before it; 0: all before it
+    int32_t own_column;      // of key_bias: that of the query's own key, by whose distance the others follow; -1: columns are positions
     const float* key_bias;   // [heads, positions]; null: none
     int64_t key_bias_stride;
     const float* sinks;      // [heads]; null: none

@@ -37,6 +37,7 @@ class LayerParams(ctypes.Structure):
         ("scale", c_float),
         ("soft_cap", c_float),
         ("window", c_int32),
+        ("own_column", c_int32),
         ("key_bias", c_void_p),
         ("key_bias_stride", c_int64),
         ("sinks", c_void_p),

@@ -172,6 +172,7 @@ def test_caps_biases_and_sinks_equal_reference(kernels: Kernels, head_dim: int) 
     for params in (
         AttentionParams(scale=0.2, soft_cap=3.0),
         AttentionParams(scale=0.2, key_bias_NP=bias),
+        AttentionParams(scale=0.2, key_bias_NP=bias, is_bias_by_distance=True),
         AttentionParams(scale=0.2, sinks_N=sinks),
         AttentionParams(scale=0.2, sliding_window=100, soft_cap=3.0, key_bias_NP=bias, sinks_N=sinks),
     ):

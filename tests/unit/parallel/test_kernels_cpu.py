@@ -192,11 +192,12 @@ def test_gated_equals_reference(kernels: Kernels, dtype: torch.dtype, activation
     assert_close(kernels.gated(activation)(gate_up.clone()), expected)
 
 
+@pytest.mark.parametrize("is_by_distance", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_with_key_bias_equals_reference(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_attention_with_key_bias_equals_reference(kernels: Kernels, dtype: torch.dtype, is_by_distance: bool) -> None:
     spans = [(1, 9), (1, 30), (6, 20), (12, 12)]
     q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
-    params = AttentionParams(scale=0.25, key_bias_NP=torch.randn(4, 64))
+    params = AttentionParams(scale=0.25, key_bias_NP=torch.randn(4, 64), is_bias_by_distance=is_by_distance)
     assert_close(kernels.attention(q, cache, meta, params), ReferenceKernels().attention(q, cache, meta, params))
 
 

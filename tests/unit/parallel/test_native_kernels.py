@@ -63,9 +63,10 @@ def test_attention_is_the_same_bit_for_bit_alone_together_and_on_more_threads(
         assert torch.equal(single, together[row : row + 1])
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_sequences_have_in_common_is_read_once_and_changes_no_bit(
-    operations: dict[torch.dtype, Operations], dtype: torch.dtype
+    operations: dict[torch.dtype, Operations], dtype: torch.dtype, has_bias: bool
 ) -> None:
     """40 sequences over two prefixes of 700 tokens, of which some have all and some a part."""
     layout = make_layout(
@@ -76,7 +77,8 @@ def test_what_sequences_have_in_common_is_read_once_and_changes_no_bit(
         shared = (16, 43, 32)[row % 3] if row > 36 else 43  # blocks; a partition has 16
         tables[row, :shared] = tables[0 if row < 20 else 20, :shared]
     q = torch.randn(40, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    params = AttentionParams(scale=0.2)
+    bias = torch.randn(6, 900, generator=torch.Generator().manual_seed(1)) if has_bias else None
+    params = AttentionParams(scale=0.2, key_bias_NP=bias, is_bias_by_distance=has_bias)
     together = NativeCpuKernels(operations, None, 1).attention(q, layout.cache, meta, params)
     assert torch.equal(NativeCpuKernels(operations, None, 3).attention(q, layout.cache, meta, params), together)
     expected = ReferenceKernels().attention(q, layout.cache, meta, params)

@@ -109,7 +109,7 @@ def attend(is_prefill, head_dim, num_group, dtype):
     size = dict(bf16=2, fp32=4)[dtype]
     tiles = triton_attention.choose_tiles(head_dim, num_group, size, is_prefill=is_prefill, has_bias=True)
     sizes = dict(BLOCK_SIZE=16, HEAD=tiles.head, GROUP=tiles.group, TILE_Q=tiles.num_queries, TILE_KEYS=tiles.num_keys)
-    features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "HAS_SINKS"), True)
+    features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "IS_BY_DISTANCE", "HAS_SINKS"), True)
     constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=not is_prefill)
     return build(
         triton_attention._attend, pointers, constants, ("scale", "soft_cap"), num_warps=4, num_stages=2
