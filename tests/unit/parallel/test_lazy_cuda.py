@@ -10,13 +10,15 @@ import torch
 from helpers.attention_cases import to_device
 from helpers.fake_flashinfer import FakeFlashInfer
 from helpers.lazy_cuda import DEVICE, EARLY, POISON, DeviceTensor, LazyCuda, lazy_cuda
+from helpers.lazy_decoder import GraphedKernels, load_at_once
 from helpers.paged_layout import make_meta
+from helpers.tiny_models import tiny_model
 from torch import Tensor
 
 from parallel.device.cuda import CudaDevice
 from parallel.device.select import select_device
 from parallel.errors import DeviceError, RecordingError
-from parallel.kernels.base import AttentionParams, LayerCache
+from parallel.kernels.base import AttentionParams, Kernels, LayerCache
 from parallel.kernels.cuda_graphs import CudaGraphs
 from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.kernels.flashinfer_attention import FlashInfer
@@ -279,3 +281,30 @@ def test_flashinfer_has_the_plan_of_its_own_step_though_the_host_is_ahead(early:
         actual = [result.cpu() for result in results]
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt_oss", "deepseek_v3"])
+def test_a_decoder_records_its_steps_and_keeps_nothing_on_the_host(name: str) -> None:
+    """Biases by position; windows, sinks and experts; latents. Nothing waits but what brings the inputs there."""
+    steps = [[(1, 4), (12, 30)], [(1, 5), (3, 33), (5, 5)], [(1, 6), (1, 34), (1, 6)]]
+
+    @torch.inference_mode()
+    def run(device: torch.device, kernels: Kernels) -> list[Tensor]:
+        decoder = load_at_once(tiny_model(name), device, kernels)
+        memory = torch.randn(60 * 16 * decoder.cache_entry.num_elements, generator=torch.Generator().manual_seed(1))
+        caches = [decoder.cache_entry.lay_out(memory.to(device, copy=True), 16) for _ in decoder.layer_indices]
+        groups, results = decoder.layer_groups.group_of_layer, []
+        for spans in steps:
+            metas = [make_meta(spans, block_size=16, num_blocks=60, seed=seed) for seed in range(max(groups) + 1)]
+            there = [to_device(meta, device) for meta in metas]
+            positions = torch.cat([torch.arange(context - query, context) for query, context in spans]).to(device)
+            results.append(decoder(positions * 7 % 100, positions, caches, [there[group] for group in groups]))
+        if device == DEVICE:
+            assert decoder.num_recorded == 1, "one of up to 16 tokens, in pieces"
+        return [result.cpu() for result in results]
+
+    expected = run(torch.device("cpu"), ReferenceKernels())
+    with lazy_cuda():
+        actual = run(DEVICE, GraphedKernels())
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -1,27 +1,20 @@
 """Steps of a runner on a GPU whose streams run late, or early: recorded, overlapped, with a host tier; as on a CPU."""
 
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 from helpers.lazy_cuda import DEVICE, EARLY, lazy_cuda
-from helpers.taped_graphs import TapedKernels
-from torch import Tensor
+from helpers.lazy_decoder import GraphedKernels, load_at_once
 
-from parallel import checkpoint
-from parallel.checkpoint import load_decoder
 from parallel.device.base import Device
 from parallel.device.cpu import CpuDevice
 from parallel.device.cuda import CudaDevice
-from parallel.kernels.base import AttentionMeta, AttentionParams, Kernels, LayerCache, RunLayers
-from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
+from parallel.kernels.base import Kernels
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import choose_in_torch
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh
 from parallel.random_model import write_random_model
 from workers import cuda_host_cache, model_runner
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -45,42 +38,8 @@ CONFIG = {
 SAMPLING = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_k=9, top_p=0.9, seed=4, logprobs=2)]
 
 
-class GraphedKernels(TapedKernels):
-    """Recorded as on a GPU, whole steps too: attention without lengths on the host reads all blocks of the tables."""
-
-    def _attend(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        if meta.context_lens_host:
-            return super()._attend(q_TNH, cache, meta, params)
-        num_group = q_TNH.shape[1] // cache.k_BPKH.shape[2]
-        keys, values = (
-            half[meta.block_tables.long()].flatten(1, 2).repeat_interleave(num_group, 2) for half in cache[:2]
-        )
-        is_hidden = torch.arange(keys.shape[1], device=q_TNH.device) >= meta.context_lens[:, None]
-        scores = (torch.einsum("snh,scnh->snc", q_TNH, keys) * params.scale).masked_fill(is_hidden[:, None], -torch.inf)
-        return torch.einsum("snc,scnh->snh", scores.softmax(-1), values.masked_fill(is_hidden[..., None, None], 0.0))
-
-    def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
-        return GraphedLayers(run, CudaGraphs().record, attention=self._cut_attention, max_num_seqs=self._max_num_seqs)
-
-
-class AtOnce:
-    """Reads weights in the thread of the caller: a device of the tests belongs to one."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(function(*args))
-        return future
-
-    def shutdown(self, *, cancel_futures: bool) -> None:
-        pass
-
-
 def make_runner(folder: Path, device: Device, kernels: Kernels) -> ModelRunner:
-    mesh = Mesh.single()
-    decoder = load_decoder(folder, mesh=mesh, device=device.torch_device, dtype=torch.float32, kernels=kernels)
+    decoder = load_at_once(folder, device.torch_device, kernels)
     config = EngineConfig(
         model=str(folder),
         kernels="reference",
@@ -88,7 +47,7 @@ def make_runner(folder: Path, device: Device, kernels: Kernels) -> ModelRunner:
         cache=CacheConfig(num_blocks=NUM_BLOCKS, host_cache_bytes=100_000),
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32, async_scheduling=True),
     )
-    runner = ModelRunner(decoder, mesh=mesh, device=device, config=config)
+    runner = ModelRunner(decoder, mesh=Mesh.single(), device=device, config=config)
     runner.allocate(NUM_BLOCKS)
     return runner
 
@@ -134,7 +93,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_give_the_tokens_of_a_cpu_in_whatever_order_streams_run(
     model: Path, early: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(model_runner, "select_sampling", lambda *_: choose_in_torch)
     expected = run_overlapped(make_runner(model, CpuDevice(), ReferenceKernels()))
     with lazy_cuda(early=early) as cuda:
