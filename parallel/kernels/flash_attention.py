@@ -44,7 +44,7 @@ class FlashAttention:
 
         try:
             activate_flash_attention_impl("FA3")
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, OSError, RuntimeError) as error:
             logger.warning("%s is installed, but torch cannot use it: %s", _PACKAGE, error)
             return None
         return cls()

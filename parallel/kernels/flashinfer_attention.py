@@ -91,7 +91,7 @@ class FlashInfer:
                 return cls(library, device)
             num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
             return cls(library, device, torch.cuda.Event(), num_multiprocessors=num_multiprocessors)
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, OSError, RuntimeError) as error:
             logger.warning("%s is installed, but cannot be used: %s", _PACKAGE, error)
             return None
 

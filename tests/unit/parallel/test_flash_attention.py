@@ -72,3 +72,26 @@ def test_a_torch_without_block_tables_leaves_attention_to_others(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", varlen)
     assert FlashAttention.find(torch.device("cuda")) is None
+
+
+@pytest.mark.skipif(not torch_takes_block_tables(), reason="needs a torch whose varlen attention has block tables")
+@pytest.mark.parametrize("error", [None, ImportError, OSError, RuntimeError])
+def test_it_is_found_on_hopper_where_torch_can_load_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[Exception] | None
+) -> None:
+    activated = []
+
+    def activate(name: str) -> None:
+        activated.append(name)
+        if error is not None:
+            raise error("undefined symbol")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert FlashAttention.find(torch.device("cuda")) is None, "not before Hopper"
+    capability = (9, 0)
+    assert (FlashAttention.find(torch.device("cuda")) is None) is (error is not None)
+    assert activated == ["FA3"]
+    assert ("torch cannot use it: undefined symbol" in caplog.text) is (error is not None)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.fake_flashinfer import FakeFlashInfer
+from helpers.lazy_cuda import DEVICE, lazy_cuda
 from helpers.paged_layout import make_meta
 
 from parallel.errors import DeviceError
+from parallel.kernels import flashinfer_attention
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.flash_attention import FlashAttention
@@ -196,3 +198,26 @@ def test_a_backend_that_cannot_be_had_is_refused(backend: str, message: str) -> 
         pytest.skip("this machine may have it")
     with pytest.raises(DeviceError, match=message):
         CudaKernels(CPU, backend)
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_what_does_not_load_is_left_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    """A shared library that is missing, or made for another torch, is any of these."""
+
+    def refuse(name: str) -> ModuleType:
+        raise error("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(flashinfer_attention.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(flashinfer_attention.importlib, "import_module", refuse)
+    assert FlashInfer.find(CPU) is None
+    assert "flashinfer is installed, but cannot be used: libcudart" in caplog.text
+
+
+def test_on_a_gpu_it_knows_how_much_a_plan_may_want_and_waits_for_the_one_before(installed: FakeFlashInfer) -> None:
+    with lazy_cuda():
+        made = FlashInfer.find(DEVICE)
+        assert made is not None
+        assert made._num_multiprocessors == torch.cuda.get_device_properties(DEVICE).multi_processor_count > 1
+        assert made._copied is not None
