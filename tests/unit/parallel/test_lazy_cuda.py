@@ -143,6 +143,18 @@ def test_what_waits_cannot_be_recorded(cuda: LazyCuda, wait: Callable[[Tensor], 
         record(run)
 
 
+def test_what_comes_after_a_refused_recording_sees_what_it_had_begun(cuda: LazyCuda) -> None:
+    x = ones(2)
+
+    def run(cut: Cut) -> tuple[Tensor, Tensor]:
+        x.fill_(5.0)
+        raise DeviceError("lengths are needed")
+
+    with pytest.raises(DeviceError):
+        record(run)
+    assert x.tolist() == [5.0, 5.0]
+
+
 def test_what_a_graph_reads_must_be_kept(cuda: LazyCuda) -> None:
     inputs = [ones(2)]
 
