@@ -1,5 +1,6 @@
+"""The controller's gRPC service, as operators, routers and their commands call it."""
+
 import asyncio
-import io
 import json
 import threading
 from collections import Counter
@@ -7,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -23,9 +24,7 @@ from cluster.demand import DemandLedger
 from cluster.errors import ClusterConfigError, ControllerError, NotServedError, StartError
 from cluster.log_reader import LogReader, LogSource
 from cluster.metrics_pages import fetch_page
-from cluster.readiness import first_failure, is_ready
 from cluster.show_logs import show_logs
-from cluster.status_view import ChangeView, StartView, print_status, status_as_dict
 from cluster.top import run_top
 from cluster.wanted import Change, ChangeKind
 from router.errors import ModelFilesError
@@ -96,8 +95,14 @@ class FakeState:
         self.grace_s = grace_s
 
 
+class Running(NamedTuple):
+    state: FakeState
+    server: ControlServer
+    address: str
+
+
 @pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[tuple[FakeState, ControlServer, str]]:
+async def running(tmp_path: Path) -> AsyncIterator[Running]:
     state = FakeState()
     logs = LogReader("here")
     (tmp_path / "err").write_text("first\nsecond\n")
@@ -106,7 +111,7 @@ async def running(tmp_path: Path) -> AsyncIterator[tuple[FakeState, ControlServe
     server = ControlServer(state, logs, DemandLedger(), num_restarts=2)
     listener, address = bind_control_port("127.0.0.1", 0)
     await server.start(listener)
-    yield state, server, address
+    yield Running(state, server, address)
     await server.stop()
 
 
@@ -116,7 +121,7 @@ async def _next(watch: Any) -> control_pb2.WatchReplicasResponse:
     return membership
 
 
-async def test_watcher_sees_membership_now_and_at_every_change(running: tuple[FakeState, ControlServer, str]) -> None:
+async def test_watcher_sees_membership_now_and_at_every_change(running: Running) -> None:
     state, server, address = running
     await server.publish()
     async with grpc.aio.insecure_channel(address) as channel:
@@ -132,7 +137,7 @@ async def test_watcher_sees_membership_now_and_at_every_change(running: tuple[Fa
         assert second.version == first.version + 1
 
 
-async def test_operator_sees_status_and_shuts_down(running: tuple[FakeState, ControlServer, str]) -> None:
+async def test_operator_sees_status_and_shuts_down(running: Running) -> None:
     state, _, address = running
     with ControlClient(address) as client:
         status = await asyncio.to_thread(client.status)
@@ -142,7 +147,7 @@ async def test_operator_sees_status_and_shuts_down(running: tuple[FakeState, Con
     assert state.grace_s == 3.0
 
 
-async def test_operator_changes_what_is_wanted(running: tuple[FakeState, ControlServer, str]) -> None:
+async def test_operator_changes_what_is_wanted(running: Running) -> None:
     state, _, address = running
 
     def operate() -> None:
@@ -172,7 +177,7 @@ async def test_operator_changes_what_is_wanted(running: tuple[FakeState, Control
     ]
 
 
-async def test_what_cannot_be_is_refused_with_its_reason(running: tuple[FakeState, ControlServer, str]) -> None:
+async def test_what_cannot_be_is_refused_with_its_reason(running: Running) -> None:
     state, _, address = running
 
     def operate() -> None:
@@ -194,11 +199,9 @@ async def test_what_cannot_be_is_refused_with_its_reason(running: tuple[FakeStat
     assert state.calls == []
 
 
-async def test_logs_are_read_on_where_they_were_left(
-    running: tuple[FakeState, ControlServer, str], tmp_path: Path
-) -> None:
+async def test_logs_are_read_on_where_they_were_left(running: Running, tmp_path: Path) -> None:
     def read(offsets: dict[str, int], tail_bytes: int) -> control_pb2.LogChunk:
-        with ControlClient(running[2]) as client:
+        with ControlClient(running.address) as client:
             (chunk,) = client.read_logs("m", offsets, tail_bytes=tail_bytes)
             return chunk
 
@@ -235,9 +238,7 @@ async def fetch(path: str, folder: Path, control: str) -> None:
         await asyncio.to_thread(fetch_model_files, path, folder, channel, control=control)
 
 
-async def test_router_without_the_models_folder_gets_what_it_reads(
-    running: tuple[FakeState, ControlServer, str], tmp_path: Path
-) -> None:
+async def test_router_without_the_models_folder_gets_what_it_reads(running: Running, tmp_path: Path) -> None:
     state, _, address = running
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -251,17 +252,13 @@ async def test_router_without_the_models_folder_gets_what_it_reads(
     assert {file.name: file.read_bytes() for file in here.iterdir()} == read
 
 
-async def test_files_of_a_folder_that_is_not_served_are_not_given(
-    running: tuple[FakeState, ControlServer, str], tmp_path: Path
-) -> None:
+async def test_files_of_a_folder_that_is_not_served_are_not_given(running: Running, tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(ModelFilesError, match=f"NOT_FOUND: no model is served from '{tmp_path}'"):
-        await fetch(str(tmp_path), tmp_path, running[2])
+        await fetch(str(tmp_path), tmp_path, running.address)
 
 
-async def test_files_of_the_folder_that_a_replica_still_runs_are_given(
-    running: tuple[FakeState, ControlServer, str], tmp_path: Path
-) -> None:
+async def test_files_of_the_folder_that_a_replica_still_runs_are_given(running: Running, tmp_path: Path) -> None:
     state, _, address = running
     old, here = tmp_path / "old", tmp_path / "here"
     old.mkdir()
@@ -305,7 +302,7 @@ def pages() -> Iterator[list[str]]:
 
 
 async def test_metrics_of_processes_are_read_through_the_controller_and_of_nobody_else(
-    running: tuple[FakeState, ControlServer, str], pages: list[str]
+    running: Running, pages: list[str]
 ) -> None:
     state, _, address = running
     router, rank, stranger = pages
@@ -325,7 +322,7 @@ def test_no_proxy_is_asked_for_metrics(pages: list[str], monkeypatch: pytest.Mon
 
 
 async def test_top_needs_nothing_but_the_controller(
-    running: tuple[FakeState, ControlServer, str], pages: list[str], capsys: pytest.CaptureFixture[str]
+    running: Running, pages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, _, address = running
     state.metrics = {"router": "127.0.0.1:1", "group": pages[0]}
@@ -340,8 +337,8 @@ async def test_top_needs_nothing_but_the_controller(
     assert seen["models"][0]["output_tokens_per_s"] is None
 
 
-async def test_second_controller_on_a_port_is_refused(running: tuple[FakeState, ControlServer, str]) -> None:
-    port = int(running[2].rpartition(":")[2])
+async def test_second_controller_on_a_port_is_refused(running: Running) -> None:
+    port = int(running.address.rpartition(":")[2])
     with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"):
         bind_control_port("127.0.0.1", port)
 
@@ -379,86 +376,3 @@ async def test_a_server_that_is_no_controller_is_told() -> None:
 def test_nobody_there_is_told_in_one_line() -> None:
     with ControlClient("127.0.0.1:1") as client, pytest.raises(ControllerError, match="no controller answers at"):
         client.status()
-
-
-def status_with(state: control_pb2.GroupState.ValueType, *, router_alive: bool) -> control_pb2.GetStatusResponse:
-    group = control_pb2.GroupStatus(group_id="m-0", state=state, detail="why")
-    return control_pb2.GetStatusResponse(
-        models=[control_pb2.ModelStatus(name="m", groups=[group])],
-        routers=[control_pb2.RouterStatus(router_id="router-0", alive=router_alive)],
-    )
-
-
-def test_service_is_ready_when_groups_and_routers_are() -> None:
-    assert is_ready(status_with(READY, router_alive=True))
-    assert not is_ready(status_with(READY, router_alive=False))
-    assert not is_ready(status_with(control_pb2.GROUP_STATE_STARTING, router_alive=True))
-
-
-def test_first_failure_names_the_group_and_the_reason() -> None:
-    assert first_failure(status_with(control_pb2.GROUP_STATE_FAILED, router_alive=True)) == "m-0: why"
-    assert first_failure(status_with(READY, router_alive=False)) is None
-
-
-def test_status_for_programs_holds_every_field() -> None:
-    told = json.loads(json.dumps(status_as_dict(status_with(READY, router_alive=True))))
-    assert told["models"][0]["groups"][0]["state"] == "GROUP_STATE_READY"
-    assert told["models"][0]["groups"][0]["restarts"] == 0
-
-
-def test_changes_of_a_running_service_are_told_once() -> None:
-    out = io.StringIO()
-    view = ChangeView(Console(file=out, width=200))
-    for state, alive in ((READY, True), (READY, True), (control_pb2.GROUP_STATE_PENDING, True), (READY, False)):
-        view.show(status_with(state, router_alive=alive))
-    lines = [line.split(" ", 1)[1] for line in out.getvalue().splitlines()]
-    assert lines == ["m-0: pending: why", "m-0: ready as ", "router-0: not alive: "]
-
-
-def test_model_that_scales_by_itself_tells_its_bounds_and_why() -> None:
-    status = status_with(READY, router_alive=True)
-    autoscaling = status.models[0].autoscaling
-    autoscaling.max_replicas = 4
-    out = io.StringIO()
-    view = ChangeView(Console(file=out, width=100))
-    view.show(status)
-    autoscaling.last_change, autoscaling.seconds_since_change = "0 -> 1: 1 requests wait for the first replica", 7
-    view.show(status)
-    assert out.getvalue().endswith("m: 0 -> 1: 1 requests wait for the first replica (scales from 0 to 4)\n")
-    out = io.StringIO()
-    print_status(Console(file=out, width=100), status)
-    assert "0 of 0 (0 to 4)" in out.getvalue()
-    assert "m: 0 -> 1: 1 requests wait for the first replica, 7 s ago" in out.getvalue()
-
-
-def test_start_is_told_line_by_line_where_there_is_no_terminal() -> None:
-    out = io.StringIO()
-    with StartView(Console(file=out, width=200)) as view:
-        for state in (control_pb2.GROUP_STATE_STARTING, control_pb2.GROUP_STATE_STARTING, READY):
-            view.show(status_with(state, router_alive=True))
-    assert out.getvalue().splitlines() == ["m-0: starting: why", "m-0: ready: why"]
-
-
-def test_status_fits_and_tells_reasons() -> None:
-    out = io.StringIO()
-    print_status(Console(file=out, width=80), status_with(control_pb2.GROUP_STATE_FAILED, router_alive=False))
-    assert all(word in out.getvalue() for word in ("m-0", "failed", "why", "router-0", "not alive"))
-    assert max(map(len, out.getvalue().splitlines())) <= 80
-
-
-def test_ipv6_addresses_are_shown_whole() -> None:
-    ranks = [control_pb2.RankStatus(rank=rank, node="fd00::2", pid=70 + rank) for rank in range(2)]
-    group = control_pb2.GroupStatus(group_id="m-0", state=READY, ranks=ranks, address="[fd00::2]:7000")
-    status = control_pb2.GetStatusResponse(
-        models=[control_pb2.ModelStatus(name="m", groups=[group])],
-        routers=[control_pb2.RouterStatus(router_id="router-0", grpc_address="[fd00::2]:50051")],
-    )
-    out = io.StringIO()
-    print_status(Console(file=out, width=120), status)
-    assert {"[fd00::2]:70,71", "[fd00::2]:7000", "[fd00::2]:50051"} <= set(out.getvalue().split())
-
-
-def test_state_that_only_a_newer_controller_knows_is_shown_by_its_number() -> None:
-    out = io.StringIO()
-    print_status(Console(file=out, width=80), status_with(99, router_alive=True))  # type: ignore[arg-type]
-    assert "state 99" in out.getvalue()

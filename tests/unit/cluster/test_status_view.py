@@ -1,0 +1,95 @@
+"""What a status of the service means, and how it is told to people and programs."""
+
+import io
+import json
+
+from rich.console import Console
+from weft.v1 import control_pb2
+
+from cluster.readiness import first_failure, is_ready
+from cluster.status_view import ChangeView, StartView, print_status, status_as_dict
+
+READY = control_pb2.GROUP_STATE_READY
+
+
+def status_with(state: control_pb2.GroupState.ValueType, *, router_alive: bool) -> control_pb2.GetStatusResponse:
+    group = control_pb2.GroupStatus(group_id="m-0", state=state, detail="why")
+    return control_pb2.GetStatusResponse(
+        models=[control_pb2.ModelStatus(name="m", groups=[group])],
+        routers=[control_pb2.RouterStatus(router_id="router-0", alive=router_alive)],
+    )
+
+
+def test_service_is_ready_when_groups_and_routers_are() -> None:
+    assert is_ready(status_with(READY, router_alive=True))
+    assert not is_ready(status_with(READY, router_alive=False))
+    assert not is_ready(status_with(control_pb2.GROUP_STATE_STARTING, router_alive=True))
+
+
+def test_first_failure_names_the_group_and_the_reason() -> None:
+    assert first_failure(status_with(control_pb2.GROUP_STATE_FAILED, router_alive=True)) == "m-0: why"
+    assert first_failure(status_with(READY, router_alive=False)) is None
+
+
+def test_status_for_programs_holds_every_field() -> None:
+    told = json.loads(json.dumps(status_as_dict(status_with(READY, router_alive=True))))
+    assert told["models"][0]["groups"][0]["state"] == "GROUP_STATE_READY"
+    assert told["models"][0]["groups"][0]["restarts"] == 0
+
+
+def test_changes_of_a_running_service_are_told_once() -> None:
+    out = io.StringIO()
+    view = ChangeView(Console(file=out, width=200))
+    for state, alive in ((READY, True), (READY, True), (control_pb2.GROUP_STATE_PENDING, True), (READY, False)):
+        view.show(status_with(state, router_alive=alive))
+    lines = [line.split(" ", 1)[1] for line in out.getvalue().splitlines()]
+    assert lines == ["m-0: pending: why", "m-0: ready as ", "router-0: not alive: "]
+
+
+def test_model_that_scales_by_itself_tells_its_bounds_and_why() -> None:
+    status = status_with(READY, router_alive=True)
+    autoscaling = status.models[0].autoscaling
+    autoscaling.max_replicas = 4
+    out = io.StringIO()
+    view = ChangeView(Console(file=out, width=100))
+    view.show(status)
+    autoscaling.last_change, autoscaling.seconds_since_change = "0 -> 1: 1 requests wait for the first replica", 7
+    view.show(status)
+    assert out.getvalue().endswith("m: 0 -> 1: 1 requests wait for the first replica (scales from 0 to 4)\n")
+    out = io.StringIO()
+    print_status(Console(file=out, width=100), status)
+    assert "0 of 0 (0 to 4)" in out.getvalue()
+    assert "m: 0 -> 1: 1 requests wait for the first replica, 7 s ago" in out.getvalue()
+
+
+def test_start_is_told_line_by_line_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    with StartView(Console(file=out, width=200)) as view:
+        for state in (control_pb2.GROUP_STATE_STARTING, control_pb2.GROUP_STATE_STARTING, READY):
+            view.show(status_with(state, router_alive=True))
+    assert out.getvalue().splitlines() == ["m-0: starting: why", "m-0: ready: why"]
+
+
+def test_status_fits_and_tells_reasons() -> None:
+    out = io.StringIO()
+    print_status(Console(file=out, width=80), status_with(control_pb2.GROUP_STATE_FAILED, router_alive=False))
+    assert all(word in out.getvalue() for word in ("m-0", "failed", "why", "router-0", "not alive"))
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+
+
+def test_ipv6_addresses_are_shown_whole() -> None:
+    ranks = [control_pb2.RankStatus(rank=rank, node="fd00::2", pid=70 + rank) for rank in range(2)]
+    group = control_pb2.GroupStatus(group_id="m-0", state=READY, ranks=ranks, address="[fd00::2]:7000")
+    status = control_pb2.GetStatusResponse(
+        models=[control_pb2.ModelStatus(name="m", groups=[group])],
+        routers=[control_pb2.RouterStatus(router_id="router-0", grpc_address="[fd00::2]:50051")],
+    )
+    out = io.StringIO()
+    print_status(Console(file=out, width=120), status)
+    assert {"[fd00::2]:70,71", "[fd00::2]:7000", "[fd00::2]:50051"} <= set(out.getvalue().split())
+
+
+def test_state_that_only_a_newer_controller_knows_is_shown_by_its_number() -> None:
+    out = io.StringIO()
+    print_status(Console(file=out, width=80), status_with(99, router_alive=True))  # type: ignore[arg-type]
+    assert "state 99" in out.getvalue()
