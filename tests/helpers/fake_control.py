@@ -31,6 +31,11 @@ class FakeControl(ControlServicer):
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
+    @property
+    def num_held(self) -> int:
+        """Requests without a replica that wait at the router, as it said last."""
+        return next((demand.num_held for report in self.reports[-1:] for demand in report.models), 0)
+
     async def start(self, port: int = 0) -> str:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_ControlServicer_to_server(self, self._server)

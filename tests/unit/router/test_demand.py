@@ -24,10 +24,6 @@ async def control() -> AsyncIterator[FakeControl]:
     await control.stop()
 
 
-def last_held(control: FakeControl) -> int:
-    return next((demand.num_held for report in control.reports[-1:] for demand in report.models), 0)
-
-
 def total(control: FakeControl, name: str) -> int:
     return sum(getattr(demand, name) for report in control.reports for demand in report.models)
 
@@ -43,13 +39,13 @@ async def test_held_request_is_reported_at_once_and_served_by_the_replica_that_c
     async with FakeReplica("a") as a, running_router(router_config(control=control.address, failover=QUICK)) as router:
         await router.wait_ready(0)
         asking = [asyncio.create_task(router.generate(text_request("hello"))) for _ in range(3)]
-        await until(lambda: last_held(control) == 3)
+        await until(lambda: control.num_held == 3)
         assert not any(task.done() for task in asking)
         control.set_replicas({"a": a.address}, starts_on_demand=True)
         for answer in await asyncio.gather(*asking):
             assert answer.finished is not None
             assert list(answer.finished.replica_ids) == ["a"]
-        await until(lambda: last_held(control) == 0)
+        await until(lambda: control.num_held == 0)
         assert total(control, "num_finished") == 0, "that they waited says nothing about how many replicas are needed"
         await router.generate(text_request("hello"))
         await until(lambda: total(control, "num_finished") == 1)
@@ -68,13 +64,13 @@ async def test_held_request_that_goes_on_is_reported_at_once(
     async with running_router(router_config(control=control.address, failover=QUICK)) as router:
         await router.wait_ready(0)
         asking = asyncio.create_task(router.generate(text_request("hello")))
-        await until(lambda: last_held(control) == 1)
+        await until(lambda: control.num_held == 1)
         num_reports = len(control.reports)
         control.set_replicas({"a": late.address}, starts_on_demand=True)
         await until(lambda: len(control.reports) > num_reports)
         await late.start(port)
         await asking
-        await until(lambda: last_held(control) == 0)
+        await until(lambda: control.num_held == 0)
         await late.die()
 
 
@@ -88,7 +84,7 @@ async def test_request_that_the_last_replica_refuses_since_it_leaves_is_held(con
         a.refusal = grpc.StatusCode.UNAVAILABLE
         a.is_draining = True
         asking = asyncio.create_task(router.generate(text_request("hello")))
-        await until(lambda: last_held(control) == 1)
+        await until(lambda: control.num_held == 1)
         control.set_replicas({"b": b.address}, starts_on_demand=True)
         answer = await asking
         assert answer.finished is not None
@@ -162,7 +158,7 @@ async def test_wait_ends_when_no_replica_will_come(control: FakeControl, models:
     async with running_router(router_config(control=control.address, failover=QUICK)) as router:
         await router.wait_ready(0)
         asking = asyncio.create_task(outcome(router))
-        await until(lambda: last_held(control) == 1)
+        await until(lambda: control.num_held == 1)
         control.set_replicas({}, models=models)
         assert await asking == (grpc.StatusCode.UNAVAILABLE, "no replica of model 'tiny' was ready for 0.2 s")
 
@@ -214,12 +210,12 @@ async def test_demand_is_reported_again_to_a_controller_that_came_back(control: 
     async with running_router(router_config(control=control.address, failover=QUICK)) as router:
         await router.wait_ready(0)
         asking = asyncio.create_task(router.generate(text_request("hello"), 30.0))
-        await until(lambda: last_held(control) == 1)
+        await until(lambda: control.num_held == 1)
         await control.stop()
         successor = FakeControl()
         await successor.start(port)
         successor.set_replicas({}, starts_on_demand=True)
-        await until(lambda: last_held(successor) == 1)
+        await until(lambda: successor.num_held == 1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await successor.stop()

@@ -245,7 +245,7 @@ async def test_request_that_waits_is_made_again_for_the_replica_that_comes() -> 
     async with FakeReplica("a") as a, FakeReplica("c") as c, rolling() as (control, router):
         await router.wait_ready(0)
         answering = asyncio.create_task(router.generate(text_request("hi")))
-        await asyncio.sleep(0.05)
+        await until(lambda: control.num_held == 1)
         say(control, (a, OLD))
         assert (await answering).token_ids == expected_tokens(prompt_ids("hi"), 1, 10)
         say(control, (c, NEW))
