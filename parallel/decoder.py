@@ -31,7 +31,7 @@ from parallel.layer import LayerContext
 from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
 from parallel.norm import Norm, make_norm
-from parallel.rotary import RotaryTable
+from parallel.rotary import LayerRotations
 from parallel.shard import ShardedParameter, check_split, even_range, kv_head_range, layer_range
 from parallel.weight_sizes import WeightSizes
 
@@ -91,14 +91,7 @@ class Decoder:
         bias_NP = self._key_bias()
         self._layers = [make_decoder_layer(description, i, bias_NP, context=context) for i in self.layer_indices]
         rotaries = [description.rotaries[i] for i in self.layer_indices]
-        kinds = list(dict.fromkeys(rotaries))
-        self._rotations = [
-            (lambda positions_T: ()) if kind is None else RotaryTable(kind, description.max_context, device=device)
-            for kind in kinds
-        ]
-        self._angles = [rotation.angles if isinstance(rotation, RotaryTable) else () for rotation in self._rotations]
-        """Of all positions."""
-        self._rotation_of_layer = [kinds.index(rotary) for rotary in rotaries]
+        self._rotations = LayerRotations(rotaries, description.max_context, device=device)
         self._run = kernels.compile_layers(self._run_layers, mesh.tp)
         self._started = self._run if isinstance(self._run, StartedLayers) else None
         self._embedding: InputEmbedding | None = None
@@ -152,8 +145,7 @@ class Decoder:
             CollectiveError: a rank of the stage is gone.
         """
         x_TE = x if self._embedding is None else self._embedding(x, positions_T)
-        angles = [rotation(positions_T) for rotation in self._rotations]
-        return self._result(*self._run(x_TE, angles, caches, metas))
+        return self._result(*self._run(x_TE, self._rotations(positions_T), caches, metas))
 
     __call__ = forward
 
@@ -187,7 +179,9 @@ class Decoder:
         if self._embedding is not None:
             into = self._embedding.lookup(x) or self._embedding(x, positions_T)
         head = self._head.searched_alone if finds_largest and self._head is not None else None
-        finish = self._started.start(StartedStep(into, self._angles, positions_T, caches, metas, rows_S, head))
+        finish = self._started.start(
+            StartedStep(into, self._rotations.angles, positions_T, caches, metas, rows_S, head)
+        )
 
         def result() -> tuple[Tensor, Tensor | None]:
             x_TE, residual_TE, found_T = finish()
@@ -199,7 +193,7 @@ class Decoder:
         """What goes into the layers of this stage in a step of one token, for those who look at the shapes."""
         x_TE = torch.zeros(1, self.description.hidden_size, dtype=self.dtype, device=self.device)
         positions_T = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return x_TE, [rotation(positions_T) for rotation in self._rotations]
+        return x_TE, self._rotations(positions_T)
 
     @property
     def num_recorded(self) -> int:
@@ -273,8 +267,9 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """As `RunLayers`; on the last stage (the norm of their sum, their sum)."""
         residual_TE: Tensor | None = None
-        for layer, rotation, cache, meta in zip(self._layers, self._rotation_of_layer, caches, metas, strict=True):
-            x_TE, residual_TE = layer(x_TE, residual_TE, angles[rotation], cache, meta)
+        kinds = self._rotations.kind_of_layer
+        for layer, kind, cache, meta in zip(self._layers, kinds, caches, metas, strict=True):
+            x_TE, residual_TE = layer(x_TE, residual_TE, angles[kind], cache, meta)
         assert residual_TE is not None, "every stage has a layer"
         # with the layers, so that it is compiled with them
         return (x_TE, residual_TE) if self._final_norm is None else self._final_norm.add(x_TE, residual_TE)

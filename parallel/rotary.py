@@ -15,6 +15,7 @@ function of the position here:
 """
 
 import math
+from collections.abc import Sequence
 from typing import assert_never
 
 import torch
@@ -49,6 +50,22 @@ class RotaryTable:
         """Return cosines and sines, float32 [T, R] each, R = dim / 2; positions are int64 on the table's device."""
         cos_PR, sin_PR = self.angles
         return cos_PR.index_select(0, positions_T), sin_PR.index_select(0, positions_T)
+
+
+class LayerRotations:
+    """The tables of some layers: one for each kind of rotation among them. A layer may have none."""
+
+    def __init__(self, rotaries: Sequence[RotaryDescription | None], max_context: int, *, device: torch.device) -> None:
+        kinds = list(dict.fromkeys(rotaries))
+        self.kind_of_layer = [kinds.index(rotary) for rotary in rotaries]
+        """Which of the kinds each layer has."""
+        self._tables = [None if kind is None else RotaryTable(kind, max_context, device=device) for kind in kinds]
+        self.angles: list[tuple[Tensor, ...]] = [() if table is None else table.angles for table in self._tables]
+        """Of each kind, those of all positions, as in `RotaryTable`."""
+
+    def __call__(self, positions_T: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return those of these positions, of each kind."""
+        return [() if table is None else table(positions_T) for table in self._tables]
 
 
 def inverse_frequencies(description: RotaryDescription, max_context: int) -> Tensor:
