@@ -58,7 +58,7 @@ class FakeDispatch:
     async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self._check_model(model)
         text = bytes(token_id for token_id in token_ids if token_id < EOS).decode(errors="replace")
-        return text if skip_special_tokens else text + "<eos>" * token_ids.count(EOS)
+        return text if skip_special_tokens else text + "<eos>" * list(token_ids).count(EOS)
 
     async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
         return {each: await self.detokenize("", (each,), skip_special_tokens=False) for each in token_ids}

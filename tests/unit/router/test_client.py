@@ -109,8 +109,8 @@ async def test_generate_streams_deltas_and_ends_with_finish(client: AsyncClient)
     ("prompt", "expected"),
     [
         ({"prompt": "Hi"}, {"text": "Hi"}),
-        ({"prompt": [1, 2]}, {"token_ids": (1, 2)}),
-        ({"prompt": ()}, {"token_ids": ()}),
+        ({"prompt": [1, 2]}, {"token_ids": [1, 2]}),
+        ({"prompt": ()}, {"token_ids": []}),
         (
             {"messages": [{"role": "user", "content": "Hi", "name": "U"}, {"role": "assistant", "content": "x"}]},
             {
