@@ -1,8 +1,9 @@
 """Tokenizers are loaded once, off the event loop, and again after a failure."""
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 from helpers.router_harness import BOS, ByteTokenizer
@@ -52,16 +53,20 @@ async def test_folder_is_read_again_where_its_files_are_others_and_only_there() 
     pool.close()
 
 
-async def test_failed_load_is_tried_again() -> None:
-    results: Iterator[ModelFilesError | ByteTokenizer] = iter([ModelFilesError("no tokenizer.json"), ByteTokenizer()])
+def fails_once(message: str) -> Callable[[ModelText], ByteTokenizer]:
+    """Return what loads a tokenizer at the second attempt."""
+    attempts = itertools.count()
 
     def load(text: ModelText) -> ByteTokenizer:
-        result = next(results)
-        if isinstance(result, Exception):
-            raise result
-        return result
+        if next(attempts) == 0:
+            raise ModelFilesError(message)
+        return ByteTokenizer()
 
-    pool = TokenizerPool(load, num_threads=1)
+    return load
+
+
+async def test_failed_load_is_tried_again() -> None:
+    pool = TokenizerPool(fails_once("no tokenizer.json"), num_threads=1)
     with pytest.raises(ModelFilesError):
         await pool.get(TINY)
     assert isinstance(await pool.get(TINY), ByteTokenizer)
@@ -116,16 +121,8 @@ async def test_what_is_needed_is_loaded_before_somebody_asks() -> None:
 
 
 async def test_what_cannot_be_loaded_ahead_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    results: Iterator[ModelFilesError | ByteTokenizer] = iter([ModelFilesError("no head"), ByteTokenizer()])
     changed = asyncio.Event()
-
-    def load(text: ModelText) -> ByteTokenizer:
-        result = next(results)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    pool = TokenizerPool(load, num_threads=1, on_change=changed.set)
+    pool = TokenizerPool(fails_once("no head"), num_threads=1, on_change=changed.set)
     for expected in (["the tokenizer in /tiny cannot be loaded: no head"], []):
         caplog.clear()
         changed.clear()
