@@ -56,16 +56,21 @@ def runs(pid: int) -> bool:
         return False
 
 
-def ask(router: str) -> None:
+def ask(router: str, decisions: Path) -> None:
     """Send requests that share a prefix, wait for each other, end by stop strings and are given up."""
     texts = ["Once upon a time", "Once upon a time there was", "The"]
     options: list[Options] = [{"max_tokens": 40}, {"max_tokens": 40, "stop": ["e"]}, {"priority": 1}]
     asyncio.run(ask_together(router, [Ask(prompt=text, options=each) for text in texts for each in options]))
     with Client(router) as client:
         client.complete("Once upon a time", max_tokens=5)
-        stream = client.generate("Once upon a time", max_tokens=600, ignore_eos=True)
-        next(stream)
-        stream.close()
+
+        def has_given_up() -> bool:  # a request may end before word of that comes: then another is sent
+            stream = client.generate("Once upon a time", max_tokens=600, ignore_eos=True)
+            next(stream)
+            stream.close()
+            return any(b"abort" in path.read_bytes() for path in decisions.glob("weights*"))
+
+        wait_until(has_given_up, "a request given up while it ran")
 
 
 def test_background_service_generates_stops_and_decides_the_same_again(model_folder: Path, tmp_path: Path) -> None:
@@ -84,16 +89,16 @@ def test_background_service_generates_stops_and_decides_the_same_again(model_fol
             pids |= {process.pid for process in ancestors if process.pid != 1}
             said = weft("generate", "Once upon a time", "--router", status["routers"][0]["grpc_address"], "--json")
             assert json.loads(said.stdout)["usage"]["completion_tokens"] > 0
-            ask(status["routers"][0]["grpc_address"])
+            ask(status["routers"][0]["grpc_address"], tmp_path / "decisions")
         finally:
             stopped = weft("stop", "--control", control)
         assert stopped.returncode == 0, stopped.stderr
     replayed = weft("replay", str(tmp_path / "decisions"), "--json")
     assert replayed.returncode == 0, replayed.stdout
     outcomes = {outcome["kind"]: outcome for outcome in json.loads(replayed.stdout)}
-    assert outcomes["scheduler"]["calls"]["add"] == 12
+    assert outcomes["scheduler"]["calls"]["add"] >= 12
     assert outcomes["scheduler"]["calls"].keys() >= {"add", "abort", "finish", "schedule", "update"}
-    assert outcomes["router"]["calls"]["route"] == 12
+    assert outcomes["router"]["calls"]["route"] == outcomes["scheduler"]["calls"]["add"]
     assert outcomes["autoscaler"]["calls"] == {}, "nothing scales by itself"
 
 
