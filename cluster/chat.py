@@ -23,7 +23,7 @@ def chat(
     system: str | None,
     as_json: bool,
     timeout_s: float,
-    sampling: dict[str, Any],
+    options: dict[str, Any],
     read_line: Callable[[str], str] = input,
 ) -> None:
     """Answer each line until the input ends; every request is sent with all that was said before.
@@ -34,7 +34,7 @@ def chat(
     Raises:
         RequestError: a request failed, or the file of authorities cannot be read.
     """
-    options: Options = {"model": model, "timeout_s": timeout_s, **sampling}  # type: ignore[typeddict-item]
+    asked: Options = {"model": model, "timeout_s": timeout_s, **options}  # type: ignore[typeddict-item]
     is_typed = sys.stdin.isatty()
     messages = [{"role": "system", "content": system}] if system is not None else []
     with Client(router, api_key=api_key, credentials=credentials(tls_ca)) as client:
@@ -47,7 +47,7 @@ def chat(
                 continue
             messages.append({"role": "user", "content": text})
             try:
-                answer = _answer(client, messages, as_json=as_json, options=options)
+                answer = _answer(client, messages, as_json=as_json, options=asked)
             except RequestError as error:
                 if not is_typed:
                     raise

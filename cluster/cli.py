@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.load.cli import app as bench_app
 from bench.load.cli import replay, simulate
 from cluster.cli_connection import with_control
-from cluster.cli_flags import MAX_TIMEOUT_S, check_address, with_flags
+from cluster.cli_flags import MAX_TIMEOUT_S, check_address, read_object, with_flags
 from cluster.cli_operate import register
 from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
@@ -48,6 +48,10 @@ ApiKey = Annotated[
 ]
 TlsCa = Annotated[
     Path | None, typer.Option(help="Speak TLS to a router whose certificate these authorities signed (PEM).")
+]
+TemplateKwargs = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help='Variables for the chat template, such as {"enable_thinking": false}.'),
 ]
 Timeout = Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Seconds.")]
 
@@ -166,6 +170,7 @@ def generate(
     tls_ca: TlsCa = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    chat_template_kwargs: TemplateKwargs = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
     max_tokens: Annotated[int | None, typer.Option(help="At most this many tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -190,7 +195,10 @@ def generate(
 
     if system is not None and not chat:
         raise ClusterConfigError("--system: a prompt that is no chat has none; allowed: with --chat")
+    if chat_template_kwargs is not None and not chat:
+        raise ClusterConfigError("--chat-template-kwargs: a prompt that is no chat has none; allowed: with --chat")
     options: dict[str, Any] = {
+        "chat_template_kwargs": read_object("--chat-template-kwargs", chat_template_kwargs),
         "target_ttft_s": target_ttft,
         "target_tpot_s": target_tpot,
         "max_tokens": max_tokens,
@@ -228,6 +236,7 @@ def chat(
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    chat_template_kwargs: TemplateKwargs = None,
     max_tokens: Annotated[int | None, typer.Option(help="At most this many tokens in an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
@@ -237,7 +246,12 @@ def chat(
     """Talk with a model: each line of input is a message. Ctrl-C ends an answer, Ctrl-D the conversation."""
     from cluster.chat import chat as run_chat
 
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options = {
+        "chat_template_kwargs": read_object("--chat-template-kwargs", chat_template_kwargs),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
     check_address("--router", router)
     run_chat(
         router=router,
@@ -247,7 +261,7 @@ def chat(
         system=system,
         as_json=as_json,
         timeout_s=timeout,
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        options={name: value for name, value in options.items() if value is not None},
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
@@ -20,6 +21,19 @@ def check_address(flag: str, address: str) -> None:
         split_host_port(address)
     except ValueError as error:
         raise ClusterConfigError(f"{flag}: {error}") from None
+
+
+def read_object(flag: str, text: str | None) -> dict[str, Any] | None:
+    """Return what a flag's JSON object holds, None where it is not given. Raises ClusterConfigError."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ClusterConfigError(f"{flag} is {text!r}, which is not JSON: {error}; allowed: an object") from error
+    if not isinstance(value, dict):
+        raise ClusterConfigError(f"{flag} is {text!r}; allowed: a JSON object")
+    return value
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

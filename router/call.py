@@ -1,6 +1,6 @@
 """One generation as the front ends ask for it and as its deltas come back: plain values that gRPC and HTTP share."""
 
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,15 +22,24 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A prompt that the model's chat template writes."""
+
+    messages: tuple[ChatMessage, ...]
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """What the template sees beside its own variables, such as `enable_thinking`; values as JSON has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
-    """What a client asks for. Exactly one of `text`, `token_ids` and `messages` is set."""
+    """What a client asks for. Exactly one of `text`, `token_ids` and `chat` is set."""
 
     model: str = ""
     """Empty: the only model served."""
     text: str | None = None
     token_ids: Sequence[int] | None = None
     """As they came, however many: to make 4 million of them a tuple holds up all others for a tenth of a second."""
-    messages: tuple[ChatMessage, ...] | None = None
+    chat: Conversation | None = None
     sampling: pb.SamplingParams
     """As the client sent it; the dispatcher fills in the defaults and checks every value."""
     priority: int = 0
@@ -80,7 +89,7 @@ class Dispatch(Protocol):
         """Serve one call. Closing the generator, or cancelling the task that reads it, aborts the call everywhere."""
 
     async def tokenize(
-        self, model: str, prompt: str | tuple[ChatMessage, ...], *, add_special_tokens: bool = True
+        self, model: str, prompt: str | Conversation, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
         """Return the token ids that `generate` would use for this prompt."""
 

@@ -4,7 +4,7 @@ The template comes with the model's weights, so the operator has chosen it as mu
 in a sandbox (template_sandbox.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from weft.tokenizer.declared import read_json_object
 
-from router.call import ChatMessage
+from router.call import ChatMessage, Conversation
 from router.errors import InvalidRequestError, ModelFilesError
 from router.template_sandbox import SandboxedTemplate
 
@@ -42,30 +42,35 @@ class ChatTemplate:
         self._template = SandboxedTemplate(source, now=now)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, chat: Conversation) -> str:
         """Return the prompt text, up to and with what opens the assistant's turn.
 
         Raises:
-            InvalidRequestError: no messages, an unknown role, or the template refuses the conversation.
+            InvalidRequestError: no messages, an unknown role, variables that are the template's own, or the template
+                refuses the conversation.
         """
-        if not messages:
+        if not chat.messages:
             raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
-        for index, message in enumerate(messages):
+        for index, message in enumerate(chat.messages):
             if message.role not in ROLES:
                 allowed = ", ".join(repr(role) for role in ROLES)
                 raise InvalidRequestError(
                     f"messages[{index}].role is {message.role!r}; allowed: {allowed}", field="messages"
                 )
-        try:
-            return self._template.render(
-                {
-                    **self._special_tokens,
-                    "messages": [_as_dict(message) for message in messages],
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": True,
-                }
+        own = {
+            **self._special_tokens,
+            "messages": [_as_dict(message) for message in chat.messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        if taken := sorted(chat.template_kwargs.keys() & (own.keys() | self._template.names)):
+            raise InvalidRequestError(
+                f"chat_template_kwargs sets {', '.join(taken)}; allowed: names that are not the template's own",
+                field="chat_template_kwargs",
             )
+        try:
+            return self._template.render({**chat.template_kwargs, **own})
         except TemplateError as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {error}", field="messages"

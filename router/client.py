@@ -15,7 +15,7 @@ here: an OverloadedError says when to try again.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from types import TracebackType
 from typing import Self, Unpack
@@ -165,8 +165,8 @@ class Client(_TypedErrors):
         Args:
             prompt: text or token ids; or give `messages`.
             messages: a conversation, for the model's chat template.
-            options: model, timeout_s, priority, cache_salt, request_id, target_ttft_s, target_tpot_s, and the fields of
-                weft.v1.SamplingParams.
+            options: model, timeout_s, priority, cache_salt, request_id, target_ttft_s, target_tpot_s,
+                chat_template_kwargs, and the fields of weft.v1.SamplingParams.
 
         Raises:
             ClientError: one of its subclasses.
@@ -198,9 +198,16 @@ class Client(_TypedErrors):
                 collector.add(delta)
         return collector.completion()
 
-    def tokenize(self, prompt: str | Messages, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
+    def tokenize(
+        self,
+        prompt: str | Messages,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> tuple[int, ...]:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
-        request = tokenize_request(prompt, model, add_special_tokens)
+        request = tokenize_request(prompt, model, add_special_tokens, chat_template_kwargs)
         with self._typed_errors():
             return tuple(self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata).token_ids)
 
@@ -307,10 +314,15 @@ class AsyncClient(_TypedErrors):
         return collector.completion()
 
     async def tokenize(
-        self, prompt: str | Messages, *, model: str = "", add_special_tokens: bool = True
+        self,
+        prompt: str | Messages,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
-        request = tokenize_request(prompt, model, add_special_tokens)
+        request = tokenize_request(prompt, model, add_special_tokens, chat_template_kwargs)
         with self._typed_errors():
             return tuple(
                 (await self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata)).token_ids

@@ -12,6 +12,7 @@ ClientError                    any other status; `code` has it
 └── ServerError                INTERNAL, UNKNOWN    the request failed inside
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 _MAX_TIMEOUT_S = 1e9  # as over HTTP
+_NO_CHAT = "chat_template_kwargs is given with a prompt that is no conversation; allowed: with messages"
 
 
 class ClientError(Exception):
@@ -129,6 +131,8 @@ class Options(Sampling, total=False):
     """The time to the first token within which the router counts the request as goodput; else the service's own."""
     target_tpot_s: float
     """The same for the mean time of each further token."""
+    chat_template_kwargs: Mapping[str, object]
+    """With messages: variables for the model's chat template, such as {"enable_thinking": False}; values as in JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +263,8 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
     unknown = sorted(options.keys() - Options.__optional_keys__)
     if unknown:
         raise _refused(f"unknown options {unknown}; allowed: {sorted(Options.__optional_keys__)}")
+    if prompt is not None and options.get("chat_template_kwargs"):
+        raise _refused(_NO_CHAT)
     sampling = {name: value for name, value in options.items() if name in Sampling.__optional_keys__}
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = [sampling["stop"]]
@@ -273,7 +279,7 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
             sampling=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
         )
         if messages is not None:
-            request.chat.CopyFrom(_to_chat(messages))
+            request.chat.CopyFrom(_to_chat(messages, options.get("chat_template_kwargs")))
         elif isinstance(prompt, str):
             request.text = prompt
         else:
@@ -281,12 +287,16 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
     return request
 
 
-def tokenize_request(prompt: str | Messages, model: str, add_special_tokens: bool) -> pb.TokenizeRequest:
+def tokenize_request(
+    prompt: str | Messages, model: str, add_special_tokens: bool, chat_template_kwargs: Mapping[str, object] | None
+) -> pb.TokenizeRequest:
     """Return the wire form of a text or a conversation to tokenize. Raises BadRequestError."""
     with _only_what_fits():
         if isinstance(prompt, str):
+            if chat_template_kwargs:
+                raise _refused(_NO_CHAT)
             return pb.TokenizeRequest(model=model, text=prompt, add_special_tokens=add_special_tokens)
-        return pb.TokenizeRequest(model=model, chat=_to_chat(prompt))
+        return pb.TokenizeRequest(model=model, chat=_to_chat(prompt, chat_template_kwargs))
 
 
 def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool) -> pb.DetokenizeRequest:
@@ -351,13 +361,16 @@ def _refused(message: str) -> BadRequestError:
     return BadRequestError(message, code=grpc.StatusCode.INVALID_ARGUMENT)
 
 
-def _to_chat(messages: Messages) -> pb.ChatPrompt:
+def _to_chat(messages: Messages, template_kwargs: Mapping[str, object] | None) -> pb.ChatPrompt:
     """Return the wire form of a conversation."""
     allowed = {"role", "content", "name"}
     for index, message in enumerate(messages):
         if not {"role", "content"} <= message.keys() <= allowed:
             raise _refused(f"messages[{index}] has the keys {sorted(message)}; allowed: role, content and maybe name")
-    return pb.ChatPrompt(messages=[pb.ChatMessage(**message) for message in messages])
+    return pb.ChatPrompt(
+        messages=[pb.ChatMessage(**message) for message in messages],
+        chat_template_kwargs_json=json.dumps(template_kwargs, allow_nan=False) if template_kwargs else "",
+    )
 
 
 def _to_logprobs(position: pb.TokenLogprobs) -> TokenLogprobs:

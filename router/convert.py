@@ -5,10 +5,12 @@ What depends on a model (prompt length, token ids in range) is checked here too,
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
 from weft.v1 import inference_pb2 as pb
 
-from router.call import ChatMessage, GenerateCall, GenerateDelta
+from router.call import ChatMessage, Conversation, GenerateCall, GenerateDelta
 from router.errors import ContextLengthError, InvalidRequestError
 
 MAX_STOP_STRINGS = 16
@@ -16,6 +18,7 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_CACHE_SALT_CHARS = 1024
 MAX_MESSAGES = 8192
+MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
 MAX_LOGPROBS = 20
 MAX_REQUEST_ID_CHARS = 128
 
@@ -43,7 +46,7 @@ def generate_call(request: pb.GenerateRequest, *, timeout_s: float | None) -> Ge
         model=request.model,
         text=request.text if prompt == "text" else None,
         token_ids=request.token_ids.ids if prompt == "token_ids" else None,
-        messages=chat_messages(request.chat) if prompt == "chat" else None,
+        chat=conversation(request.chat) if prompt == "chat" else None,
         sampling=request.sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
@@ -54,10 +57,26 @@ def generate_call(request: pb.GenerateRequest, *, timeout_s: float | None) -> Ge
     )
 
 
-def chat_messages(chat: pb.ChatPrompt) -> tuple[ChatMessage, ...]:
-    """Return the turns of a wire conversation. Raises InvalidRequestError when it has too many."""
+def conversation(chat: pb.ChatPrompt) -> Conversation:
+    """Return a wire conversation. Raises InvalidRequestError when it is too long, or its variables are no object."""
     check_num_messages(len(chat.messages))  # before each of them is looked at: 4 MiB hold 2 million empty ones
-    return tuple(ChatMessage(role=m.role, content=m.content, name=m.name) for m in chat.messages)
+    return Conversation(
+        messages=tuple(ChatMessage(role=m.role, content=m.content, name=m.name) for m in chat.messages),
+        template_kwargs=_read_template_kwargs(chat.chat_template_kwargs_json),
+    )
+
+
+def _read_template_kwargs(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    check_template_kwargs_size(len(text.encode()))
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequestError(
+            f'chat_template_kwargs_json: {error}; allowed: a JSON object, such as {{"enable_thinking": false}}',
+            field="chat_template_kwargs",
+        ) from error
 
 
 def generate_response(delta: GenerateDelta) -> pb.GenerateResponse:
@@ -74,7 +93,7 @@ def generate_response(delta: GenerateDelta) -> pb.GenerateResponse:
 
 def check_call(call: GenerateCall) -> None:
     """Check what can be checked before the prompt's tokens are known. Raises InvalidRequestError."""
-    num_prompts = sum(prompt is not None for prompt in (call.text, call.token_ids, call.messages))
+    num_prompts = sum(prompt is not None for prompt in (call.text, call.token_ids, call.chat))
     if num_prompts != 1:
         raise InvalidRequestError(
             f"the request has {num_prompts} prompts; allowed: one of text, chat and token_ids", field="prompt"
@@ -93,8 +112,8 @@ def check_call(call: GenerateCall) -> None:
             f"cache_salt has {len(call.cache_salt)} characters; allowed: at most {MAX_CACHE_SALT_CHARS}",
             field="cache_salt",
         )
-    if call.messages is not None:
-        check_chat(call.messages)
+    if call.chat is not None:
+        check_chat(call.chat)
     elif not (call.text or call.token_ids):
         raise InvalidRequestError("the prompt is empty; allowed: at least one token", field="prompt")
     for name, target_s in (("target_ttft_s", call.target_ttft_s), ("target_tpot_s", call.target_tpot_s)):
@@ -103,12 +122,12 @@ def check_call(call: GenerateCall) -> None:
     check_sampling(call.sampling)
 
 
-def check_chat(messages: Sequence[ChatMessage]) -> None:
+def check_chat(chat: Conversation) -> None:
     """Check the form of a conversation; what roles it may hold in which order, the model's chat template says."""
-    if not messages:
+    if not chat.messages:
         raise InvalidRequestError("the chat has no messages; allowed: at least one", field="messages")
-    check_num_messages(len(messages))
-    for i, message in enumerate(messages):
+    check_num_messages(len(chat.messages))
+    for i, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidRequestError(
                 f"message {i} of the chat has no role; allowed: a role that the model's chat template knows, "
@@ -122,6 +141,15 @@ def check_num_messages(num_messages: int) -> None:
     if num_messages > MAX_MESSAGES:
         raise InvalidRequestError(
             f"the chat has {num_messages} messages; allowed: at most {MAX_MESSAGES}", field="messages"
+        )
+
+
+def check_template_kwargs_size(num_bytes: int) -> None:
+    """Check how long the JSON of a chat template's variables is. Raises InvalidRequestError."""
+    if num_bytes > MAX_TEMPLATE_KWARGS_BYTES:
+        raise InvalidRequestError(
+            f"chat_template_kwargs has {num_bytes} bytes; allowed: at most {MAX_TEMPLATE_KWARGS_BYTES}",
+            field="chat_template_kwargs",
         )
 
 

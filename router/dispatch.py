@@ -11,7 +11,7 @@ from typing import TypeVar
 from weft.v1 import inference_pb2 as pb
 
 from router.admission import Admission
-from router.call import ChatMessage, GenerateCall, GenerateDelta, ModelCard
+from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard
 from router.config import RouterConfig
 from router.convert import (
     check_call,
@@ -121,7 +121,7 @@ class Dispatcher:
             span.end()
 
     async def tokenize(
-        self, model: str, prompt: str | tuple[ChatMessage, ...], *, add_special_tokens: bool = True
+        self, model: str, prompt: str | Conversation, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
         """Return the token ids that `generate` would use for this prompt."""
         route = self._directory.resolve(model)
@@ -167,13 +167,13 @@ class Dispatcher:
         check_call(call)
         text = route.text
         tokenizer = await self._pool.get(text)
-        prompt = call.messages if call.messages is not None else call.text
+        prompt = call.chat if call.chat is not None else call.text
         asked: Sequence[int] = call.token_ids or ()
         if prompt is not None:
             asked = await self._pool.encode(tokenizer, prompt)
         max_context = await self._max_context(route)
         vocab_size = route.vocab_size or tokenizer.vocab_size
-        prompt_field = "prompt" if call.messages is None else "messages"
+        prompt_field = "prompt" if call.chat is None else "messages"
         check_length(len(asked), call.sampling, max_context, prompt_field=prompt_field)  # before each id is looked at
         token_ids = tuple(asked)
         check_token_ids("prompt", token_ids, vocab_size)

@@ -63,7 +63,6 @@ _UNSERVED: Mapping[str, str] = {
     "bad_words": "bad_words is not supported yet",
     "logits_processors": "logits processors are not supported",
     "chat_template": "the model's own chat template is used",
-    "chat_template_kwargs": "arguments to the chat template are not supported yet",
     "documents": "documents are not passed to the chat template",
     "continue_final_message": "a conversation ends before the assistant's turn",
     "return_token_ids": "token ids are returned over gRPC only",
@@ -84,7 +83,12 @@ _LIMITED = (
 )
 """Fields of which some values are served."""
 
-_Others = msgspec.defstruct("_Others", [(name, msgspec.Raw, NULL) for name in (*_UNSERVED, *_LIMITED)], kw_only=True)
+_OF_CONVERSATIONS = ("chat_template_kwargs",)
+"""Fields that say something of a chat template, which a prompt without messages does not go through."""
+
+_Others = msgspec.defstruct(
+    "_Others", [(name, msgspec.Raw, NULL) for name in (*_UNSERVED, *_LIMITED, *_OF_CONVERSATIONS)], kw_only=True
+)
 """These fields as they were written: a value of megabytes is not read. Fields that nobody knows are skipped."""
 
 _MAX_READ_BYTES = 1024
@@ -103,18 +107,26 @@ def is_set(raw: msgspec.Raw) -> bool:
     return value is not None and value is not False and value not in ({}, [], "")
 
 
-def refuse_unserved(body: bytes, *, add_special_tokens: tuple[bool | None, ...], n: int | None = None) -> None:
+def refuse_unserved(
+    body: bytes, *, add_special_tokens: tuple[bool | None, ...], has_messages: bool, n: int | None = None
+) -> None:
     """Raise InvalidRequestError where a body asks for something that is not served.
 
     Args:
         body: of a request.
         add_special_tokens: the values of that field that are served; None: it is left out.
+        has_messages: whether it is a conversation.
         n: of the request.
     """
     others = read_json(body, _Others)
     for name, reason in _UNSERVED.items():
         if is_set(getattr(others, name)):
             raise InvalidRequestError(f"{name} is set: {reason}", field=name)
+    for name in () if has_messages else _OF_CONVERSATIONS:
+        if is_set(getattr(others, name)):
+            raise InvalidRequestError(
+                f"{name} is set for a prompt that is no conversation; allowed: with messages", field=name
+            )
     allowed_values: Mapping[str, tuple[object, ...]] = {
         "tool_choice": (None, "none", "auto"),
         "function_call": (None, "none", "auto"),

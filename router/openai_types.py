@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta, Struct
 from weft.v1 import inference_pb2 as pb
 
-from router.call import ChatMessage, GenerateCall
-from router.convert import MAX_LOGPROBS, check_num_messages, check_stop
+from router.call import ChatMessage, Conversation, GenerateCall
+from router.convert import MAX_LOGPROBS, check_num_messages, check_stop, check_template_kwargs_size
 from router.errors import InvalidRequestError
 from router.openai_fields import NULL, is_set, read_json, refuse_unserved
 
@@ -210,6 +210,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
+    chat_template_kwargs: msgspec.Raw = NULL
 
     @property
     def max_tokens_name(self) -> str:
@@ -229,7 +230,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"top_logprobs is {self.top_logprobs} and logprobs is not true; allowed: top_logprobs with logprobs",
                 field="top_logprobs",
             )
-        return tuple(self._expand([{"messages": _to_chat(self.messages)}], sampling, response_id))
+        chat = _to_chat(self.messages, self.chat_template_kwargs)
+        return tuple(self._expand([{"chat": chat}], sampling, response_id))
 
     def _num_top_logprobs(self) -> int:
         number = self.top_logprobs or 0
@@ -245,9 +247,10 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
+    chat_template_kwargs: msgspec.Raw = NULL
 
     @property
-    def content(self) -> str | tuple[ChatMessage, ...]:
+    def content(self) -> str | Conversation:
         """What is to become tokens."""
         if (self.prompt is None) == (self.messages is None):
             seen = "neither" if self.prompt is None else "both"
@@ -259,7 +262,7 @@ class TokenizeRequest(Struct, kw_only=True):
                 "add_special_tokens is true with messages; allowed: false, the chat template adds them",
                 field="add_special_tokens",
             )
-        return _to_chat(self.messages or [])
+        return _to_chat(self.messages or [], self.chat_template_kwargs)
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -272,7 +275,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 def parse_tokenize_request(body: bytes) -> TokenizeRequest:
     """Return the request in a JSON body. Raises InvalidRequestError as `parse_request`."""
     request = read_json(body, TokenizeRequest)
-    refuse_unserved(body, add_special_tokens=(None, True, False))
+    refuse_unserved(body, add_special_tokens=(None, True, False), has_messages=request.messages is not None)
     return request
 
 
@@ -288,7 +291,8 @@ def parse_request(body: bytes, kind: type[R]) -> R:
         InvalidRequestError: the body is not JSON, a field has the wrong type, or asks for something not served.
     """
     request = read_json(body, kind)
-    refuse_unserved(body, add_special_tokens=(None, isinstance(request, CompletionRequest)), n=request.n)
+    has_messages = isinstance(request, ChatCompletionRequest)
+    refuse_unserved(body, add_special_tokens=(None, not has_messages), has_messages=has_messages, n=request.n)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is set and stream is not true; allowed: both", field="stream_options")
     if request.stream_options is not None and request.stream_options.continuous_usage_stats:
@@ -298,9 +302,12 @@ def parse_request(body: bytes, kind: type[R]) -> R:
     return request
 
 
-def _to_chat(messages: list[Message]) -> tuple[ChatMessage, ...]:
+def _to_chat(messages: list[Message], template_kwargs: msgspec.Raw) -> Conversation:
     check_num_messages(len(messages))
-    return tuple(_to_chat_message(index, message) for index, message in enumerate(messages))
+    check_template_kwargs_size(len(template_kwargs))
+    variables = read_json(template_kwargs, dict[str, Any], "chat_template_kwargs") if is_set(template_kwargs) else {}
+    turns = tuple(_to_chat_message(index, message) for index, message in enumerate(messages))
+    return Conversation(messages=turns, template_kwargs=variables)
 
 
 def _to_chat_message(index: int, message: Message) -> ChatMessage:

@@ -17,8 +17,8 @@ from weft.addresses import join_host_port
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
-from router.call import ChatMessage, Dispatch
-from router.convert import chat_messages, generate_call, generate_response
+from router.call import Conversation, Dispatch
+from router.convert import conversation, generate_call, generate_response
 from router.errors import InvalidRequestError, OverloadedError, RouterConfigError, RouterError, SlowClientError
 from router.keys import KeyRing, OneRequest, Tenant
 from router.spans import read_context
@@ -75,12 +75,12 @@ class InferenceServer(InferenceServicer):
 
     async def _tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         self._admit(context)
-        prompt: str | tuple[ChatMessage, ...]
+        prompt: str | Conversation
         match request.WhichOneof("prompt"):
             case "text":
                 prompt = request.text
             case "chat":
-                prompt = chat_messages(request.chat)
+                prompt = conversation(request.chat)
             case _:
                 raise InvalidRequestError("the request has no prompt; allowed: text or chat", field="prompt")
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True

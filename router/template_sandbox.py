@@ -47,12 +47,14 @@ class SandboxedTemplate:
         environment.filters |= {"tojson": _tojson, _COUNTED: _counted}
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": strftime_now}
         self._template = environment.from_string(source)
+        self.names = frozenset(environment.globals)
+        """Of what is there for every template."""
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return the text. Raises whatever the template does, and TemplateError when it spends too much."""
         parts: list[str] = []
         num_chars = 0
-        for part in self._template.generate(**variables, **{_TURNS: [MAX_TURNS]}):
+        for part in self._template.generate({**variables, _TURNS: [MAX_TURNS]}):
             num_chars += len(part)
             if num_chars > MAX_CHARS:
                 raise TemplateError(f"the text has more than {MAX_CHARS} characters")

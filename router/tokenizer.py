@@ -16,7 +16,7 @@ from weft.tokenizer.declared import read_json_object
 from weft.tokenizer.errors import TokenizerError
 from weft.tokenizer.load import DECLARING_FILES, TOKENIZER_FILES, load_tokenizer
 
-from router.call import ChatMessage
+from router.call import Conversation
 from router.chat_template import TEMPLATE_FILES, ChatTemplate, load_chat_template
 from router.errors import InvalidRequestError, ModelFilesError
 from router.generation_config import GenerationDefaults, read_generation_defaults
@@ -97,7 +97,7 @@ class ModelTokenizer:
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def render_chat(self, chat: Conversation) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to and with what opens the assistant's turn.
 
         Raises:
@@ -108,7 +108,7 @@ class ModelTokenizer:
                 "messages were given, but this model has no chat template; allowed: a text prompt or token ids",
                 field="messages",
             )
-        return self.encode(self._chat_template.render(messages), add_special_tokens=False)
+        return self.encode(self._chat_template.render(chat), add_special_tokens=False)
 
 
 def is_alike(digest: str, other: str) -> bool:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
-from router.call import ChatMessage
+from router.call import Conversation
 from router.generation_config import GenerationDefaults
 from router.model_text import ModelText
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | tuple[ChatMessage, ...]
-"""A text or a conversation."""
+Prompt = str | Conversation
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,7 +44,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def render_chat(self, chat: Conversation) -> tuple[int, ...]:
         """Return the token ids of a conversation, ready for the assistant's answer."""
 
 
@@ -144,7 +143,7 @@ class TokenizerPool:
                 encoding.token_ids.cancel()
 
     async def _encode(self, tokenizer: Tokenizer, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
-        num_characters = len(prompt) if isinstance(prompt, str) else sum(len(each.content) for each in prompt)
+        num_characters = len(prompt) if isinstance(prompt, str) else sum(len(each.content) for each in prompt.messages)
         threads = self._long_thread if num_characters > _LONG_TEXT else self._threads
         if isinstance(prompt, str):
             return await _run_in(threads, tokenizer.encode, prompt, add_special_tokens)

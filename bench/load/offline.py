@@ -29,7 +29,7 @@ from parallel.families.registry import describe_model
 from parallel.kernels.select import multiplies_bfloat16
 from parallel.mesh import Mesh
 from parallel.stored_head import untie_stored_head
-from router.call import ChatMessage
+from router.call import ChatMessage, Conversation
 from router.tokenizer import ModelTokenizer
 from workers.config import EngineConfig
 from workers.engine import Engine
@@ -230,7 +230,8 @@ class _Encoder:
         if self._tokenizer is None:
             self._tokenizer = ModelTokenizer.from_folder(self._folder)
         if isinstance(prompt, Chat):
-            return self._tokenizer.render_chat([ChatMessage(**message) for message in prompt.messages])
+            messages = tuple(ChatMessage(**message) for message in prompt.messages)
+            return self._tokenizer.render_chat(Conversation(messages=messages))
         return self._tokenizer.encode(prompt)
 
 

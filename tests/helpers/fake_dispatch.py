@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from weft.v1 import inference_pb2 as pb
 
-from router.call import ChatMessage, GenerateCall, GenerateDelta, ModelCard
+from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard
 from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
 from router.model_text import ModelText
 
@@ -23,6 +23,7 @@ class FakeDispatch:
         self.reply = reply
         self.model = ModelCard(name="fake/model", max_context=64, vocab_size=VOCAB_SIZE, ready_replicas=1)
         self.calls: list[GenerateCall] = []
+        self.tokenized: list[str | Conversation] = []
         self.aborted: list[str] = []
         """Request ids of the calls that were closed before their end."""
         self.error: Exception | None = None
@@ -49,10 +50,11 @@ class FakeDispatch:
                 self._changed.set()
 
     async def tokenize(
-        self, model: str, prompt: str | tuple[ChatMessage, ...], *, add_special_tokens: bool = True
+        self, model: str, prompt: str | Conversation, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
         self._check_model(model)
-        text = prompt if isinstance(prompt, str) else "".join(message.content for message in prompt)
+        self.tokenized.append(prompt)
+        text = prompt if isinstance(prompt, str) else "".join(message.content for message in prompt.messages)
         return (*text.encode(), EOS) if add_special_tokens else tuple(text.encode())
 
     async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -130,7 +132,7 @@ class FakeDispatch:
             return len(call.token_ids)
         if call.text is not None:
             return len(call.text.encode())
-        return sum(len(message.content.encode()) for message in call.messages or ())
+        return sum(len(message.content.encode()) for message in (call.chat.messages if call.chat else ()))
 
     async def _trouble(self, count: int) -> None:
         if self.error is not None and count == self.error_after:

@@ -229,6 +229,8 @@ def _to_json(request: pb.GenerateRequest) -> tuple[str, dict[str, Any]]:
                 {"role": message.role, "content": message.content, "name": message.name}
                 for message in request.chat.messages
             ]
+            if request.chat.chat_template_kwargs_json:
+                body["chat_template_kwargs"] = json.loads(request.chat.chat_template_kwargs_json)
             if "logprobs" in sampling:
                 body |= {"logprobs": True, "top_logprobs": sampling["logprobs"]}
             return "/v1/chat/completions", body

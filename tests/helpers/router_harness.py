@@ -14,7 +14,7 @@ from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 
 from router.app import BoundAddresses, run_router
-from router.call import ChatMessage
+from router.call import Conversation
 from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
 from router.errors import InvalidRequestError
 from router.generation_config import GenerationDefaults
@@ -41,11 +41,12 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode()
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        for message in messages:
+    def render_chat(self, chat: Conversation) -> tuple[int, ...]:
+        for message in chat.messages:
             if message.role not in ("system", "user", "assistant"):
                 raise InvalidRequestError(f"role is {message.role!r}; allowed: system, user, assistant")
-        return tuple("".join(f"<{m.role}>{m.content}" for m in messages).encode())
+        variables = "".join(f"[{name}={value}]" for name, value in chat.template_kwargs.items())
+        return tuple((variables + "".join(f"<{m.role}>{m.content}" for m in chat.messages)).encode())
 
 
 @dataclass

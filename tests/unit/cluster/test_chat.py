@@ -29,7 +29,7 @@ def typed(*lines: str) -> Any:
 async def test_each_turn_is_sent_with_all_that_was_said(capsys: pytest.CaptureFixture[str]) -> None:
     async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
         talk = partial(
-            chat, model="", timeout_s=20.0, router=router.addresses.grpc, sampling={"max_tokens": 6, "seed": 3}
+            chat, model="", timeout_s=20.0, router=router.addresses.grpc, options={"max_tokens": 6, "seed": 3}
         )
         await asyncio.to_thread(talk, system="Be brief.", as_json=False, read_line=typed("hi", "  ", "more"))
     first, second = (tuple(submit.prompt_token_ids) for submit in a.submits)
@@ -52,7 +52,7 @@ async def test_answers_are_json_for_programs_and_a_refusal_ends_the_conversation
             router=router.addresses.grpc,
             system=None,
             as_json=True,
-            sampling={"max_tokens": 2},
+            options={"max_tokens": 2},
         )
         with pytest.raises(RequestError, match="invalid argument: the prompt has"):
             await asyncio.to_thread(talk, read_line=typed("hi", "x" * 600, "more"))
@@ -72,7 +72,7 @@ async def test_who_types_may_go_on_after_a_refusal(
             router=router.addresses.grpc,
             system=None,
             as_json=False,
-            sampling={"max_tokens": 2},
+            options={"max_tokens": 2},
         )
         await asyncio.to_thread(talk, read_line=typed("x" * 600, "hi"))
     assert [bytes(submit.prompt_token_ids).decode() for submit in a.submits] == ["<user>hi"]

@@ -12,7 +12,7 @@ from helpers.router_harness import router_config, running_router
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.errors import RequestError
+from cluster.errors import ClusterConfigError, RequestError
 from cluster.generate import generate
 from router.config import MetricsConfig
 from router.keys import hash_key
@@ -66,6 +66,29 @@ async def test_targets_go_with_the_request(caplog: pytest.LogCaptureFixture) -> 
 def test_system_message_of_no_chat_is_refused() -> None:
     result = CliRunner().invoke(app, ["generate", "hi", "--system", "Be kind.", "--router", "127.0.0.1:1"])
     assert "--system: a prompt that is no chat has none" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", [["generate", "hi", "--chat"], ["chat"]], ids=["generate", "chat"])
+async def test_variables_for_the_chat_template_go_with_the_request(command: list[str]) -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        flags = ["--router", router.addresses.grpc, "--chat-template-kwargs", '{"think": false}', "--max-tokens", "2"]
+        result = await asyncio.to_thread(CliRunner().invoke, app, [*command, *flags], input="hi\n")
+        assert result.exit_code == 0
+    assert [bytes(submit.prompt_token_ids).decode() for submit in a.submits] == ["[think=False]<user>hi"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--chat", "--chat-template-kwargs", "think=no"], "is 'think=no', which is not JSON: Expecting value"),
+        (["--chat", "--chat-template-kwargs", "[1]"], "is '[1]'; allowed: a JSON object"),
+        (["--chat-template-kwargs", "{}"], "a prompt that is no chat has none; allowed: with --chat"),
+    ],
+)
+def test_what_is_no_variables_for_a_chat_template_is_refused(flags: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "hi", *flags, "--router", "127.0.0.1:1"])
+    assert isinstance(result.exception, ClusterConfigError)
+    assert said in str(result.exception)
 
 
 def test_refused_request_prints_nothing() -> None:

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
 
-from router.call import ChatMessage
+from router.call import ChatMessage, Conversation
 from router.client import (
     AsyncClient,
     BadRequestError,
@@ -37,6 +37,7 @@ from router.errors import OverloadedError as RouterOverloadedError
 from router.server import GrpcListener
 
 MAX_MESSAGE_BYTES = 1 << 20
+USER = {"role": "user", "content": "Hi"}
 USAGE = Usage(prompt_tokens=2, cached_tokens=0, completion_tokens=2, queue_s=0, prefill_s=0, decode_s=0)
 
 
@@ -114,9 +115,19 @@ async def test_generate_streams_deltas_and_ends_with_finish(client: AsyncClient)
         (
             {"messages": [{"role": "user", "content": "Hi", "name": "U"}, {"role": "assistant", "content": "x"}]},
             {
-                "messages": (
-                    ChatMessage(role="user", content="Hi", name="U"),
-                    ChatMessage(role="assistant", content="x"),
+                "chat": Conversation(
+                    messages=(
+                        ChatMessage(role="user", content="Hi", name="U"),
+                        ChatMessage(role="assistant", content="x"),
+                    )
+                )
+            },
+        ),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"think": False, "n": [1, "é"]}},
+            {
+                "chat": Conversation(
+                    messages=(ChatMessage(role="user", content="Hi"),), template_kwargs={"think": False, "n": [1, "é"]}
                 )
             },
         ),
@@ -128,7 +139,7 @@ async def test_every_form_of_prompt_arrives(
     await client.complete(**prompt)
 
     (call,) = dispatch.calls
-    given = {"text": call.text, "token_ids": call.token_ids, "messages": call.messages}
+    given = {"text": call.text, "token_ids": call.token_ids, "chat": call.chat}
     assert {name: value for name, value in given.items() if value is not None} == expected
 
 
@@ -162,6 +173,9 @@ async def test_every_option_arrives(client: AsyncClient, dispatch: FakeDispatch)
         ({"prompt": [-1]}, "does not fit"),
         ({"messages": [{"role": "user"}]}, "messages[0] has the keys ['role']"),
         ({"messages": [{"role": "user", "content": "Hi", "tool": "x"}]}, "messages[0] has the keys"),
+        ({"prompt": "Hi", "chat_template_kwargs": {"think": False}}, "allowed: with messages"),
+        ({"messages": [USER], "chat_template_kwargs": {"think": {1}}}, "does not fit"),
+        ({"messages": [USER], "chat_template_kwargs": {"think": math.nan}}, "does not fit"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_here(arguments: dict[str, Any], said: str) -> None:
@@ -177,6 +191,7 @@ async def test_what_cannot_be_sent_to_be_tokenized_is_refused_here(client: Async
     for work in (
         lambda sync: sync.tokenize("\ud800"),
         lambda sync: sync.tokenize([{"role": "user", "content": ["Hi"]}]),
+        lambda sync: sync.tokenize([USER], chat_template_kwargs={"think": {1}}),
         lambda sync: sync.detokenize([-1]),
         lambda sync: sync.detokenize("Hi"),
     ):
@@ -184,6 +199,8 @@ async def test_what_cannot_be_sent_to_be_tokenized_is_refused_here(client: Async
             await with_sync(target, work)
     with pytest.raises(BadRequestError, match="does not fit"):
         await client.tokenize("\ud800")
+    with pytest.raises(BadRequestError, match="allowed: with messages"):
+        await client.tokenize("Hi", chat_template_kwargs={"think": False})
     with pytest.raises(BadRequestError, match="does not fit"):
         await client.detokenize([-1])
 
@@ -382,12 +399,16 @@ async def test_sync_client_serves_many_threads(target: str, dispatch: FakeDispat
     assert {call.text for call in dispatch.calls} == {f"prompt {index}" for index in range(24)}
 
 
-async def test_tokenize_and_detokenize(client: AsyncClient, target: str) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
+async def test_tokenize_and_detokenize(client: AsyncClient, target: str, dispatch: FakeDispatch) -> None:
+    messages = [USER]
 
     assert await client.tokenize("Hi") == (72, 105, EOS)
     assert await client.tokenize("Hi", add_special_tokens=False) == (72, 105)
     assert await client.tokenize(messages) == (72, 105, EOS)
+    await client.tokenize(messages, chat_template_kwargs={"think": False})
+    await with_sync(target, lambda sync: sync.tokenize(messages, chat_template_kwargs={"think": None}))
+    chats = [chat for chat in dispatch.tokenized[-2:] if isinstance(chat, Conversation)]
+    assert [chat.template_kwargs for chat in chats] == [{"think": False}, {"think": None}]
     assert await client.detokenize([72, 105, EOS]) == "Hi"
     assert await client.detokenize([72, EOS], skip_special_tokens=False) == "H<eos>"
     assert await with_sync(target, lambda sync: sync.tokenize("Hi")) == (72, 105, EOS)

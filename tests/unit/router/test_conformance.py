@@ -53,10 +53,11 @@ async def refusal(front: Front, request: pb.GenerateRequest, key: str | None = N
     return refused.value
 
 
-def chat(*messages: tuple[str, str], **values: object) -> pb.GenerateRequest:
+def chat(*messages: tuple[str, str], variables: str = "", **values: object) -> pb.GenerateRequest:
     turns = [pb.ChatMessage(role=role, content=content) for role, content in messages]
     sampling = pb.SamplingParams(**values)  # type: ignore[arg-type]
-    return pb.GenerateRequest(model="tiny", chat=pb.ChatPrompt(messages=turns), sampling=sampling)
+    prompt = pb.ChatPrompt(messages=turns, chat_template_kwargs_json=variables)
+    return pb.GenerateRequest(model="tiny", chat=prompt, sampling=sampling)
 
 
 def ids(*token_ids: int, **values: object) -> pb.GenerateRequest:
@@ -96,6 +97,7 @@ REQUESTS = {
     "text of several bytes": text_request("né 🙂\n\0"),
     "token ids": ids(1, 2, 256, 299, max_tokens=3, seed=5),
     "chat": chat(("system", "be brief"), ("user", "hi"), ("assistant", "yes"), ("user", ""), max_tokens=3, seed=5),
+    "chat with variables": chat(("user", "hi"), variables='{"think": false, "é": [1, "a"]}', max_tokens=3, seed=5),
     "all sampling": hello(**SAMPLING),
     "all sampling of a chat": chat(("user", "hi"), max_tokens=4, seed=5, **SAMPLING),
     "greedy": hello(temperature=0),
@@ -270,11 +272,14 @@ async def test_tokens_of_text_and_back() -> None:
     ):
         await router.wait_ready(1)
         turns = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
+        varied = pb.ChatPrompt(messages=turns.messages, chat_template_kwargs_json='{"think": false}')
+        user = {"role": "user", "content": "hi"}
         for request, body in (
             (pb.TokenizeRequest(text="hi"), {"prompt": "hi"}),
             (pb.TokenizeRequest(text=""), {"prompt": "", "add_special_tokens": True}),
             (pb.TokenizeRequest(text="hi", add_special_tokens=False), {"prompt": "hi", "add_special_tokens": False}),
-            (pb.TokenizeRequest(chat=turns), {"messages": [{"role": "user", "content": "hi"}]}),
+            (pb.TokenizeRequest(chat=turns), {"messages": [user]}),
+            (pb.TokenizeRequest(chat=varied), {"messages": [user], "chat_template_kwargs": {"think": False}}),
         ):
             over_grpc = await router.stub.Tokenize(request)
             assert (await http.post("/tokenize", json={"model": "tiny"} | body)).json() == {

@@ -17,7 +17,7 @@ import uvicorn
 from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
 from weft.v1 import inference_pb2 as pb
 
-from router.call import ChatMessage
+from router.call import ChatMessage, Conversation
 from router.errors import (
     DeadlineError,
     NoReplicaError,
@@ -156,11 +156,29 @@ async def test_openai_chat(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].message.content == "Hello"
     assert answer.choices[0].finish_reason == "length"
-    assert dispatch.calls[0].messages == (
-        ChatMessage(role="system", content="Be brief."),
-        ChatMessage(role="user", content="One\ntwo", name="U"),
+    assert dispatch.calls[0].chat == Conversation(
+        messages=(
+            ChatMessage(role="system", content="Be brief."),
+            ChatMessage(role="user", content="One\ntwo", name="U"),
+        )
     )
     assert dispatch.calls[0].sampling.max_tokens == 5
+
+
+async def test_variables_for_the_chat_template_arrive(
+    client: openai.AsyncOpenAI, http: httpx.AsyncClient, dispatch: FakeDispatch
+) -> None:
+    variables = {"enable_thinking": False, "budget": 3, "names": ["é", None]}
+    await client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], extra_body={"chat_template_kwargs": variables}
+    )
+    await chat(http, chat_template_kwargs=None)
+    await http.post("/tokenize", json={"messages": [USER], "chat_template_kwargs": variables})
+
+    given = [call.chat and call.chat.template_kwargs for call in dispatch.calls]
+    assert given == [variables, {}]
+    messages = (ChatMessage(role="user", content="Hi"),)
+    assert dispatch.tokenized == [Conversation(messages=messages, template_kwargs=variables)]
 
 
 async def test_openai_chat_stream(client: openai.AsyncOpenAI) -> None:
@@ -591,6 +609,7 @@ async def test_every_form_of_prompt(
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "not supported yet"),
         ({"echo": True}, "echo", "not echoed"),
         ({"suffix": "end"}, "suffix", "not supported"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "allowed: with messages"),
         ({"best_of": 4}, "best_of", "best_of is 4"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
         ({"guided_json": {"type": "object"}}, "guided_json", "not supported yet"),
@@ -630,6 +649,8 @@ async def test_completion_that_is_refused_names_the_field(
         ({"logprobs": 2}, "logprobs", "Expected `bool"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "the model's own"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "allowed: True"),
+        ({"chat_template_kwargs": ["think"]}, "chat_template_kwargs", "chat_template_kwargs has a value"),
+        ({"chat_template_kwargs": {"a": "x" * 17_000}}, "chat_template_kwargs", "17008 bytes; allowed: at most 16384"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
         ({"max_completion_tokens": 0, "stream": True}, "max_completion_tokens", "max_completion_tokens is 0"),
@@ -654,6 +675,8 @@ async def test_chat_that_is_refused_names_the_field(
         ("/tokenize", {"messages": [USER], "add_special_tokens": True}, "add_special_tokens", "allowed: false"),
         ("/tokenize", {"messages": [USER], "tools": [{}]}, "tools", "not supported yet"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages", "messages[0].content is missing"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "with messages"),
+        ("/tokenize", {"messages": [USER], "chat_template_kwargs": 1}, "chat_template_kwargs", "has a value"),
         ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs", "only the ids"),
         ("/detokenize", {}, "tokens", "tokens is missing; it is required"),
         ("/detokenize", {"tokens": ["a"]}, "tokens", "tokens[0] has a value that is not allowed"),

@@ -24,6 +24,7 @@ from weft.v1 import control_pb2
 from weft.v1 import inference_pb2 as pb
 
 from router.breaker import Breaker
+from router.call import Conversation
 from router.config import BreakerConfig, FailoverConfig, PolicyName
 from router.model_text import ModelText
 from router.policy import RoundRobin
@@ -104,6 +105,9 @@ class LateTokenizer(ByteTokenizer):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "?" * len(ids)
+
+    def render_chat(self, chat: Conversation) -> tuple[int, ...]:
+        return (257, *super().render_chat(chat))
 
 
 def new_ids(text: str) -> list[int]:
@@ -253,6 +257,24 @@ async def test_request_that_waits_is_made_again_for_the_replica_that_comes() -> 
         await router.wait_ready(1)
         assert (await router.generate(text_request("hi"))).token_ids == expected_tokens(new_ids("hi"), 1, 10)
         assert prompts([a, c]) == [[prompt_ids("hi")], [new_ids("hi")]]
+
+
+async def test_conversation_that_is_made_again_has_its_variables() -> None:
+    turns = [pb.ChatMessage(role="user", content="hi")]
+    chat = pb.ChatPrompt(messages=turns, chat_template_kwargs_json='{"think": false}')
+    request = pb.GenerateRequest(model="tiny", chat=chat, sampling=pb.SamplingParams(max_tokens=2, seed=1))
+    async with FakeReplica("a") as a, FakeReplica("c") as c, rolling() as (control, router):
+        await router.wait_ready(0)
+        answering = asyncio.create_task(router.generate(request))
+        await until(lambda: control.num_held == 1)
+        say(control, (a, OLD))
+        await answering
+        say(control, (c, NEW))
+        await until(lambda: c.num_connections == 1)
+        await router.wait_ready(1)
+        await router.generate(request)
+        rendered = list(b"[think=False]<user>hi")
+        assert prompts([a, c]) == [[rendered], [[257, *rendered]]]
 
 
 async def test_tokenizer_is_kept_as_long_as_a_replica_runs_it_and_no_longer() -> None:

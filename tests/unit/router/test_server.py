@@ -81,6 +81,30 @@ async def test_long_conversation_is_refused_before_its_messages_are_read(monkeyp
     assert not read, "4 MiB hold 2 million empty messages; reading them stops all streams for seconds"
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ("[1]", "chat_template_kwargs_json: Expected `object`, got `array`; allowed: a JSON object, such as"),
+        ("{", "chat_template_kwargs_json: Input data was truncated; allowed: a JSON object"),
+        ('{"a": ' + "[" * 4000 + "]" * 4000 + "}", "chat_template_kwargs_json: maximum recursion depth exceeded"),
+        ('{"a": "' + "é" * 8200 + '"}', "chat_template_kwargs has 16409 bytes; allowed: at most 16384"),
+    ],
+)
+async def test_what_is_no_variables_for_a_chat_template_is_refused(variables: str, said: str) -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        turns = [pb.ChatMessage(role="user", content="hi")]
+        chat = pb.ChatPrompt(messages=turns, chat_template_kwargs_json=variables)
+        for call in (
+            router.generate(pb.GenerateRequest(model="tiny", chat=chat)),
+            router.stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert said in (refused.value.details() or "")
+
+
 async def test_ids_that_cannot_be_served_are_counted_and_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[object] = []
     for module in ("convert", "dispatch", "server"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from router.call import ChatMessage
+from router.call import ChatMessage, Conversation
 from router.errors import InvalidRequestError, ModelFilesError
 from router.tokenizer import ModelTokenizer
 
@@ -56,8 +56,11 @@ def sample_texts(shared: Path) -> list[str]:
     return [*texts, "", "naïve café — 你好 🙂👩‍👩‍👧", "tabs\tand\n\nlines  ", "def f(x):\n    return x"]
 
 
-def as_messages(messages: list[dict[str, str]]) -> tuple[ChatMessage, ...]:
-    return tuple(ChatMessage(**message) for message in messages)
+def as_chat(messages: list[dict[str, str]], **template_kwargs: object) -> Conversation:
+    return Conversation(messages=tuple(ChatMessage(**each) for each in messages), template_kwargs=template_kwargs)
+
+
+HI = Conversation(messages=(ChatMessage(role="user", content="hi"),))
 
 
 def make_folder(folder: Path, *, config: dict[str, Any] | None = None, **files: str) -> Path:
@@ -75,9 +78,10 @@ def make_folder(folder: Path, *, config: dict[str, Any] | None = None, **files: 
     return folder
 
 
-def render(folder: Path, *messages: ChatMessage) -> str:
+def render(folder: Path, *messages: ChatMessage, template_kwargs: dict[str, object] | None = None) -> str:
     tokenizer = ModelTokenizer.from_folder(folder, now=lambda: datetime(2024, 7, 26))
-    return tokenizer.decode(tokenizer.render_chat(messages), skip_special_tokens=False)
+    chat = Conversation(messages=messages, template_kwargs=template_kwargs or {})
+    return tokenizer.decode(tokenizer.render_chat(chat), skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("path", FOLDERS)
@@ -128,7 +132,7 @@ def test_chat_equals_transformers_on_real_conversations(shared: Path, name: str)
 
     for messages in prompts(shared, name, 20):
         expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert list(tokenizer.render_chat(as_messages(messages))) == expected
+        assert list(tokenizer.render_chat(as_chat(messages))) == expected
 
 
 @pytest.mark.parametrize("template", [LLAMA_STYLE, HEADER_STYLE], ids=["llama", "header"])
@@ -153,9 +157,56 @@ def test_templates_equal_transformers(shared: Path, template: str, as_file: bool
     messages = [{"name": "n"} | message for message in messages]
     oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
 
-    ids = ModelTokenizer.from_folder(tmp_path).render_chat(as_messages(messages))
+    ids = ModelTokenizer.from_folder(tmp_path).render_chat(as_chat(messages))
 
     assert list(ids) == oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"tone": ["dry", {"é": 1.5}], "not_used": 1}],
+    ids=["none", "false", "true", "nested"],
+)
+def test_variables_of_a_request_equal_transformers(shared: Path, variables: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(shared / "tokenizers/qwen", tmp_path, dirs_exist_ok=True)
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if tone %}{{ tone | tojson }}{% endif %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "hi"}]
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    ids = ModelTokenizer.from_folder(tmp_path).render_chat(as_chat(messages, **variables))
+
+    assert list(ids) == oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables)
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "raise_exception", "range"]
+)
+def test_what_is_the_template_s_own_no_request_replaces(name: str, tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, config={"chat_template": "{{ bos_token }}x"}))
+
+    with pytest.raises(InvalidRequestError, match=f"^chat_template_kwargs sets {name}; allowed: names that") as caught:
+        tokenizer.render_chat(Conversation(messages=HI.messages, template_kwargs={name: "y", "free": 1}))
+
+    assert caught.value.field == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("name", ["self", "context", "args", "turns left", "caller", "loop", "", "1"])
+def test_no_name_lifts_a_bound_or_breaks_a_template(name: str, tmp_path: Path) -> None:
+    template = "{% for a in range(9) %}{{ a }}{% endfor %}"
+    assert (
+        render(make_folder(tmp_path, config={"chat_template": template}), *HI.messages, template_kwargs={name: [9]})
+        == "012345678"
+    )
+
+    template = "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match="more than 1000000 turns"):
+        render(make_folder(tmp_path, config={"chat_template": template}), *HI.messages, template_kwargs={name: [10**9]})
 
 
 @pytest.mark.parametrize("as_list", [True, False])
@@ -194,7 +245,7 @@ def test_what_a_template_may_spend_is_bounded(template: str, said: str, tmp_path
     tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, config={"chat_template": template}))
 
     with pytest.raises(InvalidRequestError, match=said):
-        tokenizer.render_chat([ChatMessage(role="user", content="hi")])
+        tokenizer.render_chat(HI)
 
 
 def test_counted_loops_know_their_place(tmp_path: Path) -> None:
@@ -216,7 +267,7 @@ def test_chat_adds_no_special_tokens_of_its_own(shared: Path, tmp_path: Path) ->
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     tokenizer = ModelTokenizer.from_folder(tmp_path)
 
-    ids = tokenizer.render_chat([ChatMessage(role="user", content="Once")])
+    ids = tokenizer.render_chat(as_chat([{"role": "user", "content": "Once"}]))
 
     assert ids == tokenizer.encode("Once", add_special_tokens=False)
     assert ids != tokenizer.encode("Once")
@@ -254,7 +305,7 @@ def test_malformed_chat_is_refused(
     tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, config={"chat_template": template}))
 
     with pytest.raises(InvalidRequestError) as caught:
-        tokenizer.render_chat(messages)
+        tokenizer.render_chat(Conversation(messages=messages))
 
     assert said in str(caught.value)
     assert caught.value.field == "messages"
@@ -306,7 +357,7 @@ def test_threads_get_the_same_ids(tmp_path: Path) -> None:
     texts = [f"text number {index}" for index in range(64)]
 
     def round_trip(text: str) -> str:
-        return tokenizer.decode(tokenizer.render_chat([ChatMessage(role="user", content=text)]))
+        return tokenizer.decode(tokenizer.render_chat(as_chat([{"role": "user", "content": text}])))
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(round_trip, texts)) == texts
