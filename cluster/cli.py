@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.load.cli import app as bench_app
 from bench.load.cli import replay, simulate
 from cluster.cli_connection import with_control
-from cluster.cli_flags import MAX_TIMEOUT_S, check_address, read_object, with_flags
+from cluster.cli_flags import MAX_TIMEOUT_S, WholeNamesCommand, check_address, read_object, with_flags
 from cluster.cli_operate import register
 from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
@@ -96,7 +96,7 @@ def options(
     """Serve large language models on a cluster, or on this machine."""
 
 
-@app.command()
+@app.command(cls=WholeNamesCommand)
 @with_flags
 def serve(
     *,
@@ -161,7 +161,7 @@ def stop(
     print("Stopped.")
 
 
-@app.command()
+@app.command(cls=WholeNamesCommand)
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
     router: Router = DEFAULT_ROUTER,
@@ -331,7 +331,7 @@ def demo(
 
 register(app)
 app.add_typer(bench_app)
-app.command()(simulate)
+app.command(cls=WholeNamesCommand)(simulate)
 app.command()(replay)
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
+from typer.core import TyperCommand
 from weft.addresses import split_host_port
 
 from cluster.errors import ClusterConfigError
@@ -21,6 +22,29 @@ def check_address(flag: str, address: str) -> None:
         split_host_port(address)
     except ValueError as error:
         raise ClusterConfigError(f"{flag}: {error}") from None
+
+
+class WholeNamesCommand(TyperCommand):
+    """A command whose help shows the names of its options whole: in a narrow terminal typer's tables cut them off."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write usage, text and options, as without tables."""
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        self.format_options(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options by what they are about."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row is not None:
+                is_argument = parameter.param_type_name == "argument"
+                name = getattr(parameter, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+                sections.setdefault(name, []).append(row)
+        for name, rows in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(rows)
 
 
 def read_object(flag: str, text: str | None) -> dict[str, Any] | None:

@@ -1,10 +1,12 @@
 """Groups of flags as parameters of a command."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from cluster.cli import app as weft
@@ -37,6 +39,23 @@ def test_fields_of_a_group_are_options_in_their_place() -> None:
         shown.index(flag) for flag in ("--name", "--width", "--height", "--is-round")
     )
     assert "Draw it." in shown
+
+
+@pytest.mark.parametrize("name", ["serve", "generate", "simulate"])
+def test_help_shows_the_names_of_options_whole_in_80_columns(name: str) -> None:
+    command = get_command(weft).commands[name]  # type: ignore[attr-defined]
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(weft, [name, "--help"]).output
+    names = [each for parameter in command.params for each in (*parameter.opts, *parameter.secondary_opts)]
+    assert len(names) > 10
+    missing = [each for each in names if each.startswith("-") and not re.search(rf"{each}(?![\w-])", shown)]
+    assert missing == []
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_help_of_serve_has_its_flags_by_what_they_are_about() -> None:
+    shown = CliRunner().invoke(weft, ["serve", "--help"]).output
+    marks = ("Arguments:", "Model:", "--dtype", "Cache and batches:", "--block-size", "Network:", "--port", "Options:")
+    assert [shown.index(mark) for mark in marks] == sorted(shown.index(mark) for mark in marks)
 
 
 @pytest.mark.parametrize(
