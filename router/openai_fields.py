@@ -18,9 +18,12 @@ NULL = msgspec.Raw(b"null")
 
 
 def read_json(data: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
-    """Return what a body holds, or one of its fields. Raises InvalidRequestError."""
+    """Return what a body holds, or one of its fields. Raises InvalidRequestError.
+
+    As with other model servers, a value may be written otherwise that can be meant in one way only: 2.0 or "2" for 2.
+    """
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=kind, strict=False)
     except msgspec.ValidationError as error:
         message, at_fault = _explain(str(error), field)
         raise InvalidRequestError(message, field=at_fault) from error

@@ -713,6 +713,38 @@ async def test_detokenized_text_has_the_special_tokens(http: httpx.AsyncClient) 
     assert response.json() == {"prompt": "Hi<eos>"}, "as from other model servers: the prompt that was tokenized"
 
 
+@pytest.mark.parametrize("two", ["2.0", "2e0", '"2"'])
+async def test_integer_may_be_written_as_clients_without_integers_do(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, two: str
+) -> None:
+    """R and Lua have only floats, and so have JavaScript's numbers in some serializers; forms in browsers have text."""
+    body = f'"max_tokens": {two}, "top_k": {two}, "seed": {two}, "n": {two}, "stop_token_ids": [{two}]'
+    for prompt in ('"text"', "[1, 2.0]", "[[2.0]]"):
+        response = await http.post("/v1/completions", content=f'{{"prompt": {prompt}, {body}}}')
+        assert response.status_code == 200, response.text
+    assert (await http.post("/detokenize", content='{"tokens": [72.0, 105]}')).json() == {"prompt": "Hi"}
+
+    samplings = [call.sampling for call in dispatch.calls]
+    assert [(each.max_tokens, each.top_k, each.seed, *each.stop_token_ids) for each in samplings] == [
+        (2, 2, 2, 2), (2, 2, 3, 2)
+    ] * 3  # fmt: skip
+    assert [call.token_ids for call in dispatch.calls[2::2]] == [[1, 2], [2]]
+
+
+async def test_text_is_never_taken_for_something_else(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    for content in ("null", "2.0", "true", [{"type": "text", "text": "null"}]):
+        response = await chat(http, messages=[{"role": "user", "content": content, "name": "null"}], cache_salt="null")
+        assert response.status_code == 200
+        assert (await complete(http, prompt=content if isinstance(content, str) else "null", stop="2")).is_success
+
+    said = [call.chat.messages[0] for call in dispatch.calls if call.chat]
+    assert [(message.content, message.name) for message in said] == [
+        ("null", "null"), ("2.0", "null"), ("true", "null"), ("null", "null")
+    ]  # fmt: skip
+    assert [call.text for call in dispatch.calls if not call.chat] == ["null", "2.0", "true", "null"]
+    assert {call.cache_salt for call in dispatch.calls if call.chat} == {"null"}
+
+
 @pytest.mark.parametrize("number", ["1e999", "9" * 500])
 @pytest.mark.parametrize("field", ["temperature", "logit_bias"])
 async def test_number_that_is_no_number_here_is_refused(http: httpx.AsyncClient, field: str, number: str) -> None:
@@ -759,9 +791,9 @@ async def test_too_many_prompts_are_refused_before_they_are_made(
     made: list[object] = []
     decode = msgspec.json.decode
 
-    def note(data: bytes, *, type: Any) -> Any:
+    def note(data: bytes, *, type: Any, strict: bool) -> Any:
         made.append(type)
-        return decode(data, type=type)
+        return decode(data, type=type, strict=strict)
 
     monkeypatch.setattr("router.openai_fields.msgspec.json.decode", note)
     response = await complete(http, prompt=[[1]] * (MAX_CHOICES + 1))
