@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,7 +83,7 @@ def create_app(
     front = _Front(
         dispatch, max_body_bytes=max_body_bytes, ready=ready, keys=keys, reads_trace_context=reads_trace_context
     )
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/models", front.list_models),
             Route("/v1/models/{model:path}", front.get_model),
@@ -101,6 +102,8 @@ def create_app(
             Exception: _answer_unexpected,
         },
     )
+    app.router.redirect_slashes = False  # behind a proxy that ends TLS it would send keys and prompts over plain http
+    return app
 
 
 class _Front:
@@ -307,9 +310,15 @@ async def _answer_router_error(request: Request, error: Exception) -> Response:
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = (
-        error.detail if error.status_code in (413, 415) else f"{request.method} {request.url.path}: {error.detail}"
-    )
+    asked = f"{request.method} {request.url.path}"
+    match error.status_code:
+        case HTTPStatus.NOT_FOUND:
+            served = ", ".join(route.path_format for route in request.app.routes)
+            message = f"{asked} is not served; allowed: {served}"
+        case HTTPStatus.METHOD_NOT_ALLOWED:
+            message = f"{asked} is not served; allowed: {(error.headers or {}).get('Allow', '')} {request.url.path}"
+        case _:
+            message = error.detail
     return _json_error(request, error_body(message, error.status_code), error.status_code, dict(error.headers or {}))
 
 

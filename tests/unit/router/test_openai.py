@@ -878,6 +878,23 @@ async def test_body_that_is_packed_is_refused(http: httpx.AsyncClient, encoding:
     assert response.status_code == 200
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/completions/", "/v1/models/fake/", "/tokenize/", "/chat/completions", "//", "/v1"]
+)
+async def test_path_that_is_not_served_is_told_and_nobody_is_sent_elsewhere(http: httpx.AsyncClient, path: str) -> None:
+    """A redirect would name the scheme that the router sees, plain http behind a proxy that ends TLS."""
+    for method in ("GET", "POST"):
+        response = await http.request(method, f"http://weft{path}", json={"prompt": "Hi"})
+
+        assert response.status_code in (404, 405)
+        assert "location" not in response.headers
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        if response.status_code == 404 and "models" not in path:
+            assert error["message"].startswith(f"{method} {path} is not served; allowed: /v1/models, /v1/models/")
+            assert "/v1/chat/completions, /tokenize" in error["message"]
+
+
 async def test_unknown_path_and_method_answer_in_the_same_form(http: httpx.AsyncClient) -> None:
     for response, status in (
         (await http.get("/v1/nothing"), 404),
