@@ -150,6 +150,7 @@ def _listen_http(
         ready=is_ready,
         keys=keys,
         reads_trace_context=reads_trace_context,
+        allowed_origins=config.clients.allowed_origins,
     )
     listener = _HttpListener(app, config, port=config.http_port)
     stack.callback(listener.close)

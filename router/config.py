@@ -1,5 +1,6 @@
 """The router's settings, as frozen values; __main__.py builds them from flags, the cluster from its own YAML."""
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -7,6 +8,8 @@ from weft.recording import RecordingConfig
 
 from router.errors import RouterConfigError
 from router.tls import InnerTls, TlsFiles
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 
 
 class PolicyName(StrEnum):
@@ -34,7 +37,8 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """How long a client may take; one that takes longer is cut off, for it holds what others wait for."""
+    """How long a client may take: one that takes longer is cut off, for it holds what others wait for. And whose pages
+    may be clients."""
 
     head_timeout_s: float = 30.0
     """HTTP: from the connection, or from a request's first byte, to the end of its headers."""
@@ -45,12 +49,21 @@ class ClientConfig:
     keep_alive_s: float = 75.0
     """HTTP: it sends nothing after an answer. Longer than clients and load balancers keep connections that nobody uses
     (often 5 to 60 s): who sends on one in the moment in which it is closed gets no answer."""
+    allowed_origins: tuple[str, ...] = ()
+    """HTTP: browsers let pages of these origins read answers (CORS); "*": of every one. Who asks without a browser is
+    not held back by it: that is what API keys are for."""
 
     def __post_init__(self) -> None:
         _at_least("keep_alive_s", self.keep_alive_s, 0.001)
         _at_least("head_timeout_s", self.head_timeout_s, 0.001)
         _at_least("body_timeout_s", self.body_timeout_s, 0.001)
         _at_least("write_timeout_s", self.write_timeout_s, 0.001)
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise RouterConfigError(
+                    f"allowed_origins has {origin!r}; allowed: '*', or an origin as browsers tell it, such as "
+                    "'https://app.example' or 'http://localhost:3000'"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,6 +34,7 @@ from router.errors import DeadlineError, InvalidRequestError, ModelNotFoundError
 from router.keys import KeyRing, OneRequest, Tenant
 from router.openai_exchange import Exchange, json_response
 from router.openai_render import (
+    RETRY_HEADERS,
     ChatRenderer,
     CompletionRenderer,
     Json,
@@ -70,6 +73,7 @@ def create_app(
     ready: Callable[[], bool] | None = None,
     keys: KeyRing | None = None,
     reads_trace_context: bool = False,
+    allowed_origins: Sequence[str] = (),
 ) -> Starlette:
     """Build the HTTP front.
 
@@ -79,11 +83,20 @@ def create_app(
         ready: whether /ready says yes; None: when some model has a replica that takes requests.
         keys: who may ask for what is of a model; None: everybody.
         reads_trace_context: calls get the W3C trace context of their headers.
+        allowed_origins: of whose pages browsers may show the answers; "*": of all.
     """
     front = _Front(
         dispatch, max_body_bytes=max_body_bytes, ready=ready, keys=keys, reads_trace_context=reads_trace_context
     )
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=(_ID_HEADER, *RETRY_HEADERS),
+    )
     app = Starlette(
+        middleware=[cors] if allowed_origins else [],
         routes=[
             Route("/v1/models", front.list_models),
             Route("/v1/models/{model:path}", front.get_model),

@@ -41,6 +41,10 @@ _ERROR_TYPES = {
 }
 
 
+RETRY_HEADERS = ("retry-after", "retry-after-ms")
+"""Of an answer that says when to try again, in seconds and in milliseconds."""
+
+
 class Choice:
     """One choice of an answer, as it grows."""
 
@@ -291,10 +295,8 @@ def error_headers(error: RouterError) -> dict[str, str]:
     """Return the headers of an error answer: when to try again, where that is known."""
     if not isinstance(error, OverloadedError):
         return {}
-    return {
-        "retry-after": str(max(1, math.ceil(error.retry_after_s))),
-        "retry-after-ms": str(max(1, math.ceil(error.retry_after_s * 1000))),
-    }
+    waits = (error.retry_after_s, error.retry_after_s * 1000)
+    return {name: str(max(1, math.ceil(wait))) for name, wait in zip(RETRY_HEADERS, waits, strict=True)}
 
 
 def _append(whole: Json, part: Json) -> None:

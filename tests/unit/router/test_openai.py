@@ -895,6 +895,37 @@ async def test_path_that_is_not_served_is_told_and_nobody_is_sent_elsewhere(http
             assert "/v1/chat/completions, /tokenize" in error["message"]
 
 
+async def test_pages_of_other_origins_may_ask_only_where_the_operator_says_so(dispatch: FakeDispatch) -> None:
+    page = {"origin": "https://app.example"}
+    preflight = page | {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+    }
+    for allowed, told in (((), None), (("*",), "*"), (("https://app.example", "http://b"), "https://app.example")):
+        app = create_app(dispatch, allowed_origins=allowed)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://weft") as http:
+            asked = await http.options("/v1/completions", headers=preflight)
+            assert asked.is_success == bool(allowed)
+            if allowed:
+                assert asked.headers["access-control-allow-headers"] == preflight["access-control-request-headers"]
+            answers = [
+                asked,
+                await http.post("/v1/completions", json={"prompt": "Hi"}, headers=page),
+                await http.post("/v1/completions", json={"prompt": "Hi", "stream": True}, headers=page),
+                await http.post("/v1/completions", json={}, headers=page),
+                await http.get("/v1/nothing", headers=page),
+            ]
+            assert [answer.headers.get("access-control-allow-origin") for answer in answers] == [told] * 5
+            if allowed:
+                assert "X-Request-Id" in answers[1].headers["access-control-expose-headers"]
+                assert not any("access-control-allow-credentials" in answer.headers for answer in answers)
+
+            other = await http.post(
+                "/v1/completions", json={"prompt": "Hi"}, headers={"origin": "https://evil.example"}
+            )
+            assert other.headers.get("access-control-allow-origin") == ("*" if allowed == ("*",) else None)
+
+
 async def test_unknown_path_and_method_answer_in_the_same_form(http: httpx.AsyncClient) -> None:
     for response, status in (
         (await http.get("/v1/nothing"), 404),

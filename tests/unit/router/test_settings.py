@@ -13,7 +13,7 @@ from router.settings import RouterSettings
 SETTINGS = {
     "max_message_bytes": 1 << 20,
     "admission": {"max_queued": 3},
-    "clients": {"write_timeout_s": 5.0},
+    "clients": {"write_timeout_s": 5.0, "allowed_origins": ["https://app.example", "http://localhost:3000"]},
     "metrics": {"slo_ttft_s": 0.2},
 }
 
@@ -25,6 +25,7 @@ def config(*flags: str) -> RouterConfig:
 def test_settings_are_those_of_a_cluster_file() -> None:
     alone, in_cluster = config("--settings", json.dumps(SETTINGS)), build_spec({"router": SETTINGS}).router
     assert alone.admission == AdmissionConfig(max_queued=3)
+    assert alone.clients.allowed_origins == ("https://app.example", "http://localhost:3000")
     for name in RouterSettings.model_fields:
         assert getattr(alone, name) == getattr(in_cluster, name)
 
@@ -48,6 +49,12 @@ def test_flags_of_their_own_go_with_settings() -> None:
         ('{"admission": {"max_queue": 1}}', "admission.max_queue: unknown key; allowed: max_in_flight, max_queued"),
         ('{"admission": {"max_queued": "1"}}', 'admission.max_queued: "1"; allowed: a valid integer'),
         ('{"clients": {"body_timeout_s": 0}}', "clients: body_timeout_s is 0.0; allowed: at least 0.001"),
+        (
+            '{"clients": {"allowed_origins": ["*", "https://app.example/"]}}',
+            "clients: allowed_origins has 'https://app.example/'; allowed: '*', or an origin as browsers tell it",
+        ),
+        ('{"clients": {"allowed_origins": ["app.example"]}}', "clients: allowed_origins has 'app.example'; allowed: "),
+        ('{"clients": {"allowed_origins": "*"}}', 'clients.allowed_origins: "*"; allowed: '),
         (
             '{"link": {"tls": {"cert_file": "c", "key_file": "k", "ca_file": "a"}}}',
             "link.tls: given; allowed: --",
