@@ -28,6 +28,10 @@ class Conversation:
     messages: tuple[ChatMessage, ...]
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     """What the template sees beside its own variables, such as `enable_thinking`; values as JSON has them."""
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with what opens the assistant's turn."""
+    continue_final_message: bool = False
+    """Whether it ends within the last message, which the answer then continues; it opens no turn then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

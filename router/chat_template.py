@@ -24,6 +24,9 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 _DEFAULT = "default"
 
+_MARK = "\ue000the answer continues here\ue000"
+"""Behind a message that is continued."""
+
 
 class ChatTemplate:
     """Renders conversations as the model was trained to see them. Safe to use from several threads."""
@@ -43,11 +46,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, chat: Conversation) -> str:
-        """Return the prompt text, up to and with what opens the assistant's turn.
+        """Return the prompt text: up to and with what opens the assistant's turn, or where the conversation has it end.
 
         Raises:
             InvalidRequestError: no messages, an unknown role, variables that are the template's own, or the template
-                refuses the conversation.
+                refuses the conversation, or leaves out the message that is to be continued.
         """
         if not chat.messages:
             raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
@@ -57,12 +60,15 @@ class ChatTemplate:
                 raise InvalidRequestError(
                     f"messages[{index}].role is {message.role!r}; allowed: {allowed}", field="messages"
                 )
+        messages = [_as_dict(message) for message in chat.messages]
+        if chat.continue_final_message:
+            messages[-1]["content"] += f"{_MARK} "  # the blank shows whether the template trims messages
         own = {
             **self._special_tokens,
-            "messages": [_as_dict(message) for message in chat.messages],
+            "messages": messages,
             "tools": None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": chat.add_generation_prompt,
         }
         if taken := sorted(chat.template_kwargs.keys() & (own.keys() | self._template.names)):
             raise InvalidRequestError(
@@ -70,7 +76,7 @@ class ChatTemplate:
                 field="chat_template_kwargs",
             )
         try:
-            return self._template.render({**chat.template_kwargs, **own})
+            text = self._template.render({**chat.template_kwargs, **own})
         except TemplateError as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {error}", field="messages"
@@ -80,6 +86,20 @@ class ChatTemplate:
                 f"the model's chat template fails on this conversation: {type(error).__name__}: {error}",
                 field="messages",
             ) from error
+        return _cut(text) if chat.continue_final_message else text
+
+
+def _cut(text: str) -> str:
+    """Return what is before the last mark, without others. Where the template trims the message, so is its end here."""
+    before, mark, after = text.rpartition(_MARK)
+    if not mark:
+        raise InvalidRequestError(
+            "continue_final_message is true, and the model's chat template does not show the last message; "
+            "allowed: a last message that it shows",
+            field="continue_final_message",
+        )
+    before = before.replace(f"{_MARK} ", "").replace(_MARK, "")  # of a template that shows the message twice
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def load_chat_template(

@@ -15,7 +15,7 @@ here: an OverloadedError says when to try again.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from types import TracebackType
 from typing import Self, Unpack
@@ -27,6 +27,7 @@ from weft.v1.inference_pb2_grpc import InferenceStub
 from router.client_values import (
     BadRequestError,
     CallCancelledError,
+    ChatOptions,
     ClientError,
     Collector,
     Completion,
@@ -165,8 +166,9 @@ class Client(_TypedErrors):
         Args:
             prompt: text or token ids; or give `messages`.
             messages: a conversation, for the model's chat template.
-            options: model, timeout_s, priority, cache_salt, request_id, target_ttft_s, target_tpot_s,
-                chat_template_kwargs, and the fields of weft.v1.SamplingParams.
+            options: model, timeout_s, priority, cache_salt, request_id, target_ttft_s, target_tpot_s, the
+                fields of weft.v1.SamplingParams, and with messages chat_template_kwargs, add_generation_prompt and
+                continue_final_message.
 
         Raises:
             ClientError: one of its subclasses.
@@ -204,10 +206,10 @@ class Client(_TypedErrors):
         *,
         model: str = "",
         add_special_tokens: bool = True,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **chat: Unpack[ChatOptions],
     ) -> tuple[int, ...]:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
-        request = tokenize_request(prompt, model, add_special_tokens, chat_template_kwargs)
+        request = tokenize_request(prompt, model, add_special_tokens, chat)
         with self._typed_errors():
             return tuple(self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata).token_ids)
 
@@ -319,10 +321,10 @@ class AsyncClient(_TypedErrors):
         *,
         model: str = "",
         add_special_tokens: bool = True,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **chat: Unpack[ChatOptions],
     ) -> tuple[int, ...]:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
-        request = tokenize_request(prompt, model, add_special_tokens, chat_template_kwargs)
+        request = tokenize_request(prompt, model, add_special_tokens, chat)
         with self._typed_errors():
             return tuple(
                 (await self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata)).token_ids

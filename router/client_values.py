@@ -29,7 +29,6 @@ Messages = Sequence[Mapping[str, str]]
 
 
 _MAX_TIMEOUT_S = 1e9  # as over HTTP
-_NO_CHAT = "chat_template_kwargs is given with a prompt that is no conversation; allowed: with messages"
 
 
 class ClientError(Exception):
@@ -114,7 +113,18 @@ class Sampling(TypedDict, total=False):
     include_stop_str_in_output: bool
 
 
-class Options(Sampling, total=False):
+class ChatOptions(TypedDict, total=False):
+    """How messages become a prompt."""
+
+    chat_template_kwargs: Mapping[str, object]
+    """Variables for the model's chat template, such as {"enable_thinking": False}; values as in JSON."""
+    add_generation_prompt: bool
+    """End the prompt with what opens the assistant's turn; by default, unless the final message is continued."""
+    continue_final_message: bool
+    """End the prompt within the last message: the answer continues it."""
+
+
+class Options(Sampling, ChatOptions, total=False):
     """Everything that may be said about a generation besides its prompt."""
 
     model: str
@@ -131,8 +141,6 @@ class Options(Sampling, total=False):
     """The time to the first token within which the router counts the request as goodput; else the service's own."""
     target_tpot_s: float
     """The same for the mean time of each further token."""
-    chat_template_kwargs: Mapping[str, object]
-    """With messages: variables for the model's chat template, such as {"enable_thinking": False}; values as in JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,8 +271,9 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
     unknown = sorted(options.keys() - Options.__optional_keys__)
     if unknown:
         raise _refused(f"unknown options {unknown}; allowed: {sorted(Options.__optional_keys__)}")
-    if prompt is not None and options.get("chat_template_kwargs"):
-        raise _refused(_NO_CHAT)
+    chat: ChatOptions = {name: value for name, value in options.items() if name in ChatOptions.__optional_keys__}  # type: ignore[assignment]
+    if prompt is not None:
+        _refuse_chat_options(chat)
     sampling = {name: value for name, value in options.items() if name in Sampling.__optional_keys__}
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = [sampling["stop"]]
@@ -279,7 +288,7 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
             sampling=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
         )
         if messages is not None:
-            request.chat.CopyFrom(_to_chat(messages, options.get("chat_template_kwargs")))
+            request.chat.CopyFrom(_to_chat(messages, **chat))
         elif isinstance(prompt, str):
             request.text = prompt
         else:
@@ -288,15 +297,14 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
 
 
 def tokenize_request(
-    prompt: str | Messages, model: str, add_special_tokens: bool, chat_template_kwargs: Mapping[str, object] | None
+    prompt: str | Messages, model: str, add_special_tokens: bool, chat: ChatOptions
 ) -> pb.TokenizeRequest:
     """Return the wire form of a text or a conversation to tokenize. Raises BadRequestError."""
     with _only_what_fits():
         if isinstance(prompt, str):
-            if chat_template_kwargs:
-                raise _refused(_NO_CHAT)
+            _refuse_chat_options(chat)
             return pb.TokenizeRequest(model=model, text=prompt, add_special_tokens=add_special_tokens)
-        return pb.TokenizeRequest(model=model, chat=_to_chat(prompt, chat_template_kwargs))
+        return pb.TokenizeRequest(model=model, chat=_to_chat(prompt, **chat))
 
 
 def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool) -> pb.DetokenizeRequest:
@@ -361,7 +369,18 @@ def _refused(message: str) -> BadRequestError:
     return BadRequestError(message, code=grpc.StatusCode.INVALID_ARGUMENT)
 
 
-def _to_chat(messages: Messages, template_kwargs: Mapping[str, object] | None) -> pb.ChatPrompt:
+def _refuse_chat_options(chat: Mapping[str, object]) -> None:
+    if chat:
+        raise _refused(f"{', '.join(sorted(chat))} with a prompt that is no conversation; allowed: with messages")
+
+
+def _to_chat(
+    messages: Messages,
+    *,
+    chat_template_kwargs: Mapping[str, object] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+) -> pb.ChatPrompt:
     """Return the wire form of a conversation."""
     allowed = {"role", "content", "name"}
     for index, message in enumerate(messages):
@@ -369,7 +388,9 @@ def _to_chat(messages: Messages, template_kwargs: Mapping[str, object] | None) -
             raise _refused(f"messages[{index}] has the keys {sorted(message)}; allowed: role, content and maybe name")
     return pb.ChatPrompt(
         messages=[pb.ChatMessage(**message) for message in messages],
-        chat_template_kwargs_json=json.dumps(template_kwargs, allow_nan=False) if template_kwargs else "",
+        chat_template_kwargs_json=json.dumps(chat_template_kwargs, allow_nan=False) if chat_template_kwargs else "",
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
     )
 
 

@@ -63,7 +63,22 @@ def conversation(chat: pb.ChatPrompt) -> Conversation:
     return Conversation(
         messages=tuple(ChatMessage(role=m.role, content=m.content, name=m.name) for m in chat.messages),
         template_kwargs=_read_template_kwargs(chat.chat_template_kwargs_json),
+        add_generation_prompt=opens_turn(
+            chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
+            continues=chat.continue_final_message,
+        ),
+        continue_final_message=chat.continue_final_message,
     )
+
+
+def opens_turn(add_generation_prompt: bool | None, *, continues: bool) -> bool:
+    """Return whether a prompt opens the assistant's turn; None: the client does not say. Raises InvalidRequestError."""
+    if add_generation_prompt and continues:
+        raise InvalidRequestError(
+            "add_generation_prompt and continue_final_message are both true; allowed: one of them",
+            field="continue_final_message",
+        )
+    return not continues if add_generation_prompt is None else add_generation_prompt
 
 
 def _read_template_kwargs(text: str) -> dict[str, Any]:

@@ -67,7 +67,6 @@ _UNSERVED: Mapping[str, str] = {
     "logits_processors": "logits processors are not supported",
     "chat_template": "the model's own chat template is used",
     "documents": "documents are not passed to the chat template",
-    "continue_final_message": "a conversation ends before the assistant's turn",
     "return_token_ids": "token ids are returned over gRPC only",
     "return_tokens_as_token_ids": "token ids are returned over gRPC only",
     "return_token_strs": "only the ids of tokens are returned",
@@ -79,14 +78,13 @@ _LIMITED = (
     "tool_choice",
     "function_call",
     "modalities",
-    "add_generation_prompt",
     "add_special_tokens",
     "response_format",
     "best_of",
 )
 """Fields of which some values are served."""
 
-_OF_CONVERSATIONS = ("chat_template_kwargs",)
+_OF_CONVERSATIONS = ("chat_template_kwargs", "continue_final_message")
 """Fields that say something of a chat template, which a prompt without messages does not go through."""
 
 _Others = msgspec.defstruct(
@@ -134,7 +132,6 @@ def refuse_unserved(
         "tool_choice": (None, "none", "auto"),
         "function_call": (None, "none", "auto"),
         "modalities": (None, [], ["text"]),
-        "add_generation_prompt": (None, True),
         "add_special_tokens": add_special_tokens,
         "response_format": (None, {"type": "text"}),
         "best_of": (None, 1, n),

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage, Conversation, GenerateCall
-from router.convert import MAX_LOGPROBS, check_num_messages, check_stop, check_template_kwargs_size
+from router.convert import MAX_LOGPROBS, check_num_messages, check_stop, check_template_kwargs_size, opens_turn
 from router.errors import InvalidRequestError
 from router.openai_fields import NULL, is_set, read_json, refuse_unserved
 
@@ -211,6 +211,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
     chat_template_kwargs: msgspec.Raw = NULL
+    add_generation_prompt: bool | None = None
+    """null: true, unless the final message is continued."""
+    continue_final_message: bool | None = False
 
     @property
     def max_tokens_name(self) -> str:
@@ -230,8 +233,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"top_logprobs is {self.top_logprobs} and logprobs is not true; allowed: top_logprobs with logprobs",
                 field="top_logprobs",
             )
-        chat = _to_chat(self.messages, self.chat_template_kwargs)
-        return tuple(self._expand([{"chat": chat}], sampling, response_id))
+        return tuple(self._expand([{"chat": _to_chat(self)}], sampling, response_id))
 
     def _num_top_logprobs(self) -> int:
         number = self.top_logprobs or 0
@@ -248,6 +250,9 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: msgspec.Raw = NULL
+    add_generation_prompt: bool | None = None
+    """null: true, unless the final message is continued."""
+    continue_final_message: bool | None = False
 
     @property
     def content(self) -> str | Conversation:
@@ -262,7 +267,7 @@ class TokenizeRequest(Struct, kw_only=True):
                 "add_special_tokens is true with messages; allowed: false, the chat template adds them",
                 field="add_special_tokens",
             )
-        return _to_chat(self.messages or [], self.chat_template_kwargs)
+        return _to_chat(self)
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -302,12 +307,18 @@ def parse_request(body: bytes, kind: type[R]) -> R:
     return request
 
 
-def _to_chat(messages: list[Message], template_kwargs: msgspec.Raw) -> Conversation:
+def _to_chat(asked: ChatCompletionRequest | TokenizeRequest) -> Conversation:
+    messages = asked.messages or []
     check_num_messages(len(messages))
-    check_template_kwargs_size(len(template_kwargs))
-    variables = read_json(template_kwargs, dict[str, Any], "chat_template_kwargs") if is_set(template_kwargs) else {}
-    turns = tuple(_to_chat_message(index, message) for index, message in enumerate(messages))
-    return Conversation(messages=turns, template_kwargs=variables)
+    written = asked.chat_template_kwargs
+    check_template_kwargs_size(len(written))
+    continues = bool(asked.continue_final_message)
+    return Conversation(
+        messages=tuple(_to_chat_message(index, message) for index, message in enumerate(messages)),
+        template_kwargs=read_json(written, dict[str, Any], "chat_template_kwargs") if is_set(written) else {},
+        add_generation_prompt=opens_turn(asked.add_generation_prompt, continues=continues),
+        continue_final_message=continues,
+    )
 
 
 def _to_chat_message(index: int, message: Message) -> ChatMessage:

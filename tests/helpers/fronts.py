@@ -231,6 +231,7 @@ def _to_json(request: pb.GenerateRequest) -> tuple[str, dict[str, Any]]:
             ]
             if request.chat.chat_template_kwargs_json:
                 body["chat_template_kwargs"] = json.loads(request.chat.chat_template_kwargs_json)
+            body |= {name: value for name, value in _fields(request.chat).items() if name in _ENDS}
             if "logprobs" in sampling:
                 body |= {"logprobs": True, "top_logprobs": sampling["logprobs"]}
             return "/v1/chat/completions", body
@@ -241,6 +242,8 @@ def _to_json(request: pb.GenerateRequest) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", body
 
 
+_ENDS = ("add_generation_prompt", "continue_final_message")
+"""What both fronts call alike in a conversation."""
 _PLAIN_FIELDS = ("model", "priority", "cache_salt", "target_ttft_s", "target_tpot_s")
 """What both fronts call alike. `request_id` is not among them: over HTTP it is a header."""
 

@@ -46,7 +46,8 @@ class ByteTokenizer:
             if message.role not in ("system", "user", "assistant"):
                 raise InvalidRequestError(f"role is {message.role!r}; allowed: system, user, assistant")
         variables = "".join(f"[{name}={value}]" for name, value in chat.template_kwargs.items())
-        return tuple((variables + "".join(f"<{m.role}>{m.content}" for m in chat.messages)).encode())
+        end = "..." if chat.continue_final_message else "" if chat.add_generation_prompt else "."
+        return tuple((variables + "".join(f"<{m.role}>{m.content}" for m in chat.messages) + end).encode())
 
 
 @dataclass

@@ -124,6 +124,20 @@ async def test_generate_streams_deltas_and_ends_with_finish(client: AsyncClient)
             },
         ),
         (
+            {"messages": [USER], "continue_final_message": True},
+            {
+                "chat": Conversation(
+                    messages=(ChatMessage(role="user", content="Hi"),),
+                    add_generation_prompt=False,
+                    continue_final_message=True,
+                )
+            },
+        ),
+        (
+            {"messages": [USER], "add_generation_prompt": False},
+            {"chat": Conversation(messages=(ChatMessage(role="user", content="Hi"),), add_generation_prompt=False)},
+        ),
+        (
             {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"think": False, "n": [1, "é"]}},
             {
                 "chat": Conversation(
@@ -174,6 +188,7 @@ async def test_every_option_arrives(client: AsyncClient, dispatch: FakeDispatch)
         ({"messages": [{"role": "user"}]}, "messages[0] has the keys ['role']"),
         ({"messages": [{"role": "user", "content": "Hi", "tool": "x"}]}, "messages[0] has the keys"),
         ({"prompt": "Hi", "chat_template_kwargs": {"think": False}}, "allowed: with messages"),
+        ({"prompt": "Hi", "continue_final_message": True}, "continue_final_message with a prompt that is no conver"),
         ({"messages": [USER], "chat_template_kwargs": {"think": {1}}}, "does not fit"),
         ({"messages": [USER], "chat_template_kwargs": {"think": math.nan}}, "does not fit"),
     ],
@@ -201,6 +216,8 @@ async def test_what_cannot_be_sent_to_be_tokenized_is_refused_here(client: Async
         await client.tokenize("\ud800")
     with pytest.raises(BadRequestError, match="allowed: with messages"):
         await client.tokenize("Hi", chat_template_kwargs={"think": False})
+    with pytest.raises(BadRequestError, match="unexpected keyword argument 'modle'"):
+        await client.tokenize([USER], modle="tiny")  # type: ignore[call-arg]
     with pytest.raises(BadRequestError, match="does not fit"):
         await client.detokenize([-1])
 

@@ -53,10 +53,21 @@ async def refusal(front: Front, request: pb.GenerateRequest, key: str | None = N
     return refused.value
 
 
-def chat(*messages: tuple[str, str], variables: str = "", **values: object) -> pb.GenerateRequest:
+def chat(
+    *messages: tuple[str, str],
+    variables: str = "",
+    opens: bool | None = None,
+    continues: bool = False,
+    **values: object,
+) -> pb.GenerateRequest:
     turns = [pb.ChatMessage(role=role, content=content) for role, content in messages]
     sampling = pb.SamplingParams(**values)  # type: ignore[arg-type]
-    prompt = pb.ChatPrompt(messages=turns, chat_template_kwargs_json=variables)
+    prompt = pb.ChatPrompt(
+        messages=turns,
+        chat_template_kwargs_json=variables,
+        add_generation_prompt=opens,
+        continue_final_message=continues,
+    )
     return pb.GenerateRequest(model="tiny", chat=prompt, sampling=sampling)
 
 
@@ -98,6 +109,8 @@ REQUESTS = {
     "token ids": ids(1, 2, 256, 299, max_tokens=3, seed=5),
     "chat": chat(("system", "be brief"), ("user", "hi"), ("assistant", "yes"), ("user", ""), max_tokens=3, seed=5),
     "chat with variables": chat(("user", "hi"), variables='{"think": false, "é": [1, "a"]}', max_tokens=3, seed=5),
+    "chat that goes on": chat(("user", "hi"), ("assistant", "I"), continues=True, max_tokens=3, seed=5),
+    "chat without an opened turn": chat(("user", "hi"), opens=False, max_tokens=3, seed=5),
     "all sampling": hello(**SAMPLING),
     "all sampling of a chat": chat(("user", "hi"), max_tokens=4, seed=5, **SAMPLING),
     "greedy": hello(temperature=0),

@@ -173,10 +173,15 @@ async def test_variables_for_the_chat_template_arrive(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], extra_body={"chat_template_kwargs": variables}
     )
     await chat(http, chat_template_kwargs=None)
+    await chat(http, continue_final_message=True)
+    await chat(http, continue_final_message=True, add_generation_prompt=False)
+    await chat(http, continue_final_message=None, add_generation_prompt=False)
     await http.post("/tokenize", json={"messages": [USER], "chat_template_kwargs": variables})
 
     given = [call.chat and call.chat.template_kwargs for call in dispatch.calls]
-    assert given == [variables, {}]
+    assert given == [variables, {}, {}, {}, {}]
+    ends = [(call.chat.add_generation_prompt, call.chat.continue_final_message) for call in dispatch.calls if call.chat]
+    assert ends == [(True, False), (True, False), (False, True), (False, True), (False, False)]
     messages = (ChatMessage(role="user", content="Hi"),)
     assert dispatch.tokenized == [Conversation(messages=messages, template_kwargs=variables)]
 
@@ -610,6 +615,7 @@ async def test_every_form_of_prompt(
         ({"echo": True}, "echo", "not echoed"),
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "allowed: with messages"),
+        ({"continue_final_message": True}, "continue_final_message", "allowed: with messages"),
         ({"best_of": 4}, "best_of", "best_of is 4"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
         ({"guided_json": {"type": "object"}}, "guided_json", "not supported yet"),
@@ -648,7 +654,12 @@ async def test_completion_that_is_refused_names_the_field(
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1; allowed: 0 to 20"),
         ({"logprobs": 2}, "logprobs", "Expected `bool"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "the model's own"),
-        ({"add_generation_prompt": False}, "add_generation_prompt", "allowed: True"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt", "Expected `bool"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+            "add_generation_prompt and continue_final_message are both true; allowed: one of them",
+        ),
         ({"chat_template_kwargs": ["think"]}, "chat_template_kwargs", "chat_template_kwargs has a value"),
         ({"chat_template_kwargs": {"a": "x" * 17_000}}, "chat_template_kwargs", "17008 bytes; allowed: at most 16384"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),

@@ -105,6 +105,15 @@ async def test_what_is_no_variables_for_a_chat_template_is_refused(variables: st
             assert said in (refused.value.details() or "")
 
 
+async def test_conversation_opens_a_turn_or_goes_on() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        turns = [pb.ChatMessage(role="user", content="hi")]
+        chat = pb.ChatPrompt(messages=turns, add_generation_prompt=True, continue_final_message=True)
+        with pytest.raises(grpc.aio.AioRpcError, match="are both true; allowed: one of them"):
+            await router.generate(pb.GenerateRequest(model="tiny", chat=chat))
+
+
 async def test_ids_that_cannot_be_served_are_counted_and_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[object] = []
     for module in ("convert", "dispatch", "server"):

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -182,6 +183,52 @@ def test_variables_of_a_request_equal_transformers(shared: Path, variables: dict
     ids = ModelTokenizer.from_folder(tmp_path).render_chat(as_chat(messages, **variables))
 
     assert list(ids) == oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables)
+
+
+TRIMMING = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("last", ["Sure: ", "  Sure", "Sure", "", "a </s> b\n"])
+@pytest.mark.parametrize("template", [LLAMA_STYLE, TRIMMING], ids=["llama", "trimming"])
+@pytest.mark.parametrize("continues", [True, False], ids=["continued", "closed"])
+def test_end_of_a_prompt_equals_transformers(
+    shared: Path, template: str, last: str, continues: bool, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(shared / "tokenizers/llama2-32k", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "Sure?", "name": "n"}, {"role": "assistant", "content": last, "name": "n"}]
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chat = replace(as_chat(messages), add_generation_prompt=False, continue_final_message=continues)
+
+    ids = ModelTokenizer.from_folder(tmp_path).render_chat(chat)
+
+    assert list(ids) == oracle.apply_chat_template(
+        messages, add_generation_prompt=False, continue_final_message=continues, return_dict=False
+    )
+
+
+def test_message_that_the_template_shows_twice_is_cut_at_the_second(tmp_path: Path) -> None:
+    content = "{{ messages[0].content }}"
+    tokenizer = ModelTokenizer.from_folder(
+        make_folder(tmp_path, config={"chat_template": f"1 {content}, {content[:-3]} | trim }}}}; 2 {content}; end"})
+    )
+
+    ids = tokenizer.render_chat(replace(HI, continue_final_message=True))
+
+    assert tokenizer.decode(ids) == "1 hi, hi; 2 hi"
+
+
+def test_message_that_the_template_does_not_show_is_not_continued(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, config={"chat_template": "{{ bos_token }}x"}))
+
+    with pytest.raises(InvalidRequestError, match="does not show the last message") as caught:
+        tokenizer.render_chat(replace(HI, continue_final_message=True))
+
+    assert caught.value.field == "continue_final_message"
 
 
 @pytest.mark.parametrize(
