@@ -139,5 +139,5 @@ def refuse_unserved(
     for name in _LIMITED:
         value, allowed = _read_short(getattr(others, name)), allowed_values[name]
         if value not in allowed:
-            shown = ", ".join(repr(each) for each in allowed if each is not None)
+            shown = ", ".join(dict.fromkeys(repr(each) for each in allowed if each is not None))
             raise InvalidRequestError(f"{name} is {value!r}, which is not supported yet; allowed: {shown}", field=name)

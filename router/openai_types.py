@@ -158,6 +158,9 @@ _SAMPLING_FIELDS = (
 )
 
 
+_PROMPTS = "a string, a list of strings, token ids, or a list of token id lists"
+
+
 class CompletionRequest(GenerationRequest, kw_only=True):
     """The body of POST /v1/completions."""
 
@@ -183,11 +186,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         prompts: list[dict[str, Any]]
         match first[1] + first[2]:
             case b"[]":
-                raise InvalidRequestError(
-                    "prompt is an empty list; allowed: a string, a list of strings, token ids, or a list of token id "
-                    "lists",
-                    field="prompt",
-                )
+                raise InvalidRequestError(f"prompt is an empty list; allowed: {_PROMPTS}", field="prompt")
             case b"[[":
                 self._check_num_choices(bytes(self.prompt).count(b"[") - 1)  # to make a million lists takes 0.6 s
                 prompts = [{"token_ids": ids} for ids in read_json(self.prompt, list[list[TokenId]], "prompt")]
@@ -197,8 +196,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
                 prompts = [{"text": text} for text in texts]
             case begin if begin.startswith(b"["):
                 prompts = [{"token_ids": read_json(self.prompt, list[TokenId], "prompt")}]
-            case _:
+            case b'"':
                 prompts = [{"text": read_json(self.prompt, str, "prompt")}]
+            case _:
+                seen = bytes(self.prompt)[:40].decode(errors="replace")
+                raise InvalidRequestError(f"prompt is {seen}; allowed: {_PROMPTS}", field="prompt")
         return prompts
 
 

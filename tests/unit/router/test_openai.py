@@ -596,13 +596,13 @@ async def test_every_form_of_prompt(
         ({"n": MAX_CHOICES + 1}, "n", f"<= {MAX_CHOICES}"),
         ({"prompt": ["a"] * 65, "n": 2}, "n", "make 130 choices; allowed: at most 128"),
         ({"prompt": []}, "prompt", "empty list"),
-        ({"prompt": 3}, "prompt", "prompt has"),
-        ({"prompt": None}, "prompt", "prompt has a value that is not allowed: Expected `str`, got `null`"),
+        ({"prompt": 3}, "prompt", "prompt is 3; allowed: a string, a list of strings, token ids, or a list of token"),
+        ({"prompt": None}, "prompt", "prompt is null; allowed: a string, a list of strings"),
         ({"prompt": [1, "a"]}, "prompt", "prompt[1] has a value that is not allowed: Expected `int`, got `str`"),
         ({"prompt": ["a", [1]]}, "prompt", "prompt[1] has a value that is not allowed: Expected `str`, got `array`"),
         ({"prompt": [[1], "a"]}, "prompt", "prompt[1] has a value that is not allowed: Expected `array`, got `str`"),
         ({"prompt": [[1, [2]]]}, "prompt", "prompt[0][1] has a value that is not allowed: Expected `int`"),
-        ({"prompt": {"a": 1}}, "prompt", "prompt has a value that is not allowed: Expected `str`, got `object`"),
+        ({"prompt": {"a": "x" * 80}}, "prompt", 'prompt is {"a":"' + "x" * 34 + "; allowed: a string"),
         ({"prompt": [-1]}, "prompt", "prompt[0] has"),
         ({"prompt": [2**32]}, "prompt", "<= 4294967295"),
         ({"stop": [1]}, "stop", "stop[0] has"),
@@ -716,6 +716,13 @@ async def test_tokenizing_ends_at_its_deadline(
 
     assert (response.status_code, response.headers["x-request-id"]) == (504, "order-7")
     assert response.json()["error"]["message"] == "the deadline passed before the answer was there"
+
+
+async def test_allowed_values_are_told_once_each(http: httpx.AsyncClient) -> None:
+    for n, allowed in ((1, "1"), (2, "1, 2")):
+        response = await complete(http, n=n, best_of=4)
+        expected = f"best_of is 4, which is not supported yet; allowed: {allowed}"
+        assert response.json()["error"]["message"] == expected
 
 
 async def test_detokenized_text_has_the_special_tokens(http: httpx.AsyncClient) -> None:
