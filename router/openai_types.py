@@ -7,7 +7,8 @@ dropped (openai_fields.py); fields that only label a request, and fields that no
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -212,6 +213,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """A variable of the chat template too, which comes before that of `chat_template_kwargs`."""
     chat_template_kwargs: msgspec.Raw = NULL
     add_generation_prompt: bool | None = None
     """null: true, unless the final message is continued."""
@@ -235,7 +238,10 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"top_logprobs is {self.top_logprobs} and logprobs is not true; allowed: top_logprobs with logprobs",
                 field="top_logprobs",
             )
-        return tuple(self._expand([{"chat": _to_chat(self)}], sampling, response_id))
+        chat = _to_chat(self)
+        if self.reasoning_effort is not None:
+            chat = replace(chat, template_kwargs={**chat.template_kwargs, "reasoning_effort": self.reasoning_effort})
+        return tuple(self._expand([{"chat": chat}], sampling, response_id))
 
     def _num_top_logprobs(self) -> int:
         number = self.top_logprobs or 0

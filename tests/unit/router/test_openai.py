@@ -173,15 +173,16 @@ async def test_variables_for_the_chat_template_arrive(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], extra_body={"chat_template_kwargs": variables}
     )
     await chat(http, chat_template_kwargs=None)
+    await chat(http, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high", "a": 1})
     await chat(http, continue_final_message=True)
     await chat(http, continue_final_message=True, add_generation_prompt=False)
     await chat(http, continue_final_message=None, add_generation_prompt=False)
     await http.post("/tokenize", json={"messages": [USER], "chat_template_kwargs": variables})
 
     given = [call.chat and call.chat.template_kwargs for call in dispatch.calls]
-    assert given == [variables, {}, {}, {}, {}]
+    assert given == [variables, {}, {"reasoning_effort": "low", "a": 1}, {}, {}, {}]
     ends = [(call.chat.add_generation_prompt, call.chat.continue_final_message) for call in dispatch.calls if call.chat]
-    assert ends == [(True, False), (True, False), (False, True), (False, True), (False, False)]
+    assert ends == [(True, False), (True, False), (True, False), (False, True), (False, True), (False, False)]
     messages = (ChatMessage(role="user", content="Hi"),)
     assert dispatch.tokenized == [Conversation(messages=messages, template_kwargs=variables)]
 
@@ -660,6 +661,7 @@ async def test_completion_that_is_refused_names_the_field(
             "continue_final_message",
             "add_generation_prompt and continue_final_message are both true; allowed: one of them",
         ),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "Invalid enum value 'much'"),
         ({"chat_template_kwargs": ["think"]}, "chat_template_kwargs", "chat_template_kwargs has a value"),
         ({"chat_template_kwargs": {"a": "x" * 17_000}}, "chat_template_kwargs", "17008 bytes; allowed: at most 16384"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
