@@ -370,8 +370,8 @@ def _refused(message: str) -> BadRequestError:
 
 
 def _refuse_chat_options(chat: Mapping[str, object]) -> None:
-    if chat:
-        raise _refused(f"{', '.join(sorted(chat))} with a prompt that is no conversation; allowed: with messages")
+    if asked := sorted(name for name, value in chat.items() if value):
+        raise _refused(f"{', '.join(asked)} with a prompt that is no conversation; allowed: with messages")
 
 
 def _to_chat(

@@ -112,6 +112,7 @@ async def test_generate_streams_deltas_and_ends_with_finish(client: AsyncClient)
         ({"prompt": "Hi"}, {"text": "Hi"}),
         ({"prompt": [1, 2]}, {"token_ids": [1, 2]}),
         ({"prompt": ()}, {"token_ids": []}),
+        ({"prompt": "Hi", "chat_template_kwargs": {}, "continue_final_message": False}, {"text": "Hi"}),
         (
             {"messages": [{"role": "user", "content": "Hi", "name": "U"}, {"role": "assistant", "content": "x"}]},
             {
