@@ -26,7 +26,7 @@ from weft.v1.inference_pb2_grpc import InferenceStub
 
 from router.__main__ import _config, _parser
 from router.app import BoundAddresses
-from router.config import AdmissionConfig, FailoverConfig, LinkConfig, PolicyName, RouterConfig
+from router.config import AdmissionConfig, ClientConfig, FailoverConfig, LinkConfig, PolicyName, RouterConfig
 from router.errors import ModelFilesError, RouterConfigError
 from router.model_text import ModelText
 
@@ -203,6 +203,18 @@ async def test_counters_equal_the_usage_that_clients_saw() -> None:
             assert await router.metric(f"weft_router_{name}_seconds_count", model="tiny") == count, name
         assert await router.metric("weft_router_replica_ready", model="tiny", replica=a.address) == 1
         assert await router.metric("weft_router_requests_in_flight") == 0
+
+
+async def test_pages_of_an_allowed_origin_may_ask() -> None:
+    clients = ClientConfig(allowed_origins=("https://app.example",))
+    headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0, clients=clients)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", timeout=20, verify=False) as http,
+    ):
+        answer = await http.options("/v1/completions", headers=headers)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
 
 
 async def test_http_sends_without_waiting_for_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
