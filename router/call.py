@@ -70,6 +70,7 @@ class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    num_prompt_tokens: int = 0
     model_text: ModelText = ModelText(path="")
     """Whose tokens they are."""
     logprobs: tuple[pb.TokenLogprobs, ...] = ()

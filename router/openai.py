@@ -238,6 +238,7 @@ class _Front:
             created=int(time.time()),
             choices_per_prompt=asked.num_choices,
             include_usage=asked.include_usage,
+            include_usage_so_far=asked.include_usage_so_far,
             dispatch=self._dispatch,
         )
         sources = [self._dispatch.generate(call) for call in calls]

@@ -55,6 +55,9 @@ class Choice:
         """As they are answered."""
         self.text_offset = 0
         """Characters of the tokens rendered so far."""
+        self.num_prompt_tokens = 0
+        self.num_tokens = 0
+        """Rendered so far, in a stream."""
         self.finished: pb.Finished | None = None
         self.model_text: ModelText
         """Whose tokens it is of, since its first delta."""
@@ -75,6 +78,7 @@ class Renderer(ABC):
         created: int,
         choices_per_prompt: int,
         include_usage: bool,
+        include_usage_so_far: bool = False,
         dispatch: Dispatch,
     ) -> None:
         self._calls = calls
@@ -82,6 +86,7 @@ class Renderer(ABC):
         self._created = created
         self._choices_per_prompt = choices_per_prompt
         self._include_usage = include_usage
+        self._include_usage_so_far = include_usage_so_far
         self._dispatch = dispatch
         self._choices = [Choice(index) for index in range(len(calls))]
         self._model = ""
@@ -119,13 +124,14 @@ class Renderer(ABC):
         self._model = delta.model
         choice = self._choices[index]
         choice.finished = delta.finished
+        choice.num_prompt_tokens = delta.num_prompt_tokens
         choice.model_text = delta.model_text
         return choice
 
-    def _chunk(self, choice: Json) -> Json:
-        chunk = self._envelope(self.chunk_object_name, [choice])
+    def _chunk(self, choice: Choice, shown: Json) -> Json:
+        chunk = self._envelope(self.chunk_object_name, [shown])
         if self._include_usage:
-            chunk["usage"] = None
+            chunk["usage"] = _usage_so_far(choice) if self._include_usage_so_far else None
         return chunk
 
     def _envelope(self, object_name: str, choices: list[Json]) -> Json:
@@ -182,10 +188,11 @@ class CompletionRenderer(Renderer):
     async def chunks(self, index: int, delta: GenerateDelta) -> list[Json]:
         """See Renderer."""
         choice = self._note(index, delta)
+        choice.num_tokens += len(delta.token_ids)
         if not (delta.text or delta.logprobs or delta.finished):
             return []
         logprobs = await self._logprobs(choice, delta.logprobs) if delta.logprobs else None
-        return [self._chunk(self._choice(choice, delta.text, logprobs))]
+        return [self._chunk(choice, self._choice(choice, delta.text, logprobs))]
 
     def _whole_choice(self, choice: Choice) -> Json:
         return self._choice(choice, "".join(choice.text), choice.logprobs or None)
@@ -227,7 +234,10 @@ class ChatRenderer(Renderer):
         if not self._has_begun:
             self._has_begun = True
             begin = {"role": "assistant", "content": ""}
+            for each in self._choices:  # of one conversation
+                each.num_prompt_tokens = delta.num_prompt_tokens
             chunks = [self._delta_chunk(each, begin, None, with_ending=False) for each in self._choices]
+        choice.num_tokens += len(delta.token_ids)
         if delta.text or delta.logprobs:
             logprobs = await self._logprobs(choice, delta.logprobs) if delta.logprobs else None
             chunks.append(self._delta_chunk(choice, {"content": delta.text}, logprobs, with_ending=False))
@@ -241,7 +251,7 @@ class ChatRenderer(Renderer):
 
     def _delta_chunk(self, choice: Choice, content: Json, logprobs: Json | None, *, with_ending: bool) -> Json:
         ending = self._ending(choice) if with_ending else {"finish_reason": None}
-        return self._chunk({"index": choice.index, "delta": content, "logprobs": logprobs} | ending)
+        return self._chunk(choice, {"index": choice.index, "delta": content, "logprobs": logprobs} | ending)
 
     async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
         names = await self._token_names(choice, logprobs)
@@ -297,6 +307,14 @@ def error_headers(error: RouterError) -> dict[str, str]:
         return {}
     waits = (error.retry_after_s, error.retry_after_s * 1000)
     return {name: str(max(1, math.ceil(wait))) for name, wait in zip(RETRY_HEADERS, waits, strict=True)}
+
+
+def _usage_so_far(choice: Choice) -> Json:
+    return {
+        "prompt_tokens": choice.num_prompt_tokens,
+        "completion_tokens": choice.num_tokens,
+        "total_tokens": choice.num_prompt_tokens + choice.num_tokens,
+    }
 
 
 def _append(whole: Json, part: Json) -> None:

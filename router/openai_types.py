@@ -98,6 +98,11 @@ class GenerationRequest(Struct, kw_only=True):
         """Whether a stream ends with a chunk that holds the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def include_usage_so_far(self) -> bool:
+        """Whether every chunk of such a stream holds the usage of its choice until then."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
     def _sampling(self) -> pb.SamplingParams:
         sampling = pb.SamplingParams()
         for name in _SAMPLING_FIELDS:
@@ -308,10 +313,6 @@ def parse_request(body: bytes, kind: type[R]) -> R:
     refuse_unserved(body, add_special_tokens=(None, not has_messages), has_messages=has_messages, n=request.n)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is set and stream is not true; allowed: both", field="stream_options")
-    if request.stream_options is not None and request.stream_options.continuous_usage_stats:
-        raise InvalidRequestError(
-            "continuous_usage_stats is true; not supported yet: usage comes once, at the end", field="stream_options"
-        )
     return request
 
 

@@ -93,6 +93,7 @@ class FakeDispatch:
                 model=self.model.name,
                 text=certain[len(shown) :],
                 token_ids=(token_id,),
+                num_prompt_tokens=self._num_prompt_tokens(call),
                 logprobs=(_logprobs(token_id, sampling.logprobs),) if sampling.HasField("logprobs") else (),
             )
             shown = certain
@@ -110,7 +111,12 @@ class FakeDispatch:
             finished.stop_string = stop
         elif token_ids[-1:] == [EOS]:
             finished.stop_token_id = EOS
-        yield GenerateDelta(request_id=request_id, model=self.model.name, finished=finished)
+        yield GenerateDelta(
+            request_id=request_id,
+            model=self.model.name,
+            num_prompt_tokens=finished.usage.prompt_tokens,
+            finished=finished,
+        )
 
     def _check(self, call: GenerateCall) -> None:
         self._check_model(call.model)

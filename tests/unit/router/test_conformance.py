@@ -277,6 +277,22 @@ async def test_names_of_tokens_need_no_place() -> None:
     assert [len(position.top) for position in answer.logprobs] == [5] * 10
 
 
+async def test_usage_so_far_is_that_of_the_end_at_the_end() -> None:
+    body = {"prompt": "hello", "max_tokens": 4, "seed": 1, "stream": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", timeout=20, verify=False) as http,
+    ):
+        await router.wait_ready(1)
+        lines = (await http.post("/v1/completions", json=body)).text.split("\n\n")
+    *_, end, usage = [json.loads(line.removeprefix("data: ")) for line in lines if "{" in line]
+    assert end["choices"][0]["finish_reason"] == "length"
+    assert end["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
+    assert usage["usage"].items() >= end["usage"].items()
+
+
 async def test_tokens_of_text_and_back() -> None:
     async with (
         FakeReplica("a") as a,

@@ -612,7 +612,6 @@ async def test_every_form_of_prompt(
         ({"seed": 0.5}, "seed", "seed has"),
         ({"stream": "yes"}, "stream", "stream has"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "not supported yet"),
         ({"echo": True}, "echo", "not echoed"),
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "allowed: with messages"),
@@ -725,6 +724,27 @@ async def test_allowed_values_are_told_once_each(http: httpx.AsyncClient) -> Non
         response = await complete(http, n=n, best_of=4)
         expected = f"best_of is 4, which is not supported yet; allowed: {allowed}"
         assert response.json()["error"]["message"] == expected
+
+
+async def test_every_chunk_has_the_usage_so_far_where_it_is_asked_for(
+    http: httpx.AsyncClient, dispatch: FakeDispatch
+) -> None:
+    dispatch.reply = "né"
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    of_text = events(await complete(http, stream=True, stream_options=options))
+    of_chat = events(await chat(http, stream=True, stream_options=options, n=2))
+
+    told = [(chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]) for chunk in of_text[:-1]]
+    assert told == [(2, 1), (2, 3), (2, 4), (2, 4)], "no chunk for half a character; then the end and the sum"
+    for index in (0, 1):
+        own = [chunk["usage"] for chunk in of_chat[:-2] if chunk["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in own] == [0, 1, 3, 4]
+        assert {usage["total_tokens"] - usage["completion_tokens"] for usage in own} == {2}
+    assert of_chat[-2]["usage"]["completion_tokens"] == 8
+    alone = events(await complete(http, stream=True, stream_options={"continuous_usage_stats": True}))
+    assert not any("usage" in chunk for chunk in alone[:-1]), (
+        "as with vLLM it says more of include_usage, and nothing alone"
+    )
 
 
 async def test_detokenized_text_has_the_special_tokens(http: httpx.AsyncClient) -> None:
