@@ -19,12 +19,12 @@ from bench.load.flag_groups import (
     of_output,
     of_prompts,
 )
-from cluster.cli_flags import given, with_flags
+from cluster.cli_flags import WholeNamesCommand, given, with_flags
 
 app = typer.Typer(name="bench", help="Measure an engine or a running service.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(cls=WholeNamesCommand)
 @with_flags
 def serve(
     *,
@@ -63,7 +63,7 @@ def serve(
     run_serve(options, ranks, idle=idle, json_file=json_file, plot=plot)
 
 
-@app.command()
+@app.command(cls=WholeNamesCommand)
 @with_flags
 def offline(
     *,

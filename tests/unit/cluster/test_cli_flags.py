@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
@@ -41,10 +41,12 @@ def test_fields_of_a_group_are_options_in_their_place() -> None:
     assert "Draw it." in shown
 
 
-@pytest.mark.parametrize("name", ["serve", "generate", "simulate"])
+@pytest.mark.parametrize("name", ["serve", "generate", "simulate", "bench serve", "bench offline"])
 def test_help_shows_the_names_of_options_whole_in_80_columns(name: str) -> None:
-    command = get_command(weft).commands[name]  # type: ignore[attr-defined]
-    shown = CliRunner(env={"COLUMNS": "80"}).invoke(weft, [name, "--help"]).output
+    command: Any = get_command(weft)
+    for each in name.split():
+        command = command.commands[each]
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(weft, [*name.split(), "--help"]).output
     names = [each for parameter in command.params for each in (*parameter.opts, *parameter.secondary_opts)]
     assert len(names) > 10
     missing = [each for each in names if each.startswith("-") and not re.search(rf"{each}(?![\w-])", shown)]
