@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import grpc
 from weft.v1 import inference_pb2 as pb
@@ -274,9 +274,6 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
     chat: ChatOptions = {name: value for name, value in options.items() if name in ChatOptions.__optional_keys__}  # type: ignore[assignment]
     if prompt is not None:
         _refuse_chat_options(chat)
-    sampling = {name: value for name, value in options.items() if name in Sampling.__optional_keys__}
-    if isinstance(sampling.get("stop"), str):
-        sampling["stop"] = [sampling["stop"]]
     with _only_what_fits():
         request = pb.GenerateRequest(
             model=options.get("model", ""),
@@ -285,7 +282,7 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
             request_id=options.get("request_id", ""),
             target_ttft_s=options.get("target_ttft_s"),
             target_tpot_s=options.get("target_tpot_s"),
-            sampling=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
+            sampling=_to_sampling(options),
         )
         if messages is not None:
             request.chat.CopyFrom(_to_chat(messages, **chat))
@@ -358,15 +355,29 @@ def to_error(error: grpc.RpcError) -> ClientError:
 
 
 @contextmanager
-def _only_what_fits() -> Iterator[None]:
+def _only_what_fits(what: str = "a value") -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:  # protobuf's, for a value of the wrong type or range
-        raise _refused(f"a value does not fit its field: {error}") from error
+        raise _refused(f"{what} does not fit its field: {error}") from error
 
 
 def _refused(message: str) -> BadRequestError:
     return BadRequestError(message, code=grpc.StatusCode.INVALID_ARGUMENT)
+
+
+def _to_sampling(options: Options) -> pb.SamplingParams:
+    """Return the wire form of what is said about sampling."""
+    sampling: dict[str, Any] = {name: value for name, value in options.items() if name in Sampling.__optional_keys__}
+    if isinstance(sampling.get("stop"), str):
+        sampling["stop"] = [sampling["stop"]]
+    try:
+        return pb.SamplingParams(**sampling)
+    except (TypeError, ValueError):  # which do not say of what
+        for name, value in sampling.items():
+            with _only_what_fits(name):
+                pb.SamplingParams(**{name: value})
+        raise
 
 
 def _refuse_chat_options(chat: Mapping[str, object]) -> None:
