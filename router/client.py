@@ -45,6 +45,8 @@ from router.client_values import (
     UnauthenticatedError,
     UnavailableError,
     Usage,
+)
+from router.client_wire import (
     check_timeout,
     detokenize_request,
     generate_request,

@@ -1,4 +1,4 @@
-"""What the Python SDK gives and raises, and its translation from and to the wire; client.py makes the calls.
+"""What the Python SDK takes, gives and raises; client_wire.py has the same on the wire, client.py makes the calls.
 
 ClientError                    any other status; `code` has it
 ├── BadRequestError            INVALID_ARGUMENT     the message says what was seen and what is allowed; also
@@ -12,23 +12,17 @@ ClientError                    any other status; `code` has it
 └── ServerError                INTERNAL, UNKNOWN    the request failed inside
 """
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import grpc
-from weft.v1 import inference_pb2 as pb
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 Messages = Sequence[Mapping[str, str]]
 """A conversation: each message has `role`, `content` and, where wanted, `name`."""
-
-
-_MAX_TIMEOUT_S = 1e9  # as over HTTP
 
 
 class ClientError(Exception):
@@ -71,25 +65,6 @@ class CallCancelledError(ClientError):
 
 class ServerError(ClientError):
     """The request failed inside the cluster."""
-
-
-_ERRORS: Mapping[grpc.StatusCode, type[ClientError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: BadRequestError,
-    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
-    grpc.StatusCode.NOT_FOUND: NotFoundError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
-    grpc.StatusCode.UNAVAILABLE: UnavailableError,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
-    grpc.StatusCode.CANCELLED: CallCancelledError,
-    grpc.StatusCode.INTERNAL: ServerError,
-    grpc.StatusCode.UNKNOWN: ServerError,
-}
-
-_FINISH_REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
-}
 
 
 class Sampling(TypedDict, total=False):
@@ -257,180 +232,3 @@ class Collector:
             ttft_s=self._first_at - self._started_at if self._num_tokens else None,
             tpot_s=(self._last_at - self._first_at) / (self._num_tokens - 1) if self._num_tokens > 1 else None,
         )
-
-
-def generate_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
-    """Return the wire form of a call.
-
-    Raises:
-        BadRequestError: not exactly one of `prompt` and `messages`, an unknown option, or a value that does not fit its
-            field; the router checks the rest.
-    """
-    if (prompt is None) == (messages is None):
-        raise _refused("prompt and messages are both given, or both missing; allowed: exactly one of them")
-    unknown = sorted(options.keys() - Options.__optional_keys__)
-    if unknown:
-        raise _refused(f"unknown options {unknown}; allowed: {sorted(Options.__optional_keys__)}")
-    chat: ChatOptions = {name: value for name, value in options.items() if name in ChatOptions.__optional_keys__}  # type: ignore[assignment]
-    if prompt is not None:
-        _refuse_chat_options(chat)
-    with _only_what_fits():
-        request = pb.GenerateRequest(
-            model=options.get("model", ""),
-            priority=options.get("priority", 0),
-            cache_salt=options.get("cache_salt", ""),
-            request_id=options.get("request_id", ""),
-            target_ttft_s=options.get("target_ttft_s"),
-            target_tpot_s=options.get("target_tpot_s"),
-            sampling=_to_sampling(options),
-        )
-        if messages is not None:
-            request.chat.CopyFrom(_to_chat(messages, **chat))
-        elif isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
-    return request
-
-
-def tokenize_request(
-    prompt: str | Messages, model: str, add_special_tokens: bool, chat: ChatOptions
-) -> pb.TokenizeRequest:
-    """Return the wire form of a text or a conversation to tokenize. Raises BadRequestError."""
-    with _only_what_fits():
-        if isinstance(prompt, str):
-            _refuse_chat_options(chat)
-            return pb.TokenizeRequest(model=model, text=prompt, add_special_tokens=add_special_tokens)
-        return pb.TokenizeRequest(model=model, chat=_to_chat(prompt, **chat))
-
-
-def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool) -> pb.DetokenizeRequest:
-    """Return the wire form of token ids to make text of. Raises BadRequestError."""
-    with _only_what_fits():
-        return pb.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-
-
-def check_timeout(timeout_s: float | None) -> float | None:
-    """Return it. Raises BadRequestError for infinity and such, which gRPC takes for a deadline that has passed."""
-    if timeout_s is None or timeout_s <= _MAX_TIMEOUT_S:
-        return timeout_s
-    raise _refused(f"timeout_s is {timeout_s}; allowed: at most {_MAX_TIMEOUT_S:.0f}, or None for no deadline")
-
-
-def to_delta(response: pb.GenerateResponse) -> Delta:
-    """Return a delta as it came."""
-    return Delta(
-        request_id=response.request_id,
-        model=response.model,
-        text=response.text,
-        token_ids=tuple(response.token_ids),
-        logprobs=tuple(_to_logprobs(position) for position in response.logprobs),
-        finish=_to_finish(response.finished) if response.HasField("finished") else None,
-    )
-
-
-def to_models(response: pb.ListModelsResponse) -> list[ModelInfo]:
-    """Return the models of a listing."""
-    return [
-        ModelInfo(
-            name=model.name,
-            max_context=model.max_context,
-            vocab_size=model.vocab_size,
-            ready_replicas=model.ready_replicas,
-        )
-        for model in response.models
-    ]
-
-
-def to_error(error: grpc.RpcError) -> ClientError:
-    """Return the typed error of a failed call."""
-    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), "the errors of calls say their status"
-    code = error.code()
-    retry_after_ms = dict(error.trailing_metadata() or ()).get("retry-after-ms")
-    kind = _ERRORS.get(code, ClientError)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_after_ms is None:
-        kind = BadRequestError
-    retry_after_s = None if retry_after_ms is None else float(retry_after_ms) / 1000
-    return kind(error.details() or code.name, code=code, retry_after_s=retry_after_s)
-
-
-@contextmanager
-def _only_what_fits(what: str = "a value") -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError) as error:  # protobuf's, for a value of the wrong type or range
-        raise _refused(f"{what} does not fit its field: {error}") from error
-
-
-def _refused(message: str) -> BadRequestError:
-    return BadRequestError(message, code=grpc.StatusCode.INVALID_ARGUMENT)
-
-
-def _to_sampling(options: Options) -> pb.SamplingParams:
-    """Return the wire form of what is said about sampling."""
-    sampling: dict[str, Any] = {name: value for name, value in options.items() if name in Sampling.__optional_keys__}
-    if isinstance(sampling.get("stop"), str):
-        sampling["stop"] = [sampling["stop"]]
-    try:
-        return pb.SamplingParams(**sampling)
-    except (TypeError, ValueError):  # which do not say of what
-        for name, value in sampling.items():
-            with _only_what_fits(name):
-                pb.SamplingParams(**{name: value})
-        raise
-
-
-def _refuse_chat_options(chat: Mapping[str, object]) -> None:
-    if asked := sorted(name for name, value in chat.items() if value):
-        raise _refused(f"{', '.join(asked)} with a prompt that is no conversation; allowed: with messages")
-
-
-def _to_chat(
-    messages: Messages,
-    *,
-    chat_template_kwargs: Mapping[str, object] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
-) -> pb.ChatPrompt:
-    """Return the wire form of a conversation."""
-    allowed = {"role", "content", "name"}
-    for index, message in enumerate(messages):
-        if not {"role", "content"} <= message.keys() <= allowed:
-            raise _refused(f"messages[{index}] has the keys {sorted(message)}; allowed: role, content and maybe name")
-    return pb.ChatPrompt(
-        messages=[pb.ChatMessage(**message) for message in messages],
-        chat_template_kwargs_json=json.dumps(chat_template_kwargs, allow_nan=False) if chat_template_kwargs else "",
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-    )
-
-
-def _to_logprobs(position: pb.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_id=position.chosen.token_id,
-        logprob=position.chosen.logprob,
-        top=tuple((each.token_id, each.logprob) for each in position.top),
-    )
-
-
-def _to_finish(finished: pb.Finished) -> Finish:
-    stopped_by: str | int | None = None
-    match finished.WhichOneof("stopped_by"):
-        case "stop_string":
-            stopped_by = finished.stop_string
-        case "stop_token_id":
-            stopped_by = finished.stop_token_id
-    usage = finished.usage
-    return Finish(
-        reason=_FINISH_REASONS.get(finished.reason, "stop"),  # one that only a newer router knows
-        stopped_by=stopped_by,
-        usage=Usage(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
-            queue_s=usage.queue_s,
-            prefill_s=usage.prefill_s,
-            decode_s=usage.decode_s,
-        ),
-        replica_ids=tuple(finished.replica_ids),
-    )

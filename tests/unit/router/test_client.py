@@ -30,7 +30,8 @@ from router.client import (
     UnauthenticatedError,
     UnavailableError,
 )
-from router.client_values import Collector, Finish, Usage, generate_request
+from router.client_values import Collector, Finish, Usage
+from router.client_wire import generate_request
 from router.errors import DeadlineError as RouterDeadlineError
 from router.errors import NoReplicaError, ReplicaFailedError
 from router.errors import OverloadedError as RouterOverloadedError
