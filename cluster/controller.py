@@ -87,7 +87,8 @@ class Controller:
             listener, address = bind_control_port(self._spec.host, port, self._spec.inner_tls)
             self._create(saved, address)
             assert self._state is not None
-            await self._state.apply(self._spec.models)
+            if not self._state.is_stopping:  # else the one before was lost with its machine while it stopped
+                await self._state.apply(self._spec.models)
             await self._begin(listener)
         assert self._service is not None
         return self._service.address
@@ -203,9 +204,12 @@ class Controller:
     async def _run(self) -> None:
         """Reconcile until shut down. A bug ends the process: its successor begins from what was saved."""
         assert self._scaling is not None
+        assert self._state is not None
         try:
             async with asyncio.TaskGroup() as tasks:
                 scaling = tasks.create_task(self._scaling.run())
+                if self._state.is_stopping:  # under the life before
+                    tasks.create_task(self._state.finish_stop())
                 await self._reconcile_until_stopped()
                 scaling.cancel()
             await self._close()
@@ -237,7 +241,6 @@ class Controller:
         assert self._metrics is not None
         if self._nodes is not None:
             await self._nodes.close()
-        self._store.clear()
         await self._service.stop()
         await self._metrics.close()
         if self._recorder is not None:
@@ -247,6 +250,7 @@ class Controller:
             await asyncio.to_thread(
                 leave_spares, self._own_log.node_id, SpareKind.SERVICE, count=count, lifetime_s=lifetime_s
             )
+        self._store.clear()  # last: a successor that found nothing would wait to be started
 
     def _save(self, state: SavedState) -> None:
         assert self._metrics is not None

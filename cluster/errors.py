@@ -8,6 +8,7 @@ ClusterError
 ├── RayError                Ray could not be started or reached
 ├── SpareError              (stays inside) Ray keeps no processes ready: starts take longer, and nothing else
 ├── NotServedError          no model, replica, group or node of this name; the message lists those there are
+├── StoppingError           the service is being stopped, and nothing is changed any more
 ├── GroupTerminatedError    a replica group was told to end from outside, by SIGTERM
 ├── ControllerError         the controller cannot be reached, or answered with an error
 └── RequestError            the router cannot be reached, or refused the request
@@ -44,6 +45,10 @@ class SpareError(ClusterError):
 
 class NotServedError(ClusterError, LookupError):
     """No model, replica, group or node of this name; the message lists those there are."""
+
+
+class StoppingError(ClusterError):
+    """The service is being stopped, and nothing is changed any more."""
 
 
 class GroupTerminatedError(ClusterError):

@@ -70,6 +70,8 @@ class SavedState:
     next_numbers: dict[str, int] = field(default_factory=dict)
     """Of the next group of each model, served now or earlier: a group id is used once."""
     drained_nodes: tuple[str, ...] = ()
+    stop_by_s: float | None = None
+    """When the service is to have stopped, by the clock of `GroupRecord.end_by_s`. None: it serves on."""
 
 
 class StateStore(Protocol):

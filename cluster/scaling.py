@@ -28,6 +28,10 @@ class ScaledState(Protocol):
     def is_adopting(self) -> bool:
         """It is not known yet what outlived the former controller."""
 
+    @property
+    def is_stopping(self) -> bool:
+        """The service is to stop, and no number can be changed."""
+
     def sections(self) -> Mapping[str, ModelSection]:
         """The settings of every wanted model, with the number of replicas wanted now."""
 
@@ -103,6 +107,8 @@ class Scaling:
                 self._follow(name, section, observe(loads[name], demands.get(name, Demand()), self._clock()))
 
     def _scaled(self) -> dict[str, ModelSection]:
+        if self._state.is_stopping:
+            return {}
         return {name: section for name, section in self._state.sections().items() if section.autoscaling is not None}
 
     def _follow(self, name: str, section: ModelSection, observation: Observation) -> None:

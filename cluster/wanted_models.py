@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.config import ModelSection, ModelSpec, check_section
-from cluster.errors import ClusterConfigError
+from cluster.errors import ClusterConfigError, StoppingError
 from cluster.preflight import check_model, read_text
 from cluster.revision_files import RevisionText
 from cluster.state_messages import LastScaling
@@ -48,8 +48,13 @@ class WantedModels:
         self.current = with_texts(saved, {name: read_text(model.spec) for name, model in unread.items()}, before={})
         self.scalings: dict[str, LastScaling] = {}
         """The last one of each model, under this controller."""
+        self._is_closed = False
         self._on_change = on_change
         self._clock = clock
+
+    def close(self) -> None:
+        """Refuse every change from now on, those that are being checked too: the service is being stopped."""
+        self._is_closed = True
 
     def sections(self) -> Mapping[str, ModelSection]:
         """The settings of every wanted model, with the number of replicas wanted now."""
@@ -61,7 +66,9 @@ class WantedModels:
         Raises:
             ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
             ClusterConfigError: what would be kept of it cannot be read again.
+            StoppingError: after `close`.
         """
+        self.check_open()
         checked = await asyncio.to_thread(lambda: [check_model(spec) for spec in specs])
         texts = await asyncio.to_thread(lambda: {spec.name: read_text(spec) for spec in checked})
         wanted, changes = apply(self.current, checked)
@@ -75,7 +82,9 @@ class WantedModels:
         Raises:
             NotServedError: there is no such model.
             ClusterConfigError: outside the model's bounds.
+            StoppingError: after `close`.
         """
+        self.check_open()
         before = find(self.current, name)
         if before.replicas != replicas:
             text = f"{before.replicas} -> {replicas}: {reason}"
@@ -91,7 +100,9 @@ class WantedModels:
             NotServedError: there is no such model.
             ClusterConfigError: a setting is unknown or wrong, or others change the model all the while.
             ModelNotFoundError, ModelError, EngineConfigError: the model cannot be had, described or split as wanted.
+            StoppingError: after `close`.
         """
+        self.check_open()
         for _ in range(_MAX_CHECKS):
             spec = self._changed_spec(name, settings)
             checked = await asyncio.to_thread(check_model, spec)
@@ -102,6 +113,7 @@ class WantedModels:
 
     async def undo(self, name: str) -> tuple[Change, int]:
         """Go back to a model's revision before; as `roll`."""
+        self.check_open()
         for _ in range(_MAX_CHECKS):
             spec = _current_spec(*undo(self.current, name))
             last = find(self.current, name).previous
@@ -112,7 +124,13 @@ class WantedModels:
                 return self._want_revision(models, change, text)
         raise _changes_too_often(name)
 
+    def check_open(self) -> None:
+        """Raise StoppingError after `close`."""
+        if self._is_closed:
+            raise StoppingError("the service is stopping; allowed: `weft drain`, and changes when it serves again")
+
     def _want(self, wanted: Models, changes: Sequence[Change]) -> None:
+        self.check_open()  # others went on while models were read
         for model in wanted.values():
             check_section(model.current.section)  # what is saved must be read by a successor
         self.current = dict(wanted)

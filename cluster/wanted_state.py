@@ -104,8 +104,9 @@ class WantedState:
         self._wanted = WantedModels(saved.models, on_change=self._note_wanted, clock=clock)
         self._next_numbers = dict(saved.next_numbers)
         self._drained_nodes = frozenset(saved.drained_nodes)
-        self._is_stopping = False
         self.is_stopped = False
+        if self.is_stopping:
+            self._wanted.close()
         self._groups = [self._make_group(record, adopts=True) for record in saved.groups]
         for group, record in zip(self._groups, saved.groups, strict=True):
             if record.is_leaving:
@@ -115,6 +116,11 @@ class WantedState:
     def is_adopting(self) -> bool:
         """It is not known yet of every group and router whether it outlived the former controller."""
         return any(router.is_adopting for router in self._routers) or any(group.is_adopting for group in self._groups)
+
+    @property
+    def is_stopping(self) -> bool:
+        """The service is to stop, and nothing is formed any more. A successor goes on with that: `finish_stop`."""
+        return self._saved.stop_by_s is not None
 
     @property
     def drained_nodes(self) -> frozenset[str]:
@@ -128,9 +134,10 @@ class WantedState:
 
     def reconcile(self) -> None:
         """Bring every group and router nearer to what is wanted."""
-        if self._is_stopping:
+        if self.is_stopping:
             for group in self._groups:
                 group.observe()  # an adoption may end, for which a stop waits
+            self._groups = [group for group in self._groups if not group.is_gone]
             return
         num_groups = len(self._groups)
         for group in self._groups:
@@ -192,7 +199,8 @@ class WantedState:
         return [group.replica_id or group.group_id for group in groups], node_id
 
     async def undrain(self, target: str) -> str:
-        """Place groups on a node again; return its Ray id. Raises NotServedError."""
+        """Place groups on a node again; return its Ray id. Raises NotServedError or StoppingError."""
+        self._wanted.check_open()
         node_id = self._find_node(target, await asyncio.to_thread(self._nodes)).node_id
         self._drained_nodes -= {node_id}
         self._save()
@@ -203,10 +211,19 @@ class WantedState:
         """Stop the routers, which finish their requests, then the groups, which finish those of routers elsewhere.
 
         Both together take at most `grace_s`. What has begun goes on when the caller is cancelled: nothing is formed any
-        more, so that half a service would be left.
+        more, so that half a service would be left. A successor is told of it first.
         """
-        self._is_stopping = True
+        stop_by_s = self._clock() + grace_s
+        if self._saved.stop_by_s is None or stop_by_s < self._saved.stop_by_s:
+            self._saved = replace(self._saved, stop_by_s=stop_by_s)
+            self._wanted.close()
+            self._save()
         await see_through(self._stop_all(grace_s))
+
+    async def finish_stop(self) -> None:
+        """Go on with what `shut_down` began under the controller before, within what is left of its time."""
+        assert self._saved.stop_by_s is not None
+        await self._stop_all(max(0.0, self._saved.stop_by_s - self._clock()))
 
     async def _stop_all(self, grace_s: float) -> None:
         give_up_s = self._clock() + grace_s

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft.v1 import control_pb2, inference_pb2, replica_pb2
 from weft.v1.inference_pb2_grpc import InferenceStub
 from weft.v1.replica_pb2_grpc import ReplicaStub
 
+from cluster.errors import ControllerError
 from router.client import Client
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -294,14 +296,31 @@ def test_nobody_without_a_certificate_is_served_inside_the_cluster(cluster: Clus
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_stop_ends_the_service(cluster: Cluster) -> None:
+def test_stop_ends_the_service_though_the_controller_dies_meanwhile(cluster: Cluster) -> None:
     """Last in this file: nothing is left of the service after it."""
-    pids = [rank.pid for group in cluster.groups() for rank in group.ranks]
-    done = weft("stop", *cluster.control_flags, "--grace", "5")
-    assert (done.returncode, done.stdout) == (0, "Stopped.\n")
+    before = cluster.status()
+    pids = [rank.pid for group in before.models[0].groups for rank in group.ranks]
+    router = before.routers[0].pid
+    os.kill(router, signal.SIGSTOP)  # it does not finish
+    lost = threading.Thread(target=weft, args=("stop", *cluster.control_flags, "--grace", "100"))
+    lost.start()
+    wait_until(lambda: not cluster.status().routers[0].alive, "stop begins")
+    os.kill(before.controller.pid, signal.SIGKILL)
+    wait_until(lambda: has_successor(cluster, before.controller.pid), "controller came back", timeout_s=60)
+    lost.join()
+    refused = weft("scale", "tiny", "1", *cluster.control_flags)
+    assert (refused.returncode, "the service is stopping" in refused.stderr) == (1, True)
+    os.kill(router, signal.SIGCONT)
     wait_until(lambda: cluster.service.wait_stopped(timeout_s=0.1), "controller ended", timeout_s=60)
     wait_until(lambda: not any(is_running(pid) for pid in pids), "ranks ended", timeout_s=60)
     assert "no controller answers" in weft("status", *cluster.control_flags).stderr
+
+
+def has_successor(cluster: Cluster, old_pid: int) -> bool:
+    try:
+        return cluster.status().controller.pid != old_pid
+    except ControllerError:
+        return False
 
 
 def is_running(pid: int) -> bool:

@@ -21,7 +21,7 @@ from cluster.config import ModelSpec
 from cluster.control_client import ControlClient
 from cluster.control_server import ControlServer, bind_control_port
 from cluster.demand import DemandLedger
-from cluster.errors import ClusterConfigError, ControllerError, NotServedError, StartError
+from cluster.errors import ClusterConfigError, ControllerError, NotServedError, StartError, StoppingError
 from cluster.log_reader import LogReader, LogSource
 from cluster.metrics_pages import fetch_page
 from cluster.show_logs import show_logs
@@ -66,6 +66,8 @@ class FakeState:
         return [Change(kind=ChangeKind.ADD, name="b", details=("2 x",))]
 
     def scale(self, name: str, replicas: int) -> int:
+        if replicas == 99:
+            raise StoppingError("the service is stopping")
         if name != "m":
             raise NotServedError(f"model is {name!r}; served: 'm'")
         self.calls.append(("scale", name, replicas))
@@ -184,6 +186,8 @@ async def test_what_cannot_be_is_refused_with_its_reason(running: Running) -> No
         with ControlClient(address) as client:
             with pytest.raises(ControllerError, match="model is 'x'; served: 'm'"):
                 client.scale("x", 3)
+            with pytest.raises(ControllerError, match="the service is stopping"):
+                client.scale("m", 99)
             with pytest.raises(ClusterConfigError, match="step: unknown key"):
                 client.rollout("m", {"step": 1})
             with pytest.raises(ControllerError, match="max_context is 0"):

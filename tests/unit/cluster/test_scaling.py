@@ -209,6 +209,14 @@ async def test_requests_that_several_routers_hold_add_up(folder: Path) -> None:
     assert service.wanted == 3
 
 
+async def test_a_service_that_stops_is_not_scaled(folder: Path) -> None:
+    service = await Service(folder).begin(replicas=0)
+    await service.state.shut_down(0.0)
+    service.hold(0, 1)
+    await service.scaling.look()
+    assert service.wanted == 0
+
+
 async def test_late_requests_scale_up(folder: Path) -> None:
     service = await Service(folder).begin(min_replicas=1)
     for _ in range(10):

@@ -13,7 +13,7 @@ from weft.v1 import control_pb2
 
 from cluster import preflight
 from cluster.config import ModelSpec, build_spec
-from cluster.errors import ClusterConfigError, ModelFilesChangedError, ModelNotFoundError, NotServedError
+from cluster.errors import ClusterConfigError, ModelFilesChangedError, ModelNotFoundError, NotServedError, StoppingError
 from cluster.lifecycle import RestartPolicy
 from cluster.placement import NodeResources
 from cluster.rank_actor import Outcome
@@ -235,6 +235,86 @@ async def test_shutdown_of_a_new_controller_lets_requests_of_what_lives_finish(b
         await stopping
     assert lives.was_cancelled
     assert len(bench.forms.lives) == 2
+
+
+async def test_a_service_that_stops_refuses_every_change_one_begun_before_too(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.state.roll("m", {"max_context": 128})
+    await bench.settle()
+    bench.router.may_stop.clear()
+    applying = asyncio.create_task(bench.state.apply(bench.specs({"replicas": 3})))
+    await asyncio.sleep(0)  # the model is being read
+    stopping = asyncio.create_task(bench.state.shut_down(60.0))
+    await asyncio.sleep(0)
+    for change in (
+        applying,
+        bench.state.apply(bench.specs({"replicas": 2}), dry_run=True),
+        bench.state.roll("m", {}),
+        bench.state.undo("m"),
+        bench.state.undrain("node-a"),
+    ):
+        with pytest.raises(StoppingError, match="the service is stopping"):
+            await change
+    with pytest.raises(StoppingError):
+        bench.state.scale("m", 2)
+    assert (bench.model().wanted_replicas, bench.model().revision) == (2, 2)
+    bench.router.may_stop.set()
+    await stopping
+
+
+async def test_a_replica_can_be_drained_sooner_than_the_service_stops(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    bench.router.may_stop.clear()  # until then groups serve on
+    stopping = asyncio.create_task(bench.state.shut_down(60.0))
+    await turns()
+    assert await bench.state.drain("m-0.1", 5.0) == (["m-0.1"], "")
+    await turns()
+    bench.state.reconcile()
+    assert [group.replica_id for group in bench.model().groups] == ["m-1.1"]
+    assert len(bench.forms.lives) == 2
+    bench.router.may_stop.set()
+    await stopping
+
+
+async def test_a_stop_is_gone_on_with_by_the_next_controller(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    bench.router.may_stop.clear()
+    lost = asyncio.create_task(bench.state.shut_down(60.0))
+    await turns()
+    assert not any(life.was_cancelled for life in bench.forms.lives), "kept before anything is done"
+    bench.clock.advance(20.0)
+    bench.router.may_stop.set()
+    bench.restart()
+    assert bench.state.is_stopping
+    bench.state.reconcile()
+    with pytest.raises(StoppingError):
+        bench.state.scale("m", 3)
+    finishing = asyncio.create_task(bench.state.finish_stop())
+    await turns()
+    assert bench.router.stopped_with_s == 40.0
+    for life in bench.forms.lives:
+        life.be_adopted()
+    async with asyncio.timeout(10):
+        await finishing
+    assert [life.replica_id for life in bench.forms.lives] == ["m-0.1", "m-1.1"], "none was formed"
+    assert [life.drained_s for life in bench.forms.lives] == [40.0, 40.0]
+    assert all(life.was_cancelled for life in bench.forms.lives)
+    assert bench.state.is_stopped
+    await lost
+
+
+async def test_the_next_controller_gives_a_stop_the_least_grace_that_was_asked_for(bench: Bench) -> None:
+    await bench.apply({})
+    bench.router.may_stop.clear()
+    stops = [asyncio.create_task(bench.state.shut_down(grace_s)) for grace_s in (60.0, 10.0, 30.0)]
+    await turns()
+    bench.router.may_stop.set()
+    await asyncio.gather(*stops)
+    bench.restart()
+    await bench.state.finish_stop()
+    assert bench.router.stopped_with_s == 10.0
 
 
 async def test_status_tells_wanted_and_ready_groups(bench: Bench) -> None:
