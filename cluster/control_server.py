@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import grpc
-from weft.addresses import join_host_port
+from weft.addresses import join_host_port, split_host_port
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 
@@ -122,6 +123,8 @@ class ControlServer(ControlServicer):
         self._changed = asyncio.Condition()
         self._membership = control_pb2.WatchReplicasResponse(version=0)
         self._server: grpc.aio.Server | None = None
+        self._heard: dict[str, control_pb2.RouterStatus] = {}
+        """What each router that reports now says of itself, by its connection."""
 
     async def start(self, server: grpc.aio.Server) -> None:
         """Serve on a bound server."""
@@ -178,7 +181,7 @@ class ControlServer(ControlServicer):
         """Tell everything that `weft status` shows."""
         return control_pb2.GetStatusResponse(
             models=self._state.model_statuses(),
-            routers=self._state.router_statuses(),
+            routers=self._routers(),
             version=self._version,
             uptime_s=self._clock() - self._started_s,
             nodes=await self._state.node_statuses(),
@@ -189,16 +192,20 @@ class ControlServer(ControlServicer):
     async def ReportDemand(  # noqa: N802
         self, request_iterator: AsyncIterator[control_pb2.ReportDemandRequest], context: Any
     ) -> control_pb2.ReportDemandResponse:
-        """Hear what clients ask of one router, until it goes or falls silent."""
-        reports = aiter(request_iterator)
+        """Hear what clients ask of one router and where it is, until it goes or falls silent."""
+        reports, peer = aiter(request_iterator), context.peer()
         with self._demand.router() as router:
             try:
                 while True:
                     async with asyncio.timeout(_REPORT_TIMEOUT_S):
                         report = await anext(reports)
                     router.note(report.models)
+                    if report.HasField("ports"):
+                        self._heard[peer] = _reported_status(report, peer)
             except (StopAsyncIteration, TimeoutError):
                 return control_pb2.ReportDemandResponse()
+            finally:
+                self._heard.pop(peer, None)
 
     async def Apply(  # noqa: N802
         self, request: control_pb2.ApplyRequest, context: _Context
@@ -264,7 +271,7 @@ class ControlServer(ControlServicer):
         groups = [group for model in self._state.model_statuses() for group in model.groups]
         known = {rank.metrics_address for group in groups for rank in group.ranks}
         known |= {group.metrics_address for group in groups}
-        known |= {router.metrics_address for router in self._state.router_statuses()}
+        known |= {router.metrics_address for router in self._routers()}
         known.discard("")
         for address, page in (await fetch_pages(sorted(known.intersection(request.addresses)))).items():
             yield control_pb2.ReadMetricsResponse(address=address, page=page)
@@ -275,6 +282,29 @@ class ControlServer(ControlServicer):
         """Stop routers and groups; the controller ends after the answer."""
         await self._state.shut_down(request.grace_s)
         return control_pb2.ShutdownResponse()
+
+    def _routers(self) -> list[control_pb2.RouterStatus]:
+        """Those of the state, and after them the others."""
+        kept = self._state.router_statuses()
+        kept_ids = {router.router_id for router in kept}
+        others = [router for router in self._heard.values() if router.router_id not in kept_ids]
+        return kept + sorted(others, key=lambda router: router.router_id)
+
+
+def _reported_status(report: control_pb2.ReportDemandRequest, peer: str) -> control_pb2.RouterStatus:
+    """Say where a router is: its own address, so that nobody has the controller fetch pages of others."""
+    host, _ = split_host_port(unquote(peer.partition(":")[2]))
+
+    def address(port: int) -> str:
+        return join_host_port(host, port) if 0 < port <= 65535 else ""
+
+    return control_pb2.RouterStatus(
+        router_id=report.router_id,
+        grpc_address=address(report.ports.grpc),
+        http_address=address(report.ports.http),
+        metrics_address=address(report.ports.metrics),
+        alive=True,
+    )
 
 
 @asynccontextmanager

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
-from weft.addresses import family_of, join_host_port
+from weft.addresses import family_of, join_host_port, split_host_port
 from weft.recording import Recorder, RecordingError
+from weft.v1 import control_pb2
 
 from router.admission import Admission
 from router.config import RouterConfig
@@ -46,6 +47,12 @@ class BoundAddresses:
     grpc: str
     http: str | None
     metrics: str | None
+
+    @property
+    def ports(self) -> control_pb2.RouterPorts:
+        """As the controller is told; 0 for what is None."""
+        grpc, http, metrics = (split_host_port(each)[1] if each else 0 for each in (self.grpc, self.http, self.metrics))
+        return control_pb2.RouterPorts(grpc=grpc, http=http, metrics=metrics)
 
 
 async def run_router(
@@ -107,6 +114,7 @@ async def run_router(
         addresses = BoundAddresses(
             grpc=grpc.address, http=http.address if http else None, metrics=page.address if page else None
         )
+        directory.say_ports(addresses.ports)
         async with _serving(config, grpc, http, directory, changed, is_ready, keys=keys):
             logger.info("router %s serves %s", config.router_id, addresses)
             on_ready(addresses)

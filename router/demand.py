@@ -41,10 +41,15 @@ class DemandReporter:
         self._router_id = router_id
         self._read = read
         self._is_urgent = asyncio.Event()
+        self._ports: control_pb2.RouterPorts | None = None
 
     def report_soon(self) -> None:
         """Somebody waits for a first replica."""
         self._is_urgent.set()
+
+    def say_ports(self, ports: control_pb2.RouterPorts) -> None:
+        """Tell the controller where the router listens. Before `run`."""
+        self._ports = ports
 
     async def run(self, stub: "ControlAsyncStub") -> None:
         """Report until cancelled, or until the controller turns out to be of a version that does not ask."""
@@ -67,7 +72,8 @@ class DemandReporter:
             while True:
                 now = self._read()
                 models = [growth(model, told.get(model, _NONE), demand) for model, demand in now.items()]
-                await call.write(control_pb2.ReportDemandRequest(router_id=self._router_id, models=models))
+                report = control_pb2.ReportDemandRequest(router_id=self._router_id, models=models, ports=self._ports)
+                await call.write(report)
                 told = now
                 await self._pause()
         finally:

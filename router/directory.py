@@ -118,6 +118,10 @@ class Directory:
         """Tell the controller now that a request waits for a first replica."""
         self._reporter.report_soon()
 
+    def say_ports(self, ports: control_pb2.RouterPorts) -> None:
+        """Tell the controller where this router listens. Before `run`."""
+        self._reporter.say_ports(ports)
+
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return when something changed, or after a while."""
         try:

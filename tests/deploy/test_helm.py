@@ -359,6 +359,17 @@ def test_only_routers_and_ray_itself_reach_rays_nodes() -> None:
     assert opened.isdisjoint({6379, 8265, 10001}), "Ray runs whatever reaches these"
 
 
+def test_the_controller_reaches_the_metrics_of_routers() -> None:
+    objects = render(example="multi-node-pipeline")
+    (_, metrics) = find(objects, "NetworkPolicy", "demo-weft-router")["spec"]["ingress"]
+    (pod,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert [port["port"] for port in metrics["ports"]] == [
+        port["containerPort"] for port in pod["ports"] if port["name"] == "metrics"
+    ]
+    controller = {"ray.io/cluster": "demo-weft", "ray.io/node-type": "head"}
+    assert {"podSelector": {"matchLabels": controller}} in metrics["from"]
+
+
 def test_service_monitor_selects_services_that_have_its_ports() -> None:
     objects = render(example="eight-gpu-node")
     monitor = find(objects, "ServiceMonitor")["spec"]

@@ -201,22 +201,56 @@ class ReportDemandRequest(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    PORTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDemand]: ...
+    @_builtins.property
+    def ports(self) -> Global___RouterPorts:
+        """Absent: an older router, which is then in no status."""
+
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         models: _abc.Iterable[Global___ModelDemand] | None = ...,
+        ports: Global___RouterPorts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ports", b"ports"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "ports", b"ports", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportDemandRequest: _TypeAlias = ReportDemandRequest  # noqa: Y015
+
+@_typing.final
+class RouterPorts(_message.Message):
+    """Where a router listens, on the address that it calls from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRPC_FIELD_NUMBER: _builtins.int
+    HTTP_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    grpc: _builtins.int
+    http: _builtins.int
+    """0: nowhere, as with the next one."""
+    metrics: _builtins.int
+    def __init__(
+        self,
+        *,
+        grpc: _builtins.int = ...,
+        http: _builtins.int = ...,
+        metrics: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc", b"grpc", "http", b"http", "metrics", b"metrics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterPorts: _TypeAlias = RouterPorts  # noqa: Y015
 
 @_typing.final
 class ReportDemandResponse(_message.Message):
@@ -375,7 +409,9 @@ class GetStatusResponse(_message.Message):
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
     @_builtins.property
-    def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterStatus]: ...
+    def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterStatus]:
+        """Those that the controller keeps, then others that report to it."""
+
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @_builtins.property
@@ -653,6 +689,7 @@ class RouterStatus(_message.Message):
     http_address: _builtins.str
     metrics_address: _builtins.str
     pid: _builtins.int
+    """0: somebody else started it."""
     alive: _builtins.bool
     detail: _builtins.str
     """Why it is not alive."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 from helpers.ipv6 import needs_ipv6
+from helpers.router_harness import poll, router_config, running_router
 from rich.console import Console
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
@@ -339,6 +340,28 @@ async def test_top_needs_nothing_but_the_controller(
     seen = json.loads(capsys.readouterr().out)
     assert seen["groups"][0]["running"] == 3
     assert seen["models"][0]["output_tokens_per_s"] is None
+
+
+async def test_a_router_that_somebody_else_started_is_in_status_and_top_while_it_reports(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, server, address = running
+    await server.publish()
+    # The second one is that of the state, and is there once.
+    mine, kept = (router_config(control=address, metrics_port=0, router_id=name) for name in ("router-a", "router-0"))
+    with ControlClient(address) as client:
+
+        async def routers() -> dict[str, str]:
+            status = await asyncio.to_thread(client.status)
+            return {router.router_id: router.metrics_address for router in status.routers if router.alive}
+
+        async with running_router(kept), running_router(mine) as router:
+            await poll(routers, {"router-0": "", "router-a": router.addresses.metrics})
+            told = (await asyncio.to_thread(client.status)).routers[1]
+            assert (told.grpc_address, told.http_address) == (router.addresses.grpc, "")
+            await asyncio.to_thread(run_top, client, Console(), interval_s=0.0, as_json=True, count=1)
+            assert json.loads(capsys.readouterr().out)["models"][0]["output_tokens_per_s"] == 0.0
+        await poll(routers, {"router-0": ""})
 
 
 async def test_second_controller_on_a_port_is_refused(running: Running) -> None:
