@@ -19,6 +19,9 @@ ACTIVATIONS = {
 }
 """By the names that configs have for them."""
 
+PACKED_WEIGHTS = {"deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
+"""Families whose quantized weights are unpacked when they are read, and from what."""
+
 QK_RMS_NORM = QKNorm(kind=NormKind.RMS, scope=QKNormScope.HEAD)
 
 
@@ -145,21 +148,24 @@ def _derive_head_dim(fields: Fields) -> int:
     return hidden_size // num_heads
 
 
-def accept_packing(fields: Fields, method: str, **options: object) -> Fields:
+def accept_packing(fields: Fields, **options: object) -> Fields:
     """The config as of a model with plain weights, where those that it says are packed are unpacked at loading.
 
-    Raises UnsupportedModelError when they are packed by another method, or with other options.
+    Raises UnsupportedModelError when they are packed by another method than the family's, or with other options.
     """
     if "quantization_config" not in fields:
         return fields
     packing = fields.nested("quantization_config")
-    if packing.text("quant_method", "unknown") != method:
-        _refuse_quantized(fields, f"{method!r}, or weights not quantized")
+    if packing.text("quant_method", "unknown") != PACKED_WEIGHTS[fields.text("model_type")]:
+        _refuse_quantized(fields)
     refuse_other(packing, **options)
     return fields.without("quantization_config")
 
 
-def _refuse_quantized(fields: Fields, supported: str = "weights not quantized") -> None:
+def _refuse_quantized(fields: Fields) -> None:
     if "quantization_config" in fields:
         method = fields.nested("quantization_config").text("quant_method", "unknown")
-        raise UnsupportedModelError(f"quantization_config has method {method!r}; supported: {supported}")
+        packed = ", ".join(f"{method!r} in {family}" for family, method in PACKED_WEIGHTS.items())
+        raise UnsupportedModelError(
+            f"quantization_config has method {method!r}; supported: weights not quantized, or {packed}"
+        )

@@ -16,7 +16,7 @@ _LATENT_EPS = 1e-6
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a DeepSeek V3 config. Layers past num_hidden_layers, which predict further tokens, are left unread."""
-    fields = accept_packing(fields, "fp8", fmt="e4m3", weight_block_size=[128, 128])
+    fields = accept_packing(fields, fmt="e4m3", weight_block_size=[128, 128])
     refuse_other(fields, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     return with_experts(describe_latents(fields), _read_experts(fields))
 

@@ -26,9 +26,7 @@ _YARN = {
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a gpt-oss config."""
-    fields = accept_packing(fields, "mxfp4").with_defaults(
-        head_dim=64, num_key_value_heads=8, max_position_embeddings=131_072
-    )
+    fields = accept_packing(fields).with_defaults(head_dim=64, num_key_value_heads=8, max_position_embeddings=131_072)
     if "rope_scaling" not in fields:
         fields = fields.with_defaults(rope_parameters=_YARN)
     has_bias = fields.boolean("attention_bias", True)

@@ -153,6 +153,7 @@ def test_contradictory_layer_types_are_refused(values: dict[str, Any], message: 
         ({"model_type": "bert"}, "test: model_type is 'bert'; supported: .*llama, mistral, .*qwen2, .*qwen3"),
         ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; supported: silu, swish, gelu, "),
         ({"quantization_config": {"quant_method": "gptq"}}, "method 'gptq'; supported: weights not quantized"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "method 'fp8'; .* not quantized, or 'fp8' in deepseek_v3, "),
     ],
 )
 def test_what_is_not_known_is_refused_with_what_is(values: dict[str, Any], message: str) -> None:
