@@ -308,12 +308,25 @@ def has_dot_products(kernels: NativeCpuKernels) -> bool:
     return bool(kernels._operations[torch.bfloat16].has_dot_products(32, False))
 
 
+@pytest.mark.parametrize(
+    ("changes", "int8_linears", "int8_cache"),
+    [
+        ({}, False, False),
+        ({"head_dim": 48}, False, False),
+        ({"head_dim": 64}, False, True),
+        ({"intermediate_size": 300}, True, False),
+        ({"head_dim": 64}, True, True),
+    ],
+    ids=["bf16", "heads of 48 in a program", "int8 cache", "int8 linears of any size", "int8"],
+)
 @pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265]])
-def test_no_bit_depends_on_how_a_prompt_is_cut(chunks: list[int], tmp_path: Path) -> None:
+def test_no_bit_depends_on_how_a_prompt_is_cut(
+    chunks: list[int], changes: dict[str, Any], int8_linears: bool, int8_cache: bool, tmp_path: Path
+) -> None:
     kernels = build()
     if not has_dot_products(kernels):
         pytest.skip("this CPU has no dot products of bfloat16")
-    decoder = load(tmp_path / "model", CONFIG, kernels)
+    decoder = load(tmp_path / "model", CONFIG | changes, kernels, int8_linears=int8_linears, int8_cache=int8_cache)
     expected = _prefill(decoder, [599, 1])
     assert torch.equal(_prefill(decoder, chunks)[-1], expected[-1])
 
