@@ -43,6 +43,10 @@ _PART_BYTES = 1 << 20  # a message is at most 4 MB
 class ControlState(Protocol):
     """What the service shows and changes; wanted_state.WantedState, or a double in tests."""
 
+    @property
+    def is_stopping(self) -> bool:
+        """The service is being stopped."""
+
     def models(self) -> list[control_pb2.ServedModel]:
         """The models that are served."""
 
@@ -185,7 +189,9 @@ class ControlServer(ControlServicer):
             version=self._version,
             uptime_s=self._clock() - self._started_s,
             nodes=await self._state.node_statuses(),
-            controller=control_pb2.ControllerStatus(pid=os.getpid(), restarts=self._num_restarts),
+            controller=control_pb2.ControllerStatus(
+                pid=os.getpid(), restarts=self._num_restarts, stopping=self._state.is_stopping
+            ),
             metrics_address=self._metrics_address,
         )
 

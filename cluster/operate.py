@@ -114,10 +114,12 @@ def wait_as_wanted(client: ControlClient, console: Console, *, timeout_s: float,
     """Wait until the models, or one, are served as they are wanted; tells what happens meanwhile.
 
     Raises:
-        ControllerError: a group of the wanted revision cannot start, or it is not done in time.
+        ControllerError: a group of the wanted revision cannot start, the service stops, or it is not done in time.
     """
 
     def is_done(status: control_pb2.GetStatusResponse) -> bool:
+        if status.controller.stopping:
+            raise ControllerError("the service is stopping: what is wanted of it is not done any more")
         models = [each for each in status.models if model in ("", each.name)]
         for each in models:
             for group in each.groups:

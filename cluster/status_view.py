@@ -36,7 +36,8 @@ def status_as_dict(status: control_pb2.GetStatusResponse) -> dict[str, Any]:
 def print_status(console: Console, status: control_pb2.GetStatusResponse) -> None:
     """Show models, groups, routers and nodes as tables."""
     restarts = f"; controller restarted {status.controller.restarts} times" if status.controller.restarts else ""
-    console.print(f"Weft {status.version}, up {duration(status.uptime_s)}{restarts}", highlight=False)
+    stops = "; the service is stopping" if status.controller.stopping else ""
+    console.print(f"Weft {status.version}, up {duration(status.uptime_s)}{restarts}{stops}", highlight=False)
     reasons: list[str] = []
     models = _table("model", "ready", "revision", "tp x pp", "path")
     groups = _table("replica", "state", "for", "rev", "restarts", "ranks (node:pid)", "address")

@@ -14,6 +14,8 @@ from router.tls import InnerTls
 class FixedState:
     """Replicas of the model `tiny`, all READY."""
 
+    is_stopping = False
+
     def __init__(self, addresses: Mapping[str, str]) -> None:
         """Args: `addresses` of replicas by their ids."""
         self._addresses = addresses

@@ -42,6 +42,7 @@ class FakeState:
         self.grace_s: float | None = None
         self.calls: list[tuple[Any, ...]] = []
         self.metrics: dict[str, str] = {}
+        self.is_stopping = False
 
     def models(self) -> list[control_pb2.ServedModel]:
         return [control_pb2.ServedModel(name="m", path=self.path, max_context=64)]
@@ -145,8 +146,10 @@ async def test_operator_sees_status_and_shuts_down(running: Running) -> None:
     with ControlClient(address) as client:
         status = await asyncio.to_thread(client.status)
         assert status.models[0].groups[0].group_id == "m-0"
-        assert status.version
+        assert (status.version != "", status.controller.stopping) == (True, False)
         await asyncio.to_thread(client.shut_down, 3.0)
+        state.is_stopping = True
+        assert (await asyncio.to_thread(client.status)).controller.stopping
     assert state.grace_s == 3.0
 
 

@@ -44,10 +44,12 @@ class FakeClient:
     changes: list[control_pb2.Change] = field(default_factory=list)
     calls: list[Any] = field(default_factory=list)
     pieces: list[list[control_pb2.LogChunk]] = field(default_factory=list)
+    is_stopping: bool = False
 
     def status(self) -> control_pb2.GetStatusResponse:
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
-        return control_pb2.GetStatusResponse(models=[status])
+        controller = control_pb2.ControllerStatus(stopping=self.is_stopping)
+        return control_pb2.GetStatusResponse(models=[status], controller=controller)
 
     def apply(self, settings: Mapping[str, Any], *, dry_run: bool) -> Sequence[control_pb2.Change]:
         self.calls.append((settings, dry_run))
@@ -127,6 +129,12 @@ def test_wait_ends_with_the_group_that_cannot_start(console: Console) -> None:
     fake = FakeClient(statuses=[model((2, READY), (2, FAILED))])
     with pytest.raises(ControllerError, match="m-1 cannot start: why"):
         roll_model(fake.client, "m", ["a=2"], console, undo=False, wait_s=5.0)
+
+
+def test_wait_ends_when_the_service_is_stopped_by_another(console: Console) -> None:
+    fake = FakeClient(statuses=[model((2, READY))], is_stopping=True)
+    with pytest.raises(ControllerError, match="the service is stopping"):
+        scale_model(fake.client, "m", 2, console, wait_s=5.0)
 
 
 def test_group_that_failed_before_the_rollout_does_not_end_the_wait(console: Console, out: io.StringIO) -> None:

@@ -77,6 +77,14 @@ def test_status_fits_and_tells_reasons() -> None:
     assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
+def test_status_tells_that_the_service_stops() -> None:
+    for stopping in (False, True):
+        out = io.StringIO()
+        status = control_pb2.GetStatusResponse(controller=control_pb2.ControllerStatus(stopping=stopping))
+        print_status(Console(file=out, width=80), status)
+        assert ("the service is stopping" in out.getvalue().splitlines()[0]) is stopping
+
+
 def test_ipv6_addresses_are_shown_whole() -> None:
     ranks = [control_pb2.RankStatus(rank=rank, node="fd00::2", pid=70 + rank) for rank in range(2)]
     group = control_pb2.GroupStatus(group_id="m-0", state=READY, ranks=ranks, address="[fd00::2]:7000")
