@@ -30,7 +30,7 @@ class RouterPlace:
 
 
 class RouterActor:
-    """One router. `begin` once, then `ended` lasts as long as it does. SIGTERM is a `stop`.
+    """One router. `begin` once, then `ended` lasts as long as it does. SIGTERM is a `stop` within its own grace.
 
     Nothing in it depends on whoever created it: when the controller is gone, the router goes on.
     """
@@ -41,6 +41,7 @@ class RouterActor:
         give_way()
         self._config = config
         self._stop = asyncio.Event()
+        self._grace_s = config.grace_s
         self._is_ready = asyncio.Event()
         self._place: RouterPlace | None = None
         self._run: asyncio.Task[Outcome] | None = None
@@ -74,7 +75,7 @@ class RouterActor:
             self._is_ready.set()
 
         try:
-            await run_router(self._config, stop=self._stop, on_ready=on_ready)
+            await run_router(self._config, stop=self._stop, on_ready=on_ready, grace_s=lambda: self._grace_s)
         except RouterConfigError as error:
             return Outcome(message=str(error))
         return Outcome(message="stopped")
@@ -85,6 +86,7 @@ class RouterActor:
         assert self._place is not None
         return self._place
 
-    async def stop(self) -> None:
-        """Finish the requests in flight, within the router's grace, and end."""
+    async def stop(self, grace_s: float) -> None:
+        """Finish the requests in flight, within `grace_s`, and end."""
+        self._grace_s = grace_s
         self._stop.set()

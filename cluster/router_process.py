@@ -77,10 +77,11 @@ class RouterProcess:
         task = self._task  # another `stop` may end it meanwhile
         if task is not None:
             if self._place is not None:
-                asked = asyncio.ensure_future(_await(self._actor.stop.remote()))
+                left_s = max(0.0, end_by_s - self._clock())
+                asked = asyncio.ensure_future(_await(self._actor.stop.remote(left_s)))
                 # Whether it answers does not matter: it may die or hang now too.
                 asked.add_done_callback(lambda done: done.cancelled() or done.exception())
-                await asyncio.wait([task], timeout=max(0.0, end_by_s - self._clock()))
+                await asyncio.wait([task], timeout=left_s)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self._task = self._place = None

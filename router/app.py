@@ -60,6 +60,7 @@ async def run_router(
     *,
     stop: asyncio.Event,
     on_ready: Callable[[BoundAddresses], None],
+    grace_s: Callable[[], float] | None = None,
     load_tokenizer: Callable[[ModelText], Tokenizer] | None = None,
     tracer: Tracer | None = None,
 ) -> None:
@@ -69,6 +70,7 @@ async def run_router(
         config: what to serve and where to listen.
         stop: set by the caller.
         on_ready: called once, when all listeners are bound and serve. Whether a replica is ready, health says.
+        grace_s: asked when `stop` is set; None: what the configuration says.
         load_tokenizer: reads a revision's tokenizer from its folder, in a thread; None: as model_files.py does.
         tracer: makes the spans of requests; None: what the configuration says.
 
@@ -115,7 +117,11 @@ async def run_router(
             grpc=grpc.address, http=http.address if http else None, metrics=page.address if page else None
         )
         directory.say_ports(addresses.ports)
-        async with _serving(config, grpc, http, directory, changed, is_ready, keys=keys):
+        async with _serving(
+            *(config, grpc, http, directory, changed, is_ready),
+            grace_s=grace_s or (lambda: config.grace_s),
+            keys=keys,
+        ):
             logger.info("router %s serves %s", config.router_id, addresses)
             on_ready(addresses)
             await stop.wait()
@@ -190,6 +196,7 @@ async def _serving(
     changed: asyncio.Event,
     is_ready: Callable[[], bool],
     *,
+    grace_s: Callable[[], float],
     keys: KeyRing | None,
 ) -> AsyncIterator[None]:
     """Follow the replicas and serve for the length of the block; then stop in the order in which nobody is cut off."""
@@ -208,9 +215,10 @@ async def _serving(
         finally:  # also when a task failed
             showing.cancel()
             await grpc.set_ready(False)
+            left_s = grace_s()
             if http is not None:
-                http.stop()
-            await grpc.stop(config.grace_s)
+                http.stop(left_s)
+            await grpc.stop(left_s)
             if serving is not None:
                 await asyncio.wait((serving,))
             following.cancel()
@@ -253,7 +261,6 @@ class _HttpListener:
             access_log=False,
             server_header=False,
             timeout_keep_alive=router.clients.keep_alive_s,  # type: ignore[arg-type] # any number will do
-            timeout_graceful_shutdown=math.ceil(router.grace_s),
         )
         settings.load()
         settings.ssl = tls
@@ -263,8 +270,9 @@ class _HttpListener:
         """Serve until `stop`, and then until the requests in flight have ended."""
         await self._server.serve(sockets=[self._socket])
 
-    def stop(self) -> None:
-        """Take no more requests."""
+    def stop(self, grace_s: float) -> None:
+        """Take no more requests, and cut off those that outlast the grace."""
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
         self._server.stop()
 
     def close(self) -> None:

@@ -166,12 +166,20 @@ async def running_router(
     *,
     tracer: Tracer | None = None,
     load_tokenizer: Callable[[ModelText], Tokenizer] | None = _bytes,
+    grace_s: Callable[[], float] | None = None,
 ) -> AsyncIterator[RunningRouter]:
     """Run a router for the length of the block."""
     stop = asyncio.Event()
     ready: asyncio.Future[BoundAddresses] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        run_router(config, stop=stop, on_ready=ready.set_result, load_tokenizer=load_tokenizer, tracer=tracer)
+        run_router(
+            config,
+            stop=stop,
+            on_ready=ready.set_result,
+            grace_s=grace_s,
+            load_tokenizer=load_tokenizer,
+            tracer=tracer,
+        )
     )
     await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
     if task.done():

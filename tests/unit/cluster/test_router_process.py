@@ -17,13 +17,13 @@ from router.config import RouterConfig
 
 
 class FakeMethod:
-    def __init__(self, answer: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(self, answer: Callable[..., Awaitable[Any]]) -> None:
         self.remote = answer
 
 
 class FakeActor:
     def __init__(self, stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self.stop = FakeMethod(stop)
+        self.stop = FakeMethod(lambda grace_s: stop())
 
 
 class FakeRouterActor:
@@ -31,6 +31,7 @@ class FakeRouterActor:
 
     def __init__(self) -> None:
         self.was_killed = False
+        self.grace_s: float | None = None
         self.answers = asyncio.Event()
         self.was_stopped = asyncio.Event()
         self.ended = FakeMethod(self._ended)
@@ -53,7 +54,8 @@ class FakeRouterActor:
         await self.answers.wait()
         return RouterPlace(pid=1, grpc_address="h:1", http_address=None, metrics_address=None)
 
-    async def _stop(self) -> None:
+    async def _stop(self, grace_s: float) -> None:
+        self.grace_s = grace_s
         self.was_stopped.set()
 
 
@@ -159,7 +161,7 @@ async def test_stop_during_an_adoption_lets_the_router_finish_first(monkeypatch:
     actor.answers.set()
     async with asyncio.timeout(10):
         await stopping
-    assert actor.was_stopped.is_set()
+    assert actor.grace_s == 60.0
     assert actor.was_killed
     assert not router.is_adopting
     assert router.lifecycle.state is GroupState.STOPPED

@@ -298,6 +298,32 @@ async def test_stop_cuts_off_what_outlives_the_grace() -> None:
         await a.wait_until(lambda: a.num_requests == 0)
 
 
+async def test_whoever_stops_a_router_may_give_it_longer_than_its_settings_do() -> None:
+    is_stopping = asyncio.Event()
+
+    def grace_s() -> float:
+        is_stopping.set()
+        return 60.0
+
+    async with (
+        FakeReplica("a", paused=True) as a,
+        running_router(router_config(a.address, grace_s=0.0, http_port=0), grace_s=grace_s) as router,
+    ):
+        await router.wait_ready(1)
+        url, body = f"http://{router.addresses.http}/v1/completions", {"model": "tiny", "prompt": "hello"}
+        async with httpx.AsyncClient(timeout=20) as client:
+            over_http = asyncio.create_task(client.post(url, json=body))
+            over_grpc = asyncio.create_task(router.generate(text_request("hello")))
+            await a.wait_until(lambda: a.num_requests == 2)
+            assert not is_stopping.is_set()
+            router.stop.set()
+            await asyncio.wait_for(is_stopping.wait(), 10)
+            a.resume()
+            assert (await over_grpc).num_finished == 1
+            assert (await over_http).status_code == 200
+        await router.task
+
+
 async def test_command_line_starts_a_router_that_stops_at_a_signal() -> None:
     ports = ("--port", "0", "--http-port", "-1", "--metrics-port", "-1")
     command = [sys.executable, "-m", "router", "--control", "127.0.0.1:1", "--log-level", "error", *ports]
