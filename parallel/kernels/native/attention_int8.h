@@ -36,6 +36,9 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
     };
     const auto soften_heads = [&](int first, int count) {
         soften(tile, first * rows, count * rows, {begin, end}, scores + size_t(first) * rows * scales_stride, scales_stride, 1, running + first * rows);
+        // behind the last token is what was there before, which may be the NaN of another request
+        for (int head = first; head < first + count; head++)
+            std::fill_n(value_scales + head * scales_stride + end - begin, LANES, 0.0f);
         for (int row = first * rows; row < (first + count) * rows; row++) {
             float* const of_row = scores + size_t(row) * scales_stride;
             uint8_t *const to_high = high + size_t(row) * weights_stride, *const to_low = low + size_t(row) * weights_stride;

@@ -5,6 +5,7 @@ of the largest value; bfloat16 is rounded once more, and plain torch rounds the 
 """
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, CacheEntry, Kernels, LayerCache
 from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.native.library import load_operations
 from parallel.kernels.reference import ReferenceKernels
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -104,6 +106,20 @@ def test_a_head_that_has_a_nan_spoils_its_own_result_only(kernels: Kernels) -> N
     out = kernels.attention(step.queries(2), cache, step.meta, AttentionParams(scale=0.125))
     assert out[0, 0].isfinite().all()
     assert out[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize(("block_size", "window", "context"), [(24, None, 40), (16, 27, 261)])
+def test_a_sequence_of_nan_spoils_no_other_one_after_it(
+    library: Path, block_size: int, window: int | None, context: int
+) -> None:
+    """Runs of tokens that end within a vector: what the thread has behind them is from the sequence before."""
+    kernels = NativeCpuKernels(load_operations(library), None, 1)
+    step = Step([(1, 200), (1, context)], num_kv_heads=2, head_dim=64, block_size=block_size, dtype=torch.float32)
+    step.values[:200] = torch.nan
+    _, cache = step.write(kernels)
+    out = kernels.attention(step.queries(2), cache, step.meta, AttentionParams(scale=0.125, sliding_window=window))
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
