@@ -10,7 +10,8 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -31,6 +32,7 @@ from router.tls import connect
 logger = logging.getLogger(__name__)
 
 _Call = grpc.aio.StreamStreamCall[replica_pb2.ConnectRequest, replica_pb2.ConnectResponse]
+_Frames = AsyncIterator[replica_pb2.ConnectResponse]
 
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -164,11 +166,12 @@ class ReplicaLink(ReplicaBook):
                 asyncio.TaskGroup() as tasks,
             ):
                 call: _Call = ReplicaStub(channel).Connect()
+                frames = aiter(call)
                 tasks.create_task(self._leave_when_retired())
-                await self._greet(call)
+                await self._greet(call, frames)
                 tasks.create_task(self._write(call))
                 tasks.create_task(self._watch_for_stall())
-                await self._read(call)
+                await self._read(frames)
         except BaseExceptionGroup as group:
             _, unexpected = group.split(_CONNECTION_ERRORS)
             if isinstance(unexpected, ExceptionGroup):  # our bug, or bytes that are no message: the others go on
@@ -180,11 +183,11 @@ class ReplicaLink(ReplicaBook):
             return str(error)
         raise AssertionError("a connection ends with an exception")
 
-    async def _greet(self, call: _Call) -> None:
+    async def _greet(self, call: _Call, frames: _Frames) -> None:
         hello = replica_pb2.Hello(router_id=self._router_id, protocol_version=protocol.VERSION)
         async with asyncio.timeout(self._config.connect_timeout_s):
-            await call.write(replica_pb2.ConnectRequest(hello=hello))
-            frame = await self._read_frame(call)
+            await _write_message(call, replica_pb2.ConnectRequest(hello=hello))
+            frame = await _read_frame(frames)
         if not frame.HasField("snapshot"):
             raise ProtocolError("the first frame holds no snapshot")
         self._check_snapshot(frame.snapshot)
@@ -210,16 +213,9 @@ class ReplicaLink(ReplicaBook):
         if snapshot.block_size < 1:
             raise ProtocolError(f"block size {snapshot.block_size}; allowed: at least 1")
 
-    async def _read(self, call: _Call) -> None:
+    async def _read(self, frames: _Frames) -> None:
         while True:
-            self._handle(await self._read_frame(call))
-
-    @staticmethod
-    async def _read_frame(call: _Call) -> replica_pb2.ConnectResponse:
-        frame = await call.read()
-        if isinstance(frame, replica_pb2.ConnectResponse):
-            return frame
-        raise ProtocolError(f"the replica ended the stream with {(await call.code()).name}: {await call.details()}")
+            self._handle(await _read_frame(frames))
 
     def _handle(self, frame: replica_pb2.ConnectResponse) -> None:
         if frame.frame != self._next_frame:
@@ -276,7 +272,7 @@ class ReplicaLink(ReplicaBook):
     async def _write(self, call: _Call) -> None:
         while True:
             while self._outgoing:
-                await call.write(self._outgoing.popleft())
+                await _write_message(call, self._outgoing.popleft())
             self._has_outgoing.clear()
             await self._has_outgoing.wait()
 
@@ -307,12 +303,23 @@ class _RetiredError(Exception):
 
 _CONNECTION_ERRORS = (
     grpc.aio.AioRpcError,
-    grpc.aio.UsageError,
-    asyncio.InvalidStateError,  # a write to a call that has ended
     ProtocolError,
     TimeoutError,
     _RetiredError,
 )
+
+
+async def _write_message(call: _Call, message: replica_pb2.ConnectRequest) -> None:
+    """Send a message. To a stream that has ended it goes nowhere: what came before the end, and why, is to be read."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await call.write(message)
+
+
+async def _read_frame(frames: _Frames) -> replica_pb2.ConnectResponse:
+    frame = await anext(frames, None)
+    if frame is None:
+        raise ProtocolError("the replica ended the stream without an error")
+    return frame
 
 
 def _describe(group: BaseExceptionGroup[BaseException]) -> str:

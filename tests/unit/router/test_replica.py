@@ -2,12 +2,17 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import until
+from weft import protocol
 from weft.v1 import inference_pb2, replica_pb2
+from weft.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 
 from router.breaker import Breaker
 from router.config import BreakerConfig, LinkConfig
@@ -18,9 +23,11 @@ from router.replica import Endpoint, ReplicaLink
 from router.replica_book import LinkState
 
 
-def link_to(replica: FakeReplica, accept: Callable[[replica_pb2.Snapshot], bool] = lambda _: True) -> ReplicaLink:
+def link_to(
+    replica: FakeReplica, accept: Callable[[replica_pb2.Snapshot], bool] = lambda _: True, *, address: str | None = None
+) -> ReplicaLink:
     return ReplicaLink(
-        Endpoint(replica_id=ReplicaId(replica.replica_id), model=replica.model, address=replica.address),
+        Endpoint(replica_id=ReplicaId(replica.replica_id), model=replica.model, address=address or replica.address),
         router_id="router-0",
         index=PrefixIndex(),
         config=LinkConfig(backoff_s=0.01, max_backoff_s=0.05),
@@ -83,6 +90,53 @@ async def test_request_that_is_aborted_before_it_was_sent_is_not_sent() -> None:
         assert not replica.aborts
         running.cancel()
         await asyncio.wait((running,))
+
+
+class _LastWords(ReplicaServicer):
+    """A replica in threads of its own: it answers the first request with many frames, and ends the stream."""
+
+    num_frames = 200
+
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+
+    def Connect(  # noqa: N802
+        self, request_iterator: Iterator[replica_pb2.ConnectRequest], context: grpc.ServicerContext
+    ) -> Iterator[replica_pb2.ConnectResponse]:
+        context.add_callback(self.has_ended.set)
+        next(request_iterator)
+        snapshot = replica_pb2.Snapshot(replica_id="a", model="tiny", protocol_version=protocol.VERSION, block_size=4)
+        yield replica_pb2.ConnectResponse(snapshot=snapshot)
+        request_id = next(request_iterator).submit.request_id
+        for i in range(self.num_frames):
+            output = replica_pb2.RequestOutput(request_id=request_id, token_ids=[i])
+            yield replica_pb2.ConnectResponse(frame=1 + i, outputs=[output])
+        context.abort(grpc.StatusCode.UNAVAILABLE, "its last words")
+
+
+async def test_what_came_before_the_end_of_a_stream_is_read_though_nothing_can_be_written_any_more() -> None:
+    replica = _LastWords()
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_ReplicaServicer_to_server(replica, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    link = link_to(FakeReplica("a"), address=f"127.0.0.1:{port}")
+    tasks_before = asyncio.all_tasks()
+    running = asyncio.create_task(link.run())
+    await until(lambda: link.is_ready)
+    inbox = link.submit(replica_pb2.Submit(request_id="x", prompt_token_ids=[1]), num_pending_tokens=1)
+    received = await inbox.take()
+    tokens = [*received.token_ids]
+    assert replica.has_ended.wait(10), "while nobody reads here"
+    link.submit(replica_pb2.Submit(request_id="y", prompt_token_ids=[1]), num_pending_tokens=1)
+    while received.ending is None:
+        received = await inbox.take()
+        tokens += received.token_ids
+    assert tokens == list(range(replica.num_frames))
+    assert received.ending == ReplicaLost(reason="UNAVAILABLE: its last words")
+    running.cancel()
+    await until(lambda: asyncio.all_tasks() == tasks_before)
+    await asyncio.to_thread(server.stop(None).wait)
 
 
 async def test_slow_reader_gets_everything_at_once() -> None:
