@@ -46,7 +46,9 @@ class RouterConnection:
         self._limits = limits
         self._clock = clock
         self._interval_s = stream_interval_s
-        self._names: dict[RequestId, str] = {}
+        self._names: dict[RequestId, str] = {}  # those in flight
+        self._engine_ids: dict[str, RequestId] = {}  # by name
+        self._num_requests = 0
         self._silent: set[RequestId] = set()  # of which nothing has come
         self._outbox: deque[tuple[float, int, replica_pb2.ConnectResponse]] = deque()
         self._outbox_bytes = 0
@@ -61,23 +63,29 @@ class RouterConnection:
         """The requests in flight, as the engine calls them."""
         return list(self._names)
 
-    def engine_id(self, request_id: str) -> RequestId:
-        """Return the engine's name for a request: two routers, or two streams of one, may use the same id."""
-        return RequestId(f"{self.number}/{request_id}")
+    def engine_id(self, request_id: str) -> RequestId | None:
+        """Return the engine's name for a request; None when none of that id is in flight."""
+        return self._engine_ids.get(request_id)
 
     def open_request(self, request_id: str) -> RequestId | None:
-        """Note a request and return its engine id; None when this stream has one of that id in flight."""
-        engine_id = self.engine_id(request_id)
-        if engine_id in self._names:
+        """Note a request and return its engine id; None when this stream has one of that id in flight.
+
+        No other request has that engine id, of two routers, of two streams of one, or later: of one that was aborted
+        the engine still tells the end.
+        """
+        if request_id in self._engine_ids:
             return None
+        self._num_requests += 1
+        engine_id = RequestId(f"{self.number}/{self._num_requests}/{request_id}")
         self._names[engine_id] = request_id
+        self._engine_ids[request_id] = engine_id
         self._silent.add(engine_id)
         return engine_id
 
-    def close_request(self, engine_id: RequestId) -> bool:
-        """Forget a request that has ended; whether it was there."""
+    def close_request(self, engine_id: RequestId) -> None:
+        """Forget a request that has ended, and is in flight here until now."""
         self._silent.discard(engine_id)
-        return self._names.pop(engine_id, None) is not None
+        del self._engine_ids[self._names.pop(engine_id)]
 
     def name_of(self, engine_id: RequestId) -> str | None:
         """Return the router's name for a request; None when it is not of this stream, or has ended."""

@@ -194,7 +194,8 @@ class ReplicaServer(ReplicaServicer):
                     self._submit(message.submit, connection)
                 case "abort":
                     engine_id = connection.engine_id(message.abort.request_id)
-                    if connection.close_request(engine_id):
+                    if engine_id is not None:
+                        connection.close_request(engine_id)
                         self._spans.drop(engine_id, "aborted")
                         self._engine.abort(engine_id)
                 case other:

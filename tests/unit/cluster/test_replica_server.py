@@ -225,6 +225,20 @@ async def test_abort_reaches_the_engine_and_nothing_more_is_sent(bench: Bench) -
     assert not (await router.frame()).outputs
 
 
+async def test_late_end_of_an_aborted_request_is_not_that_of_the_next_one_with_its_id(bench: Bench) -> None:
+    router = bench.connect()
+    await router.hello()
+    aborted = await start_request(bench, router)
+    await router.send(abort=replica_pb2.Abort(request_id="x"))
+    again = await start_request(bench, router)
+    abort = Finish(reason=FinishReason.ABORT, usage=USAGE)
+    bench.server.on_step(bench.engine.step(RequestOutput(request_id=aborted, finish=abort)))
+    bench.server.on_step(bench.engine.step(RequestOutput(request_id=again, token_ids=(5,))))
+    assert not (await router.frame()).outputs
+    (output,) = (await router.frame()).outputs
+    assert (output.request_id, list(output.token_ids)) == ("x", [5])
+
+
 async def test_broken_stream_aborts_all_of_its_requests(bench: Bench) -> None:
     router, other = bench.connect(), bench.connect()
     await router.hello()
