@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from workers.cores import compute_here
 from workers.engine import Engine, EngineLoad, StepResult
-from workers.errors import EngineError, EngineStoppedError, GroupFailedError, RequestFailedError
+from workers.errors import EngineError, EngineStoppedError, GroupFailedError, InvalidRequestError, RequestFailedError
 from workers.request import Request, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ class AsyncEngine:
         """
         if self._is_stopping:
             raise self._refusal()
+        if request.request_id in self._queues:  # whose outputs would go to the wrong one, its refusal among them
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use; allowed: a new one")
         queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         self._queues[request.request_id] = queue
         self.submit(request)

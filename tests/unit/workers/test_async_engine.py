@@ -127,6 +127,18 @@ async def test_refusal_comes_back_as_the_requests_output() -> None:
     assert isinstance(output.error, InvalidRequestError)
 
 
+async def test_an_id_in_use_is_refused_and_who_uses_it_goes_on() -> None:
+    async with started(FakeExecutor()) as engine:
+        outputs = engine.generate(request("a", [1], max_tokens=20))
+        token_ids = [*(await anext(outputs)).token_ids]
+        with pytest.raises(InvalidRequestError, match="request id 'a' is in use; allowed: a new one"):
+            await collect(engine, "a", [2], max_tokens=20)
+        async with asyncio.timeout(10):
+            async for output in outputs:
+                token_ids += output.token_ids
+    assert token_ids == run_alone(request("a", [1], max_tokens=20))
+
+
 async def test_closing_the_iterator_aborts() -> None:
     results: list[StepResult] = []
     async with started(FakeExecutor(), on_step=results.append) as engine:
