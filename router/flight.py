@@ -216,15 +216,15 @@ class Flight:
         while True:
             await self._prepare_again()
             await self._hash()
+            if self._route.starts_on_demand and not self._placing.has_begun and not self._route.num_ready:
+                await self._wait_for_replica()  # its last one has left, however late it said so
+                self._placing.seek_anew(time.monotonic())
+                continue
             now_s = time.monotonic()
             links = self._placing.find(self._route, now_s, self._request.text)
             if links:
                 return self._submit(links)
-            if self._route.starts_on_demand and not self._placing.has_begun and not self._route.num_ready:
-                await self._wait_for_replica()  # its last one has just left
-                self._placing.seek_anew(time.monotonic())
-            else:
-                await self._directory.wait_for_change(self._placing.wait_s(now_s))
+            await self._directory.wait_for_change(self._placing.wait_s(now_s))
 
     async def _prepare_again(self) -> None:
         """Make the tokens anew where a rollout has another tokenizer; a request that has begun stays with its own."""

@@ -76,7 +76,7 @@ async def test_held_request_that_goes_on_is_reported_at_once(
 
 async def test_request_that_the_last_replica_refuses_since_it_leaves_is_held(control: FakeControl) -> None:
     control.set_replicas({}, starts_on_demand=True)
-    failover = FailoverConfig(new_request_wait_s=0.05, cold_start_wait_s=20.0)
+    failover = FailoverConfig(new_request_wait_s=0.0, cold_start_wait_s=20.0)
     config = router_config(control=control.address, failover=failover)
     async with FakeReplica("a") as a, FakeReplica("b") as b, running_router(config) as router:
         control.set_replicas({"a": a.address}, starts_on_demand=True)
