@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.ports import unlisted_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(700)]
 
@@ -17,9 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 @pytest.mark.usefixtures("model_folder")
 def test_killed_front_is_replaced_by_one_that_takes_over_and_sigterm_ends_everything(tmp_path: Path) -> None:
     roots = os.pathsep.join(str(REPOSITORY / folder) for folder in (".", "proto", "tests"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        control = f"127.0.0.1:{probe.getsockname()[1]}"
+    control = f"127.0.0.1:{unlisted_port()}"
     done = subprocess.run(
         [sys.executable, "-m", "helpers.kept_service", str(tmp_path), control],
         capture_output=True,

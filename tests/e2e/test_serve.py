@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import psutil
 import pytest
 from helpers.ipv6 import needs_ipv6
 from helpers.live_cluster import Ask, ask_together, scrape, wait_until
+from helpers.ports import unlisted_port
 
 from router.client import Client
 from router.client_values import Options, UnavailableError
@@ -33,20 +33,13 @@ def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run((*WEFT, *arguments), capture_output=True, text=True, timeout=240, check=False)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def nothing_left() -> Iterator[set[int]]:
     """Collect pids; at the end no process of them may run."""
     pids: set[int] = set()
     yield pids
     assert pids, "the test has noted no process"
-    wait_until(lambda: not any(runs(pid) for pid in pids), f"processes ended ({pids})", timeout_s=60)
+    wait_until(lambda: not any(runs(pid) for pid in pids), f"processes ended ({pids})")
 
 
 def runs(pid: int) -> bool:
@@ -74,7 +67,7 @@ def ask(router: str, decisions: Path) -> None:
 
 
 def test_background_service_generates_stops_and_decides_the_same_again(model_folder: Path, tmp_path: Path) -> None:
-    control = f"127.0.0.1:{free_port()}"
+    control = f"127.0.0.1:{unlisted_port()}"
     flags = ("--control-port", control.rpartition(":")[2], "--detach", "--log-file", str(tmp_path / "log"), *ANY_PORTS)
     flags += ("--record-decisions", str(tmp_path / "decisions"), "--max-num-seqs", "4", "--num-blocks", "40")
     with nothing_left() as pids:
@@ -165,7 +158,7 @@ def test_routers_share_their_ports_and_one_outlives_the_other(model_folder: Path
             ask_both_fronts()
             return len(pages) == 2 and all(scrape(page).get("weft_router_requests_total") for page in pages)
 
-        wait_until(have_both_served, "both routers had requests", timeout_s=60)
+        wait_until(have_both_served, "both routers had requests")
         before = json.loads(weft("status", "--json", "--control", control).stdout)["routers"]
         os.kill(before[0]["pid"], signal.SIGKILL)
         with suppress(UnavailableError):  # of a connection to a process that is just ending

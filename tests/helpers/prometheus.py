@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from helpers.ports import unlisted_port
 
 _START_TIMEOUT_S = 120.0
 
@@ -64,9 +65,7 @@ def running_prometheus(config: Mapping[str, Any], folder: Path) -> Iterator[Prom
     program = find_tool("prometheus")
     path = folder / "prometheus.yml"
     path.write_text(yaml.safe_dump(dict(config)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{unlisted_port()}"
     arguments = (f"--config.file={path}", f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}")
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([program, *arguments], stdout=log, stderr=subprocess.STDOUT)

@@ -13,6 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
+from helpers.ports import unlisted_port
 
 from router.call import ChatMessage, Conversation
 from router.client import (
@@ -461,9 +462,7 @@ async def test_wait_ready_returns_when_the_replicas_are_there(
 
 
 async def test_wait_ready_waits_for_a_router_that_is_not_there_yet(dispatch: FakeDispatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unlisted_port()
     async with AsyncClient(f"127.0.0.1:{port}") as client:
         waiting = asyncio.create_task(client.wait_ready(20))
         done, _ = await asyncio.wait((waiting,), timeout=0.2)

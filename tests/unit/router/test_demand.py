@@ -7,6 +7,7 @@ import grpc
 import pytest
 from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica
+from helpers.ports import unlisted_port
 from helpers.router_harness import RunningRouter, poll, router_config, running_router, text_request, until
 from weft.v1 import control_pb2
 from weft.v1 import inference_pb2 as pb
@@ -19,7 +20,7 @@ QUICK = FailoverConfig(new_request_wait_s=0.2, cold_start_wait_s=20.0)
 @pytest.fixture
 async def control() -> AsyncIterator[FakeControl]:
     control = FakeControl()
-    await control.start()
+    await control.start(unlisted_port())
     yield control
     await control.stop()
 
@@ -57,16 +58,13 @@ async def test_held_request_that_goes_on_is_reported_at_once(
 ) -> None:
     monkeypatch.setattr("router.demand.REPORT_S", 600.0)
     control.set_replicas({}, starts_on_demand=True)
-    late = FakeReplica("a")
-    await late.start()
-    port = int(late.address.rpartition(":")[2])
-    await late.die()
+    late, port = FakeReplica("a"), unlisted_port()
     async with running_router(router_config(control=control.address, failover=QUICK)) as router:
         await router.wait_ready(0)
         asking = asyncio.create_task(router.generate(text_request("hello")))
         await until(lambda: control.num_held == 1)
         num_reports = len(control.reports)
-        control.set_replicas({"a": late.address}, starts_on_demand=True)
+        control.set_replicas({"a": f"127.0.0.1:{port}"}, starts_on_demand=True)
         await until(lambda: len(control.reports) > num_reports)
         await late.start(port)
         await asking

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from helpers.fake_control import FakeControl
 from helpers.fake_replica import HASH_KEY, FakeReplica
+from helpers.ports import unlisted_port
 from helpers.router_harness import prompt_ids, router_config, running_router, text_request, until
 from weft.block_hash import block_hashes, root_hash
 from weft.v1 import control_pb2, replica_pb2
@@ -140,8 +141,8 @@ async def test_model_that_is_no_longer_served_is_not_found() -> None:
 
 
 async def test_last_membership_stays_while_the_controller_is_away() -> None:
-    control = FakeControl()
-    port = int((await control.start()).rpartition(":")[2])
+    control, port = FakeControl(), unlisted_port()
+    await control.start(port)
     async with FakeReplica("a") as a, FakeReplica("b") as b, running_directory(control=control.address) as directory:
         control.set_replicas({"a": a.address})
         await until_ready(directory, 1)
