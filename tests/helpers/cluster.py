@@ -206,7 +206,7 @@ class FakeEngine:
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until what it was told satisfies a condition."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             while not condition():
                 self.told.clear()
                 await self.told.wait()

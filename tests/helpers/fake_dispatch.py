@@ -13,7 +13,7 @@ EOS = 256
 """The one token that is no byte."""
 VOCAB_SIZE = 257
 CACHED_TOKENS = 3
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 
 
 class FakeDispatch:

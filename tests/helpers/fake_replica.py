@@ -159,7 +159,7 @@ class FakeReplica(ReplicaServicer):
         self._notify()
         await self.wait_until(lambda: self.num_steps >= wanted)
 
-    async def wait_until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await self._changed.wait()

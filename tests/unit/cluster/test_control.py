@@ -120,7 +120,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
 
 
 async def _next(watch: Any) -> control_pb2.WatchReplicasResponse:
-    membership = await asyncio.wait_for(watch.read(), 5)
+    membership = await asyncio.wait_for(watch.read(), 120)
     assert isinstance(membership, control_pb2.WatchReplicasResponse)
     return membership
 

@@ -42,7 +42,7 @@ class Stream:
         self.connection.end_step(stored, evicted, replica_pb2.Load(num_running=num_running))
 
     async def frame(self) -> replica_pb2.ConnectResponse:
-        return await asyncio.wait_for(anext(self._frames), 5)
+        return await asyncio.wait_for(anext(self._frames), 120)
 
     async def tokens(self) -> list[tuple[str, list[int]]]:
         return [(output.request_id, list(output.token_ids)) for output in (await self.frame()).outputs]

@@ -48,7 +48,7 @@ class Router:
         await self.call.write(replica_pb2.ConnectRequest(hello=hello, submit=submit, abort=abort))
 
     async def frame(self) -> replica_pb2.ConnectResponse:
-        frame = await asyncio.wait_for(self.call.read(), 5)
+        frame = await asyncio.wait_for(self.call.read(), 120)
         assert isinstance(frame, replica_pb2.ConnectResponse), (await self.call.code(), await self.call.details())
         return frame
 
@@ -263,7 +263,7 @@ async def test_drain_refuses_new_requests_says_so_and_waits_for_the_old(bench: B
     assert told.failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
     assert not drained.done()
     bench.server.on_step(bench.engine.step(RequestOutput(request_id=engine_id, finish=DONE)))
-    await asyncio.wait_for(drained, 5)
+    await asyncio.wait_for(drained, 120)
 
 
 @pytest.mark.parametrize(
@@ -300,12 +300,12 @@ async def test_router_of_a_protocol_too_old_is_refused(
     if code is None:
         assert (await router.frame()).HasField("snapshot")
     else:
-        assert await asyncio.wait_for(router.call.code(), 5) is code
+        assert await asyncio.wait_for(router.call.code(), 120) is code
         assert await router.call.details() == "the router's protocol_version is 0; allowed: 1 or newer"
 
 
 async def test_stream_without_a_hello_is_refused(bench: Bench) -> None:
     router = bench.connect()
     await router.send(submit=submit())
-    assert await asyncio.wait_for(router.call.code(), 5) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await asyncio.wait_for(router.call.code(), 120) is grpc.StatusCode.INVALID_ARGUMENT
     assert not bench.engine.submitted
