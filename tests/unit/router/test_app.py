@@ -273,7 +273,7 @@ async def test_stop_lets_requests_in_flight_finish_and_takes_no_new_ones() -> No
 async def test_stop_says_not_ready_first_and_still_serves_until_load_balancers_know() -> None:
     async with (
         FakeReplica("a") as a,
-        running_router(router_config(a.address, http_port=0, unready_s=0.5)) as router,
+        running_router(router_config(a.address, http_port=0, unready_s=3600.0)) as router,
     ):
         await router.wait_ready(1)
         await poll(router.is_ready, True)
@@ -282,7 +282,7 @@ async def test_stop_says_not_ready_first_and_still_serves_until_load_balancers_k
         with pytest.raises(HTTPError, match="503"):
             await asyncio.to_thread(urlopen, f"http://{router.addresses.http}/ready", timeout=5)
         assert (await router.generate(text_request("hello"))).num_finished == 1
-        await router.task
+        router.task.cancel()
 
 
 async def test_stop_cuts_off_what_outlives_the_grace() -> None:
