@@ -147,21 +147,6 @@ async def test_silent_replica_is_found_by_requests_that_wait_shorter_than_its_si
                     await router.generate(text_request("hello"), timeout_s=0.05)
 
 
-async def test_requests_that_end_without_a_word_are_no_silence_of_an_idle_replica() -> None:
-    link = LinkConfig(stall_timeout_s=0.2)
-    async with (
-        FakeReplica("a", paused=True) as a,
-        running_router(router_config(a.address, link=link)) as router,
-    ):
-        await router.wait_ready(1)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await router.generate(text_request("hello"), timeout_s=0.05)
-        await asyncio.sleep(0.3)
-        a.resume()
-        check_whole(await router.generate(text_request("hello")), "hello", max_tokens=10)
-        assert a.num_connections == 1
-
-
 async def test_request_that_breaks_every_replica_fails_after_bounded_attempts() -> None:
     failover = FailoverConfig(max_attempts=3, new_request_wait_s=2, failover_wait_s=5)
     async with (

@@ -3,11 +3,13 @@
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+from helpers.cluster import FakeClock
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import until
 from weft import protocol
@@ -24,17 +26,23 @@ from router.replica_book import LinkState
 
 
 def link_to(
-    replica: FakeReplica, accept: Callable[[replica_pb2.Snapshot], bool] = lambda _: True, *, address: str | None = None
+    replica: FakeReplica,
+    accept: Callable[[replica_pb2.Snapshot], bool] = lambda _: True,
+    *,
+    address: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **changes: float,
 ) -> ReplicaLink:
     return ReplicaLink(
         Endpoint(replica_id=ReplicaId(replica.replica_id), model=replica.model, address=address or replica.address),
         router_id="router-0",
         index=PrefixIndex(),
-        config=LinkConfig(backoff_s=0.01, max_backoff_s=0.05),
+        config=LinkConfig(backoff_s=0.01, max_backoff_s=0.05, **changes),
         breaker=Breaker(BreakerConfig()),
         accept=accept,
         on_change=lambda: None,
         rng=random.Random(0),
+        clock=clock,
     )
 
 
@@ -127,7 +135,7 @@ async def test_what_came_before_the_end_of_a_stream_is_read_though_nothing_can_b
     inbox = link.submit(replica_pb2.Submit(request_id="x", prompt_token_ids=[1]), num_pending_tokens=1)
     received = await inbox.take()
     tokens = [*received.token_ids]
-    assert replica.has_ended.wait(10), "while nobody reads here"
+    assert replica.has_ended.wait(120), "while nobody reads here"
     link.submit(replica_pb2.Submit(request_id="y", prompt_token_ids=[1]), num_pending_tokens=1)
     while received.ending is None:
         received = await inbox.take()
@@ -137,6 +145,26 @@ async def test_what_came_before_the_end_of_a_stream_is_read_though_nothing_can_b
     running.cancel()
     await until(lambda: asyncio.all_tasks() == tasks_before)
     await asyncio.to_thread(server.stop(None).wait)
+
+
+async def test_requests_that_end_without_a_word_are_no_silence_of_an_idle_replica() -> None:
+    clock = FakeClock()
+    async with FakeReplica("a", paused=True) as replica:
+        link = link_to(replica, clock=clock, stall_timeout_s=0.04)  # a look every 10 ms, at this clock
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        link.submit(replica_pb2.Submit(request_id="x", prompt_token_ids=[1]), num_pending_tokens=1)
+        clock.advance(0.03)
+        link.abort("x")
+        clock.advance(100.0)
+        assert link._waited_in_silence_s == pytest.approx(0.03)
+        link.submit(replica_pb2.Submit(request_id="y", prompt_token_ids=[1]), num_pending_tokens=1)
+        clock.advance(0.005)
+        assert link._waited_in_silence_s == pytest.approx(0.035)
+        clock.advance(0.01)
+        await until(lambda: replica.num_connections == 2)
+        running.cancel()
+        await asyncio.wait((running,))
 
 
 async def test_slow_reader_gets_everything_at_once() -> None:
