@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from weft.v1.inference_pb2_grpc import InferenceStub
 from weft.v1.replica_pb2_grpc import ReplicaStub
 
 from cluster.errors import ControllerError
-from router.client import Client
+from router.client import Client, Completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -68,6 +69,10 @@ def long_alone(session_cluster: Cluster) -> list[tuple[int, ...]]:
     return ask_alone(session_cluster.grpc_address, LONG)
 
 
+def has_anew(cluster: Cluster, before: control_pb2.GroupStatus) -> bool:
+    return cluster.groups()[0].replica_id != before.replica_id
+
+
 @pytest.mark.parametrize(
     ("rank", "number"),
     [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)],
@@ -76,20 +81,24 @@ def long_alone(session_cluster: Cluster) -> list[tuple[int, ...]]:
 async def test_streams_outlive_a_lost_rank_and_the_group_comes_back(
     cluster: Cluster, long_alone: list[tuple[int, ...]], rank: int, number: signal.Signals
 ) -> None:
-    before = cluster.groups()[0]
-    pid = before.ranks[rank].pid
-    together = await ask_together(cluster.grpc_address, LONG, on_running=lambda: os.kill(pid, number))
-    assert [completion.token_ids for completion in together] == long_alone
-    moved = [completion for completion in together if len(completion.replica_ids) > 1]
-    assert moved, "the rank was lost too late to interrupt a stream"
-    assert all(completion.replica_ids[0] == before.replica_id for completion in moved)
-    assert all(completion.finish_reason == "length" for completion in together)
+    moved: list[Completion] = []
+    while not moved:  # all may have ended by the time that the rank is lost: then another one is
+        before = cluster.groups()[0]
+        pid = before.ranks[rank].pid
+        together = await ask_together(cluster.grpc_address, LONG, on_running=partial(os.kill, pid, number))
+        assert [completion.token_ids for completion in together] == long_alone
+        assert all(completion.finish_reason == "length" for completion in together)
+        moved = [completion for completion in together if len(completion.replica_ids) > 1]
+        assert all(completion.replica_ids[0] == before.replica_id for completion in moved)
+        if not moved and number == signal.SIGSTOP:  # in an idle group nobody notices
+            os.kill(pid, signal.SIGCONT)
+        else:
+            wait_until(partial(has_anew, cluster, before), "the group is formed anew")
+            cluster.wait_whole()
 
-    cluster.wait_whole()
     after = cluster.groups()[0]
     assert after.restarts == before.restarts + 1
-    assert after.replica_id != before.replica_id
-    wait_until(lambda: not any(is_running(each.pid) for each in before.ranks), "old ranks ended", timeout_s=60)
+    wait_until(lambda: not any(is_running(each.pid) for each in before.ranks), "old ranks ended")
     # The new formation gives the same tokens.
     again = await ask_together(cluster.grpc_address, LONG)
     assert [completion.token_ids for completion in again] == long_alone
@@ -118,16 +127,24 @@ def test_killed_router_comes_back_on_the_same_ports(cluster: Cluster) -> None:
 def test_cancelled_stream_frees_its_blocks(cluster: Cluster) -> None:
     metrics = [group.metrics_address for group in cluster.groups()]
 
-    def num_finished() -> float:
-        return sum(scrape(address).get("weft_requests_finished_total", 0) for address in metrics)
+    def num_finished(**labels: str) -> float:
+        return sum(scrape(address, **labels)["weft_requests_finished_total"] for address in metrics)
 
-    before = num_finished()
+    before, aborted_before = num_finished(), num_finished(reason="abort")
+    num_asked = 0
     with Client(cluster.grpc_address) as client:
-        stream = client.generate(TEXT, max_tokens=400, temperature=0.0, ignore_eos=True)
-        for _ in range(3):
-            next(stream)
-        assert sum(scrape(address)["weft_requests_running"] for address in metrics) == 1
-        stream.close()
+
+        def was_cancelled() -> bool:  # it may end before word of that comes: then another is sent
+            nonlocal num_asked
+            stream = client.generate(TEXT, max_tokens=400, temperature=0.0, ignore_eos=True)
+            for _ in range(3):
+                next(stream)
+            stream.close()
+            num_asked += 1
+            wait_until(lambda: num_finished() == before + num_asked, "the request ended")
+            return num_finished(reason="abort") > aborted_before
+
+        wait_until(was_cancelled, "a request cancelled while it ran")
 
     def is_idle() -> bool:
         return all(
@@ -135,8 +152,8 @@ def test_cancelled_stream_frees_its_blocks(cluster: Cluster) -> None:
             for seen in map(scrape, metrics)
         )
 
-    wait_until(is_idle, "blocks freed", timeout_s=60)
-    assert num_finished() == before + 1
+    wait_until(is_idle, "blocks freed")
+    assert num_finished() == before + num_asked
 
 
 def sampling(**fields: Any) -> inference_pb2.SamplingParams:
@@ -302,17 +319,17 @@ def test_stop_ends_the_service_though_the_controller_dies_meanwhile(cluster: Clu
     pids = [rank.pid for group in before.models[0].groups for rank in group.ranks]
     router = before.routers[0].pid
     os.kill(router, signal.SIGSTOP)  # it does not finish
-    lost = threading.Thread(target=weft, args=("stop", *cluster.control_flags, "--grace", "100"))
+    lost = threading.Thread(target=weft, args=("stop", *cluster.control_flags, "--grace", "300"))
     lost.start()
     wait_until(lambda: not cluster.status().routers[0].alive, "stop begins")
     os.kill(before.controller.pid, signal.SIGKILL)
-    wait_until(lambda: has_successor(cluster, before.controller.pid), "controller came back", timeout_s=60)
+    wait_until(lambda: has_successor(cluster, before.controller.pid), "controller came back")
     lost.join()
     refused = weft("scale", "tiny", "1", *cluster.control_flags)
     assert (refused.returncode, "the service is stopping" in refused.stderr) == (1, True)
     os.kill(router, signal.SIGCONT)
-    wait_until(lambda: cluster.service.wait_stopped(timeout_s=0.1), "controller ended", timeout_s=60)
-    wait_until(lambda: not any(is_running(pid) for pid in pids), "ranks ended", timeout_s=60)
+    wait_until(lambda: cluster.service.wait_stopped(timeout_s=0.1), "controller ended")
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "ranks ended")
     assert "no controller answers" in weft("status", *cluster.control_flags).stderr
 
 

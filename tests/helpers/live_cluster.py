@@ -60,14 +60,15 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = RE
         time.sleep(0.05)
 
 
-def scrape(address: str) -> dict[str, float]:
-    """Return the plain samples of a metrics page, those with further labels added up."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+def scrape(address: str, **labels: str) -> dict[str, float]:
+    """Return the samples of a metrics page that have these labels, those with further ones added up."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
         text = response.read().decode()
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+            if labels.items() <= sample.labels.items():
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     return totals
 
 

@@ -59,7 +59,7 @@ def operate(service: Service, settings: dict[str, Any], told: dict[str, Any]) ->
     def groups() -> list[control_pb2.GroupStatus]:
         return [model.groups[0] for model in service.status().models[1:] if model.groups]
 
-    wait_until(lambda: [group.detail[:5] for group in groups()] == ["needs", "needs"], "reasons are told", 20)
+    wait_until(lambda: [group.detail[:5] for group in groups()] == ["needs", "needs"], "reasons are told")
     told["states"] = [control_pb2.GroupState.Name(group.state) for group in groups()]
     told["reasons"] = [group.detail for group in groups()]
     told["ready"] = service.status().models[0].ready_replicas
