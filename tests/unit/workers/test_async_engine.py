@@ -33,7 +33,7 @@ async def started(
     seen = threading.Semaphore(1)
 
     def wait_for_loop() -> None:
-        assert seen.acquire(timeout=10)
+        assert seen.acquire(timeout=120)
 
     def see(result: StepResult) -> None:
         seen.release()
@@ -59,12 +59,12 @@ class StuckExecutor(FakeExecutor):
 
     def submit(self, plan: StepPlan) -> None:
         self.is_stuck.set()
-        assert self.release.wait(10)
+        assert self.release.wait(120)
         super().submit(plan)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -240,7 +240,7 @@ async def test_a_request_after_the_stop_is_refused(was_started: bool) -> None:
     else:
         engine.submit(request("early", [1]))
     await engine.stop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         with pytest.raises(EngineStoppedError, match="it takes no more requests"):
             await collect(engine, "late", [1])
     engine.submit(request("later", [1]))
@@ -267,7 +267,7 @@ async def test_an_engine_stops_though_requests_keep_coming() -> None:
     engine.start()
     submit()
     await until(lambda: len(ends) > 3)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await engine.stop()
     await until(lambda: len(ends) == num_submitted)
     assert len({output.request_id for output in ends}) == num_submitted

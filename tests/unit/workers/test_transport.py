@@ -38,7 +38,7 @@ def in_thread(target: Callable[[], None]) -> threading.Thread:
 def echo_rank(endpoint: str, rank: int) -> None:
     """Answer each plan with a token that depends on it."""
     with RankLink(endpoint, rank) as link:
-        assert link.report(10 * rank, 10.0) == 7
+        assert link.report(10 * rank, 120.0) == 7
         while (received := link.receive_plan()) is not None:
             if received.number == 99:
                 raise ValueError("a bad plan")
@@ -56,7 +56,7 @@ def start(num_ranks: int) -> tuple[LeaderLink, list[threading.Thread]]:
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in leader.endpoints]
     for thread in threads:
         thread.start()
-    assert leader.gather(10.0) == {rank: 10 * rank for rank in leader.endpoints}
+    assert leader.gather(120.0) == {rank: 10 * rank for rank in leader.endpoints}
     leader.proceed(7)
     return leader, threads
 
@@ -82,22 +82,22 @@ def test_a_rank_knows_without_waiting_whether_a_plan_is_there(num_seqs: int) -> 
 
     def follow() -> None:
         with RankLink(leader.endpoints[1], 1) as link:
-            link.report(0, 10.0)
+            link.report(0, 120.0)
             seen.put(link.has_message())
-            there.wait(10)
+            there.wait(120)
             while not link.has_message():  # the last part of its way is another thread's
                 pass
             seen.put(link.receive_plan() == plan(1, num_seqs))
             seen.put(link.has_message())
 
     thread = in_thread(follow)
-    leader.gather(10.0)
+    leader.gather(120.0)
     leader.proceed(0)
-    assert not seen.get(timeout=10)
+    assert not seen.get(timeout=120)
     leader.send_plan(plan(1, num_seqs))
     there.set()
-    assert seen.get(timeout=10)
-    assert not seen.get(timeout=10)
+    assert seen.get(timeout=120)
+    assert not seen.get(timeout=120)
     thread.join(10)
     leader.close()
 
@@ -134,7 +134,7 @@ def test_a_rank_on_another_machine_gets_its_plans() -> None:
     address, _, path = leader.endpoints[1].partition(" ")
     assert path
     in_thread(lambda: echo_rank(f"{address} /nowhere/plans", 1))
-    leader.gather(10.0)
+    leader.gather(120.0)
     leader.proceed(7)
     assert echoes(leader, [plan(1), plan(2, 9000), plan(3)]) == [1, 2, 3]
     leader.close()
@@ -151,11 +151,11 @@ def test_a_rank_that_reads_no_plans_is_named() -> None:
 
     def run() -> None:
         with RankLink(leader.endpoints[1], 1) as link:
-            link.report(0, 10.0)
+            link.report(0, 120.0)
             ended.wait(30)
 
     thread = in_thread(run)
-    leader.gather(10.0)
+    leader.gather(120.0)
     leader.proceed(7)
     with pytest.raises(GroupFailedError, match="rank 1 takes no more messages: it hangs"):
         send_many(leader, 100_000)
@@ -251,7 +251,7 @@ def test_a_rank_that_diverges_tells_the_leader() -> None:
         failed.set()
 
     in_thread(run)
-    leader.gather(10.0)
+    leader.gather(120.0)
     leader.proceed(7)
     leader._chain.seal(b"a plan that never arrives")
     leader.send_plan(plan(1))
@@ -300,7 +300,7 @@ def test_a_dead_or_stopped_rank_is_noticed_within_seconds(kill: signal.Signals) 
         start_s = time.monotonic()
         with pytest.raises(GroupFailedError, match="rank 1 died, hangs or is cut off"):
             leader.receive_output(1, 60.0)
-        assert time.monotonic() - start_s < 10
+        assert time.monotonic() - start_s < 30
     finally:
         process.kill()
         process.join(10)
@@ -319,13 +319,13 @@ def test_a_rank_whose_leader_is_gone_ends(ends_at_once: bool) -> None:
             errors.put(error)
 
     in_thread(run)
-    leader.gather(10.0)
+    leader.gather(120.0)
     leader.proceed(7)
     assert echoes(leader, [plan(1)], rank=5) == [1], "it waits for the next one"
     for peer in leader._peers.values():
         peer.close()  # as if the process had died: no word of farewell
     if ends_at_once:
         leader._local.close()  # else as if it had stopped: its end of the socket is still there
-    assert "rank 5 lost its leader" in str(errors.get(timeout=10))
+    assert "rank 5 lost its leader" in str(errors.get(timeout=120))
     leader._context.term()
     leader._local.close()
