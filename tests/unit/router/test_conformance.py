@@ -480,8 +480,9 @@ async def test_full_queue_refuses_with_a_hint() -> None:
 async def test_deadline_reaches_the_replica_and_ends_the_request(name: str, caplog: pytest.LogCaptureFixture) -> None:
     logs = MetricsConfig(log_requests=True)
     async with FakeReplica("a", paused=True) as a, serving(a, metrics=logs) as fronts:
-        with pytest.raises(RefusedError) as refused:
-            await ask(fronts[name], hello(), timeout_s=0.3)
+        while not a.submits:  # on a busy machine the deadline may pass on the way there
+            with pytest.raises(RefusedError) as refused:
+                await ask(fronts[name], hello(), timeout_s=0.3)
         await a.wait_until(lambda: a.num_requests == 0)
         a.resume()
         assert (await ask(fronts[name], hello(), timeout_s=3600)).finish_reason == "length"
@@ -490,7 +491,7 @@ async def test_deadline_reaches_the_replica_and_ends_the_request(name: str, capl
     assert 0 < late.timeout_s <= 0.35  # gRPC rounds up, here and below
     assert 3000 < served.timeout_s < 4000
     assert a.aborts == [late.request_id]
-    assert [line["outcome"] for line in log_lines(caplog)] == ["deadline_exceeded", "length"]
+    assert [line["outcome"] for line in log_lines(caplog)][-2:] == ["deadline_exceeded", "length"]
 
 
 @pytest.mark.parametrize(
