@@ -130,6 +130,7 @@ class ReplicaServer(ReplicaServicer):
         self, request_iterator: AsyncIterator[replica_pb2.ConnectRequest], context: _Context
     ) -> None:
         """Serve one router's stream to its end."""
+        await context.send_initial_metadata(())  # while a write that carries it pends, nothing can end the stream
         connection = await self._greet(request_iterator, context)
         reader = asyncio.create_task(self._read(request_iterator, connection))
         writer = asyncio.create_task(_write(connection, context))

@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import pytest
@@ -30,8 +30,8 @@ BLOCK_A, BLOCK_B = b"a" * 16, b"b" * 16
 class Router:
     """The other end: one stream."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
+    def __init__(self, address: str, options: Sequence[tuple[str, int]] = ()) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=options)
         self.call = ReplicaStub(self._channel).Connect()
 
     async def hello(self, *, version: int = 1) -> replica_pb2.ConnectResponse:
@@ -287,6 +287,26 @@ async def test_router_that_does_not_read_is_cut_off(limits: OutboxLimits, step_s
             break
     await engine.wait_for(lambda: bool(engine.aborted))
     assert engine.aborted == [engine.submitted[0].request_id]
+    await router.close()
+    await server.stop()
+
+
+async def test_router_that_is_cut_off_while_its_snapshot_is_written_is_told_behind_it() -> None:
+    engine, clock = FakeEngine(), FakeClock()
+    engine.resident = [number.to_bytes(16) for number in range(100_000)]  # more than the window below
+    server = ReplicaServer(INFO, engine, limits=OutboxLimits(max_age_s=5.0), clock=clock)
+    port = await server.start("127.0.0.1")
+    small_window = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
+    router = Router(f"127.0.0.1:{port}", small_window)
+    await router.send(hello=replica_pb2.Hello(router_id="r", protocol_version=1))
+    await router.send(submit=submit())
+    await engine.wait_for(lambda: bool(engine.submitted))
+    clock.advance(6.0)
+    server.on_step(engine.step())
+    await engine.wait_for(lambda: bool(engine.aborted))
+    assert len((await router.frame()).snapshot.block_hashes) == 16 * 100_000
+    assert await asyncio.wait_for(router.call.code(), 120) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await router.call.details() == "the router did not read its frames for too long"
     await router.close()
     await server.stop()
 
