@@ -127,7 +127,7 @@ class ReplicaGroup:
             restarts=self.lifecycle.restarts,
             was_ready=self.lifecycle.was_ready,
             is_leaving=self.is_leaving,
-            end_by_s=self._end_by_s if self.is_leaving else None,
+            left_s=max(0.0, self._end_by_s - self._clock()) if self.is_leaving else None,
         )
 
     @property

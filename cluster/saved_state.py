@@ -32,9 +32,9 @@ class GroupRecord:
     was_ready: bool = False
     """At any time."""
     is_leaving: bool = False
-    end_by_s: float | None = None
-    """When it is to have left, by the monotonic clock of the controller's machine, which successors have too. None: it
-    stays, or it was saved by a version that did not keep it."""
+    left_s: float | None = None
+    """Until it is to have left, from `SavedState.saved_s` on. None: it stays, or it was saved by a version that did not
+    keep it."""
     text: RevisionText | None = None
     """Of its revision, as it was when the group was wanted; None: saved by a version that kept none."""
 
@@ -70,8 +70,15 @@ class SavedState:
     next_numbers: dict[str, int] = field(default_factory=dict)
     """Of the next group of each model, served now or earlier: a group id is used once."""
     drained_nodes: tuple[str, ...] = ()
-    stop_by_s: float | None = None
-    """When the service is to have stopped, by the clock of `GroupRecord.end_by_s`. None: it serves on."""
+    stop_left_s: float | None = None
+    """Until the service is to have stopped, from `saved_s` on. None: it serves on."""
+    saved_s: float = 0.0
+    """When, by the wall clock: a successor may run on another machine. Where that clock is set anew, what is under way
+    has less time, or all that was left."""
+
+    def left_of(self, left_s: float, now_s: float) -> float:
+        """Return what is left at a time of the wall clock of what was left when this was saved; never more."""
+        return max(0.0, left_s - max(0.0, now_s - self.saved_s))
 
 
 class StateStore(Protocol):

@@ -78,6 +78,7 @@ class WantedState:
         changed: asyncio.Event,
         policy: RestartPolicy,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Go on from what was saved, or begin with nothing.
 
@@ -89,7 +90,8 @@ class WantedState:
             nodes: of the Ray cluster; blocks for a moment.
             changed: set at every change, to wake whoever calls `reconcile`.
             policy: when a group that failed is formed again.
-            clock: monotonic seconds, the same for a successor.
+            clock: monotonic seconds.
+            wall_clock: seconds since the epoch, the same for a successor on another machine.
         """
         self._saved = saved
         self._is_saved = False
@@ -101,6 +103,10 @@ class WantedState:
         self._changed = changed
         self._policy = policy
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._stop_by_s: float | None = None
+        if saved.stop_left_s is not None:
+            self._stop_by_s = clock() + saved.left_of(saved.stop_left_s, wall_clock())
         self._wanted = WantedModels(saved.models, on_change=self._note_wanted, clock=clock)
         self._next_numbers = dict(saved.next_numbers)
         self._drained_nodes = frozenset(saved.drained_nodes)
@@ -120,7 +126,7 @@ class WantedState:
     @property
     def is_stopping(self) -> bool:
         """The service is to stop, and nothing is formed any more. A successor goes on with that: `finish_stop`."""
-        return self._saved.stop_by_s is not None
+        return self._stop_by_s is not None
 
     @property
     def drained_nodes(self) -> frozenset[str]:
@@ -214,16 +220,16 @@ class WantedState:
         more, so that half a service would be left. A successor is told of it first.
         """
         stop_by_s = self._clock() + grace_s
-        if self._saved.stop_by_s is None or stop_by_s < self._saved.stop_by_s:
-            self._saved = replace(self._saved, stop_by_s=stop_by_s)
+        if self._stop_by_s is None or stop_by_s < self._stop_by_s:
+            self._stop_by_s = stop_by_s
             self._wanted.close()
             self._save()
         await see_through(self._stop_all(grace_s))
 
     async def finish_stop(self) -> None:
         """Go on with what `shut_down` began under the controller before, within what is left of its time."""
-        assert self._saved.stop_by_s is not None
-        await self._stop_all(max(0.0, self._saved.stop_by_s - self._clock()))
+        assert self._stop_by_s is not None
+        await self._stop_all(max(0.0, self._stop_by_s - self._clock()))
 
     async def _stop_all(self, grace_s: float) -> None:
         give_up_s = self._clock() + grace_s
@@ -330,9 +336,9 @@ class WantedState:
 
     def _left_s(self, record: GroupRecord) -> float:
         """Until a group that was leaving under the controller before is to have left."""
-        if record.end_by_s is None:
+        if record.left_s is None:
             return record.section.drain_timeout_s
-        return max(0.0, record.end_by_s - self._clock())
+        return self._saved.left_of(record.left_s, self._wall_clock())
 
     def _names(self) -> list[str]:
         """Models that are wanted, and those of which groups are left."""
@@ -388,6 +394,8 @@ class WantedState:
             groups=tuple(group.record for group in self._groups),
             next_numbers=self._next_numbers,
             drained_nodes=tuple(sorted(self._drained_nodes)),
+            stop_left_s=None if self._stop_by_s is None else max(0.0, self._stop_by_s - self._clock()),
+            saved_s=self._wall_clock(),
         )
         self._save_state(self._saved)
         self._is_saved = True

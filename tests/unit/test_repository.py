@@ -23,6 +23,7 @@ READ_THE_WALL_CLOCK = {
     "cluster/spares.py",  # an end that other machines read
     "cluster/status_view.py",  # the time in front of a line
     "cluster/top.py",  # the time of a line of JSON
+    "cluster/wanted_state.py",  # when the time that a drain or a stop had left was saved, for another machine
 }
 """Whatever else reads it computes a duration or a deadline, which is wrong when the clock is set."""
 

@@ -51,6 +51,8 @@ class Bench:
     other_router: FakeRouter = field(default_factory=lambda: FakeRouter("router-1"))
     saved: bytes = encode(SavedState())
     clock: FakeClock = field(default_factory=FakeClock)
+    wall_ahead_s: float = 1.8e9
+    """Of `clock`."""
     nodes: list[NodeResources] = field(default_factory=lambda: list(NODES))
     state: WantedState = field(init=False)
 
@@ -69,7 +71,13 @@ class Bench:
             changed=asyncio.Event(),
             policy=RestartPolicy(),
             clock=self.clock,
+            wall_clock=lambda: self.clock() + self.wall_ahead_s,
         )
+
+    def move(self, *, booted_s: float) -> None:
+        """Be on another machine from now on, that started so long ago."""
+        self.wall_ahead_s += self.clock.now_s - booted_s
+        self.clock.now_s = booted_s
 
     def save(self, state: SavedState) -> None:
         self.saved = encode(state)
@@ -315,6 +323,29 @@ async def test_the_next_controller_gives_a_stop_the_least_grace_that_was_asked_f
     bench.restart()
     await bench.state.finish_stop()
     assert bench.router.stopped_with_s == 10.0
+
+
+@pytest.mark.parametrize("booted_s", [1.0, 1e7])
+@pytest.mark.parametrize(("wall_set_by_s", "left_s"), [(0.0, 40.0), (3600.0, 0.0), (-3600.0, 60.0)])
+async def test_a_stop_has_the_rest_of_its_grace_on_another_machine_and_never_more_than_all(
+    bench: Bench, booted_s: float, wall_set_by_s: float, left_s: float
+) -> None:
+    await bench.apply({})
+    await bench.settle()
+    bench.router.may_stop.clear()
+    lost = asyncio.create_task(bench.state.shut_down(60.0))
+    await turns()
+    bench.clock.advance(20.0)
+    bench.router.may_stop.set()
+    bench.move(booted_s=booted_s)
+    bench.wall_ahead_s += wall_set_by_s
+    bench.restart()
+    finishing = asyncio.create_task(bench.state.finish_stop())
+    await turns()
+    assert bench.router.stopped_with_s == pytest.approx(left_s)
+    bench.forms.lives[0].be_adopted()
+    async with asyncio.timeout(10):
+        await asyncio.gather(finishing, lost)
 
 
 async def test_status_tells_wanted_and_ready_groups(bench: Bench) -> None:
@@ -675,15 +706,17 @@ async def test_node_that_is_drained_during_an_adoption_loses_what_is_on_it(bench
     assert not bench.forms.of("m-1.1").was_cancelled
 
 
+@pytest.mark.parametrize("booted_s", [120.0, 1.0, 1e7])  # 120: on the machine of the controller before
 @pytest.mark.parametrize(("grace_s", "left_s"), [(100.0, 80.0), (21.0, 1.0), (5.0, None)])
 async def test_grace_of_a_drain_ends_when_it_would_have_without_a_restart(
-    bench: Bench, grace_s: float, left_s: float | None
+    bench: Bench, grace_s: float, left_s: float | None, booted_s: float
 ) -> None:
     await bench.apply({"replicas": 1, "drain_timeout_s": 30.0})
     bench.forms.of("m-0.1").become_ready()
     bench.forms.of("m-0.1").holds_requests = True
     await bench.state.drain("m-0", grace_s)
     bench.clock.advance(20.0)
+    bench.move(booted_s=booted_s)
     bench.restart()
     bench.state.reconcile()
     await turns()
