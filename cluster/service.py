@@ -83,13 +83,13 @@ class Service:
             match error:
                 case RayTaskError():
                     raise StartError(str(error.cause or error)) from error
-                case RayError():
-                    raise StartError(f"the controller did not start: {error}") from error
-                case ValueError():  # what Ray raises for a name that is taken
+                case ValueError():  # what Ray raises for a name that is taken, which is a RayError too
                     message = (
                         "this Ray cluster has a Weft already; allowed: one, so `weft stop` it first, or --take-over"
                     )
                     raise StartError(message) from error
+                case RayError():
+                    raise StartError(f"the controller did not start: {error}") from error
             raise
         return cls(control_address=address, tls=spec.inner_tls, controller=created)
 
