@@ -59,7 +59,10 @@ class Controller:
         self._spec = spec
         self._log_level = log_level
         self._store = RayStateStore()
-        node_id = ray.get_runtime_context().get_node_id()
+        actor_id, node_id = ray.get_runtime_context().get_actor_id(), ray.get_runtime_context().get_node_id()
+        assert actor_id is not None
+        self._id: str = actor_id
+        """The same in all lives."""
         self._logs = LogReader(node_id)
         self._own_log = LogSource(name="controller", belongs_to=frozenset(), node_id=node_id, path=own_log())
         self._changed = asyncio.Event()
@@ -81,6 +84,8 @@ class Controller:
         """Begin to serve what the spec says, and return the control address. Raises ClusterError or ModelError."""
         if self._resuming is not None:  # Ray repeats the call where the first life ended before it had answered
             await self._resuming
+        if self._has_stopped.is_set():
+            raise StartError("the service was stopped, and its controller is about to end; start another one then")
         if self._loop is None:
             saved = self._load()
             port = saved.control_port or self._spec.control_port
@@ -102,6 +107,9 @@ class Controller:
         try:
             saved = self._load()
             port = saved.control_port
+            if saved.ended_controller == self._id:
+                self._end()
+                return
             if port is None:
                 return  # `start` had not got so far, and is called again
             saved = replace(saved, num_restarts=saved.num_restarts + 1)
@@ -216,6 +224,9 @@ class Controller:
         except BaseException:
             logger.exception("the controller failed")
             os._exit(1)
+        self._end()
+
+    def _end(self) -> None:
         self._has_stopped.set()
         asyncio.get_running_loop().call_later(_EXIT_DELAY_S, _end_this_actor)
 
@@ -250,7 +261,7 @@ class Controller:
             await asyncio.to_thread(
                 leave_spares, self._own_log.node_id, SpareKind.SERVICE, count=count, lifetime_s=lifetime_s
             )
-        self._store.clear()  # last: a successor that found nothing would wait to be started
+        self._store.save(encode(SavedState(ended_controller=self._id)))  # last: a successor has nothing left to do
 
     def _save(self, state: SavedState) -> None:
         assert self._metrics is not None

@@ -76,6 +76,10 @@ class SavedState:
     """When, by the wall clock: a successor may run on another machine. Where that clock is set anew, what is under way
     has less time, or all that was left."""
 
+    ended_controller: str | None = None
+    """Id of the actor whose service was stopped to its end; a later life of the same one has nothing to do. All else is
+    forgotten then, and whoever has another id begins with nothing."""
+
     def left_of(self, left_s: float, now_s: float) -> float:
         """Return what is left at a time of the wall clock of what was left when this was saved; never more."""
         return max(0.0, left_s - max(0.0, now_s - self.saved_s))
@@ -89,9 +93,6 @@ class StateStore(Protocol):
 
     def save(self, data: bytes) -> None:
         """Keep it; when this returns, a successor would find it."""
-
-    def clear(self) -> None:
-        """Forget it."""
 
 
 def encode(state: SavedState) -> bytes:
@@ -128,10 +129,6 @@ class RayStateStore:
     def save(self, data: bytes) -> None:
         """Keep it."""
         _kv()._internal_kv_put(self._KEY, data, namespace=self._NAMESPACE)
-
-    def clear(self) -> None:
-        """Forget it."""
-        _kv()._internal_kv_del(self._KEY, namespace=self._NAMESPACE)
 
 
 def _kv() -> Any:

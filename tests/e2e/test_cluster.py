@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,15 @@ import grpc
 import openai
 import psutil
 import pytest
+import ray
 from helpers.live_cluster import Ask, Cluster, ask_alone, ask_together, scrape, wait_until
 from weft.v1 import control_pb2, inference_pb2, replica_pb2
 from weft.v1.inference_pb2_grpc import InferenceStub
 from weft.v1.replica_pb2_grpc import ReplicaStub
 
+from cluster.controller import CONTROLLER_NAME, NAMESPACE
 from cluster.errors import ControllerError
+from cluster.saved_state import RayStateStore, decode
 from router.client import Client, Completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -327,9 +331,14 @@ def test_stop_ends_the_service_though_the_controller_dies_meanwhile(cluster: Clu
     lost.join()
     refused = weft("scale", "tiny", "1", *cluster.control_flags)
     assert (refused.returncode, "the service is stopping" in refused.stderr) == (1, True)
+    successor = cluster.status().controller.pid
     os.kill(router, signal.SIGCONT)
+    wait_until(lambda: decode(RayStateStore().load() or b"").ended_controller, "all has stopped", poll_s=0.005)
+    with suppress(ProcessLookupError):  # where this is late, it has ended by itself
+        os.kill(successor, signal.SIGKILL)
     wait_until(lambda: cluster.service.wait_stopped(timeout_s=0.1), "controller ended")
     wait_until(lambda: not any(is_running(pid) for pid in pids), "ranks ended")
+    wait_until(lambda: not has_controller(), "a third controller, if any, ended: another service may begin")
     assert "no controller answers" in weft("status", *cluster.control_flags).stderr
 
 
@@ -338,6 +347,14 @@ def has_successor(cluster: Cluster, old_pid: int) -> bool:
         return cluster.status().controller.pid != old_pid
     except ControllerError:
         return False
+
+
+def has_controller() -> bool:
+    try:
+        ray.get_actor(CONTROLLER_NAME, NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 def is_running(pid: int) -> bool:

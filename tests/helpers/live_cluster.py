@@ -52,12 +52,14 @@ class Cluster:
             client.wait_ready(RECOVERY_TIMEOUT_S, replicas=self.num_replicas)
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = RECOVERY_TIMEOUT_S) -> None:
+def wait_until(
+    condition: Callable[[], object], what: str, timeout_s: float = RECOVERY_TIMEOUT_S, *, poll_s: float = 0.05
+) -> None:
     """Poll a condition; fail when it does not come true in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.05)
+        time.sleep(poll_s)
 
 
 def scrape(address: str, **labels: str) -> dict[str, float]:
