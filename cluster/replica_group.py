@@ -110,7 +110,9 @@ class ReplicaGroup:
         self._end_by_s = 0.0  # of the clock; only while it is ending
         self._limit: asyncio.Timeout | None = None  # the same of the event loop, while the ending waits
         self._is_known = asyncio.Event()  # set when it is not, or no longer, adopting
-        if not self.is_adopting:
+        if self.is_adopting:
+            self.lifecycle.wait("a new controller looks for its processes")
+        else:
             self._is_known.set()
         self._node_ids = record.node_ids if self.is_adopting else ()
         self._places: tuple[RankPlace, ...] = ()
@@ -189,6 +191,11 @@ class ReplicaGroup:
         """Take note of an end that came by itself."""
         if self._task is not None and self._task.done() and not self._task.cancelled():  # else `stop` is about to
             self._note_end(self._task, self._clock())
+
+    def adopt(self) -> None:
+        """Begin to look for its last life, where it is adopting. Never blocks; idempotent."""
+        if self.is_adopting and self._task is None:
+            self._begin_life()
 
     def reconcile(self) -> None:
         """Take note of an end, and form the group when it should be. Never blocks; idempotent."""
@@ -313,8 +320,7 @@ class ReplicaGroup:
 
     async def _end(self) -> None:
         if self.is_adopting:
-            if self._task is None:  # there is no pass any more in a stop, and what is not looked for is not ended
-                self._begin_life()
+            self.adopt()  # what is not looked for is not ended
             await self._within_grace(self._is_known.wait())
         was_ready = self.lifecycle.state is GroupState.READY
         self.lifecycle.drain(self._clock())

@@ -143,6 +143,7 @@ class WantedState:
         if self.is_stopping:
             for group in self._groups:
                 group.observe()  # an adoption may end, for which a stop waits
+                group.adopt()  # and begins before its turn to stop comes, after the routers'
             self._groups = [group for group in self._groups if not group.is_gone]
             return
         num_groups = len(self._groups)

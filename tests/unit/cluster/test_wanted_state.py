@@ -313,6 +313,35 @@ async def test_a_stop_is_gone_on_with_by_the_next_controller(bench: Bench) -> No
     await lost
 
 
+async def test_groups_of_a_stop_that_the_next_controller_goes_on_with_are_told_as_they_are(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    bench.router.may_stop.clear()
+    lost = asyncio.create_task(bench.state.shut_down(60.0))
+    await turns()
+    bench.restart()
+
+    def told() -> list[tuple[str, str]]:
+        return [(control_pb2.GroupState.Name(group.state), group.detail) for group in bench.model().groups]
+
+    finishing = asyncio.create_task(bench.state.finish_stop())
+    bench.state.reconcile()
+    await turns()
+    assert told() == [("GROUP_STATE_PENDING", "a new controller looks for its processes")] * 2
+    for life in bench.forms.lives:
+        life.holds_requests = True
+        life.be_adopted()
+    assert told() == [("GROUP_STATE_READY", "")] * 2, "for requests that routers finish"
+    bench.router.may_stop.set()
+    await turns()
+    assert told() == [("GROUP_STATE_DRAINING", "finishes its requests")] * 2
+    for life in bench.forms.lives:
+        life.requests_ended.set()
+    async with asyncio.timeout(10):
+        await asyncio.gather(finishing, lost)
+    assert [life.replica_id for life in bench.forms.lives] == ["m-0.1", "m-1.1"]
+
+
 async def test_the_next_controller_gives_a_stop_the_least_grace_that_was_asked_for(bench: Bench) -> None:
     await bench.apply({})
     bench.router.may_stop.clear()
