@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 _ADOPT_TIMEOUT_S = 10.0
 _LOAD_TIMEOUT_S = 2.0
+_HEAR_TIMEOUT_S = 1.0  # for a rank, which may hang, to be told that its end is wanted
 _DEATH_TIMEOUT_S = 10.0  # for a rank that does not answer to be known as dead, with the reason
 _RANK_ACTOR = ray.remote(RankActor)
 
@@ -124,6 +126,7 @@ class Formation:
         self._actors: list[Any] = []
         self._stages: Sequence[_Stage] = ()
         """Empty before the ranks are created."""
+        self._have_begun = False  # the ranks, so that they answer
         self._start_by_s = 0.0  # of the event loop; from when it has its place, or was found
         self._leaving: asyncio.Task[None] | None = None
 
@@ -141,7 +144,7 @@ class Formation:
             is_stopped = True
             raise
         finally:
-            await see_through(self._tear_down())
+            await see_through(self._tear_down(is_wanted=is_stopped))
             if self._leaving is not None:
                 await self._leaving
                 if is_stopped:  # those that wait do so for longer, and those that have gone are replaced
@@ -187,9 +190,9 @@ class Formation:
         host, port = "", 0
         if len(self._actors) > 1:
             host, port = await self._actors[0].open_rendezvous.remote()
-        self._listener.on_ranks(
-            await asyncio.gather(*(_await(actor.begin.remote(host, port)) for actor in self._actors))
-        )
+        places = await asyncio.gather(*(_await(actor.begin.remote(host, port)) for actor in self._actors))
+        self._have_begun = True
+        self._listener.on_ranks(places)
 
     async def _adopt(self) -> Outcome | None:
         """Find the processes of the replica; an outcome when not every one of them runs."""
@@ -205,6 +208,7 @@ class Formation:
             return Outcome(message=f"did not answer a new controller within {_ADOPT_TIMEOUT_S:g} s")
         if not all(report.has_begun for report in reports):
             return Outcome(message="its controller died while it was being started")
+        self._have_begun = True
         self._limit_start()
         self._listener.on_adopted([report.place for report in reports], reports[0].addresses)
         return None
@@ -359,8 +363,17 @@ class Formation:
             most, lifetime_s = stage.num_node_ranks, self._spec.spare_s
             leave_spares(stage.node_id, SpareKind.RANK, count=count, most=most, lifetime_s=lifetime_s)
 
-    async def _tear_down(self) -> None:
+    async def _announce_end(self) -> None:
+        """Tell the ranks that their end is wanted, which they would warn of; that one does not hear it does no harm."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_HEAR_TIMEOUT_S):
+                heard = (_await(actor.expect_end.remote()) for actor in self._actors)
+                await asyncio.gather(*heard, return_exceptions=True)
+
+    async def _tear_down(self, *, is_wanted: bool) -> None:
         """End what is left of the processes and give the place back, and do not rest before Ray has heard it."""
+        if is_wanted and self._have_begun:
+            await self._announce_end()
         actors, self._actors = self._actors, []
         await asyncio.gather(*(ask_until_told(end_actor, actor) for actor in actors))
         await self._give_back()

@@ -150,6 +150,7 @@ class RankActor:
         self._is_ready = asyncio.Event()
         self._run: asyncio.Task[Outcome] | None = None
         self._termination: asyncio.Task[None] | None = None
+        self._end_level = logging.WARNING  # of a SIGTERM and what comes of it
 
     async def begin(self, host: str, port: int) -> RankPlace:
         """Begin to load the model and to work; say where this rank runs."""
@@ -193,7 +194,7 @@ class RankActor:
             else:
                 await asyncio.to_thread(self._follow, config, host, port)
         except (GroupTerminatedError, RouterConfigError) as error:  # files may be missing for a moment only
-            logger.warning("rank %d of %s ends: %s", self._spec.rank, self._spec.replica_id, error)
+            logger.log(self._end_level, "rank %d of %s ends: %s", self._spec.rank, self._spec.replica_id, error)
             return self._end(Outcome(message=f"rank {self._spec.rank}: {error}"))
         except (ModelError, EngineConfigError, ClusterError, RecordingError) as error:
             logger.error("rank %d of %s refused: %s", self._spec.rank, self._spec.replica_id, error)
@@ -214,8 +215,12 @@ class RankActor:
             os._exit(1)  # it has no requests yet
         await self._leader.terminate(self._spec.drain_timeout_s)
 
+    async def expect_end(self) -> None:
+        """Know that the end of this rank is wanted: Ray ends its process next, by SIGTERM."""
+        self._end_level = logging.INFO
+
     def _on_sigterm(self) -> None:
-        logger.warning("rank %d of %s was sent SIGTERM", self._spec.rank, self._spec.replica_id)
+        logger.log(self._end_level, "rank %d of %s was sent SIGTERM", self._spec.rank, self._spec.replica_id)
         self._termination = asyncio.create_task(self._terminate_group())
 
     async def _terminate_group(self) -> None:

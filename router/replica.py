@@ -134,7 +134,8 @@ class ReplicaLink(ReplicaBook):
                 if task.cancelling():  # a TaskGroup that fails in the same moment keeps the cancellation to itself
                     raise asyncio.CancelledError
                 if self.state is LinkState.READY and not self._may_leave.is_set():
-                    logger.warning("replica %s: stream broke: %s", self.replica_id, reason)
+                    level = logging.WARNING if self.is_ready else logging.INFO  # else it was about to leave
+                    logger.log(level, "replica %s: stream broke: %s", self.replica_id, reason)
                     self.breaker.fail(self._clock())
                 elif not self._may_leave.is_set():
                     level = logging.DEBUG if reason == told else logging.WARNING

@@ -34,6 +34,8 @@ class FakeRank:
         self.ready = FakeMethod(hang)
         self.ended = FakeMethod(lambda: asyncio.ensure_future(hang()))
         self.progress = FakeMethod(self._progress)
+        self.expect_end = FakeMethod(self._expect_end)
+        self.num_expected = 0
         self.options = lambda **_: self  # of its class, of which it is the only one
         self.remote = lambda _: self
 
@@ -43,6 +45,9 @@ class FakeRank:
 
     async def _progress(self) -> float:
         return 0.5
+
+    async def _expect_end(self) -> None:
+        self.num_expected += 1
 
 
 class FakePlace:
@@ -180,6 +185,23 @@ async def test_group_that_is_placed_on_a_node_that_is_drained_meanwhile_is_place
     assert fake_ray.killed == [fake_ray.rank]
 
 
+@pytest.mark.parametrize("answers", [True, False])
+async def test_ranks_hear_of_an_end_that_is_wanted_before_it_comes(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    monkeypatch.setattr(formation, "_HEAR_TIMEOUT_S", 0.05)
+    if not answers:  # it hangs
+        fake_ray.rank.expect_end = FakeMethod(hang)
+    running = asyncio.create_task(make_formation(tmp_path, listener).run())
+    async with asyncio.timeout(10):
+        await listener.has_ranks.wait()
+    assert (fake_ray.rank.num_expected, fake_ray.killed) == (0, [])
+    running.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.wait([running])
+    assert (fake_ray.rank.num_expected, fake_ray.killed) == (int(answers), [fake_ray.rank])
+
+
 async def test_rank_that_never_begins_ends_the_life_at_its_start_timeout(
     fake_ray: FakeRay, listener: Listener, tmp_path: Path
 ) -> None:
@@ -204,6 +226,7 @@ async def test_a_start_that_ray_can_no_longer_follow_ends_though_its_ranks_live(
         outcome = await make_formation(tmp_path, listener, start_timeout_s=60.0).run()
     assert "the connection broke" in outcome.message
     assert fake_ray.killed == [fake_ray.rank]
+    assert fake_ray.rank.num_expected == 0, "nobody wanted that"
 
 
 async def test_a_rank_that_dies_while_it_starts_tells_why(

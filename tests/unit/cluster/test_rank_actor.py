@@ -1,5 +1,6 @@
 import asyncio
 import json
+import logging
 import os
 import shutil
 import sys
@@ -149,6 +150,25 @@ async def test_rank_whose_engine_fails_ends_its_process(
     rank._leader._on_failure(RuntimeError("rank 1 is gone"))
     outcome = await ended
     assert (outcome.message, outcome.is_refusal) == ("rank 0: rank 1 is gone", False)
+    assert exits == [1]
+
+
+@pytest.mark.parametrize(("is_expected", "level"), [(True, logging.INFO), (False, logging.WARNING)])
+async def test_rank_that_is_sent_sigterm_warns_of_it_where_nobody_said_that_its_end_is_wanted(
+    folder: Path, exits: list[int], caplog: pytest.LogCaptureFixture, is_expected: bool, level: int
+) -> None:
+    caplog.set_level(logging.INFO, "cluster.rank_actor")
+    rank = actor(folder)
+    ended = asyncio.create_task(run(rank))
+    await asyncio.wait_for(rank.ready(), 60)
+    if is_expected:
+        await rank.expect_end()
+    rank._on_sigterm()
+    assert (await ended).message == "rank 0: was told to end by SIGTERM"
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (level, "rank 0 of m-0.1 was sent SIGTERM"),
+        (level, "rank 0 of m-0.1 ends: was told to end by SIGTERM"),
+    ]
     assert exits == [1]
 
 

@@ -1,6 +1,7 @@
 """The link to one replica, beyond what failover and directory tests see of it."""
 
 import asyncio
+import logging
 import random
 import threading
 import time
@@ -98,6 +99,26 @@ async def test_request_that_is_aborted_before_it_was_sent_is_not_sent() -> None:
         assert not replica.aborts
         running.cancel()
         await asyncio.wait((running,))
+
+
+@pytest.mark.parametrize(("is_draining", "level"), [(True, logging.INFO), (False, logging.WARNING)])
+async def test_stream_of_a_replica_that_was_about_to_leave_breaks_without_a_warning(
+    caplog: pytest.LogCaptureFixture, is_draining: bool, level: int
+) -> None:
+    caplog.set_level(logging.INFO, "router.replica")
+    async with FakeReplica("a") as replica:
+        link = link_to(replica)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        if is_draining:
+            replica.drain()
+            await until(lambda: not link.is_ready)
+        replica.break_streams()
+        await until(lambda: replica.num_connections == 2)
+        running.cancel()
+        await asyncio.wait((running,))
+    broke = [record.levelno for record in caplog.records if "stream broke" in record.getMessage()]
+    assert broke == [level]
 
 
 class _LastWords(ReplicaServicer):
