@@ -179,7 +179,7 @@ class ReplicaLink(ReplicaBook):
                 logger.error("replica %s: the stream failed unexpectedly", self.replica_id, exc_info=unexpected)
             elif unexpected is not None:
                 raise
-            return _describe(group)
+            return _describe(group, was_ready=self.state is LinkState.READY)
         except RouterConfigError as error:  # a TLS file that went away
             return str(error)
         raise AssertionError("a connection ends with an exception")
@@ -323,12 +323,17 @@ async def _read_frame(frames: _Frames) -> replica_pb2.ConnectResponse:
     return frame
 
 
-def _describe(group: BaseExceptionGroup[BaseException]) -> str:
+_LOST = frozenset((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED))
+"""What gRPC makes of a connection that breaks, INTERNAL where it is writing; no replica ends a stream with these."""
+
+
+def _describe(group: BaseExceptionGroup[BaseException], *, was_ready: bool) -> str:
     error = group.exceptions[0]
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
+        told = f"{error.code().name}: {error.details()}"
+        return f"the connection to the replica was lost ({told})" if was_ready and error.code() in _LOST else told
     return str(error) or type(error).__name__
 
 

@@ -126,7 +126,9 @@ class _LastWords(ReplicaServicer):
 
     num_frames = 200
 
-    def __init__(self) -> None:
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self._code = code
+        self._details = details
         self.has_ended = threading.Event()
 
     def Connect(  # noqa: N802
@@ -140,11 +142,29 @@ class _LastWords(ReplicaServicer):
         for i in range(self.num_frames):
             output = replica_pb2.RequestOutput(request_id=request_id, token_ids=[i])
             yield replica_pb2.ConnectResponse(frame=1 + i, outputs=[output])
-        context.abort(grpc.StatusCode.UNAVAILABLE, "its last words")
+        context.abort(self._code, self._details)
 
 
-async def test_what_came_before_the_end_of_a_stream_is_read_though_nothing_can_be_written_any_more() -> None:
-    replica = _LastWords()
+@pytest.mark.parametrize(
+    ("code", "details", "reason"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "its last words", "RESOURCE_EXHAUSTED: its last words"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "Socket closed",
+            "the connection to the replica was lost (UNAVAILABLE: Socket closed)",
+        ),
+        (  # what gRPC makes of a write to a process that is gone
+            grpc.StatusCode.INTERNAL,
+            "Internal error from Core",
+            "the connection to the replica was lost (INTERNAL: Internal error from Core)",
+        ),
+    ],
+)
+async def test_what_came_before_the_end_of_a_stream_is_read_though_nothing_can_be_written_any_more(
+    code: grpc.StatusCode, details: str, reason: str
+) -> None:
+    replica = _LastWords(code, details)
     server = grpc.server(ThreadPoolExecutor(2))
     add_ReplicaServicer_to_server(replica, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -162,7 +182,7 @@ async def test_what_came_before_the_end_of_a_stream_is_read_though_nothing_can_b
         received = await inbox.take()
         tokens += received.token_ids
     assert tokens == list(range(replica.num_frames))
-    assert received.ending == ReplicaLost(reason="UNAVAILABLE: its last words")
+    assert received.ending == ReplicaLost(reason=reason)
     running.cancel()
     await until(lambda: asyncio.all_tasks() == tasks_before)
     await asyncio.to_thread(server.stop(None).wait)
