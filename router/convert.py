@@ -175,8 +175,8 @@ def check_sampling(sampling: pb.SamplingParams) -> None:
         raise _refused("top_p", sampling.top_p, "more than 0, at most 1")
     _check(sampling, "top_k", -1, math.inf, "at least 1, or 0 or -1 for off")
     _check(sampling, "min_p", 0, 1, "0 to 1")
-    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty <= 2:
-        raise _refused("repetition_penalty", sampling.repetition_penalty, "more than 0, at most 2")
+    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty < math.inf:
+        raise _refused("repetition_penalty", sampling.repetition_penalty, "a finite number, more than 0")
     _check(sampling, "presence_penalty", -2, 2, "-2 to 2")
     _check(sampling, "frequency_penalty", -2, 2, "-2 to 2")
     _check(sampling, "max_tokens", 1, math.inf, "at least 1")

@@ -76,9 +76,9 @@ class SamplingParams:
         _check("top_k", self.top_k, 0, 2**31, "at least 0 (0: off)")
         _check("min_p", self.min_p, 0.0, 1.0, "0 to 1")
         _check("seed", self.seed, 0, 2**64 - 1, "0 to 2**64 - 1")
-        if not 0 < self.repetition_penalty <= 2:
+        if not 0 < self.repetition_penalty < math.inf:
             raise InvalidRequestError(
-                f"repetition_penalty is {self.repetition_penalty}; allowed: more than 0, at most 2"
+                f"repetition_penalty is {self.repetition_penalty}; allowed: a finite number, more than 0"
             )
         _check("presence_penalty", self.presence_penalty, -2.0, 2.0, "-2 to 2")
         _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "-2 to 2")

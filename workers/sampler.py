@@ -33,8 +33,8 @@ Int64Array = npt.NDArray[np.int64]
 
 _RANDOM, _EDITED, _LOGPROBS = 1, 2, 4
 _NO_FLAGS = np.empty(0, np.int64)
-_LEAST_FACTOR = 1e-9
-"""Of the repetition penalty: logits that are divided by less may become infinite."""
+_LEAST_FACTOR, _LARGEST_FACTOR = 1e-9, 1e9
+"""Of the repetition penalty: logits that are divided by less, or multiplied by more, may become infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ class _PenaltyEdit:
         params = penalties.params
         self._places.append(ids + first_place)
         self._offsets.append(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
-        self._factors.append(max(params.repetition_penalty, _LEAST_FACTOR))
+        self._factors.append(min(max(params.repetition_penalty, _LEAST_FACTOR), _LARGEST_FACTOR))
 
     def apply(self, logits: Tensor) -> None:
         """Divide positive logits by the repetition penalty, multiply the others, then subtract the other two."""

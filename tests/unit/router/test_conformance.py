@@ -99,7 +99,7 @@ def log_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 # What the replica gets
 
 SAMPLING: dict[str, object] = {
-    "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.05, "repetition_penalty": 1.1, "min_tokens": 2,
+    "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.05, "repetition_penalty": 2.5, "min_tokens": 2,
     "presence_penalty": -0.5, "frequency_penalty": 0.3, "logprobs": 3, "stop": ["??", "!"], "stop_token_ids": [4, 5],
     "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
 }  # fmt: skip
@@ -383,7 +383,7 @@ BAD_REQUESTS = {
     "top_k": (hello(top_k=-2), None, "top_k is -2; allowed: at least 1, or 0 or -1 for off"),
     "min_p": (hello(min_p=1.1), None, "min_p is 1.1; allowed: 0 to 1"),
     "repetition_penalty": (
-        hello(repetition_penalty=0), None, "repetition_penalty is 0.0; allowed: more than 0, at most 2",
+        hello(repetition_penalty=0), None, "repetition_penalty is 0.0; allowed: a finite number, more than 0",
     ),
     "presence_penalty": (hello(presence_penalty=-2.5), None, "presence_penalty is -2.5; allowed: -2 to 2"),
     "frequency_penalty": (hello(frequency_penalty=3), None, "frequency_penalty is 3.0; allowed: -2 to 2"),

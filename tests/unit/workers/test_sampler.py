@@ -228,6 +228,17 @@ def test_the_least_repetition_penalty_keeps_logits_finite() -> None:
     assert (token.token_id, token.error) == (1, None)
 
 
+def test_the_largest_repetition_penalty_leaves_a_choice_among_tokens_that_were_all_seen() -> None:
+    token = sample_one([-3.0, -2.0, -4.0], prompt=(0, 1, 2), temperature=0.0, repetition_penalty=3.4e38)
+    assert (token.token_id, token.error) == (1, None)
+
+
+@pytest.mark.parametrize("penalty", [0.0, -1.0, math.inf, math.nan])
+def test_a_repetition_penalty_that_is_no_positive_number_is_refused(penalty: float) -> None:
+    with pytest.raises(InvalidRequestError, match="allowed: a finite number, more than 0"):
+        SamplingParams(repetition_penalty=penalty)
+
+
 def test_penalties_of_a_resumed_sequence_equal_those_kept_step_by_step() -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
     output = tuple(int(t) for t in torch.randint(0, 500, (300,), generator=torch.Generator().manual_seed(2)))
