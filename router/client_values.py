@@ -21,8 +21,9 @@ import grpc
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
-Messages = Sequence[Mapping[str, str]]
-"""A conversation: each message has `role`, `content` and, where wanted, `name`."""
+Messages = Sequence[Mapping[str, str | Sequence[str | Mapping[str, str]] | None]]
+"""A conversation: each message has `role`, `content` and, where wanted, `name`. A content is a string, or a list of
+strings and `{"type": "text", "text": ...}`, which are joined by line ends; an assistant's may be None."""
 
 
 class ClientError(Exception):

@@ -29,6 +29,8 @@ from router.client_values import (
     UnavailableError,
     Usage,
 )
+from router.errors import InvalidRequestError
+from router.message_content import content_text
 
 _MAX_TIMEOUT_S = 1e9  # as over HTTP
 
@@ -185,16 +187,22 @@ def _to_chat(
     continue_final_message: bool = False,
 ) -> pb.ChatPrompt:
     """Return the wire form of a conversation."""
-    allowed = {"role", "content", "name"}
-    for index, message in enumerate(messages):
-        if not {"role", "content"} <= message.keys() <= allowed:
-            raise _refused(f"messages[{index}] has the keys {sorted(message)}; allowed: role, content and maybe name")
     return pb.ChatPrompt(
-        messages=[pb.ChatMessage(**message) for message in messages],
+        messages=[_to_message(index, message) for index, message in enumerate(messages)],
         chat_template_kwargs_json=json.dumps(chat_template_kwargs, allow_nan=False) if chat_template_kwargs else "",
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
     )
+
+
+def _to_message(index: int, message: Mapping[str, Any]) -> pb.ChatMessage:
+    if not {"role"} <= message.keys() <= {"role", "content", "name"}:
+        raise _refused(f"messages[{index}] has the keys {sorted(message)}; allowed: role, content and maybe name")
+    try:
+        text = content_text(message.get("content"), role=message["role"], place=f"messages[{index}].content")
+    except InvalidRequestError as error:
+        raise _refused(str(error)) from error
+    return pb.ChatMessage(role=message["role"], content=text, name=message.get("name") or "")
 
 
 def _to_logprobs(position: pb.TokenLogprobs) -> TokenLogprobs:

@@ -17,6 +17,7 @@ from weft.v1 import inference_pb2 as pb
 from router.call import ChatMessage, Conversation, GenerateCall
 from router.convert import MAX_LOGPROBS, check_num_messages, check_stop, check_template_kwargs_size, opens_turn
 from router.errors import InvalidRequestError
+from router.message_content import content_text
 from router.openai_fields import NULL, is_set, read_json, refuse_unserved
 
 MAX_CHOICES = 128
@@ -38,18 +39,11 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = False
 
 
-class ContentPart(Struct, kw_only=True):
-    """One part of a message's content."""
-
-    type: str
-    text: str | None = None
-
-
 class Message(Struct, kw_only=True):
     """One message of a conversation."""
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | list[str | dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: msgspec.Raw = NULL
     function_call: msgspec.Raw = NULL
@@ -335,22 +329,5 @@ def _to_chat_message(index: int, message: Message) -> ChatMessage:
         raise InvalidRequestError(f"messages[{index}] holds tool calls, which are not supported yet", field="messages")
     # OpenAI's newer name for the system's voice; chat templates know the older one
     role = "system" if message.role == "developer" else message.role
-    return ChatMessage(role=role, content=_content_text(index, message.content), name=message.name or "")
-
-
-def _content_text(index: int, content: str | list[ContentPart] | None) -> str:
-    """Return a message's text; text parts are joined by line ends."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise InvalidRequestError(
-            f"messages[{index}].content is missing; allowed: a string or a list of text parts", field="messages"
-        )
-    for number, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            raise InvalidRequestError(
-                f"messages[{index}].content[{number}] is a part of type {part.type!r}; "
-                'allowed: {"type": "text", "text": ...}',
-                field="messages",
-            )
-    return "\n".join(part.text for part in content if part.text is not None)
+    content = content_text(message.content, role=role, place=f"messages[{index}].content")
+    return ChatMessage(role=role, content=content, name=message.name or "")

@@ -127,6 +127,14 @@ async def test_generate_streams_deltas_and_ends_with_finish(client: AsyncClient)
             },
         ),
         (
+            {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}, {"role": "assistant"}]},
+            {
+                "chat": Conversation(
+                    messages=(ChatMessage(role="user", content="a\nb"), ChatMessage(role="assistant", content=""))
+                )
+            },
+        ),
+        (
             {"messages": [USER], "continue_final_message": True},
             {
                 "chat": Conversation(
@@ -189,7 +197,12 @@ async def test_every_option_arrives(client: AsyncClient, dispatch: FakeDispatch)
         ({"prompt": "Hi", "temperature": "hot"}, "temperature does not fit its field"),
         ({"prompt": "Hi", "stop": [1]}, "stop does not fit its field"),
         ({"prompt": [-1]}, "does not fit"),
-        ({"messages": [{"role": "user"}]}, "messages[0] has the keys ['role']"),
+        ({"messages": [{"content": "Hi"}]}, "messages[0] has the keys ['content']"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing; allowed: a string or a list of text par"),
+        ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content is missing"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is of type int; allowed: a string or"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "is a part of type 'image_url'; allo"),
+        ({"messages": [{"role": 3, "content": "Hi"}]}, "does not fit"),
         ({"messages": [{"role": "user", "content": "Hi", "tool": "x"}]}, "messages[0] has the keys"),
         ({"prompt": "Hi", "chat_template_kwargs": {"think": False}}, "allowed: with messages"),
         ({"prompt": "Hi", "continue_final_message": True}, "continue_final_message with a prompt that is no conver"),
@@ -209,7 +222,7 @@ def test_what_cannot_be_sent_is_refused_here(arguments: dict[str, Any], said: st
 async def test_what_cannot_be_sent_to_be_tokenized_is_refused_here(client: AsyncClient, target: str) -> None:
     for work in (
         lambda sync: sync.tokenize("\ud800"),
-        lambda sync: sync.tokenize([{"role": "user", "content": ["Hi"]}]),
+        lambda sync: sync.tokenize([{"role": "user", "content": "\ud800"}]),
         lambda sync: sync.tokenize([USER], chat_template_kwargs={"think": {1}}),
         lambda sync: sync.detokenize([-1]),
         lambda sync: sync.detokenize("Hi"),

@@ -143,9 +143,10 @@ async def test_openai_chat(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -
         model=MODEL,
         messages=[
             {"role": "developer", "content": "Be brief."},
+            {"role": "assistant", "content": None},
             {
                 "role": "user",
-                "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}],
+                "content": [{"type": "text", "text": "One"}, "two"],  # type: ignore[list-item]
                 "name": "U",
             },
         ],
@@ -159,6 +160,7 @@ async def test_openai_chat(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -
     assert dispatch.calls[0].chat == Conversation(
         messages=(
             ChatMessage(role="system", content="Be brief."),
+            ChatMessage(role="assistant", content=""),
             ChatMessage(role="user", content="One\ntwo", name="U"),
         )
     )
@@ -638,7 +640,11 @@ async def test_completion_that_is_refused_names_the_field(
         ({"messages": "Hi"}, "messages", "messages has"),
         ({"messages": [{"content": "Hi"}]}, "messages", "messages[0].role is missing"),
         ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is missing"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages", "messages[0].content is missing"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages[0].content has"),
+        ({"messages": [{"role": "user", "content": ["a", 3]}]}, "messages", "messages[0].content[1] has"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "content[0] has no text"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages", "content[0] is no part; allowed"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
