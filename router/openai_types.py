@@ -305,7 +305,7 @@ def parse_request(body: bytes, kind: type[R]) -> R:
     request = read_json(body, kind)
     has_messages = isinstance(request, ChatCompletionRequest)
     refuse_unserved(body, add_special_tokens=(None, not has_messages), has_messages=has_messages, n=request.n)
-    if request.stream_options is not None and not request.stream:
+    if (request.include_usage or request.include_usage_so_far) and not request.stream:
         raise InvalidRequestError("stream_options is set and stream is not true; allowed: both", field="stream_options")
     return request
 

@@ -614,6 +614,7 @@ async def test_every_form_of_prompt(
         ({"seed": 0.5}, "seed", "seed has"),
         ({"stream": "yes"}, "stream", "stream has"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options", "stream is not true"),
         ({"echo": True}, "echo", "not echoed"),
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "allowed: with messages"),
@@ -871,6 +872,9 @@ async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient)
     response = await chat(http, **labels, **nothing, **unknown, add_special_tokens=False, modalities=["text"])
 
     assert response.status_code == 200
+
+    for options in (None, {}, {"include_usage": False}, {"include_obfuscation": False}):
+        assert (await chat(http, stream_options=options)).status_code == 200, options
 
     response = await chat(http, stream=True, stream_options={"include_usage": None, "continuous_usage_stats": None})
 
