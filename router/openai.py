@@ -1,8 +1,8 @@
 """The OpenAI-compatible HTTP front: a thin transcoder over the dispatcher that the gRPC front uses too.
 
-    POST /v1/completions          openai_types.py: what may be asked       GET /health    the process lives
-    POST /v1/chat/completions     openai_render.py: what is answered       GET /ready     a model has a ready replica
-    GET  /v1/models[/{id}]                                                 GET /version
+    POST /v1/completions          openai_types.py: what may be asked   GET /health, /ping   the process lives
+    POST /v1/chat/completions     openai_render.py: what is answered   GET /ready           a model has a ready replica
+    GET  /v1/models[/{id}]                                             GET /version
     POST /tokenize, /detokenize   openai_exchange.py: how it is sent
 
 A request's errors keep their HTTP status in streams too: nothing is sent before the first delta. An error after it
@@ -105,6 +105,7 @@ def create_app(
             Route("/tokenize", front.tokenize, methods=["POST"]),
             Route("/detokenize", front.detokenize, methods=["POST"]),
             Route("/health", front.health),
+            Route("/ping", front.health),
             Route("/ready", front.tell_ready),
             Route("/version", front.tell_version),
         ],

@@ -989,7 +989,9 @@ async def test_health_readiness_and_version(dispatch: FakeDispatch) -> None:
     is_ready = False
     transport = httpx.ASGITransport(create_app(dispatch, ready=lambda: is_ready))
     async with httpx.AsyncClient(transport=transport, base_url="http://weft") as http:
-        assert (await http.get("/health")).status_code == 200
+        for path in ("/health", "/ping"):
+            response = await http.get(path)
+            assert (response.status_code, response.json()) == (200, {"status": "ok"})
         assert (await http.get("/ready")).status_code == 503
         is_ready = True
         assert (await http.get("/ready")).status_code == 200
