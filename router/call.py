@@ -105,5 +105,8 @@ class Dispatch(Protocol):
         """Return what each token reads as on its own. For the tokens of an answer, whose deltas tell `text`: ids are
         not checked, and no place is needed."""
 
+    async def prompt_text(self, text: ModelText, token_ids: Sequence[int]) -> str:
+        """Return what the prompt of an answer reads as, special tokens written out; as `token_names` otherwise."""
+
     def list_models(self) -> list[ModelCard]:
         """Return the models served now."""

@@ -144,6 +144,11 @@ class Dispatcher:
         """Return what each token of an answer reads as on its own. The answer had its place; its names need none."""
         return await self._names.of(await self._pool.get(text), token_ids)
 
+    async def prompt_text(self, text: ModelText, token_ids: Sequence[int]) -> str:
+        """Return what the prompt of an answer reads as, special tokens written out; as `token_names` otherwise."""
+        tokenizer = await self._pool.get(text)
+        return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens=False)
+
     def list_models(self) -> list[ModelCard]:
         """Return the models served now."""
         return [

@@ -238,6 +238,7 @@ class _Front:
             response_id=response_id,
             created=int(time.time()),
             choices_per_prompt=asked.num_choices,
+            echoes=asked.echoes,
             include_usage=asked.include_usage,
             include_usage_so_far=asked.include_usage_so_far,
             dispatch=self._dispatch,

@@ -48,7 +48,6 @@ _UNSERVED: Mapping[str, str] = {
     "tools": "tool calls are not supported yet",
     "functions": "function calls are not supported yet",
     "logit_bias": "logit_bias is not supported yet",
-    "echo": "the prompt is not echoed; send it along with the answer yourself",
     "suffix": "insertion is not supported",
     "use_beam_search": "beam search is not supported",
     "prompt_logprobs": "log-probabilities of the prompt are not supported yet",
@@ -87,8 +86,13 @@ _LIMITED = (
 _OF_CONVERSATIONS = ("chat_template_kwargs", "continue_final_message")
 """Fields that say something of a chat template, which a prompt without messages does not go through."""
 
+_OF_TEXTS = ("echo",)
+"""Fields that say something of a text that goes on, which a conversation is not."""
+
 _Others = msgspec.defstruct(
-    "_Others", [(name, msgspec.Raw, NULL) for name in (*_UNSERVED, *_LIMITED, *_OF_CONVERSATIONS)], kw_only=True
+    "_Others",
+    [(name, msgspec.Raw, NULL) for name in (*_UNSERVED, *_LIMITED, *_OF_CONVERSATIONS, *_OF_TEXTS)],
+    kw_only=True,
 )
 """These fields as they were written: a value of megabytes is not read. Fields that nobody knows are skipped."""
 
@@ -123,11 +127,11 @@ def refuse_unserved(
     for name, reason in _UNSERVED.items():
         if is_set(getattr(others, name)):
             raise InvalidRequestError(f"{name} is set: {reason}", field=name)
-    for name in () if has_messages else _OF_CONVERSATIONS:
+    for name in _OF_TEXTS if has_messages else _OF_CONVERSATIONS:
         if is_set(getattr(others, name)):
-            raise InvalidRequestError(
-                f"{name} is set for a prompt that is no conversation; allowed: with messages", field=name
-            )
+            seen = "conversation" if has_messages else "prompt that is no conversation"
+            instead = "prompt" if has_messages else "messages"
+            raise InvalidRequestError(f"{name} is set for a {seen}; allowed: with {instead}", field=name)
     allowed_values: Mapping[str, tuple[object, ...]] = {
         "tool_choice": (None, "none", "auto"),
         "function_call": (None, "none", "auto"),

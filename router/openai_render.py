@@ -50,6 +50,7 @@ class Choice:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.has_begun = False
         self.text: list[str] = []
         self.logprobs: Json = {}
         """As they are answered."""
@@ -77,6 +78,7 @@ class Renderer(ABC):
         response_id: str,
         created: int,
         choices_per_prompt: int,
+        echoes: bool = False,
         include_usage: bool,
         include_usage_so_far: bool = False,
         dispatch: Dispatch,
@@ -85,6 +87,8 @@ class Renderer(ABC):
         self._id = response_id
         self._created = created
         self._choices_per_prompt = choices_per_prompt
+        self._echoes = echoes
+        self._prompt_texts: dict[int, str] = {}  # by the prompt's number
         self._include_usage = include_usage
         self._include_usage_so_far = include_usage_so_far
         self._dispatch = dispatch
@@ -105,7 +109,7 @@ class Renderer(ABC):
     async def add(self, index: int, delta: GenerateDelta) -> None:
         """Keep one delta of a choice for `whole`."""
         choice = self._note(index, delta)
-        choice.text.append(delta.text)
+        choice.text.append(await self._beginning(choice) + delta.text)
         if delta.logprobs:  # rendered as they come: those of a whole answer would hold up all streams for a second
             _append(choice.logprobs, await self._logprobs(choice, delta.logprobs))
 
@@ -127,6 +131,21 @@ class Renderer(ABC):
         choice.num_prompt_tokens = delta.num_prompt_tokens
         choice.model_text = delta.model_text
         return choice
+
+    async def _beginning(self, choice: Choice) -> str:
+        """Return what comes before the text of a choice's next delta: before the first its prompt, if echoed."""
+        if not self._echoes or choice.has_begun:
+            return ""
+        choice.has_begun = True
+        number = choice.index // self._choices_per_prompt
+        if number not in self._prompt_texts:
+            call = self._calls[choice.index]
+            self._prompt_texts[number] = (
+                await self._dispatch.prompt_text(choice.model_text, call.token_ids or ())
+                if call.text is None
+                else call.text
+            )
+        return self._prompt_texts[number]
 
     def _chunk(self, choice: Choice, shown: Json) -> Json:
         chunk = self._envelope(self.chunk_object_name, [shown])
@@ -189,10 +208,11 @@ class CompletionRenderer(Renderer):
         """See Renderer."""
         choice = self._note(index, delta)
         choice.num_tokens += len(delta.token_ids)
-        if not (delta.text or delta.logprobs or delta.finished):
+        text = await self._beginning(choice) + delta.text
+        if not (text or delta.logprobs or delta.finished):
             return []
         logprobs = await self._logprobs(choice, delta.logprobs) if delta.logprobs else None
-        return [self._chunk(choice, self._choice(choice, delta.text, logprobs))]
+        return [self._chunk(choice, self._choice(choice, text, logprobs))]
 
     def _whole_choice(self, choice: Choice) -> Json:
         return self._choice(choice, "".join(choice.text), choice.logprobs or None)

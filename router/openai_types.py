@@ -88,6 +88,11 @@ class GenerationRequest(Struct, kw_only=True):
         return "max_tokens"
 
     @property
+    def echoes(self) -> bool:
+        """Whether each choice begins with its prompt."""
+        return False
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -169,6 +174,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     max_tokens: Int32 | None = 16
     """An explicit null: what is left of the model's context."""
     logprobs: Int32 | None = None
+    echo: bool | None = False
+    """Whether the answer's text begins with the prompt's."""
+
+    @property
+    def echoes(self) -> bool:
+        """See GenerationRequest."""
+        return bool(self.echo)
 
     def calls(self, response_id: str) -> tuple[GenerateCall, ...]:
         """Return a call for each choice, in the order of their indices; choices of one prompt lie side by side."""
@@ -176,6 +188,12 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         if self.max_tokens is not None:
             sampling.max_tokens = self.max_tokens
         if self.logprobs is not None:
+            if self.echo:
+                raise InvalidRequestError(
+                    f"echo is true and logprobs is {self.logprobs}, which would be those of the prompt too and are not "
+                    "supported yet; allowed: echo without logprobs",
+                    field="echo",
+                )
             sampling.logprobs = self.logprobs
         return tuple(self._expand(self._prompts(), sampling, response_id))
 

@@ -65,6 +65,9 @@ class FakeDispatch:
     async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
         return {each: await self.detokenize("", (each,), skip_special_tokens=False) for each in token_ids}
 
+    async def prompt_text(self, text: ModelText, token_ids: Sequence[int]) -> str:
+        return await self.detokenize("", token_ids, skip_special_tokens=False)
+
     def list_models(self) -> list[ModelCard]:
         return [self.model]
 

@@ -293,6 +293,19 @@ async def test_usage_so_far_is_that_of_the_end_at_the_end() -> None:
     assert usage["usage"].items() >= end["usage"].items()
 
 
+async def test_echo_of_token_ids_is_their_text_by_the_model_s_tokenizer() -> None:
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", timeout=20, verify=False) as http,
+    ):
+        await router.wait_ready(1)
+        body = {"prompt": [104, 105], "max_tokens": 3, "seed": 1}
+        (plain,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+        (echoed,) = (await http.post("/v1/completions", json=body | {"echo": True})).json()["choices"]
+    assert echoed["text"] == "hi" + plain["text"]
+
+
 async def test_tokens_of_text_and_back() -> None:
     async with (
         FakeReplica("a") as a,

@@ -434,6 +434,28 @@ async def test_chat_stream_has_the_exact_chunks(http: httpx.AsyncClient, dispatc
     assert done == "[DONE]"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [("Hi, ", ["Hi, "]), (["a", "b"], ["a", "b"]), ([72, 105, EOS], ["Hi<eos>"]), ([[65], [66, 67]], ["A", "BC"])],
+)
+async def test_echo_puts_the_text_of_each_prompt_before_its_choices(
+    http: httpx.AsyncClient, prompt: Any, texts: list[str]
+) -> None:
+    expected = {2 * i + choice: f"{text}Hello" for i, text in enumerate(texts) for choice in range(2)}
+    fields = {"prompt": prompt, "echo": True, "max_tokens": 5, "n": 2}
+
+    whole = (await complete(http, **fields)).json()
+    *chunks, _ = events(await complete(http, **fields, stream=True))
+
+    assert {choice["index"]: choice["text"] for choice in whole["choices"]} == expected
+    assert whole["usage"]["completion_tokens"] == 5 * len(expected)
+    streamed = dict.fromkeys(expected, "")
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += choice["text"]
+    assert streamed == expected
+
+
 async def test_usage_is_null_until_the_last_chunk(http: httpx.AsyncClient) -> None:
     response = await complete(http, stream=True, max_tokens=2, stream_options={"include_usage": True})
 
@@ -615,7 +637,9 @@ async def test_every_form_of_prompt(
         ({"stream": "yes"}, "stream", "stream has"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
         ({"stream_options": {"continuous_usage_stats": True}}, "stream_options", "stream is not true"),
-        ({"echo": True}, "echo", "not echoed"),
+        ({"echo": True, "logprobs": 0}, "echo", "echo is true and logprobs is 0, which would be those of the prompt"),
+        ({"echo": True, "max_tokens": 0}, "max_tokens", "max_tokens is 0; allowed: at least 1"),
+        ({"echo": "yes"}, "echo", "Expected `bool"),
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "allowed: with messages"),
         ({"continue_final_message": True}, "continue_final_message", "allowed: with messages"),
@@ -661,6 +685,7 @@ async def test_completion_that_is_refused_names_the_field(
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1; allowed: 0 to 20"),
         ({"logprobs": 2}, "logprobs", "Expected `bool"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "the model's own"),
+        ({"echo": True}, "echo", "echo is set for a conversation; allowed: with prompt"),
         ({"add_generation_prompt": "no"}, "add_generation_prompt", "Expected `bool"),
         (
             {"add_generation_prompt": True, "continue_final_message": True},
