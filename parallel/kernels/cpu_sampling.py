@@ -1,27 +1,39 @@
-"""The choice of tokens on a CPU: the largest logits by the compiled kernels (native/), draws in plain torch."""
+"""The choice of tokens on a CPU, by the compiled kernels (native/sampling.h, native/draws.h)."""
 
-from functools import partial
-
+import numpy as np
 import torch
 from torch import Tensor
 
 from parallel.kernels.native.build import build_library
-from parallel.kernels.native.library import load_largest
-from parallel.kernels.sampling import ChooseTokens, choose_in_torch
+from parallel.kernels.native.library import load_draws, load_largest
+from parallel.kernels.sampling import ChooseTokens, Draws
 
 
 def make_native_choice() -> ChooseTokens:
     """Compile where needed, and load. On torch's threads. Raises DeviceError when this machine cannot."""
-    functions, num_threads = load_largest(build_library()), torch.get_num_threads()
+    library, num_threads = build_library(), torch.get_num_threads()
+    find_largest, draw = load_largest(library), load_draws(library)
 
-    def largest(logits_SV: Tensor) -> Tensor:
+    def choose(logits_SV: Tensor, draws: Draws | None) -> Tensor:
         num_rows, vocab_size = logits_SV.shape
-        logits = logits_SV if logits_SV.dtype in functions else logits_SV.float()
+        is_known = logits_SV.dtype in find_largest if draws is None else logits_SV.dtype is torch.float32
+        logits = logits_SV if is_known else logits_SV.float()
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         token_ids = torch.empty(num_rows, dtype=torch.int64)
-        functions[logits.dtype](
-            token_ids.data_ptr(), logits.data_ptr(), logits.stride(0), num_rows, vocab_size, num_threads
-        )
+        rows = token_ids.data_ptr(), logits.data_ptr(), logits.stride(0), num_rows, vocab_size
+        if draws is None:
+            find_largest[logits.dtype](*rows, num_threads)
+        else:
+            settings = _settings(draws)
+            draw(*rows, settings.ctypes.data, len(settings), num_threads)
         return token_ids
 
-    return partial(choose_in_torch, largest=largest)
+    return choose
+
+
+def _settings(draws: Draws) -> np.typing.NDArray[np.float64]:
+    """`Draw` of draws.h, one after the other."""
+    with np.errstate(divide="ignore"):
+        limit = -np.log(draws.min_p)
+    columns = (draws.rows, draws.temperature, limit, draws.top_k, draws.top_p, draws.noise)
+    return np.stack(columns, axis=1, dtype=np.float64)

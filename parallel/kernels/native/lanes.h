@@ -60,6 +60,7 @@ struct Halved {
     WEFT_OPERATOR(Mask, !=)
     WEFT_OPERATOR(Mask, <)
     WEFT_OPERATOR(Mask, >)
+    WEFT_OPERATOR(Mask, <=)
 #undef WEFT_OPERATOR
     friend Halved operator<<(const Halved& a, int bits) { return {{a.half[0] << bits, a.half[1] << bits}}; }
     friend Halved operator>>(const Halved& a, int bits) { return {{a.half[0] >> bits, a.half[1] >> bits}}; }

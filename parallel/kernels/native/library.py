@@ -266,6 +266,12 @@ def load_largest(library: Path) -> dict[torch.dtype, Callable[..., None]]:
     return {dtype: _function(loaded, f"weft_choose_largest_{name}", arguments) for dtype, name in _NAMES.items()}
 
 
+def load_draws(library: Path) -> Callable[..., None]:
+    """The tokens of rows of which some draw; see draws.h. Raises DeviceError when the file cannot be loaded."""
+    arguments = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)
+    return _function(_load(library), "weft_choose_tokens", arguments)
+
+
 def _load(library: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(library))

@@ -40,23 +40,31 @@ int64_t first_of(const T* row, float value) {
     return first;
 }
 
-// Where the first of the largest is, in [0, size); -1 where a NaN is in the row or the largest is infinite.
+struct Found {
+    float value;    // NaN where one is in the row
+    int64_t place;  // the first of the largest
+};
+
 template <class T>
-int64_t first_largest(const T* row, int64_t size) {
+Found first_largest(const T* row, int64_t size) {
     constexpr int64_t PART = 64 * LANES;
-    float most = -INFINITY;
-    int64_t first = 0;  // of the part that has it
+    Found found{-INFINITY, 0};
+    int64_t begin_of_found = 0;
     for (int64_t begin = 0; begin < size; begin += PART) {
         const float of_part = largest(row + begin, std::min(PART, size - begin));
-        if (of_part != of_part) return -1;
-        if (of_part > most) most = of_part, first = begin;
+        if (of_part != of_part) return {of_part, begin};
+        if (of_part > found.value) found.value = of_part, begin_of_found = begin;
     }
-    return std::isinf(most) ? -1 : first + first_of(row + first, most);
+    found.place = begin_of_found + first_of(row + begin_of_found, found.value);
+    return found;
 }
+
+// The token that a row gives where it takes the largest: -1 where that is not finite.
+inline int64_t token_of(const Found& found) { return std::isfinite(found.value) ? found.place : -1; }
 
 template <class T>
 void choose_largest(int64_t* token_ids, const T* logits, int64_t row_stride, int64_t num_rows, int64_t size, Team& team) {
-    team.for_each(num_rows, [=](int64_t row) { token_ids[row] = first_largest(logits + row * row_stride, size); });
+    team.for_each(num_rows, [=](int64_t row) { token_ids[row] = token_of(first_largest(logits + row * row_stride, size)); });
 }
 
 }  // namespace weft

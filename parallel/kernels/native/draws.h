@@ -1,0 +1,273 @@
+// Tokens drawn from rows of logits; what that means is said in sampling.py.
+//
+// The largest logit of a row has distance 0, any other one (largest - logit) / temperature. Weights are e^-distance in units of 2^-42,
+// and integers: no order of summation, and so no number of threads or rows, can change a token. Against sampling.py, whose sums are
+// floating point, a draw may be another token where its noise is within 1e-6 of the border of two; what weighs less than a unit is never
+// drawn. Top-k and top-p lower the largest distance that is kept: to find it, numbers or weights are summed by buckets of distances, and
+// only the bucket in which the last one kept lies is sorted.
+
+#pragma once
+
+#include <vector>
+
+#include "sampling.h"
+
+namespace weft {
+
+// How a row draws; mirrored by cpu_sampling.py.
+struct Draw {
+    double row, temperature, limit, top_k, top_p, noise;  // temperature is finite as a float32; limit: of the distance, by min-p
+
+    bool limits_rank(int64_t size) const { return limits_number(size) || top_p < 1; }
+    bool limits_number(int64_t size) const { return top_k > 0 && top_k < double(size); }
+};
+
+constexpr int64_t CHUNK = 64 * LANES;  // logits whose distances are in the first-level cache
+constexpr float UNITS = 0x1p42f;       // of the largest weight; sums over 2^21 tokens fit in 64 bits
+
+// Of `count` logits, up to a chunk. One copy of the code, so that a logit always has the same bits.
+__attribute__((noinline)) inline void find_distances(float* distances, const float* logits, int64_t count, float most, float temperature) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(distances + i, (broadcast(most) - load(logits + i)) / broadcast(temperature));
+    for (; i < count; i++) distances[i] = (most - logits[i]) / temperature;
+}
+
+// Of `count` distances, up to a chunk, in units: 0 of those past the limit. What is past `count`, up to a whole vector, is overwritten.
+__attribute__((noinline)) inline void weigh(float* weights, const float* distances, int64_t count, float limit) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats distance = load(distances + i);
+        const Ints is_kept = distance <= limit;
+        store(weights + i, has_any(is_kept) ? choose(is_kept, exponential(-distance) * UNITS, Floats{}) : Floats{});
+    }
+}
+
+// Distances by their bits, whose order is that of the distances: 32 buckets for each power of two. The first one has all that are
+// below 2^-12, the last one all past 128, which weigh nothing.
+using Key = int32_t;
+constexpr int BUCKET_SHIFT = 18, FIRST_BUCKET = (127 - 12) << 5, NUM_BUCKETS = ((12 + 7) << 5) + 1;
+
+inline Key key_of(float distance) { return bit_cast<Key>(distance); }
+inline int bucket_of(float distance) { return std::clamp((key_of(distance) >> BUCKET_SHIFT) - FIRST_BUCKET, 0, NUM_BUCKETS - 1); }
+
+// The draws of a step, as what a team does; each row in parts, so that one is work for several threads.
+class Drawing {
+  public:
+    static constexpr int SECTIONS = 6;  // of a team
+
+    Drawing(int64_t* token_ids, const float* logits, int64_t row_stride, int64_t num_rows, int64_t size, const Draw* draws,
+            int64_t num_draws, int num_threads)
+        : token_ids_(token_ids), logits_(logits), row_stride_(row_stride), num_rows_(num_rows), size_(size), draws_(draws),
+          num_draws_(num_draws), num_parts_(choose_parts(num_rows, size, num_threads)),
+          part_size_(((size - 1) / num_parts_ / CHUNK + 1) * CHUNK), found_(size_t(num_rows * num_parts_)), limits_(size_t(num_draws)),
+          num_chunks_((size - 1) / CHUNK + 1), sums_(size_t(num_draws * num_chunks_)) {
+        for (int64_t draw = 0; draw < num_draws; draw++) is_ranked_ |= draws[draw].limits_rank(size);
+        if (is_ranked_) tallies_.resize(size_t(num_draws * num_parts_)), kept_.resize(size_t(num_draws * num_parts_));
+    }
+
+    void run(Team& team) {
+        team.for_each(num_rows_ * num_parts_, [&](int64_t item) {
+            const Span part = span(item % num_parts_);
+            found_[size_t(item)] = part.size > 0 ? first_largest(row(item / num_parts_) + part.begin, part.size) : Found{-INFINITY, 0};
+            found_[size_t(item)].place += part.begin;
+        });
+        if (is_ranked_) {
+            team.for_each(num_draws_ * num_parts_, [&](int64_t item) { tally(item / num_parts_, item % num_parts_); });
+            team.for_each(num_draws_ * num_parts_, [&](int64_t item) { keep(item / num_parts_, item % num_parts_); });
+        }
+        team.for_each(num_draws_ + num_rows_, [&](int64_t item) {
+            if (item < num_draws_)
+                limits_[size_t(item)] = find_limit(item);
+            else
+                token_ids_[item - num_draws_] = token_of(largest_of(item - num_draws_));
+        });
+        team.for_each(num_draws_ * num_parts_, [&](int64_t item) { sum(item / num_parts_, item % num_parts_); });
+        team.for_each(num_draws_, [&](int64_t draw) {
+            int64_t& token_id = token_ids_[int64_t(draws_[draw].row)];
+            if (token_id >= 0) token_id = token_at(draw);
+        });
+    }
+
+  private:
+    struct Span {
+        int64_t begin, size;  // of a row
+    };
+
+    // By how many tokens, or what weight, a bucket of a part adds.
+    using Tally = std::vector<int64_t>;
+
+    // Where a row's last kept distance lies: the bucket, and what those before it have.
+    struct Border {
+        int bucket;
+        int64_t before;
+        double target;  // the least of what is kept
+    };
+
+    static int64_t choose_parts(int64_t num_rows, int64_t size, int num_threads) {
+        constexpr int64_t LEAST = 8 * CHUNK;
+        return num_rows >= num_threads ? 1 : std::max<int64_t>(1, std::min<int64_t>(num_threads, size / LEAST));
+    }
+
+    const float* row(int64_t index) const { return logits_ + index * row_stride_; }
+
+    Span span(int64_t part) const {
+        const int64_t begin = std::min(part * part_size_, size_);
+        return {begin, std::min(part_size_, size_ - begin)};
+    }
+
+    Found largest_of(int64_t row) const {
+        Found most = found_[size_t(row * num_parts_)];
+        for (int64_t part = 1; part < num_parts_; part++) {
+            const Found& of_part = found_[size_t(row * num_parts_ + part)];
+            if (!(of_part.value <= most.value) && most.value == most.value) most = of_part;
+        }
+        return most;
+    }
+
+    // Of the chunk that begins there; infinite past the end of the row.
+    int64_t find_distances_of(float* distances, int64_t draw, int64_t begin) const {
+        const int64_t of = int64_t(draws_[draw].row), count = std::min(CHUNK, size_ - begin);
+        std::fill(distances + count / LANES * LANES, distances + CHUNK, INFINITY);
+        find_distances(distances, row(of) + begin, count, largest_of(of).value, float(draws_[draw].temperature));
+        return count;
+    }
+
+    // Calls work(distances, count, begin) for each chunk of a part.
+    template <class Work>
+    void for_each_chunk(int64_t draw, int64_t part, const Work& work) const {
+        alignas(64) float distances[CHUNK];
+        const Span all = span(part);
+        for (int64_t begin = all.begin; begin < all.begin + all.size; begin += CHUNK)
+            work(distances, find_distances_of(distances, draw, begin), begin);
+    }
+
+    bool is_ranked(int64_t draw) const {
+        return draws_[draw].limits_rank(size_) && std::isfinite(largest_of(int64_t(draws_[draw].row)).value);
+    }
+
+    void tally(int64_t draw, int64_t part) {
+        if (!is_ranked(draw)) return;
+        Tally& tally = tallies_[size_t(draw * num_parts_ + part)];
+        tally.assign(NUM_BUCKETS, 0);
+        const bool is_number = draws_[draw].limits_number(size_);
+        alignas(64) float weights[CHUNK];
+        for_each_chunk(draw, part, [&](const float* distances, int64_t count, int64_t) {
+            if (!is_number) weigh(weights, distances, count, INFINITY);
+            for (int64_t i = 0; i < count; i++) tally[size_t(bucket_of(distances[i]))] += is_number ? 1 : int64_t(weights[i]);
+        });
+    }
+
+    Border find_border(int64_t draw) const {
+        Tally total(NUM_BUCKETS, 0);
+        int64_t all = 0;
+        for (int64_t part = 0; part < num_parts_; part++)
+            for (int bucket = 0; bucket < NUM_BUCKETS; bucket++) {
+                const int64_t of_part = tallies_[size_t(draw * num_parts_ + part)][size_t(bucket)];
+                total[size_t(bucket)] += of_part, all += of_part;
+            }
+        const bool is_number = draws_[draw].limits_number(size_);
+        Border border{0, 0, is_number ? draws_[draw].top_k : least_weight(draw, all)};
+        while (border.bucket < NUM_BUCKETS - 1 && double(border.before + total[size_t(border.bucket)]) < border.target)
+            border.before += total[size_t(border.bucket++)];
+        return border;
+    }
+
+    double least_weight(int64_t draw, int64_t total) const { return std::max(draws_[draw].top_p * double(total), 1.0); }
+
+    // The distances of the border's bucket; by number, which top-p comes after, also of those before it.
+    void keep(int64_t draw, int64_t part) {
+        if (!is_ranked(draw)) return;
+        std::vector<float>& kept = kept_[size_t(draw * num_parts_ + part)];
+        kept.clear();
+        const bool is_number = draws_[draw].limits_number(size_);
+        const int border = find_border(draw).bucket;
+        for_each_chunk(draw, part, [&](const float* distances, int64_t count, int64_t) {
+            for (int64_t i = 0; i < count; i++) {
+                const int bucket = bucket_of(distances[i]);
+                if (is_number ? bucket <= border : bucket == border) kept.push_back(distances[i]);
+            }
+        });
+    }
+
+    // The largest distance that a draw keeps.
+    float find_limit(int64_t draw) const {
+        const float by_min_p = float(draws_[draw].limit);
+        if (!is_ranked(draw)) return by_min_p;
+        std::vector<float> distances;
+        for (int64_t part = 0; part < num_parts_; part++) {
+            const std::vector<float>& kept = kept_[size_t(draw * num_parts_ + part)];
+            distances.insert(distances.end(), kept.begin(), kept.end());
+        }
+        if (!draws_[draw].limits_number(size_)) {
+            const Border border = find_border(draw);
+            return std::min(by_min_p, last_of_weight(distances, border.before, border.target));
+        }
+        const auto last = distances.begin() + int64_t(draws_[draw].top_k) - 1;
+        std::nth_element(distances.begin(), last, distances.end());
+        const float limit = *last;
+        if (!(draws_[draw].top_p < 1)) return std::min(by_min_p, limit);
+        distances.erase(std::remove_if(distances.begin(), distances.end(), [=](float x) { return x > limit; }), distances.end());
+        int64_t total = 0;
+        for (int64_t weight : weights_of(distances)) total += weight;
+        return std::min(by_min_p, last_of_weight(distances, 0, least_weight(draw, total)));
+    }
+
+    // The distance up to which, with what comes before these, the weights reach the target.
+    static float last_of_weight(std::vector<float>& distances, int64_t before, double target) {
+        std::sort(distances.begin(), distances.end());
+        const std::vector<int64_t> weights = weights_of(distances);
+        size_t i = 0;
+        for (int64_t reached = before + weights[0]; double(reached) < target && i + 1 < weights.size();) reached += weights[++i];
+        return distances[i];
+    }
+
+    static std::vector<int64_t> weights_of(const std::vector<float>& distances) {
+        alignas(64) float of_chunk[CHUNK], weights[CHUNK];
+        std::vector<int64_t> all(distances.size());
+        for (size_t begin = 0; begin < distances.size(); begin += CHUNK) {
+            const size_t count = std::min(size_t(CHUNK), distances.size() - begin);
+            std::fill(of_chunk, of_chunk + CHUNK, INFINITY);
+            std::copy_n(distances.begin() + int64_t(begin), count, of_chunk);
+            weigh(weights, of_chunk, int64_t(count), INFINITY);
+            for (size_t i = 0; i < count; i++) all[begin + i] = int64_t(weights[i]);
+        }
+        return all;
+    }
+
+    void sum(int64_t draw, int64_t part) {
+        alignas(64) float weights[CHUNK];
+        for_each_chunk(draw, part, [&](const float* distances, int64_t count, int64_t begin) {
+            weigh(weights, distances, count, limits_[size_t(draw)]);
+            int64_t total = 0;
+            for (int64_t i = 0; i < count; i++) total += int64_t(weights[i]);
+            sums_[size_t(draw * num_chunks_ + begin / CHUNK)] = total;
+        });
+    }
+
+    // The first token up to which more than noise * total weigh: the chunk by its sum, then the token in it.
+    int64_t token_at(int64_t draw) const {
+        alignas(64) float distances[CHUNK], weights[CHUNK];
+        const int64_t* const sums = sums_.data() + draw * num_chunks_;
+        int64_t total = 0, chunk = 0, i = 0;
+        for (int64_t each = 0; each < num_chunks_; each++) total += sums[each];
+        int64_t rest = std::min(int64_t(draws_[draw].noise * double(total)), total - 1);
+        while (rest >= sums[chunk]) rest -= sums[chunk++];
+        weigh(weights, distances, find_distances_of(distances, draw, chunk * CHUNK), limits_[size_t(draw)]);
+        for (; rest >= int64_t(weights[i]); i++) rest -= int64_t(weights[i]);
+        return chunk * CHUNK + i;
+    }
+
+    int64_t* const token_ids_;
+    const float* const logits_;
+    const int64_t row_stride_, num_rows_, size_;
+    const Draw* const draws_;
+    const int64_t num_draws_, num_parts_, part_size_;
+    bool is_ranked_ = false;
+    std::vector<Found> found_;     // [rows][parts]
+    std::vector<Tally> tallies_;   // [draws][parts], as is the next
+    std::vector<std::vector<float>> kept_;
+    std::vector<float> limits_;    // [draws]
+    const int64_t num_chunks_;
+    std::vector<int64_t> sums_;    // [draws][chunks]
+};
+
+}  // namespace weft
