@@ -108,6 +108,8 @@ def offline(
         num_requests=num_requests or 32,
         repeats=repeats,
         temperature=prompts.temperature,
+        top_k=prompts.top_k or 0,
+        top_p=1.0 if prompts.top_p is None else prompts.top_p,
         ignore_eos=prompts.ignore_eos,
         targets=parse_targets(goals),
         seed=prompts.seed,

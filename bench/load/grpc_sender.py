@@ -69,10 +69,10 @@ class GrpcSender:
         options: Options = {
             "model": self._model,
             "max_tokens": call.num_out,
-            "temperature": self._target.temperature,
+            **self._target.sampling,  # type: ignore[typeddict-item]
             "ignore_eos": self._target.ignore_eos,
             "cache_salt": cache_salt,
-            **self._target.targets_s,  # type: ignore[typeddict-item]
+            **self._target.targets_s,
         }
         finish = None
         try:

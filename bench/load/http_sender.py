@@ -90,7 +90,7 @@ class HttpSender:
         body = {
             "model": self._model,
             "max_tokens": call.num_out,
-            "temperature": self._target.temperature,
+            **self._target.sampling,
             "ignore_eos": self._target.ignore_eos,
             "cache_salt": cache_salt,
             "stream": True,

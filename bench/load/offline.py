@@ -52,6 +52,8 @@ class OfflineOptions:
     """Of each dataset that has no end, in each repeat."""
     repeats: int
     temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
     ignore_eos: bool
     targets: Targets | None
     seed: int
@@ -192,7 +194,13 @@ class _Bench:
         num_steps, stats = engine.stats.num_steps, self._stats
         busy_s, idle_s = stats.model_busy_s, stats.model_idle_s
         read_bytes, flops = stats.model_read_bytes, stats.model_flops
-        sampling = SamplingParams(temperature=options.temperature, ignore_eos=options.ignore_eos, seed=options.seed)
+        sampling = SamplingParams(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            ignore_eos=options.ignore_eos,
+            seed=options.seed,
+        )
         self._device.reset_peak_memory()
         energy_j = self._energy.read_j()
         watch = Stopwatch()

@@ -36,11 +36,20 @@ class Target:
     timeout_s: float = 300.0
     """Of each request."""
     temperature: float = 0.0
+    top_k: int | None = None
+    """None: as the service has it; the same for the next."""
+    top_p: float | None = None
     ignore_eos: bool = True
     """Generate as many tokens as were asked for, whatever the model says."""
     target_ttft_s: float | None = None
     """Sent with each request, for this and the next; None: it is not, and the service's own counts there."""
     target_tpot_s: float | None = None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What is sent of how tokens are chosen, by the names that both protocols have for it."""
+        chosen = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     @property
     def targets_s(self) -> dict[str, float]:

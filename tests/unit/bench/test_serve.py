@@ -97,6 +97,7 @@ async def test_both_fronts_count_the_same(router: RunningRouter, replica: FakeRe
     assert summary.input_tokens == sum(len(submit.prompt_token_ids) for submit in replica.submits)
     assert summary.output_tokens == sum(submit.sampling.max_tokens for submit in replica.submits)
     assert all(submit.sampling.ignore_eos and submit.sampling.temperature == 0 for submit in replica.submits)
+    assert {(submit.sampling.top_k, submit.sampling.top_p) for submit in replica.submits} == {(40, 1)}, "the model's own"
     assert summary.cached_tokens >= 8 * 16, "all but the first four know the prefix"
     assert summary.ttft_s is not None
     assert summary.e2e_s is not None
@@ -104,6 +105,15 @@ async def test_both_fronts_count_the_same(router: RunningRouter, replica: FakeRe
     assert summary.goodput is not None
     assert summary.goodput.output_rate == summary.output_rate
     assert summary.itl_s is not None
+
+
+@PROTOCOLS
+async def test_how_tokens_are_chosen_is_sent(router: RunningRouter, replica: FakeReplica, protocol: Protocol) -> None:
+    asked = parse_target(ServiceFlags(), PromptFlags(temperature=0.5, top_k=7, top_p=0.25))
+    where = target(router, protocol, temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p)
+    await measure(options(where, num_requests=1))
+    (submit,) = replica.submits
+    assert (submit.sampling.temperature, submit.sampling.top_k, submit.sampling.top_p) == (0.5, 7, 0.25)
 
 
 @PROTOCOLS
