@@ -47,6 +47,12 @@ using Key = int32_t;
 constexpr int BUCKET_SHIFT = 18, FIRST_BUCKET = (127 - 12) << 5, NUM_BUCKETS = ((12 + 7) << 5) + 1;
 
 inline Key key_of(float distance) { return bit_cast<Key>(distance); }
+// The least distance of a bucket; infinite past the last.
+inline float begin_of(int bucket) {
+    if (bucket == 0) return 0;
+    return bucket < NUM_BUCKETS ? bit_cast<float>(Key(FIRST_BUCKET + bucket) << BUCKET_SHIFT) : INFINITY;
+}
+
 inline int bucket_of(float distance) { return std::clamp((key_of(distance) >> BUCKET_SHIFT) - FIRST_BUCKET, 0, NUM_BUCKETS - 1); }
 
 // The draws of a step, as what a team does; each row in parts, so that one is work for several threads.
@@ -178,12 +184,15 @@ class Drawing {
         if (!is_ranked(draw)) return;
         std::vector<float>& kept = kept_[size_t(draw * num_parts_ + part)];
         kept.clear();
-        const bool is_number = draws_[draw].limits_number(size_);
         const int border = find_border(draw).bucket;
+        const float least = draws_[draw].limits_number(size_) ? 0 : begin_of(border), end = begin_of(border + 1);
+        const bool is_last = border == NUM_BUCKETS - 1;
         for_each_chunk(draw, part, [&](const float* distances, int64_t count, int64_t) {
-            for (int64_t i = 0; i < count; i++) {
-                const int bucket = bucket_of(distances[i]);
-                if (is_number ? bucket <= border : bucket == border) kept.push_back(distances[i]);
+            for (int64_t begin = 0; begin < count; begin += LANES) {
+                const Floats some = load(distances + begin);
+                if (!is_last && !has_any((some < end) & ~(some < least))) continue;
+                for (int64_t i = begin; i < std::min(begin + LANES, count); i++)
+                    if (distances[i] >= least && (is_last || distances[i] < end)) kept.push_back(distances[i]);
             }
         });
     }
