@@ -11,6 +11,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 _PATCH_ONCE = """
 from types import SimpleNamespace
+from triton import language
 from triton.runtime import interpreter
 
 
@@ -18,12 +19,16 @@ def patch_once(function, patch=interpreter._patch_lang, patched=set()):
     if id(function.__globals__) not in patched:
         patched.add(id(function.__globals__))
         patch(function)
+        language.tensor.__index__ = lambda scalar: scalar.handle.data.item()
     return SimpleNamespace(restore=lambda: None)
 
 
 interpreter._patch_lang = patch_once
 """
-"""Else it patches Triton's language anew whenever a kernel calls a function, which takes half of the time or more."""
+"""Else it patches Triton's language anew whenever a kernel calls a function, which takes half of the time or more.
+
+Up to Triton 3.6 it asks numpy for the int of an array of one number, which numpy 2.5 refuses.
+"""
 
 
 def interpret(program: str) -> None:
