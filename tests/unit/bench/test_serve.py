@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -253,7 +254,13 @@ async def test_service_that_is_not_there_or_serves_something_else(router: Runnin
 @PROTOCOLS
 async def test_service_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, protocol: Protocol) -> None:
     monkeypatch.setattr("bench.load.serve.FIND_TIMEOUT_S", 0.1)
-    mute = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()  # from Python 3.12 on a server waits for its connections
+
+    mute = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
     address = f"127.0.0.1:{mute.sockets[0].getsockname()[1]}"
     where = Target(protocol=protocol, address=address if protocol is Protocol.GRPC else f"http://{address}")
     async with mute:
