@@ -47,6 +47,7 @@ using Key = int32_t;
 constexpr int BUCKET_SHIFT = 18, FIRST_BUCKET = (127 - 12) << 5, NUM_BUCKETS = ((12 + 7) << 5) + 1;
 
 inline Key key_of(float distance) { return bit_cast<Key>(distance); }
+
 // The least distance of a bucket; infinite past the last.
 inline float begin_of(int bucket) {
     if (bucket == 0) return 0;

@@ -98,7 +98,7 @@ async def test_both_fronts_count_the_same(router: RunningRouter, replica: FakeRe
     assert summary.input_tokens == sum(len(submit.prompt_token_ids) for submit in replica.submits)
     assert summary.output_tokens == sum(submit.sampling.max_tokens for submit in replica.submits)
     assert all(submit.sampling.ignore_eos and submit.sampling.temperature == 0 for submit in replica.submits)
-    assert {(submit.sampling.top_k, submit.sampling.top_p) for submit in replica.submits} == {(40, 1)}, "the model's own"
+    assert {(submit.sampling.top_k, submit.sampling.top_p) for submit in replica.submits} == {(40, 1)}, "the model's"
     assert summary.cached_tokens >= 8 * 16, "all but the first four know the prefix"
     assert summary.ttft_s is not None
     assert summary.e2e_s is not None
