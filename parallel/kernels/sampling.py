@@ -7,7 +7,6 @@
 A row never depends on the others of its step. Shape letters: S rows, V vocabulary, R rows that draw, C chunks.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,16 +58,13 @@ class ChooseTokens(Protocol):
         """
 
 
-def choose_in_torch(
-    logits_SV: Tensor, draws: Draws | None, largest: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """Implements `ChooseTokens`, on any device; `largest` may be a faster way for the rows that do not draw."""
-    largest = largest or _largest
+def choose_in_torch(logits_SV: Tensor, draws: Draws | None) -> Tensor:
+    """Implements `ChooseTokens`, on any device."""
     if draws is None:
-        return largest(logits_SV)
+        return _largest(logits_SV)
     if len(draws.rows) == len(logits_SV):
         return _draw(logits_SV, draws)
-    token_ids = largest(logits_SV)
+    token_ids = _largest(logits_SV)
     index = to_device(draws.rows, logits_SV.device)
     token_ids[index] = _draw(logits_SV[index], draws)
     return token_ids
