@@ -24,6 +24,7 @@ from parallel.kernels.base import (
     LayerCache,
     Lookup,
     RecordedLayers,
+    Search,
     StartedLayers,
     StartedStep,
 )
@@ -166,21 +167,22 @@ class Decoder:
         metas: Sequence[AttentionMeta],
         *,
         rows_S: Tensor | None,
-        finds_largest: bool,
+        search: Search | None,
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """As `forward`, begun, if `can_start`; what is returned joins in, and gives the result of the tokens `rows_S`.
 
         These are [S] int64, ascending, or None for all. It is called once, in the same thread, which has nothing else
-        of the model computed before. Besides, it gives `largest` of these tokens if that was wanted, good until the
-        next start, or None if it is still to be asked for.
+        of the model computed before. Besides, it gives what `find` gives for these tokens and this search, good until
+        the next start, or None if that is still to be asked for.
         """
         assert self._started is not None, "can_start"
         into: Tensor | Lookup = x
         if self._embedding is not None:
             into = self._embedding.lookup(x) or self._embedding(x, positions_T)
-        head = self._head.searched_alone if finds_largest and self._head is not None else None
+        head = self._head.searched_alone if search is not None and self._head is not None else None
+        noise = None if search is None else search.noise
         finish = self._started.start(
-            StartedStep(into, self._rotations.angles, positions_T, caches, metas, rows_S, head)
+            StartedStep(into, self._rotations.angles, positions_T, caches, metas, rows_S, head, noise)
         )
 
         def result() -> tuple[Tensor, Tensor | None]:
@@ -216,20 +218,27 @@ class Decoder:
 
     @property
     def finds_largest(self) -> bool:
-        """Whether `largest` is less work than `logits` and a choice; the same on all ranks of the last stage."""
+        """Whether to `find` the largest is less work than `logits` and a choice; the same on all ranks of the last
+        stage.
+        """
         return self._head is not None and self._head.finds_largest
 
-    def largest(self, hidden_SE: Tensor) -> Tensor | None:
-        """Where the first of the largest of `logits` is, in place of these.
+    @property
+    def draws(self) -> bool:
+        """Whether that is so of draws."""
+        return self._head is not None and self._head.draws
+
+    def find(self, hidden_SE: Tensor, search: Search) -> Tensor | None:
+        """What `ChooseTokens` gives for `logits`, in place of these, where this stage `finds_largest`, or `draws`.
 
         Returns:
-            [S] int64 on tensor-parallel rank 0, -1 where it is not finite; None on the others.
+            [S] int64 on tensor-parallel rank 0, None on the others.
         """
         assert self._head is not None, "only the last stage has the head"
-        return self._head.largest(hidden_SE)
+        return self._head.largest(hidden_SE) if search.noise is None else self._head.drawn(hidden_SE, search.noise)
 
     def spared_bytes(self, num_rows: int) -> int:
-        """Of this rank's head, what `largest` of so many rows reads less at best."""
+        """Of this rank's head, what `find` reads less at best for so many rows."""
         return 0 if self._head is None else self._head.spared_bytes(num_rows)
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:

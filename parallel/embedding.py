@@ -12,8 +12,8 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce, gather_to_first
 from parallel.description import DecoderDescription
-from parallel.kernels.base import Lookup, PackedLinear, ScreenedLinear, SearchedLinear, TableLinear
-from parallel.kernels.sampling import largest_outputs
+from parallel.kernels.base import DrawnLinear, Lookup, PackedLinear, ScreenedLinear, SearchedLinear, TableLinear
+from parallel.kernels.sampling import NoiseArray, largest_outputs
 from parallel.layer import LayerContext
 from parallel.norm import Norm, make_norm
 from parallel.position_description import LearnedPositions
@@ -173,6 +173,8 @@ class VocabParallelHead:
         self._searched: SearchedLinear | None = None
         self.finds_largest = False
         """Whether `largest` is less work than all logits; the same on every rank."""
+        self.draws = False
+        """Whether `drawn` is that."""
 
     def __call__(self, hidden_SE: Tensor) -> Tensor | None:
         """[S, E] -> [S, vocab_size] on rank 0 of the axis, None on the others; all of them call it.
@@ -211,13 +213,18 @@ class VocabParallelHead:
         indices_S = indices_SR.gather(1, ranks_S[:, None])[:, 0].long()
         return (indices_S + ranks_S * (self._description.vocab_size // size)).where(indices_S >= 0, -1)
 
+    def drawn(self, hidden_SE: Tensor, noise: NoiseArray) -> Tensor:
+        """[S, E] -> [S] int64, where the axis has one rank: what rows draw from all their logits (`DrawnLinear`)."""
+        assert isinstance(self._searched, DrawnLinear), "draws"
+        return self._searched.drawn(hidden_SE, noise)
+
     def spared_bytes(self, num_rows: int) -> int:
-        """Of this rank's weight, what `largest` of so many rows reads less at best."""
+        """Of this rank's weight, what a search for so many rows reads less at best."""
         return self._searched.spared_bytes(num_rows) if isinstance(self._searched, ScreenedLinear) else 0
 
     @property
     def searched_alone(self) -> SearchedLinear | None:
-        """What `largest` asks, where that is all it does."""
+        """What `largest` and `drawn` ask, where that is all they do."""
         return self._searched if self._axis.size == 1 else None
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
@@ -245,6 +252,7 @@ class VocabParallelHead:
         is_final = description.logit_multiplier == 1.0 and description.logit_soft_cap is None
         is_less = size > 1 or self._searched is not None
         self.finds_largest = is_final and is_less and description.vocab_size % size == 0
+        self.draws = self.finds_largest and size == 1 and isinstance(self._searched, DrawnLinear)
 
 
 def _sharded_rows(source: str, weight_VE: Tensor, vocab_size: int, rank: int, size: int) -> ShardedParameter:

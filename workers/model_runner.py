@@ -15,7 +15,7 @@ from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
 from parallel.host_memory import populate_when_idle
-from parallel.kernels.base import AttentionMeta, LayerCache
+from parallel.kernels.base import AttentionMeta, LayerCache, Search
 from parallel.kernels.cuda_buckets import StepBucket, fullest_context, largest_pieces, largest_steps
 from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh
@@ -36,7 +36,7 @@ from workers.step_inputs import StepInputs
 logger = logging.getLogger(__name__)
 
 _FinishLayers = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-"""Gives the hidden states, of the sampled tokens on the last stage, and perhaps the largest logits of all of them."""
+"""Gives the hidden states, of the sampled tokens on the last stage, and perhaps the tokens that they give."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,15 +157,18 @@ class ModelRunner:
     def start(self, work: StepWork) -> Callable[[], ModelOutput | None]:
         """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
         start_s = time.perf_counter()
-        layers = self._start_layers(work)
+        if self._sampler is not None:
+            self._sampler.apply(work.plan)
+        search = self._search(work)
+        layers = self._start_layers(work, search)
         cost = None
         if self.joins_later:  # while the others compute
-            cost = self._cost(work)
+            cost = self._cost(work, search)
             self._inputs.look_ahead()
-        queued = None if self.joins_later else self._finish_model(work, layers, None)
+        queued = None if self.joins_later else self._finish_model(work, search, layers, None)
 
         def finish() -> ModelOutput | None:
-            sampled = self._finish_model(work, layers, cost) if self.joins_later else queued
+            sampled = self._finish_model(work, search, layers, cost) if self.joins_later else queued
             output = None if sampled is None else ModelOutput(work.plan.number, sampled.result())
             end_s = time.perf_counter()
             self._stats.add_step(end_s - max(start_s, self._step_end_s))  # it may have begun during the one before
@@ -178,16 +181,24 @@ class ModelRunner:
         """Let go of recorded steps."""
         self._decoder.drop_recordings()
 
-    def _start_layers(self, work: StepWork) -> _FinishLayers:
+    def _search(self, work: StepWork) -> Search | None:
+        """What to ask of the head; None: logits. Of several tensor ranks only one knows how to draw: it needs these."""
+        if work.plan.is_greedy:
+            return Search(None) if self._decoder.finds_largest else None
+        if self._sampler is None or not self._decoder.draws:
+            return None
+        noise = self._sampler.noise(work.inputs.sample_slots, work.inputs.sample_positions)
+        return None if noise is None else Search(noise)
+
+    def _start_layers(self, work: StepWork, search: Search | None) -> _FinishLayers:
         """Let other threads begin, where they can; what is returned does the rest of the layers' work."""
         metas = [work.inputs.metas[group] for group in self._group_of_layer]
         if not self.joins_later or not self._decoder.can_start(metas):
             return partial(self._run_layers, work, metas)
         inputs = work.inputs
-        finds_largest = self._takes_largest(work.plan)
         x, rows = self._layers_input(work), inputs.sample_rows
         self._clock.begin()
-        return self._decoder.start(x, inputs.positions, self._caches, metas, rows_S=rows, finds_largest=finds_largest)
+        return self._decoder.start(x, inputs.positions, self._caches, metas, rows_S=rows, search=search)
 
     @torch.inference_mode()
     def _run_layers(self, work: StepWork, metas: list[AttentionMeta]) -> tuple[torch.Tensor, None]:
@@ -196,12 +207,9 @@ class ModelRunner:
         hidden, rows = self._decoder(x, work.inputs.positions, self._caches, metas), work.inputs.sample_rows
         return hidden[rows] if self._mesh.is_last_stage and rows is not None else hidden, None
 
-    def _takes_largest(self, plan: StepPlan) -> bool:
-        return plan.is_greedy and self._decoder.finds_largest
-
-    def _cost(self, work: StepWork) -> StepCost:
+    def _cost(self, work: StepWork, search: Search | None) -> StepCost:
         meta, num_sampled = work.inputs.metas[0], len(work.inputs.sample_slots)
-        num_searched = num_sampled if self._takes_largest(work.plan) else 0
+        num_searched = 0 if search is None else num_sampled
         return StepCost(
             read_bytes=self._reads.step_bytes(meta, num_searched=num_searched),
             flops=self._flops.step_flops(meta, num_sampled=num_sampled),
@@ -213,20 +221,19 @@ class ModelRunner:
         inputs = work.inputs
         return self._token_ids(inputs) if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
 
-    def _finish_model(self, work: StepWork, layers: _FinishLayers, cost: StepCost | None) -> Sampled | None:
+    def _finish_model(
+        self, work: StepWork, search: Search | None, layers: _FinishLayers, cost: StepCost | None
+    ) -> Sampled | None:
         """Go from the layers to tokens."""
         plan, inputs = work.plan, work.inputs
         hidden, given = layers()
         samples = self._mesh.is_last_stage and len(inputs.sample_slots) > 0
-        takes_largest = self._takes_largest(plan)
         if samples and given is None:
-            given = self._ask_head(hidden, takes_largest=takes_largest)
-        self._clock.end(follows=plan.follows, cost=cost or self._cost(work))
+            given = self._ask_head(hidden, search)
+        self._clock.end(follows=plan.follows, cost=cost or self._cost(work, search))
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
-        if self._sampler is not None:
-            self._sampler.apply(plan)
-        sampled = self._sample(given, inputs, is_chosen=takes_largest) if samples else None
+        sampled = self._sample(given, inputs, is_chosen=search is not None) if samples else None
         if self._sampler is None:
             return None
         return sampled or nothing_sampled()
@@ -239,9 +246,9 @@ class ModelRunner:
         return inputs.token_ids
 
     @torch.inference_mode()
-    def _ask_head(self, hidden: torch.Tensor, *, takes_largest: bool) -> torch.Tensor | None:
+    def _ask_head(self, hidden: torch.Tensor, search: Search | None) -> torch.Tensor | None:
         """Logits, or the tokens themselves; None on ranks that do not sample."""
-        return self._decoder.largest(hidden) if takes_largest else self._decoder.logits(hidden)
+        return self._decoder.logits(hidden) if search is None else self._decoder.find(hidden, search)
 
     def _sample(self, given: torch.Tensor | None, inputs: StepInputs, *, is_chosen: bool) -> Sampled | None:
         sampled = None

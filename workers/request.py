@@ -17,9 +17,9 @@ RequestId = NewType("RequestId", str)
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 GREEDY_TEMPERATURE = 1e-5
-"""Below it the division would overflow, and only the largest logit has a chance anyway."""
-MAX_TEMPERATURE = (2 - 2**-23) * 2.0**127
-"""The largest number of float32, in which logits are divided by it."""
+"""Below it only the largest logit has a chance."""
+MAX_TEMPERATURE = 1e36
+"""Of much more the product with a draw's noise could be infinite in float32."""
 
 
 class FinishReason(StrEnum):
@@ -70,7 +70,7 @@ class SamplingParams:
         return is_plain and self.min_tokens == 0 and self.logprobs is None
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0.0, MAX_TEMPERATURE, f"0 to {MAX_TEMPERATURE:.4g}")
+        _check("temperature", self.temperature, 0.0, MAX_TEMPERATURE, f"0 to {MAX_TEMPERATURE:g}")
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(f"top_p is {self.top_p}; allowed: more than 0, at most 1")
         _check("top_k", self.top_k, 0, 2**31, "at least 0 (0: off)")

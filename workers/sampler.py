@@ -1,4 +1,4 @@
-"""Logits to tokens: penalties, temperature, truncation, one counter-based draw. A row never depends on its batch.
+"""Logits to tokens: penalties, temperature, truncation, counter-based draws. A row never depends on its batch.
 
 The steps of a row, in this order; V is the vocabulary:
 
@@ -9,7 +9,7 @@ The steps of a row, in this order; V is the vocabulary:
     top-k               the k largest stay
     top-p               the smallest set of the largest that has probability p of what top-k left
     min-p               those with at least min_p times the largest probability
-    draw                inverse of the cumulative distribution, in vocabulary order, at u(seed, position)
+    draw                the largest of what is left, each with noise(seed, position, token)
 
 From temperature on it is the business of the device's kernels (kernels/sampling.py); this file knows the requests.
 """
@@ -24,14 +24,14 @@ from torch import Tensor
 
 from parallel.device.base import Device
 from parallel.kernels.host_arrays import to_device
-from parallel.kernels.sampling import ChooseTokens, Draws, choose_in_torch
+from parallel.kernels.sampling import NOISE, ChooseTokens, Draws, NoiseArray, choose_in_torch
 from workers.plan import NewSequence, SampledToken, StepPlan
 from workers.request import GREEDY_TEMPERATURE, SamplingParams, TokenLogprobs
 
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
 
-_RANDOM, _EDITED, _LOGPROBS = 1, 2, 4
+_RANDOM, _EDITED, _LOGPROBS, _LIMITED = 1, 2, 4, 8
 _NO_FLAGS = np.empty(0, np.int64)
 _LEAST_FACTOR, _LARGEST_FACTOR = 1e-9, 1e9
 """Of the repetition penalty: logits that are divided by less, or multiplied by more, may become infinite."""
@@ -86,7 +86,7 @@ class Sampler:
         """Slots that want more than the largest logit."""
         self._flags = np.zeros(num_slots, np.int64)
         self._columns = np.zeros((4, num_slots), np.float64)
-        """temperature, top_k, top_p, min_p of each slot."""
+        """temperature, top_k, top_p, min_p of each slot; temperature is 0 where the largest logit is taken."""
         self._seeds = np.zeros(num_slots, np.uint64)
 
     def apply(self, plan: StepPlan) -> None:
@@ -113,14 +113,17 @@ class Sampler:
         row = self._rows[new.slot] = _Row(new)
         if row.penalties is not None:
             self._penalized.add(new.slot)
+        is_random = params.temperature >= GREEDY_TEMPERATURE
         self._flags[new.slot] = (
-            _RANDOM * (params.temperature >= GREEDY_TEMPERATURE)
+            _RANDOM * is_random
             + _EDITED * (row.penalties is not None or row.forbids_stop)
             + _LOGPROBS * (params.logprobs is not None)
+            + _LIMITED * (is_random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0))
         )
         if self._flags[new.slot]:
             self._flagged.add(new.slot)
-        self._columns[:, new.slot] = params.temperature, params.top_k, params.top_p, params.min_p
+        temperature = params.temperature if is_random else 0.0
+        self._columns[:, new.slot] = temperature, params.top_k, params.top_p, params.min_p
         self._seeds[new.slot] = params.seed
 
     def remove(self, slot: int) -> None:
@@ -142,12 +145,17 @@ class Sampler:
         if any_flag:  # the largest needs no float32
             logits_SV = logits_SV.float()
         logits = self._edit(logits_SV, slots, positions, flags) if any_flag & _EDITED else logits_SV
-        token_ids = self._choose(logits, self._draws(slots, positions, flags) if any_flag & _RANDOM else None)
+        token_ids = self._choose(logits, self._draws(slots, positions) if any_flag & _RANDOM else None)
         rows = np.flatnonzero(flags & _LOGPROBS).tolist() if any_flag & _LOGPROBS else []
         reported = [(row, self._rows[int(slots[row])].params.logprobs or 0) for row in rows]
         logprobs = self._logprobs(logits_SV, token_ids, reported) if reported else []
         wait = self._device.start_copy([token_ids, *logprobs])
         return Sampled(token_ids=token_ids, slots=slots.tolist(), reported=reported, wait=wait)
+
+    def noise(self, slots: Int64Array, positions: Int64Array) -> NoiseArray | None:
+        """By what rows draw, as in `sample`, where none asks for more than that; else None: their logits are needed."""
+        asks_more = bool((self._flags[slots] & ~_RANDOM).any()) if self._flagged else False
+        return None if asks_more else self._noise(slots, positions)
 
     def take(self, token_ids_S: Tensor, slots: Int64Array) -> Sampled:
         """The same for rows whose tokens [S] int64, -1 where logits are not finite, were chosen by the model's head."""
@@ -173,13 +181,15 @@ class Sampler:
             flat.index_fill_(0, to_device(np.array(forbidden), flat.device), -torch.inf)
         return logits
 
-    def _draws(self, slots: Int64Array, positions: Int64Array, flags: Int64Array) -> Draws:
-        """What the random rows draw by."""
-        rows = np.flatnonzero(flags & _RANDOM)
-        slots = slots[rows]
-        temperature, top_k, top_p, min_p = self._columns[:, slots]
-        noise = uniforms(self._seeds[slots], positions[rows].astype(np.uint64))
-        return Draws(rows=rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, noise=noise)
+    def _draws(self, slots: Int64Array, positions: Int64Array) -> Draws:
+        _, top_k, top_p, min_p = self._columns[:, slots]
+        return Draws(noise=self._noise(slots, positions), top_k=top_k, top_p=top_p, min_p=min_p)
+
+    def _noise(self, slots: Int64Array, positions: Int64Array) -> NoiseArray:
+        noise = np.empty(len(slots), NOISE)
+        noise["temperature"] = self._columns[0, slots]
+        noise["key"] = noise_keys(self._seeds[slots], positions.astype(np.uint64))
+        return noise
 
     def _logprobs(self, logits_SV: Tensor, token_ids: Tensor, reported: list[tuple[int, int]]) -> list[Tensor]:
         """Log-probabilities of the model's own distribution: of the tokens chosen, and the largest with their ids."""
@@ -192,14 +202,14 @@ class Sampler:
         return [values, top_values - total, top_ids]
 
 
-def uniforms(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) for each (seed, position): the same everywhere, independent over both.
+def noise_keys(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.uint32]:
+    """Return the key [S, 2] of each (seed, position): the same everywhere, independent over both.
 
     A counter-based generator in the sense of Salmon et al. (SC 2011), with the 64-bit mixer of SplitMix64 (Steele, Lea
     and Flood, OOPSLA 2014) as its block function.
     """
     bits = _mix(_mix(seeds + _GAMMA) ^ _mix(positions * _GAMMA + _OFFSET))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return bits.astype("<u8").view("<u4").reshape(-1, 2)
 
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

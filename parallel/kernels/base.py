@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel.description import Activation
 from parallel.kernels.int8_cache import SCALE_BYTES, lay_out_half
+from parallel.kernels.sampling import NoiseArray
 from parallel.mesh import Axis
 
 
@@ -282,6 +283,13 @@ class Lookup(NamedTuple):
     """[T] int64, each that of a row."""
 
 
+class Search(NamedTuple):
+    """The head is asked for tokens, in place of logits."""
+
+    noise: NoiseArray | None
+    """By what the rows draw; None: each takes its largest."""
+
+
 class StartedStep(NamedTuple):
     """A step that other threads begin."""
 
@@ -299,6 +307,8 @@ class StartedStep(NamedTuple):
     last attention."""
     head: "SearchedLinear | None"
     """To be searched in the first part of the result."""
+    noise: NoiseArray | None
+    """As in `Search`; the head is then a `DrawnLinear`."""
 
 
 @runtime_checkable
@@ -341,11 +351,19 @@ class SearchedLinear(PackedLinear, Protocol):
 
 
 @runtime_checkable
+class DrawnLinear(SearchedLinear, Protocol):
+    """One that can draw from its outputs without writing them all."""
+
+    def drawn(self, x_TI: Tensor, noise: NoiseArray) -> Tensor:
+        """[T] int64: what each row draws from its outputs in float32 (`ChooseTokens`), with no limits to any."""
+
+
+@runtime_checkable
 class ScreenedLinear(SearchedLinear, Protocol):
-    """One that may find the largest without reading all of its weight."""
+    """One that may find what it searches without reading all of its weight."""
 
     def spared_bytes(self, num_rows: int) -> int:
-        """Of the weight, what `largest` of so many rows reads less at best."""
+        """Of the weight, what a search for so many rows reads less at best."""
 
 
 @runtime_checkable

@@ -6,7 +6,10 @@ from torch import Tensor
 
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import load_draws, load_largest
-from parallel.kernels.sampling import ChooseTokens, Draws
+from parallel.kernels.sampling import NOISE, ChooseTokens, Draws
+
+_DRAW = np.dtype([("noise", NOISE), ("limit", np.float32), ("top_k", np.float64), ("top_p", np.float64)])
+"""`Draw` of draws.h."""
 
 
 def make_native_choice() -> ChooseTokens:
@@ -25,15 +28,15 @@ def make_native_choice() -> ChooseTokens:
             find_largest[logits.dtype](*rows, num_threads)
         else:
             settings = _settings(draws)
-            draw(*rows, settings.ctypes.data, len(settings), num_threads)
+            draw(*rows, settings.ctypes.data, num_threads)
         return token_ids
 
     return choose
 
 
-def _settings(draws: Draws) -> np.typing.NDArray[np.float64]:
-    """`Draw` of draws.h, one after the other."""
+def _settings(draws: Draws) -> np.typing.NDArray[np.void]:
+    settings = np.empty(len(draws.noise), _DRAW)
     with np.errstate(divide="ignore"):
-        limit = -np.log(draws.min_p)
-    columns = (draws.rows, draws.temperature, limit, draws.top_k, draws.top_p, draws.noise)
-    return np.stack(columns, axis=1, dtype=np.float64)
+        settings["limit"] = -np.log(draws.min_p)
+    settings["noise"], settings["top_k"], settings["top_p"] = draws.noise, draws.top_k, draws.top_p
+    return settings

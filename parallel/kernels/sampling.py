@@ -1,10 +1,14 @@
 """The border between the sampler and the machine: which token a row of logits gives. What it means, in plain torch.
 
     largest   the first of the largest logits
-    draw      logits over temperature; top-k, then top-p, then min-p (truncation.py); the inverse of the cumulative
-              distribution of what is left, in vocabulary order, at the row's noise
+    draw      of the tokens that top-k, then top-p, then min-p leave (truncation.py), the first for which
+              logit + temperature * noise is largest
 
-A row never depends on the others of its step. Shape letters: S rows, V vocabulary, R rows that draw, C chunks.
+Noise is -log(-log(u)), with a u in (0, 1) of the row's key and the token: each token is then the largest with the
+probability that the softmax of logits / temperature gives it (Gumbel's trick; Maddison et al., arXiv:1411.0030, section
+2). Nothing is added up over the vocabulary, so that parts of it can be looked through apart, in any order.
+
+A row never depends on the others of its step. Shape letters: S rows, V vocabulary, R rows that draw.
 """
 
 from dataclasses import dataclass
@@ -14,41 +18,39 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from parallel.kernels.host_arrays import to_device
 from parallel.kernels.truncation import lower_bounds
 
-Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
-_CHUNK = 256
-"""Entries of the vocabulary that the draw sums at once."""
+NOISE = np.dtype([("temperature", np.float32), ("key", np.uint32, 2)])
+"""What a row's noise is made of. Temperature: 0 where the row takes the largest logit, else 1e-5 to 1e36."""
+NoiseArray = npt.NDArray[np.void]
+"""[S] of NOISE."""
+
+_GAMMA, _FIRST, _SECOND = (number - 2**32 for number in (0x9E3779B1, 0x21F0AAAD + 2**32, 0xD35A2D97))
+"""Factors of `gumbel`, as int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draws:
-    """Which rows of a step draw their token, and how; on the host. All arrays are as long as `rows`."""
+    """How the rows of a step draw their tokens; on the host. What limits a row means something only where it draws."""
 
-    rows: Int64Array
-    """In ascending order."""
-    temperature: Float64Array
-    """More than 0."""
+    noise: NoiseArray
     top_k: Float64Array
-    """0 or at least V: off."""
+    """[S], as are the next; 0 or at least V: off."""
     top_p: Float64Array
     """1: off. Of the probability that top-k left."""
     min_p: Float64Array
     """0: off."""
-    noise: Float64Array
-    """In [0, 1)."""
 
 
 class ChooseTokens(Protocol):
     """Takes a token from each row of logits; `kernels/select.py` chooses one implementation per process."""
 
     def __call__(self, logits_SV: Tensor, draws: Draws | None) -> Tensor:
-        """[S] int64, on the device: what the rows of `draws` draw, and of the others the first largest.
+        """[S] int64, on the device: what the rows draw, and of those that do not the first largest.
 
         -1 where a row has a NaN or +inf, or nothing but -inf. The host does not wait for the device.
 
@@ -62,11 +64,12 @@ def choose_in_torch(logits_SV: Tensor, draws: Draws | None) -> Tensor:
     """Implements `ChooseTokens`, on any device."""
     if draws is None:
         return _largest(logits_SV)
-    if len(draws.rows) == len(logits_SV):
-        return _draw(logits_SV, draws)
+    rows = np.flatnonzero(draws.noise["temperature"])
+    if len(rows) == len(logits_SV):
+        return _draw(logits_SV, draws, rows)
     token_ids = _largest(logits_SV)
-    index = to_device(draws.rows, logits_SV.device)
-    token_ids[index] = _draw(logits_SV[index], draws)
+    index = to_device(rows, logits_SV.device)
+    token_ids[index] = _draw(logits_SV[index], draws, rows)
     return token_ids
 
 
@@ -74,6 +77,29 @@ def largest_outputs(out_TO: Tensor) -> tuple[Tensor, Tensor]:
     """What `SearchedLinear.largest` gives, of outputs that are there."""
     values_T, indices_T = out_TO.max(-1)
     return values_T.float(), indices_T.where(values_T.isfinite(), -1)
+
+
+def gumbel(keys_R2: Tensor, vocab_size: int) -> Tensor:
+    """The noise [R, V] float32 of rows with these keys (int32, the bits of `NOISE`'s), at least -2.9 and at most 22.2.
+
+    A counter-based generator in the sense of Salmon et al. (SC 2011); its block function is twice a mixer of 32 bits
+    that was found by search (Wellons, "Prospecting for Hash Functions", 2018).
+    """
+    tokens_V = torch.arange(vocab_size, dtype=torch.int32, device=keys_R2.device)
+    bits_RV = _mix(_mix(tokens_V * _GAMMA + keys_R2[:, :1]) ^ keys_R2[:, 1:])
+    u_RV = _shift(bits_RV, 1).float().mul_(2.0**-31).add_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return torch.log(torch.log1p(-u_RV).neg_()).neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 16)) * _FIRST
+    x = (x ^ _shift(x, 15)) * _SECOND
+    return x ^ _shift(x, 15)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """To the right, as if int32 had no sign."""
+    return torch.bitwise_and(x >> bits, 2 ** (32 - bits) - 1)
 
 
 def _largest(logits_SV: Tensor) -> Tensor:
@@ -86,39 +112,16 @@ def _largest(logits_SV: Tensor) -> Tensor:
     return torch.from_numpy(np.where(is_finite, token_ids, -1))
 
 
-def _draw(logits_RV: Tensor, draws: Draws) -> Tensor:
+def _draw(logits_RV: Tensor, draws: Draws, rows: npt.NDArray[np.int64]) -> Tensor:
     device = logits_RV.device
-    largest_R1 = logits_RV.amax(-1, keepdim=True)
-    temperature_R1 = to_device(draws.temperature.astype(np.float32), device)[:, None]
-    scaled_RV = (logits_RV - largest_R1).div_(temperature_R1)
-    truncated = np.flatnonzero((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))
+    noise = draws.noise[rows]
+    temperature_R1 = to_device(np.ascontiguousarray(noise["temperature"]), device)[:, None]
+    keys_R2 = to_device(np.ascontiguousarray(noise["key"]).view(np.int32), device)
+    scores_RV = gumbel(keys_R2, logits_RV.shape[1]).mul_(temperature_R1).add_(logits_RV)
+    limits = [values[rows] for values in (draws.top_k, draws.top_p, draws.min_p)]
+    truncated = np.flatnonzero((limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0))
     if len(truncated):
-        limits = (values[truncated] for values in (draws.top_k, draws.top_p, draws.min_p))
-        bounds = lower_bounds(scaled_RV, truncated, *limits)
-        scaled_RV.masked_fill_(scaled_RV < bounds[:, None], -torch.inf)
-    token_ids = _invert_cumulative(scaled_RV.exp_(), to_device(draws.noise, device))
-    return token_ids.where(largest_R1[:, 0].isfinite(), -1)
-
-
-def _invert_cumulative(weights_RV: Tensor, noise_R: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds noise * total: by chunks, then within one. Never weight 0.
-
-    -1 where the total is not finite, of which no token is a part.
-    """
-    num_rows, vocab_size = weights_RV.shape
-    chunks_RCV = pad(weights_RV, (0, -vocab_size % _CHUNK)).view(num_rows, -1, _CHUNK)
-    chunk_ends_RC = chunks_RCV.sum(-1).double().cumsum_(-1)
-    target_R1 = _below(noise_R[:, None] * chunk_ends_RC[:, -1:], chunk_ends_RC)
-    chunk_R1 = torch.searchsorted(chunk_ends_RC, target_R1, right=True).clamp_(max=chunk_ends_RC.shape[1] - 1)
-    chunk_starts_RC = pad(chunk_ends_RC, (1, 0))
-    rows_R = torch.arange(num_rows, device=weights_RV.device)
-    ends_RV = chunks_RCV[rows_R, chunk_R1[:, 0]].double().cumsum_(-1)
-    rest_R1 = _below(target_R1 - chunk_starts_RC.gather(1, chunk_R1), ends_RV)
-    offset_R1 = torch.searchsorted(ends_RV, rest_R1, right=True).clamp_(max=_CHUNK - 1)
-    return (chunk_R1 * _CHUNK + offset_R1)[:, 0].where(chunk_ends_RC[:, -1].isfinite(), -1)
-
-
-def _below(target_R1: Tensor, ends_RN: Tensor) -> Tensor:
-    """The target where rounding may have brought it out of [0, last end)."""
-    last_R1 = ends_RN[:, -1:]
-    return torch.minimum(target_R1, torch.nextafter(last_R1, torch.zeros_like(last_R1))).clamp_(min=0)
+        scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)).div_(temperature_R1)
+        bounds = lower_bounds(scaled_RV, truncated, *(values[truncated] for values in limits))
+        scores_RV.masked_fill_(scaled_RV < bounds[:, None], -torch.inf)
+    return _largest(scores_RV)

@@ -1,12 +1,11 @@
-"""The choice of tokens in Triton: the largest by two launches; a draw by two more, and one where top-k or top-p limit.
+"""The choice of tokens in Triton: two launches where tokens are drawn or not, three more where rows keep some of them.
 
 Checked by Triton's interpreter on a CPU; not yet run on a GPU, and not tuned for one. Means what sampling.py means.
 
-The largest logit of a row has distance 0, and any other one (largest - logit) / temperature. Bits of distances are in
-the order of the distances, so that a search for the last one kept, by bisection over those bits, is exact; nothing is
-sorted. What adds up are integers, weights of exp(-distance) in units of 2**-42: no order of summation, and so no size
-of a tile or a batch, can change a token. Against sampling.py, whose sums are floating point, a draw may be another
-token where its noise is within 1e-6 of the border of two; weights of less than a unit are never drawn.
+The largest logit of a row has distance 0, and any other one (largest - logit) / temperature: top-k, top-p and min-p say
+up to which distance tokens are kept. Bits of distances are in the order of the distances, so that a search for the last
+one kept, by bisection over those bits, is exact; nothing is sorted. What adds up are integers, weights of
+exp(-distance) in units of 2**-42: no order of summation, and so no size of a tile or a batch, can change a token.
 """
 
 import numpy as np
@@ -37,32 +36,65 @@ def choose_in_triton(logits_SV: Tensor, draws: Draws | None) -> Tensor:
     places_SC = torch.empty_like(values_SC, dtype=torch.int32)
     largest_S = logits_SV.new_empty(num_rows)
     token_ids_S = torch.empty_like(largest_S, dtype=torch.int64)
+    settings = largest_S if draws is None else _settings(draws, logits_SV.device)
     stride, slices = logits_SV.stride(0), triton.next_power_of_2(num_slices)
-    _find_largest[num_rows, num_slices](logits_SV, values_SC, places_SC, stride, vocab_size, TILE=_SLICE)
-    _merge_largest[num_rows,](values_SC, places_SC, largest_S, token_ids_S, num_slices, SLICES=slices)
-    if draws is None:
-        return token_ids_S
-    with np.errstate(divide="ignore"):
-        columns = (draws.rows, draws.temperature, -np.log(draws.min_p), draws.top_k, draws.top_p, draws.noise)
-    settings = to_device(np.stack(columns).astype(np.float64), logits_SV.device)  # in one piece
-    num_draws = len(draws.rows)
-    inputs = logits_SV, largest_S, settings
-    if bool(((draws.top_k > 0) | (draws.top_p < 1)).any()):
-        _limit[num_draws,](*inputs, stride, num_draws, vocab_size, TILE=_SEARCH_TILE, num_warps=16)
-    sums_RC = token_ids_S.new_empty(num_draws, num_slices)
-    _weigh[num_draws, num_slices](*inputs, sums_RC, stride, num_draws, vocab_size, TILE=_SLICE)
-    _draw[num_draws,](
-        *inputs, sums_RC, token_ids_S, stride, num_draws, vocab_size, num_slices, TILE=_SLICE, SLICES=slices
-    )
+
+    def find(*, is_drawn: bool, is_limited: bool) -> None:
+        inputs = logits_SV, largest_S, settings
+        kinds = {"IS_DRAWN": is_drawn, "IS_LIMITED": is_limited}
+        _find_largest[num_rows, num_slices](
+            *inputs, values_SC, places_SC, stride, num_rows, vocab_size, TILE=_SLICE, **kinds
+        )
+        _merge_largest[num_rows,](values_SC, places_SC, largest_S, token_ids_S, num_slices, SLICES=slices)
+
+    is_limited = False
+    if draws is not None:
+        is_ranked = bool(((draws.top_k > 0) | (draws.top_p < 1)).any())
+        is_limited = is_ranked or bool((draws.min_p > 0).any())
+        if is_limited:
+            find(is_drawn=False, is_limited=False)
+        if is_ranked:
+            inputs = logits_SV, largest_S, settings
+            _limit[num_rows,](*inputs, stride, num_rows, vocab_size, TILE=_SEARCH_TILE, num_warps=16)
+    find(is_drawn=draws is not None, is_limited=is_limited)
     return token_ids_S
 
 
-@triton.jit
-def _find_largest(logits, values, places, stride, vocab_size, TILE: tl.constexpr):
-    """The first largest of a slice of a row, +inf for a NaN."""
+def _settings(draws: Draws, device: torch.device) -> Tensor:
+    """[6, S] float64, in one piece: what `_setting` takes one of."""
+    keys = draws.noise["key"].T
+    with np.errstate(divide="ignore"):
+        columns = (draws.noise["temperature"], -np.log(draws.min_p), draws.top_k, draws.top_p, *keys)
+    return to_device(np.stack(columns).astype(np.float64), device)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _find_largest(
+    logits,
+    largest,
+    settings,
+    values,
+    places,
+    stride,
+    num_rows,
+    vocab_size,
+    TILE: tl.constexpr,
+    IS_DRAWN: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
+):
+    """The first largest of a slice of a row, of what a draw keeps and with what it adds; +inf for a NaN."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row * stride + column, mask=column < vocab_size, other=float("-inf"))
+    if IS_DRAWN:
+        temperature = _setting(settings, 0, num_rows).to(tl.float32)
+        if temperature > 0:
+            score = x + temperature * _noise(settings, column, num_rows)
+            if IS_LIMITED:
+                most = tl.load(largest + row)
+                limit = tl.where(tl.abs(most) < float("inf"), _setting(settings, 1, num_rows).to(tl.float32), -1.0)
+                score = tl.where(_distance(x, most, temperature) <= limit, score, float("-inf"))
+            x = score
     value, place = tl.max(tl.where(x == x, x, float("inf")), 0, return_indices=True, return_indices_tie_break_left=True)
     out = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(values + out, value)
@@ -82,36 +114,50 @@ def _merge_largest(values, places, largest, token_ids, num_slices, SLICES: tl.co
 
 
 @triton.jit
-def _setting(settings, index: tl.constexpr, num_draws):
-    """One of row, temperature, limit of the distance, top-k, top-p, noise of this program's draw."""
-    return tl.load(settings + index * num_draws + tl.program_id(0))
+def _setting(settings, index: tl.constexpr, num_rows):
+    """One of temperature, limit of the distance, top-k, top-p, and two halves of a key, of this program's row."""
+    return tl.load(settings + index * num_rows + tl.program_id(0))
 
 
 @triton.jit
-def _distances(logits, largest, temperature, column, vocab_size):
-    """Of these tokens of a row; infinite past the vocabulary."""
-    x = tl.load(logits + column, mask=column < vocab_size, other=float("-inf"))
-    return tl.abs(tl.div_rn(largest - x, tl.zeros_like(x) + temperature))  # not -0.0, whose bits are out of order
+def _noise(settings, column, num_rows):
+    """Of these tokens of this program's row; `gumbel` of sampling.py."""
+    first = _setting(settings, 4, num_rows).to(tl.int64).to(tl.uint32)
+    second = _setting(settings, 5, num_rows).to(tl.int64).to(tl.uint32)
+    bits = _mix(_mix(column.to(tl.uint32) * 0x9E3779B1 + first) ^ second)
+    u = (bits >> 1).to(tl.float32) * 2.0**-31 + 2.0**-32
+    u = tl.minimum(u, 1 - 2.0**-24)
+    ratio = tl.minimum(u, 0.25) / (2 - tl.minimum(u, 0.25))
+    square = ratio * ratio
+    small = 2 * ratio * (1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square / 9))))
+    return -tl.log(tl.where(u < 0.25, small, -tl.log(1 - u)))  # small: of -log(1 - u), which is coarse there
 
 
 @triton.jit
-def _weights(distance, limit):
-    """In units, of those up to the limit."""
-    return tl.where(distance <= limit, tl.exp(-distance) * _UNITS, 0.0).to(tl.int64)
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0xD35A2D97
+    return x ^ (x >> 15)
 
 
-@triton.jit(do_not_specialize=["num_draws"])
-def _limit(logits, largest, settings, stride, num_draws, vocab_size, TILE: tl.constexpr):
-    """Lower the limit of a draw to the last distance that top-k and top-p keep."""
-    row = _setting(settings, 0, num_draws).to(tl.int64)
-    temperature = _setting(settings, 1, num_draws).to(tl.float32)
-    limit = _setting(settings, 2, num_draws)
-    top_k = _setting(settings, 3, num_draws)
-    top_p = _setting(settings, 4, num_draws)
+@triton.jit
+def _distance(x, largest, temperature):
+    """Not -0.0, whose bits are out of order."""
+    return tl.abs(tl.div_rn(largest - x, tl.zeros_like(x) + temperature))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _limit(logits, largest, settings, stride, num_rows, vocab_size, TILE: tl.constexpr):
+    """Lower the limit of a row that draws to the last distance that top-k and top-p keep."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = _setting(settings, 0, num_rows).to(tl.float32)
+    limit = _setting(settings, 1, num_rows)
+    top_k = _setting(settings, 2, num_rows)
+    top_p = _setting(settings, 3, num_rows)
     most = tl.load(largest + row)
     logits += row * stride
     key = tl.full((), _INFINITE, tl.int32)
-    if tl.abs(most) < float("inf"):
+    if (temperature > 0) & (tl.abs(most) < float("inf")):
         if (top_k > 0) & (top_k < vocab_size):
             key = _search(logits, most, temperature, vocab_size, key, top_k, False, TILE)
         if top_p < 1:
@@ -119,7 +165,7 @@ def _limit(logits, largest, settings, stride, num_draws, vocab_size, TILE: tl.co
             target = tl.maximum(top_p * total.to(tl.float64), 1.0)
             key = _search(logits, most, temperature, vocab_size, key, target, True, TILE)
     kept = key.to(tl.float32, bitcast=True).to(tl.float64)
-    tl.store(settings + 2 * num_draws + tl.program_id(0), tl.minimum(limit, kept))
+    tl.store(settings + num_rows + row, tl.minimum(limit, kept))
 
 
 @triton.jit
@@ -143,58 +189,14 @@ def _reach(logits, most, temperature, vocab_size, key, IS_WEIGHT: tl.constexpr, 
     after = tl.full((TILE,), _INFINITE, tl.int32)
     for start in range(0, vocab_size, TILE):
         column = start + tl.arange(0, TILE)
-        distance = _distances(logits, most, temperature, column, vocab_size)
+        x = tl.load(logits + column, mask=column < vocab_size, other=float("-inf"))
+        distance = _distance(x, most, temperature)
         keys = distance.to(tl.int32, bitcast=True)
         is_in = keys <= key
         if IS_WEIGHT:
-            total += tl.where(is_in, _weights(distance, float("inf")), 0)
+            total += tl.where(is_in, tl.exp(-distance) * _UNITS, 0.0).to(tl.int64)
         else:
             total += tl.where(is_in, 1, 0)
         before = tl.maximum(before, tl.where(is_in, keys, -1))
         after = tl.minimum(after, tl.where(is_in, _INFINITE, keys))
     return tl.sum(total, 0), tl.max(before, 0), tl.min(after, 0)
-
-
-@triton.jit(do_not_specialize=["num_draws"])
-def _weigh(logits, largest, settings, sums, stride, num_draws, vocab_size, TILE: tl.constexpr):
-    """What a slice of a row weighs."""
-    row = _setting(settings, 0, num_draws).to(tl.int64)
-    temperature = _setting(settings, 1, num_draws).to(tl.float32)
-    limit = _setting(settings, 2, num_draws).to(tl.float32)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    distance = _distances(logits + row * stride, tl.load(largest + row), temperature, column, vocab_size)
-    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(sums + place, tl.sum(_weights(distance, limit), 0))
-
-
-@triton.jit(do_not_specialize=["num_draws", "num_slices"])
-def _draw(
-    logits,
-    largest,
-    settings,
-    sums,
-    token_ids,
-    stride,
-    num_draws,
-    vocab_size,
-    num_slices,
-    TILE: tl.constexpr,
-    SLICES: tl.constexpr,
-):
-    """The first token up to which more than noise * total weigh: the slice by its sum, then the token in it."""
-    row = _setting(settings, 0, num_draws).to(tl.int64)
-    temperature = _setting(settings, 1, num_draws).to(tl.float32)
-    limit = _setting(settings, 2, num_draws).to(tl.float32)
-    noise = _setting(settings, 5, num_draws)
-    most = tl.load(largest + row)
-    index = tl.arange(0, SLICES)
-    sums += tl.program_id(0).to(tl.int64) * num_slices
-    slice_sums = tl.load(sums + index, mask=index < num_slices, other=0)
-    total = tl.sum(slice_sums, 0)
-    target = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
-    part = tl.sum((tl.cumsum(slice_sums, 0) <= target).to(tl.int32), 0)
-    rest = target - tl.sum(tl.where(index < part, slice_sums, 0), 0)
-    column = part * TILE + tl.arange(0, TILE)
-    weights = _weights(_distances(logits + row * stride, most, temperature, column, vocab_size), limit)
-    token = part * TILE + tl.sum((tl.cumsum(weights, 0) <= rest).to(tl.int32), 0)
-    tl.store(token_ids + row, tl.where(tl.abs(most) < float("inf"), token.to(tl.int64), -1))

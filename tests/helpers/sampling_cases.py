@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.sampling import ChooseTokens, Draws, choose_in_torch
+from parallel.kernels.sampling import NOISE, ChooseTokens, Draws, choose_in_torch, gumbel
 
-BORDER = 1e-6
-"""A draw may be another token where its noise is so near to the border of two: the reference sums in float32."""
+CLOSE = 4e-6
+"""Of the largest logit and noise of a row: scores that are as close to each other may be taken for one another."""
 KINDS = (
     (1.0, 0, 1.0, 0.0),
     (0.7, 20, 1.0, 0.0),
@@ -40,23 +40,25 @@ class SamplingCase:
         tokens = choose(logits, self.draws).tolist()
         assert torch.equal(logits.nan_to_num(1e30), before.nan_to_num(1e30)), "logits are left as they are"
         expected = choose_in_torch(self.logits, self.draws).tolist()
-        drawn = {} if self.draws is None else {int(row): i for i, row in enumerate(self.draws.rows)}
         for row, (token, wanted) in enumerate(zip(tokens, expected, strict=True)):
             if token != wanted:
-                assert row in drawn, (self.name, row, token, wanted)
-                self._check_border(row, drawn[row], token, wanted)
+                self._check_close(row, token, wanted)
         for row in {0, len(tokens) // 2, len(tokens) - 1}:
-            alone = one_of(self.draws, drawn[row]) if row in drawn else None
+            alone = None if self.draws is None else one_of(self.draws, row)
             assert choose(logits[row : row + 1], alone).tolist() == [tokens[row]], (self.name, row)
 
-    def _check_border(self, row: int, index: int, token: int, wanted: int) -> None:
-        """Between the two tokens there is hardly any weight, and the noise is where they meet."""
-        assert self.draws is not None
+    def _check_close(self, row: int, token: int, wanted: int) -> None:
+        """Both are kept, and have nearly the same score."""
+        assert self.draws is not None, (self.name, row, token, wanted)
+        temperature = float(self.draws.noise["temperature"][row])
+        assert temperature > 0, (self.name, row, token, wanted)
         assert min(token, wanted) >= 0, (self.name, row, token, wanted)
-        ends = _weights(self.logits[row], self.draws, index).cumsum(0)
-        border = float(ends[min(token, wanted)] / ends[-1])
-        assert abs(border - float(self.draws.noise[index])) < BORDER, (self.name, row, token, wanted)
-        assert float((ends[max(token, wanted) - 1] - ends[min(token, wanted)]) / ends[-1]) < BORDER
+        assert _is_kept(self.logits[row], self.draws, row)[[token, wanted]].all(), (self.name, row, token, wanted)
+        logits = self.logits[row].double()
+        noise = temperature * gumbel(keys_of(self.draws)[row : row + 1], len(logits))[0].double()
+        scores = logits + noise
+        close = CLOSE * float(logits[[token, wanted]].abs().max() + noise[[token, wanted]].abs().max())
+        assert abs(float(scores[token] - scores[wanted])) <= close, (self.name, row, token, wanted)
 
 
 def sampling_cases() -> Iterator[SamplingCase]:
@@ -94,36 +96,42 @@ def _odd_rows(generator: torch.Generator) -> Tensor:
 
 
 def make_draws(num_rows: int, rows: list[int]) -> Draws:
-    """Each row draws by the kind that is next; noise spread over [0, 1), both ends with it."""
-    kinds = np.array([KINDS[row % len(KINDS)] for row in rows], np.float64)
-    noise = np.random.default_rng(num_rows).random(len(rows))
-    noise[0], noise[-1] = 0.0, 1 - 2.0**-53
+    """Each of these rows draws by the kind that is next; the others do not, whatever limits there are."""
+    kinds = np.array([KINDS[row % len(KINDS)] for row in range(num_rows)], np.float64)
     temperature, top_k, top_p, min_p = kinds.T
-    return Draws(rows=np.array(rows), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, noise=noise)
+    noise = np.zeros(num_rows, NOISE)
+    noise["temperature"][rows] = temperature[rows]
+    noise["key"] = np.random.default_rng(num_rows).integers(2**32, size=(num_rows, 2), dtype=np.uint32)
+    return Draws(noise=noise, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
-def one_of(draws: Draws | None, index: int) -> Draws:
-    """The draw of this index as that of a step of one row."""
-    assert draws is not None
+def without_limits(draws: Draws) -> Draws:
+    """The same noise for all tokens of a row."""
+    none = np.zeros(len(draws.noise))
+    return Draws(noise=draws.noise, top_k=none, top_p=none + 1, min_p=none)
+
+
+def one_of(draws: Draws, row: int) -> Draws:
+    """The draw of this row as that of a step of one."""
     return Draws(
-        rows=np.array([0]),
-        **{
-            name: getattr(draws, name)[index : index + 1]
-            for name in ("temperature", "top_k", "top_p", "min_p", "noise")
-        },
+        **{name: getattr(draws, name)[row : row + 1].copy() for name in ("noise", "top_k", "top_p", "min_p")},
     )
 
 
-def _weights(logits: Tensor, draws: Draws, index: int) -> Tensor:
+def keys_of(draws: Draws) -> Tensor:
+    """[S, 2] int32, as `gumbel` takes them."""
+    return torch.from_numpy(np.ascontiguousarray(draws.noise["key"]).view(np.int32))
+
+
+def _is_kept(logits: Tensor, draws: Draws, row: int) -> Tensor:
     """As the definitions say, in float64."""
-    temperature, k, p, min_p = (
-        float(column[index]) for column in (draws.temperature, draws.top_k, draws.top_p, draws.min_p)
-    )
-    weights = ((logits - logits.max()) / torch.tensor(temperature, dtype=torch.float32)).double().exp()
+    k, p, min_p = (float(column[row]) for column in (draws.top_k, draws.top_p, draws.min_p))
+    temperature = torch.tensor(float(draws.noise["temperature"][row]), dtype=torch.float32)
+    weights = ((logits - logits.max()) / temperature).double().exp()
     if 0 < k < len(weights):
         weights = weights.where(weights >= weights.sort(descending=True).values[int(k) - 1], 0.0)
     if p < 1:
         values = weights.sort(descending=True).values
         kept = values[values.cumsum(0) - values < p * values.sum()]
         weights = weights.where(weights >= kept[-1], 0.0)
-    return weights.where(weights >= min_p, 0.0)
+    return (weights >= min_p) & (weights > 0)

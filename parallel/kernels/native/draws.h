@@ -1,25 +1,30 @@
 // Tokens drawn from rows of logits; what that means is said in sampling.py.
 //
-// The largest logit of a row has distance 0, any other one (largest - logit) / temperature. Weights are e^-distance in units of 2^-42,
-// and integers: no order of summation, and so no number of threads or rows, can change a token. Against sampling.py, whose sums are
-// floating point, a draw may be another token where its noise is within 1e-6 of the border of two; what weighs less than a unit is never
-// drawn. Top-k and top-p lower the largest distance that is kept: to find it, numbers or weights are summed by buckets of distances, and
-// only the bucket in which the last one kept lies is sorted.
+// A row that draws takes the first of its tokens for which logit + temperature * noise is largest, as far as there are tokens that it
+// keeps. The largest logit of a row has distance 0, any other one (largest - logit) / temperature: top-k, top-p and min-p say up to which
+// distance tokens are kept. For top-k and top-p, numbers or weights are summed by buckets of distances, and only the bucket in which the
+// last one kept lies is sorted. Weights are e^-distance in units of 2^-42, and integers: no order of summation, and so no number of threads
+// or rows, can change a token.
 
 #pragma once
 
 #include <vector>
 
+#include "noise.h"
 #include "sampling.h"
 
 namespace weft {
 
 // How a row draws; mirrored by cpu_sampling.py.
 struct Draw {
-    double row, temperature, limit, top_k, top_p, noise;  // temperature is finite as a float32; limit: of the distance, by min-p
+    Noise noise;
+    float limit;  // of the distance, by min-p
+    double top_k, top_p;
 
-    bool limits_rank(int64_t size) const { return limits_number(size) || top_p < 1; }
+    bool is_one() const { return noise.temperature > 0; }
     bool limits_number(int64_t size) const { return top_k > 0 && top_k < double(size); }
+    bool is_ranked(int64_t size) const { return is_one() && (limits_number(size) || top_p < 1); }
+    bool is_limited(int64_t size) const { return is_one() && (is_ranked(size) || limit < INFINITY); }
 };
 
 constexpr int64_t CHUNK = 64 * LANES;  // logits whose distances are in the first-level cache
@@ -56,42 +61,47 @@ inline float begin_of(int bucket) {
 
 inline int bucket_of(float distance) { return std::clamp((key_of(distance) >> BUCKET_SHIFT) - FIRST_BUCKET, 0, NUM_BUCKETS - 1); }
 
-// The draws of a step, as what a team does; each row in parts, so that one is work for several threads.
+// Of `count` logits, up to a chunk, with what is added to them; -inf where the distance is past the limit.
+__attribute__((noinline)) inline void find_scores(float* scores, const float* logits, const float* noise, const float* distances,
+                                                  int64_t count, float limit) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const Floats score = load(logits + i) + load(noise + i);
+        store(scores + i, choose(load(distances + i) <= limit, score, broadcast(-INFINITY)));
+    }
+    for (; i < count; i++) scores[i] = distances[i] <= limit ? logits[i] + noise[i] : -INFINITY;
+}
+
+// The choice of a step, as what a team does; each row in parts, so that one is work for several threads.
 class Drawing {
   public:
     static constexpr int SECTIONS = 6;  // of a team
 
-    Drawing(int64_t* token_ids, const float* logits, int64_t row_stride, int64_t num_rows, int64_t size, const Draw* draws,
-            int64_t num_draws, int num_threads)
+    Drawing(int64_t* token_ids, const float* logits, int64_t row_stride, int64_t num_rows, int64_t size, const Draw* draws, int num_threads)
         : token_ids_(token_ids), logits_(logits), row_stride_(row_stride), num_rows_(num_rows), size_(size), draws_(draws),
-          num_draws_(num_draws), num_parts_(choose_parts(num_rows, size, num_threads)),
-          part_size_(((size - 1) / num_parts_ / CHUNK + 1) * CHUNK), found_(size_t(num_rows * num_parts_)), limits_(size_t(num_draws)),
-          num_chunks_((size - 1) / CHUNK + 1), sums_(size_t(num_draws * num_chunks_)) {
-        for (int64_t draw = 0; draw < num_draws; draw++) is_ranked_ |= draws[draw].limits_rank(size);
-        if (is_ranked_) tallies_.resize(size_t(num_draws * num_parts_)), kept_.resize(size_t(num_draws * num_parts_));
+          num_parts_(choose_parts(num_rows, size, num_threads)), part_size_(((size - 1) / num_parts_ / CHUNK + 1) * CHUNK),
+          found_(size_t(num_rows * num_parts_)), limits_(size_t(num_rows), INFINITY) {
+        for (int64_t row = 0; row < num_rows; row++) is_limited_ |= draws[row].is_limited(size), is_ranked_ |= draws[row].is_ranked(size);
+        if (is_limited_) largest_.resize(found_.size());
+        if (is_ranked_) tallies_.resize(found_.size()), kept_.resize(found_.size());
     }
 
     void run(Team& team) {
-        team.for_each(num_rows_ * num_parts_, [&](int64_t item) {
-            const Span part = span(item % num_parts_);
-            found_[size_t(item)] = part.size > 0 ? first_largest(row(item / num_parts_) + part.begin, part.size) : Found{-INFINITY, 0};
-            found_[size_t(item)].place += part.begin;
+        const auto for_each_part = [&](const auto& work) {
+            team.for_each(num_rows_ * num_parts_, [&](int64_t item) { work(item / num_parts_, item % num_parts_); });
+        };
+        if (is_limited_) for_each_part([&](int64_t row, int64_t part) {
+            if (draws_[row].is_limited(size_)) largest_[place(row, part)] = largest_of_part(row, part);
         });
         if (is_ranked_) {
-            team.for_each(num_draws_ * num_parts_, [&](int64_t item) { tally(item / num_parts_, item % num_parts_); });
-            team.for_each(num_draws_ * num_parts_, [&](int64_t item) { keep(item / num_parts_, item % num_parts_); });
+            for_each_part([&](int64_t row, int64_t part) { tally(row, part); });
+            for_each_part([&](int64_t row, int64_t part) { keep(row, part); });
         }
-        team.for_each(num_draws_ + num_rows_, [&](int64_t item) {
-            if (item < num_draws_)
-                limits_[size_t(item)] = find_limit(item);
-            else
-                token_ids_[item - num_draws_] = token_of(largest_of(item - num_draws_));
+        if (is_limited_) team.for_each(num_rows_, [&](int64_t row) { limits_[size_t(row)] = find_limit(row); });
+        for_each_part([&](int64_t row, int64_t part) {
+            found_[place(row, part)] = draws_[row].is_one() ? find_drawn(row, part) : largest_of_part(row, part);
         });
-        team.for_each(num_draws_ * num_parts_, [&](int64_t item) { sum(item / num_parts_, item % num_parts_); });
-        team.for_each(num_draws_, [&](int64_t draw) {
-            int64_t& token_id = token_ids_[int64_t(draws_[draw].row)];
-            if (token_id >= 0) token_id = token_at(draw);
-        });
+        team.for_each(num_rows_, [&](int64_t row) { token_ids_[row] = token_of(first_of_parts(found_, row)); });
     }
 
   private:
@@ -114,81 +124,112 @@ class Drawing {
         return num_rows >= num_threads ? 1 : std::max<int64_t>(1, std::min<int64_t>(num_threads, size / LEAST));
     }
 
-    const float* row(int64_t index) const { return logits_ + index * row_stride_; }
+    size_t place(int64_t row, int64_t part) const { return size_t(row * num_parts_ + part); }
+    const float* logits_of(int64_t row) const { return logits_ + row * row_stride_; }
 
     Span span(int64_t part) const {
         const int64_t begin = std::min(part * part_size_, size_);
         return {begin, std::min(part_size_, size_ - begin)};
     }
 
-    Found largest_of(int64_t row) const {
-        Found most = found_[size_t(row * num_parts_)];
+    Found largest_of_part(int64_t row, int64_t part) const {
+        const Span all = span(part);
+        if (all.size == 0) return {-INFINITY, 0};
+        const Found found = first_largest(logits_of(row) + all.begin, all.size);
+        return {found.value, all.begin + found.place};
+    }
+
+    Found first_of_parts(const std::vector<Found>& found, int64_t row) const {
+        Found most = found[place(row, 0)];
         for (int64_t part = 1; part < num_parts_; part++) {
-            const Found& of_part = found_[size_t(row * num_parts_ + part)];
+            const Found& of_part = found[place(row, part)];
             if (!(of_part.value <= most.value) && most.value == most.value) most = of_part;
         }
         return most;
     }
 
+    float largest_of(int64_t row) const { return first_of_parts(largest_, row).value; }
+
     // Of the chunk that begins there; infinite past the end of the row.
-    int64_t find_distances_of(float* distances, int64_t draw, int64_t begin) const {
-        const int64_t of = int64_t(draws_[draw].row), count = std::min(CHUNK, size_ - begin);
+    int64_t find_distances_of(float* distances, int64_t row, float most, int64_t begin) const {
+        const int64_t count = std::min(CHUNK, size_ - begin);
         std::fill(distances + count / LANES * LANES, distances + CHUNK, INFINITY);
-        find_distances(distances, row(of) + begin, count, largest_of(of).value, float(draws_[draw].temperature));
+        find_distances(distances, logits_of(row) + begin, count, most, draws_[row].noise.temperature);
         return count;
     }
 
     // Calls work(distances, count, begin) for each chunk of a part.
     template <class Work>
-    void for_each_chunk(int64_t draw, int64_t part, const Work& work) const {
+    void for_each_chunk(int64_t row, int64_t part, const Work& work) const {
         alignas(64) float distances[CHUNK];
         const Span all = span(part);
+        const float most = largest_of(row);
         for (int64_t begin = all.begin; begin < all.begin + all.size; begin += CHUNK)
-            work(distances, find_distances_of(distances, draw, begin), begin);
+            work(distances, find_distances_of(distances, row, most, begin), begin);
     }
 
-    bool is_ranked(int64_t draw) const {
-        return draws_[draw].limits_rank(size_) && std::isfinite(largest_of(int64_t(draws_[draw].row)).value);
+    bool is_ranked(int64_t row) const { return draws_[row].is_ranked(size_) && std::isfinite(largest_of(row)); }
+
+    // The first of the largest scores.
+    Found find_drawn(int64_t row, int64_t part) const {
+        alignas(64) float noise[CHUNK], scores[CHUNK], distances[CHUNK];
+        const Draw& draw = draws_[row];
+        const bool is_limited = draw.is_limited(size_);
+        const float most = is_limited ? largest_of(row) : 0;
+        const Span all = span(part);
+        Found found{-INFINITY, all.begin};
+        if (!std::isfinite(most)) return found;  // a row that has no token
+        std::fill(distances, distances + CHUNK, 0.0f);
+        for (int64_t begin = all.begin; begin < all.begin + all.size; begin += CHUNK) {
+            const int64_t count = std::min(CHUNK, size_ - begin);
+            find_noise(noise, draw.noise, begin, count);
+            if (is_limited) find_distances_of(distances, row, most, begin);
+            find_scores(scores, logits_of(row) + begin, noise, distances, count, limits_[size_t(row)]);
+            const float of_chunk = largest(scores, count);
+            if (of_chunk != of_chunk) return {of_chunk, begin};
+            if (of_chunk > found.value) found = {of_chunk, begin + first_of(scores, of_chunk)};
+        }
+        return found;
     }
 
-    void tally(int64_t draw, int64_t part) {
-        if (!is_ranked(draw)) return;
-        Tally& tally = tallies_[size_t(draw * num_parts_ + part)];
+    void tally(int64_t row, int64_t part) {
+        if (!is_ranked(row)) return;
+        Tally& tally = tallies_[place(row, part)];
         tally.assign(NUM_BUCKETS, 0);
-        const bool is_number = draws_[draw].limits_number(size_);
+        const bool is_number = draws_[row].limits_number(size_);
         alignas(64) float weights[CHUNK];
-        for_each_chunk(draw, part, [&](const float* distances, int64_t count, int64_t) {
+        for_each_chunk(row, part, [&](const float* distances, int64_t count, int64_t) {
             if (!is_number) weigh(weights, distances, count, INFINITY);
             for (int64_t i = 0; i < count; i++) tally[size_t(bucket_of(distances[i]))] += is_number ? 1 : int64_t(weights[i]);
         });
     }
 
-    Border find_border(int64_t draw) const {
+    Border find_border(int64_t row) const {
         Tally total(NUM_BUCKETS, 0);
         int64_t all = 0;
         for (int64_t part = 0; part < num_parts_; part++)
             for (int bucket = 0; bucket < NUM_BUCKETS; bucket++) {
-                const int64_t of_part = tallies_[size_t(draw * num_parts_ + part)][size_t(bucket)];
+                const int64_t of_part = tallies_[place(row, part)][size_t(bucket)];
                 total[size_t(bucket)] += of_part, all += of_part;
             }
-        const bool is_number = draws_[draw].limits_number(size_);
-        Border border{0, 0, is_number ? draws_[draw].top_k : least_weight(draw, all)};
+        const bool is_number = draws_[row].limits_number(size_);
+        Border border{0, 0, is_number ? draws_[row].top_k : least_weight(row, all)};
         while (border.bucket < NUM_BUCKETS - 1 && double(border.before + total[size_t(border.bucket)]) < border.target)
             border.before += total[size_t(border.bucket++)];
         return border;
     }
 
-    double least_weight(int64_t draw, int64_t total) const { return std::max(draws_[draw].top_p * double(total), 1.0); }
+    double least_weight(int64_t row, int64_t total) const { return std::max(draws_[row].top_p * double(total), 1.0); }
 
     // The distances of the border's bucket; by number, which top-p comes after, also of those before it.
-    void keep(int64_t draw, int64_t part) {
-        if (!is_ranked(draw)) return;
-        std::vector<float>& kept = kept_[size_t(draw * num_parts_ + part)];
+    void keep(int64_t row, int64_t part) {
+        if (!is_ranked(row)) return;
+        std::vector<float>& kept = kept_[place(row, part)];
         kept.clear();
-        const int border = find_border(draw).bucket;
-        const float least = draws_[draw].limits_number(size_) ? 0 : begin_of(border), end = begin_of(border + 1);
+        const int border = find_border(row).bucket;
+        const float least = draws_[row].limits_number(size_) ? 0 : begin_of(border), end = begin_of(border + 1);
         const bool is_last = border == NUM_BUCKETS - 1;
-        for_each_chunk(draw, part, [&](const float* distances, int64_t count, int64_t) {
+        for_each_chunk(row, part, [&](const float* distances, int64_t count, int64_t) {
             for (int64_t begin = 0; begin < count; begin += LANES) {
                 const Floats some = load(distances + begin);
                 if (!is_last && !has_any((some < end) & ~(some < least))) continue;
@@ -198,27 +239,27 @@ class Drawing {
         });
     }
 
-    // The largest distance that a draw keeps.
-    float find_limit(int64_t draw) const {
-        const float by_min_p = float(draws_[draw].limit);
-        if (!is_ranked(draw)) return by_min_p;
+    // The largest distance that a row keeps.
+    float find_limit(int64_t row) const {
+        const float by_min_p = draws_[row].limit;
+        if (!is_ranked(row)) return by_min_p;
         std::vector<float> distances;
         for (int64_t part = 0; part < num_parts_; part++) {
-            const std::vector<float>& kept = kept_[size_t(draw * num_parts_ + part)];
+            const std::vector<float>& kept = kept_[place(row, part)];
             distances.insert(distances.end(), kept.begin(), kept.end());
         }
-        if (!draws_[draw].limits_number(size_)) {
-            const Border border = find_border(draw);
+        if (!draws_[row].limits_number(size_)) {
+            const Border border = find_border(row);
             return std::min(by_min_p, last_of_weight(distances, border.before, border.target));
         }
-        const auto last = distances.begin() + int64_t(draws_[draw].top_k) - 1;
+        const auto last = distances.begin() + int64_t(draws_[row].top_k) - 1;
         std::nth_element(distances.begin(), last, distances.end());
         const float limit = *last;
-        if (!(draws_[draw].top_p < 1)) return std::min(by_min_p, limit);
+        if (!(draws_[row].top_p < 1)) return std::min(by_min_p, limit);
         distances.erase(std::remove_if(distances.begin(), distances.end(), [=](float x) { return x > limit; }), distances.end());
         int64_t total = 0;
         for (int64_t weight : weights_of(distances)) total += weight;
-        return std::min(by_min_p, last_of_weight(distances, 0, least_weight(draw, total)));
+        return std::min(by_min_p, last_of_weight(distances, 0, least_weight(row, total)));
     }
 
     // The distance up to which, with what comes before these, the weights reach the target.
@@ -243,41 +284,16 @@ class Drawing {
         return all;
     }
 
-    void sum(int64_t draw, int64_t part) {
-        alignas(64) float weights[CHUNK];
-        for_each_chunk(draw, part, [&](const float* distances, int64_t count, int64_t begin) {
-            weigh(weights, distances, count, limits_[size_t(draw)]);
-            int64_t total = 0;
-            for (int64_t i = 0; i < count; i++) total += int64_t(weights[i]);
-            sums_[size_t(draw * num_chunks_ + begin / CHUNK)] = total;
-        });
-    }
-
-    // The first token up to which more than noise * total weigh: the chunk by its sum, then the token in it.
-    int64_t token_at(int64_t draw) const {
-        alignas(64) float distances[CHUNK], weights[CHUNK];
-        const int64_t* const sums = sums_.data() + draw * num_chunks_;
-        int64_t total = 0, chunk = 0, i = 0;
-        for (int64_t each = 0; each < num_chunks_; each++) total += sums[each];
-        int64_t rest = std::min(int64_t(draws_[draw].noise * double(total)), total - 1);
-        while (rest >= sums[chunk]) rest -= sums[chunk++];
-        weigh(weights, distances, find_distances_of(distances, draw, chunk * CHUNK), limits_[size_t(draw)]);
-        for (; rest >= int64_t(weights[i]); i++) rest -= int64_t(weights[i]);
-        return chunk * CHUNK + i;
-    }
-
     int64_t* const token_ids_;
     const float* const logits_;
     const int64_t row_stride_, num_rows_, size_;
     const Draw* const draws_;
-    const int64_t num_draws_, num_parts_, part_size_;
-    bool is_ranked_ = false;
-    std::vector<Found> found_;     // [rows][parts]
-    std::vector<Tally> tallies_;   // [draws][parts], as is the next
+    const int64_t num_parts_, part_size_;
+    bool is_limited_ = false, is_ranked_ = false;
+    std::vector<Found> found_, largest_;  // [rows][parts], of scores and of logits, as are the next
+    std::vector<Tally> tallies_;
     std::vector<std::vector<float>> kept_;
-    std::vector<float> limits_;    // [draws]
-    const int64_t num_chunks_;
-    std::vector<int64_t> sums_;    // [draws][chunks]
+    std::vector<float> limits_;  // [rows]
 };
 
 }  // namespace weft

@@ -82,9 +82,9 @@ using namespace weft;
 FOR_EACH_TYPE(DEFINE)
 
 EXPORT void weft_choose_tokens(int64_t* token_ids, const float* logits, int64_t row_stride, int64_t num_rows, int64_t size,
-                               const Draw* draws, int64_t num_draws, int num_threads) {
+                               const Draw* draws, int num_threads) {
     num_threads = threads_for(num_rows * size, num_threads);
-    Drawing drawing(token_ids, logits, row_stride, num_rows, size, draws, num_draws, num_threads);
+    Drawing drawing(token_ids, logits, row_stride, num_rows, size, draws, num_threads);
     on_team(num_threads, Drawing::SECTIONS, [&](Team& team) { drawing.run(team); });
 }
 

@@ -123,7 +123,7 @@ class AnglesStep(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """A matrix as packed, its copy in 8 bits, and where its largest outputs go; `Table` of table_search.h."""
+    """A matrix as packed, its copy in 8 bits, what is searched and where that goes; `Table` of table_search.h."""
 
     _fields_ = (
         ("values", c_void_p),
@@ -132,6 +132,7 @@ class Table(ctypes.Structure):
         ("num_in", c_int32),
         ("largest", c_void_p),
         ("indices", c_void_p),
+        ("noise", c_void_p),
     )
 
 
@@ -268,7 +269,7 @@ def load_largest(library: Path) -> dict[torch.dtype, Callable[..., None]]:
 
 def load_draws(library: Path) -> Callable[..., None]:
     """The tokens of rows of which some draw; see draws.h. Raises DeviceError when the file cannot be loaded."""
-    arguments = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)
+    arguments = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)
     return _function(_load(library), "weft_choose_tokens", arguments)
 
 

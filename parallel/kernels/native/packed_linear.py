@@ -8,6 +8,7 @@ from torch import Tensor
 from parallel.host_memory import HugePages
 from parallel.kernels.native.library import LANES, Embedding, Programs, Table
 from parallel.kernels.native.tape import Recorder, Tape
+from parallel.kernels.sampling import NoiseArray
 
 PANEL = 32
 """Outputs that are laid out together."""
@@ -85,7 +86,7 @@ class NativeLinear:
 
 
 class NativeTable:
-    """Implements `TableLinear` and `ScreenedLinear`: the weight, of whole panels, is laid out where it is.
+    """Implements `TableLinear`, `DrawnLinear`, `ScreenedLinear`: the weight, of whole panels, is laid out where it is.
 
     Results are float32, for any number of rows the same bits. A copy in 8 bits, half as large, tells where the largest
     outputs of few rows may be, so that most of the weight is not read.
@@ -116,9 +117,17 @@ class NativeTable:
 
     def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """See `SearchedLinear`."""
+        return self._search(x_TI, None)
+
+    def drawn(self, x_TI: Tensor, noise: NoiseArray) -> Tensor:
+        """See `DrawnLinear`."""
+        return self._search(x_TI, noise)[1]
+
+    def _search(self, x_TI: Tensor, noise: NoiseArray | None) -> tuple[Tensor, Tensor]:
         x_TI = _in_rows(x_TI)
         values_T, indices_T = torch.empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
         table = self.to_search(values_T, indices_T)
+        table.noise = None if noise is None else noise.ctypes.data
         self._programs.search_table(ctypes.byref(table), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads)
         return values_T, indices_T
 

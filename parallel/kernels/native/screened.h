@@ -3,7 +3,7 @@
 //
 //     |w . x - w' . x'|  <=  |w - w'| |x| + |w'| |x - x'|
 //
-// Panels with an output that may still be the largest are then multiplied as ever, and only those are looked at.
+// What a row that draws adds to an output, it adds to both bounds: rounding leaves their order as it is. Panels with an output that may still be the largest are then multiplied as ever, and only those are looked at.
 
 #pragma once
 
@@ -94,6 +94,7 @@ struct Bounds {
     const ScreenedRow* rows;
     float* most;                // [rows][panels]
     std::atomic<float>* least;  // [rows]
+    const Noise* noise;  // [rows]; null: none
     int64_t num_out;
     int num_parts;  // rows of integers for each of x
 
@@ -105,8 +106,10 @@ struct Bounds {
 
     void finish(const Target<float>& share, int64_t num_rows, int64_t end) const {
         for (int64_t row = share.first_row / num_parts; row < (share.first_row + num_rows) / num_parts; row++) {
+            alignas(64) float added[PANEL] = {};
             Floats least_of_share = broadcast(-INFINITY);
             for (int64_t panel = share.first_panel; panel < end; panel++) {
+                if (noise && noise[row].temperature > 0) find_noise(added, noise[row], panel * PANEL, PANEL);
                 Floats above = broadcast(-INFINITY);
                 Ints is_number = above == above;
                 for (int i = 0; i < PANEL; i += LANES) {
@@ -114,9 +117,10 @@ struct Bounds {
                     Floats value = load(share.at(num_parts * row, panel) + i);
                     if (num_parts > 1) value += load(share.at(num_parts * row + 1, panel) + i);
                     const Floats off = load(screen.errors + output) * rows[row].norm + load(screen.norms + output) * rows[row].error;
-                    is_number &= value + off == value + off;
-                    above = larger(value + off, above);
-                    least_of_share = larger(value - off, least_of_share);
+                    const Floats upper = (value + off) + load(added + i), lower = (value - off) + load(added + i);
+                    is_number &= upper == upper;
+                    above = larger(upper, above);
+                    least_of_share = larger(lower, least_of_share);
                 }
                 most[row * (num_out / PANEL) + panel] = has_any(~is_number) ? INFINITY : largest(above);
             }
@@ -131,8 +135,8 @@ struct Bounds {
 // A search for the largest outputs in float32 of at most most_screened_rows(). One at a time in the thread that makes it.
 class ScreenedSearch {
   public:
-    ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen)
-        : left_(left), packed_(packed), screen_(screen), num_parts_(num_integer_rows(left.count)),
+    ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen, const Noise* noise)
+        : left_(left), packed_(packed), screen_(screen), noise_(noise), num_parts_(num_integer_rows(left.count)),
           integers_(room_for_integers(num_parts_ * left.count, packed.num_in)), rows_(size_t(left.count)), least_(size_t(left.count)) {
         static thread_local Buffer<float> room;
         most_ = room.room(size_t(left.count * panels()));
@@ -141,7 +145,7 @@ class ScreenedSearch {
 
     void run(const Searched<float>& searched, Team& team) {
         team.for_each(left_.count, [&](int64_t row) { quantize(int(row)); });
-        int8::multiply<false>(Bounds{screen_, rows_.data(), most_, least_.data(), packed_.num_out, num_parts_}, integers_, screen_.matrix, team);
+        int8::multiply<false>(Bounds{screen_, rows_.data(), most_, least_.data(), noise_, packed_.num_out, num_parts_}, integers_, screen_.matrix, team);
         team.for_each(panels(), [&](int64_t panel) {
             static thread_local std::vector<int> open;
             open.clear();
@@ -191,6 +195,7 @@ class ScreenedSearch {
     const LeftRows left_;
     const PackedMatrix packed_;
     const Screen screen_;
+    const Noise* const noise_;
     const int num_parts_;
     const int8::Left integers_;
     float* most_;  // as in Bounds

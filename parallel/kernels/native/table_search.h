@@ -17,8 +17,9 @@ struct Table {
     void* screen;            // a copy of it in 8 bits; null where there is none
     int64_t num_out;
     int32_t num_in;
-    float* largest;     // [rows]
-    int64_t* indices;   // [rows]
+    float* largest;      // [rows]
+    int64_t* indices;    // [rows]
+    const Noise* noise;  // [rows], what is added to the outputs; null: nothing
 };
 
 // One at a time in the thread that makes it.
@@ -31,7 +32,7 @@ class TableSearch {
 #ifdef WEFT_HAS_SCREEN
         static_assert(SCREEN_SECTIONS <= SECTIONS);
         if (table.screen && left.count <= most_screened_rows()) {
-            screened_ = std::make_unique<ScreenedSearch>(left, packed_, Screen(table.screen, table.num_out, table.num_in));
+            screened_ = std::make_unique<ScreenedSearch>(left, packed_, Screen(table.screen, table.num_out, table.num_in), table.noise);
             return;
         }
 #endif
@@ -42,9 +43,9 @@ class TableSearch {
 
     void run(Team& team) {
 #ifdef WEFT_HAS_SCREEN
-        if (screened_) return screened_->run(found_.searched(), team);
+        if (screened_) return screened_->run(found_.searched(table_.noise), team);
 #endif
-        multiply(found_.searched(), left_, packed_, scratch_, team);
+        multiply(found_.searched(table_.noise), left_, packed_, scratch_, team);
     }
 
     // When the team is done.

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.paged_layout import make_meta, meta_of_one
+from helpers.sampling_cases import make_draws
 from torch import Tensor
 
 from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
 from parallel.errors import DeviceError
-from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
+from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers, Search
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.native.build import find_compiler
 from parallel.kernels.native.program import CompiledLayers
@@ -206,21 +207,20 @@ def test_layers_begun_by_other_threads_give_the_same_bits(
         positions, metas = positions_of(meta), [meta] * decoder.num_local_layers
         expected = run(decoder, caches, meta)
         assert decoder.can_start(metas)
-        for finds_largest in (False, True):
-            finish = decoder.start(
-                positions * 7 % 512, positions, caches, metas, rows_S=None, finds_largest=finds_largest
-            )
+        for search in (None, Search(None), Search(make_draws(len(positions), [*range(0, len(positions), 2)]).noise)):
+            finish = decoder.start(positions * 7 % 512, positions, caches, metas, rows_S=None, search=search)
             Event().wait(delay_s)  # the others may be done before this thread joins, or in the midst of it
             hidden, found = finish()
             assert torch.equal(hidden, expected)
-            if finds_largest:
-                assert decoder.finds_largest
-                largest = decoder.largest(hidden)
-                assert found is not None
-                assert largest is not None
-                assert torch.equal(found, largest)
-            else:
+            if search is None:
                 assert found is None
+                continue
+            assert decoder.finds_largest
+            assert decoder.draws
+            expected_ids = decoder.find(hidden, search)
+            assert found is not None
+            assert expected_ids is not None
+            assert torch.equal(found, expected_ids)
         assert torch.equal(run(decoder, caches, meta), expected)  # nothing is left of the start
 
 
@@ -240,14 +240,13 @@ def test_only_wanted_tokens_go_past_the_last_attention(name: str, int8_linears: 
         ends = [start - 1 for start in meta.query_starts_host[1:]]
         for rows in ([], [0], ends, ends[1:], [*range(1, len(expected), 3)], [*range(len(expected))]):
             rows_S = torch.tensor(rows, dtype=torch.int64)
-            finish = decoder.start(
-                positions * 7 % 512, positions, caches, metas, rows_S=rows_S, finds_largest=decoder.finds_largest
-            )
+            search = Search(None) if decoder.finds_largest else None
+            finish = decoder.start(positions * 7 % 512, positions, caches, metas, rows_S=rows_S, search=search)
             hidden, found = finish()
             assert torch.equal(hidden, expected[rows_S])
             if found is not None:
                 assert len(found) == len(rows)
-                assert not rows or torch.equal(found, decoder.largest(hidden))
+                assert not rows or torch.equal(found, decoder.find(hidden, Search(None)))
         assert torch.equal(run(decoder, caches, meta), expected)
 
 

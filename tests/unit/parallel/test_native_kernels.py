@@ -8,14 +8,16 @@ from typing import TextIO
 
 import pytest
 import torch
-from helpers.largest_outputs import check_largest
+from helpers.largest_outputs import check_drawn, check_largest
 from helpers.paged_layout import make_layout, meta_of_one
+from helpers.sampling_cases import make_draws, without_limits
 
 from parallel.errors import DeviceError
 from parallel.host_memory import HugePages
 from parallel.kernels.base import AttentionParams
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.native import build
 from parallel.kernels.native.library import Operations, Programs, load_operations, load_programs
 from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack
@@ -207,14 +209,17 @@ def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(programs: Programs, 
             assert torch.equal(together, torch.cat([table(rows) for rows in x.split(num_rows)]))
         for rows in (x[:1], x[:33], x):
             check_largest(table, rows)
+            draws = without_limits(make_draws(len(rows), [*range(0, len(rows), 2)]))
+            check_drawn(table, rows, draws, make_native_choice())
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 12, 40, 150])
 @pytest.mark.parametrize("kind", ["random", "close", "equal", "spread", "no-number"])
-def test_the_largest_of_few_rows_of_a_table_is_exact(programs: Programs, kind: str, num_rows: int) -> None:
+def test_what_few_rows_of_a_table_search_is_exact(programs: Programs, kind: str, num_rows: int) -> None:
     if programs.make_screen is None:
         pytest.skip("this CPU has no products in 8 bits")
     num_out, num_in = 6016, 416
+    draws, choose = without_limits(make_draws(num_rows, [*range(0, num_rows, 3), num_rows - 1])), make_native_choice()
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(num_out, num_in, generator=generator)
@@ -235,6 +240,33 @@ def test_the_largest_of_few_rows_of_a_table_is_exact(programs: Programs, kind: s
         for num_threads in (1, 3):
             table = NativeTable(weight.clone(), programs, num_threads, memory=HugePages())
             check_largest(table, x)
+            check_drawn(table, x, draws, choose)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("is_of_weight", [True, False], ids=["weight", "x"])
+def test_what_8_bits_lose_is_allowed_for(programs: Programs, is_of_weight: bool, num_rows: int) -> None:
+    """All that is lost of one output, the largest, has one sign; of the second largest nothing is lost."""
+    if programs.make_screen is None:
+        pytest.skip("this CPU has no products in 8 bits")
+    num_in = 32
+    signs = torch.randn(num_in, generator=torch.Generator().manual_seed(0)).sign()
+    coarse = 191 / 128 * signs  # a unit and nearly a half
+    coarse[0] = 127.0  # units
+    weight, x = torch.zeros(96, num_in), signs.clone()
+    if is_of_weight:
+        weight[70], x[0] = coarse, 0.0
+        weight[5] = 190 / 128 * signs
+        weight[5, 0] = 0.0
+    else:
+        weight[70], x = signs, coarse.clone()
+        weight[70, 0] = 0.0
+        weight[5, 0] = 93 / 256
+    x = x.expand(num_rows, -1).contiguous().bfloat16()
+    table = NativeTable(weight.bfloat16(), programs, 1, memory=HugePages())
+    first, second = table(x)[0, [70, 5]].tolist()
+    assert 0 < first - second < 0.02 * first, "they are close"
+    assert check_largest(table, x).tolist() == [70] * num_rows
 
 
 def test_a_table_reads_a_copy_of_half_its_size_for_few_rows(programs: Programs) -> None:

@@ -1,10 +1,8 @@
 """Where tokens are chosen, and that the cases which hold the fast choice to the reference can fail."""
 
 import dataclasses
-import math
 import sys
 
-import numpy as np
 import pytest
 import torch
 from helpers.sampling_cases import SamplingCase, make_draws, sampling_cases
@@ -88,7 +86,9 @@ def without_top_k(logits: Tensor, draws: Draws | None) -> Tensor:
 
 def other_noise(logits: Tensor, draws: Draws | None) -> Tensor:
     assert draws is not None
-    return choose_in_torch(logits, dataclasses.replace(draws, noise=(draws.noise + 1e-3) % 1))
+    noise = draws.noise.copy()
+    noise["key"] ^= 1
+    return choose_in_torch(logits, dataclasses.replace(draws, noise=noise))
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,3 @@ def test_a_wrong_choice_is_found(wrong: object, draws: Draws | None) -> None:
     case.check(choose_in_torch, CPU)
     with pytest.raises(AssertionError):
         case.check(wrong, CPU)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("vocab_size", [4, 300])
-def test_a_row_whose_weights_have_no_sum_has_no_token(vocab_size: int) -> None:
-    logits = torch.zeros(2, vocab_size)
-    logits[0, 1] = -torch.inf  # over an infinite temperature it is not a number
-    draws = dataclasses.replace(make_draws(2, [0, 0]), temperature=np.array([math.inf, 1.0]))
-    token_ids = choose_in_torch(logits, draws).tolist()
-    assert token_ids[0] == -1
-    assert 0 <= token_ids[1] < vocab_size

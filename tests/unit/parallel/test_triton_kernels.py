@@ -143,14 +143,13 @@ for name, wide, constants in (
     pointers |= {"slot_mapping": "*i64"} if "slot_mapping" in kernel.arg_names else {}
     build(kernel, pointers, constants, ("eps",) if "eps" in kernel.arg_names else ())
 for name, constants in (
-    ("_find_largest", dict(TILE=2048)),
+    ("_find_largest", dict(TILE=2048, IS_DRAWN=False, IS_LIMITED=False)),
+    ("_find_largest", dict(TILE=2048, IS_DRAWN=True, IS_LIMITED=True)),
     ("_merge_largest", dict(SLICES=128)),
     ("_limit", dict(TILE=8192)),
-    ("_weigh", dict(TILE=2048)),
-    ("_draw", dict(TILE=2048, SLICES=128)),
 ):
     kernel = getattr(triton_sampling, name)
-    pointers = dict(logits="*fp32", largest="*fp32", values="*fp32", settings="*fp64", places="*i32", sums="*i64")
+    pointers = dict(logits="*fp32", largest="*fp32", values="*fp32", settings="*fp64", places="*i32")
     pointers = {of: kind for of, kind in (pointers | dict(token_ids="*i64")).items() if of in kernel.arg_names}
     build(kernel, pointers, constants, (), num_warps=16 if name == "_limit" else 4)
 for tile_rows in (16, 64):

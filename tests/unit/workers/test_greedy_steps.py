@@ -1,6 +1,7 @@
-"""Steps of greedy requests only: the head tells their tokens, which are those that all logits would give."""
+"""Steps of requests that need no logits: the head tells their tokens, which are those that all logits would give."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from workers.engine import Engine
 from workers.engine_builder import build_engine
 from workers.request import Request, RequestId, SamplingParams
 
-PROMPTS = {f"greedy {i}": tuple(range(7 * i, 11 * i + 5)) for i in range(5)}
+PROMPTS = {f"plain {i}": tuple(range(7 * i, 11 * i + 5)) for i in range(5)}
+TEMPERATURES = {"greedy": [0.0] * 5, "drawn": [0.3, 0.7, 1.0, 1.3, 2.0], "mixed": [0.0, 0.8, 0.0, 1.0, 1.0]}
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +30,11 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-def complete(engine: Engine, more: SamplingParams | None = None) -> dict[str, list[int]]:
-    """What the greedy requests get, beside one that asks for more if there is one."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    for name, prompt in PROMPTS.items():
-        engine.add_request(Request(request_id=RequestId(name), prompt_token_ids=prompt, sampling=greedy))
+def complete(engine: Engine, temperatures: list[float], more: SamplingParams | None = None) -> dict[str, list[int]]:
+    """What the plain requests get, beside one that asks for more if there is one."""
+    for seed, (name, prompt) in enumerate(PROMPTS.items()):
+        plain = SamplingParams(temperature=temperatures[seed], seed=seed, max_tokens=12, ignore_eos=True)
+        engine.add_request(Request(request_id=RequestId(name), prompt_token_ids=prompt, sampling=plain))
     if more is not None:
         engine.add_request(Request(request_id=RequestId("more"), prompt_token_ids=(1, 2), sampling=more))
     tokens: dict[str, list[int]] = {name: [] for name in (*PROMPTS, "more")}
@@ -44,8 +46,10 @@ def complete(engine: Engine, more: SamplingParams | None = None) -> dict[str, li
     return tokens
 
 
+@pytest.mark.parametrize("kind", [*TEMPERATURES])
+@pytest.mark.parametrize("more", [{"temperature": 0.0, "logprobs": 1}, {"temperature": 1.0, "top_p": 0.9}])
 def test_tokens_are_the_same_beside_a_request_that_asks_for_more(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, kind: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     logits = Decoder.logits
@@ -55,9 +59,9 @@ def test_tokens_are_the_same_beside_a_request_that_asks_for_more(
         return logits(decoder, hidden_SE)
 
     monkeypatch.setattr(Decoder, "logits", ask)
-    alone = complete(engine)
+    alone = complete(engine, TEMPERATURES[kind])
     num_asked_alone = len(asked)
-    beside = complete(engine, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1))
+    beside = complete(engine, TEMPERATURES[kind], SamplingParams(**more, max_tokens=12, ignore_eos=True))
     assert beside == alone
     assert all(len(tokens) == 12 for tokens in alone.values())
     assert len(asked) > num_asked_alone

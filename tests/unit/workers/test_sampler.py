@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from parallel.device.cpu import CpuDevice
+from parallel.kernels.sampling import gumbel
 from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.errors import InvalidRequestError
 from workers.plan import NewSequence, SampledToken
 from workers.request import MAX_TEMPERATURE, SamplingParams
-from workers.sampler import Sampler, uniforms
+from workers.sampler import Sampler, noise_keys
 
 
 def new_sequence(
@@ -48,29 +49,52 @@ def draws(logits: torch.Tensor, num: int, **params: Any) -> torch.Tensor:
     return torch.bincount(torch.tensor([token.token_id for token in tokens]), minlength=len(logits))
 
 
-def test_noise_is_uniform_and_independent_over_positions_and_seeds() -> None:
-    for seeds, positions in (
-        (np.full(200_000, 7, np.uint64), np.arange(200_000, dtype=np.uint64)),
-        (np.arange(200_000, dtype=np.uint64), np.full(200_000, 3, np.uint64)),
-        (np.arange(200_000, dtype=np.uint64), np.arange(200_000, dtype=np.uint64)[::-1].copy()),
-    ):
-        noise = uniforms(seeds, positions)
-        counts = np.bincount((noise * 1000).astype(int), minlength=1000)
-        chi_square = ((counts - 200.0) ** 2 / 200).sum()
-        assert abs(chi_square - 999) < 5 * math.sqrt(2 * 999)
-        pairs = np.bincount((noise[:-1] * 32).astype(int) * 32 + (noise[1:] * 32).astype(int), minlength=1024)
-        expected = (len(noise) - 1) / 1024
-        assert abs(((pairs - expected) ** 2 / expected).sum() - 1023) < 5 * math.sqrt(2 * 1023)
-        for lag in (1, 2, 16):
-            assert abs(np.corrcoef(noise[:-lag], noise[lag:])[0, 1]) < 5 / math.sqrt(len(noise))
-        assert noise.min() >= 0
-        assert noise.max() < 1
+def noise_of(seeds: np.ndarray, positions: np.ndarray, num_tokens: int) -> np.ndarray:
+    """[S, V], as numbers in [0, 1]."""
+    keys = torch.from_numpy(noise_keys(seeds.astype(np.uint64), positions.astype(np.uint64)).view(np.int32))
+    return gumbel(keys, num_tokens).neg().exp().neg().exp().double().numpy()
+
+
+@pytest.mark.parametrize("varied", ["seed", "position", "both", "token"])
+def test_noise_is_uniform_and_independent_over_seeds_positions_and_tokens(varied: str) -> None:
+    num = 200_000
+    ascending, fixed = np.arange(num), np.full(num, 7)
+    match varied:
+        case "seed":
+            noise = noise_of(ascending, fixed, 3)[:, 2]
+        case "position":
+            noise = noise_of(fixed, ascending, 3)[:, 2]
+        case "both":
+            noise = noise_of(ascending, ascending[::-1], 3)[:, 2]
+        case "token":
+            noise = noise_of(fixed[:1], fixed[:1], num)[0]
+    counts = np.bincount((noise * 1000).astype(int).clip(max=999), minlength=1000)
+    chi_square = ((counts - num / 1000) ** 2 / (num / 1000)).sum()
+    assert abs(chi_square - 999) < 5 * math.sqrt(2 * 999)
+    places = (noise * 32).astype(int).clip(max=31)
+    pairs = np.bincount(places[:-1] * 32 + places[1:], minlength=1024)
+    expected = (num - 1) / 1024
+    assert abs(((pairs - expected) ** 2 / expected).sum() - 1023) < 5 * math.sqrt(2 * 1023)
+    for lag in (1, 2, 16, 256):
+        assert abs(np.corrcoef(noise[:-lag], noise[lag:])[0, 1]) < 5 / math.sqrt(num)
+
+
+def test_each_of_many_equal_tokens_is_drawn_as_often() -> None:
+    num_draws, num_tokens, num_parts = 2048, 20_000, 64
+    seeds, positions = np.full(64, 5), np.arange(64)
+    places = [noise_of(seeds, positions + start, num_tokens).argmax(1) for start in range(0, num_draws, 64)]
+    counts = np.bincount(np.concatenate(places) * num_parts // num_tokens, minlength=num_parts)
+    expected = num_draws / num_parts
+    assert abs(((counts - expected) ** 2 / expected).sum() - (num_parts - 1)) < 5 * math.sqrt(2 * num_parts)
 
 
 def test_noise_is_part_of_the_protocol_between_replicas() -> None:
     """These values must never change: a failover would go on with other noise."""
-    noise = uniforms(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 5], np.uint64))
-    assert noise.tolist() == [0.03121713052699171, 0.04306818991670114, 0.8936612006015545]
+    keys = noise_keys(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 5], np.uint64))
+    noise = gumbel(torch.from_numpy(keys.view(np.int32)), 100_000)[:, [0, 1, 99_999]]
+    assert keys.tolist() == [[2956624461, 134076554], [816682766, 184976467], [1235972582, 3838245630]]
+    expected = [-1.037993, -0.656042, 0.815955, -1.459904, 4.189769, 1.163062, -1.282339, 0.435914, 3.665114]
+    assert noise.flatten().tolist() == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +187,8 @@ def test_nan_fails_its_own_row_only() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"temperature": 1e39}, "temperature is 1e\\+39; allowed: 0 to 3.403e\\+38"),
-        ({"temperature": math.inf}, "temperature is inf; allowed: 0 to 3.403e\\+38"),
+        ({"temperature": 1e39}, "temperature is 1e\\+39; allowed: 0 to 1e\\+36"),
+        ({"temperature": math.inf}, "temperature is inf; allowed: 0 to 1e\\+36"),
         ({"stop_token_ids": (3, -1)}, "stop_token_ids contain -1; allowed: at least 0"),
     ],
 )
