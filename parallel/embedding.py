@@ -12,8 +12,16 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce, gather_to_first
 from parallel.description import DecoderDescription
-from parallel.kernels.base import DrawnLinear, Lookup, PackedLinear, ScreenedLinear, SearchedLinear, TableLinear
-from parallel.kernels.sampling import NoiseArray, largest_outputs
+from parallel.kernels.base import (
+    DrawnLinear,
+    Lookup,
+    PackedLinear,
+    ScreenedLinear,
+    Search,
+    SearchedLinear,
+    TableLinear,
+)
+from parallel.kernels.sampling import FindTokens
 from parallel.layer import LayerContext
 from parallel.norm import Norm, make_norm
 from parallel.position_description import LearnedPositions
@@ -172,9 +180,9 @@ class VocabParallelHead:
         self._linear: PackedLinear
         self._searched: SearchedLinear | None = None
         self.finds_largest = False
-        """Whether `largest` is less work than all logits; the same on every rank."""
+        """Whether to `find` the largest is less work than all logits; the same on every rank."""
         self.draws = False
-        """Whether `drawn` is that."""
+        """Whether that is so of draws."""
 
     def __call__(self, hidden_SE: Tensor) -> Tensor | None:
         """[S, E] -> [S, vocab_size] on rank 0 of the axis, None on the others; all of them call it.
@@ -191,17 +199,20 @@ class VocabParallelHead:
             logits_SV = (logits_SV.float() / cap).tanh_().mul_(cap)
         return logits_SV
 
-    def largest(self, hidden_SE: Tensor) -> Tensor | None:
+    def find(self, hidden_SE: Tensor, search: Search, find: FindTokens) -> Tensor | None:
         """[S, E] -> [S] int64 on rank 0 of the axis, None on the others; all of them call it.
 
-        The ids of the first of the largest logits; -1 where these are not finite. Only where `finds_largest`: not where
-        logits are rounded anew, and may be equal then, nor where some are padding.
+        What `ChooseTokens` gives for the logits and these draws, which limit nothing. Only where `finds_largest`, or
+        `draws`: not where logits are rounded anew, and may be equal then, nor where some are padding.
         """
-        if self._searched is not None:
+        size, noise = self._axis.size, search.noise
+        first_token = self._description.vocab_size // size * self._axis.rank
+        if noise is None and self._searched is not None:
             values_S, indices_S = self._searched.largest(hidden_SE)
+        elif noise is not None and isinstance(self._searched, DrawnLinear):
+            values_S, indices_S = self._searched.drawn(hidden_SE, noise, first_token)
         else:
-            values_S, indices_S = largest_outputs(self._linear(hidden_SE))
-        size = self._axis.size
+            values_S, indices_S = find(self._linear(hidden_SE), noise, first_token)
         if size == 1:
             return indices_S
         ours_S2 = torch.stack([values_S.double(), indices_S.double()], dim=1)
@@ -213,18 +224,13 @@ class VocabParallelHead:
         indices_S = indices_SR.gather(1, ranks_S[:, None])[:, 0].long()
         return (indices_S + ranks_S * (self._description.vocab_size // size)).where(indices_S >= 0, -1)
 
-    def drawn(self, hidden_SE: Tensor, noise: NoiseArray) -> Tensor:
-        """[S, E] -> [S] int64, where the axis has one rank: what rows draw from all their logits (`DrawnLinear`)."""
-        assert isinstance(self._searched, DrawnLinear), "draws"
-        return self._searched.drawn(hidden_SE, noise)
-
     def spared_bytes(self, num_rows: int) -> int:
         """Of this rank's weight, what a search for so many rows reads less at best."""
         return self._searched.spared_bytes(num_rows) if isinstance(self._searched, ScreenedLinear) else 0
 
     @property
     def searched_alone(self) -> SearchedLinear | None:
-        """What `largest` and `drawn` ask, where that is all they do."""
+        """What `find` asks, where that is all it does."""
         return self._searched if self._axis.size == 1 else None
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
@@ -252,7 +258,7 @@ class VocabParallelHead:
         is_final = description.logit_multiplier == 1.0 and description.logit_soft_cap is None
         is_less = size > 1 or self._searched is not None
         self.finds_largest = is_final and is_less and description.vocab_size % size == 0
-        self.draws = self.finds_largest and size == 1 and isinstance(self._searched, DrawnLinear)
+        self.draws = self.finds_largest and (size > 1 or isinstance(self._searched, DrawnLinear))
 
 
 def _sharded_rows(source: str, weight_VE: Tensor, vocab_size: int, rank: int, size: int) -> ShardedParameter:

@@ -74,12 +74,8 @@ class Batch:
         ones = [sequence for sequence, num_tokens in self.shares.items() if num_tokens == 1]
         more = [sequence for sequence, num_tokens in self.shares.items() if num_tokens > 1]
         sequences = ones + more
-        scheduled = []
-        is_greedy = True
-        for sequence in sequences:  # one loop: thousands do not stay in a core's cache from one to the next
-            scheduled.append(_plan_share(sequence, self.shares[sequence]))
-            is_greedy = is_greedy and sequence.is_greedy
-        plan = StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads, follows, is_greedy)
+        scheduled = [_plan_share(sequence, self.shares[sequence]) for sequence in sequences]
+        plan = StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads, follows)
         return Flight(plan, sequences)
 
 

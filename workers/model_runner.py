@@ -30,11 +30,14 @@ from workers.model_reads import ModelReads
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 from workers.sampler import Sampled, Sampler, nothing_sampled
+from workers.slot_draws import SlotDraws
 from workers.stats import RankStats
 from workers.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
+_MOST_SAMPLING = SamplingParams(top_p=0.9, logprobs=1)
+"""What takes most memory and work of the sampler."""
 _FinishLayers = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 """Gives the hidden states, of the sampled tokens on the last stage, and perhaps the tokens that they give."""
 
@@ -86,7 +89,8 @@ class ModelRunner:
         """A step is planned so only while requests wait: one that comes while none does would wait a step longer."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._latest: tuple[Sampled | None, torch.Tensor] = None, torch.empty(0, dtype=torch.int64)
-        self._inputs, self._sampler = self._new_state()
+        self._choice = select_sampling(device.torch_device, config.kernels)
+        self._inputs, self._draws, self._sampler = self._new_state()
         self._reads, self._flops = ModelReads(decoder), ModelFlops(decoder)
         self._served_stats = stats or RankStats()
         axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
@@ -123,7 +127,8 @@ class ModelRunner:
             self._rehearse_prompts([1])
         else:
             self._record_steps()
-            self._rehearse_prompts([min(2, self._decoder.description.max_context)])
+            for sampling in (_MOST_SAMPLING, SamplingParams(), SamplingParams(temperature=0.0)):
+                self._rehearse([(0, min(2, self._decoder.description.max_context))], sampling)
         self._stats = self._served_stats
         self._clock = ModelClock(self._device, self._stats)
         if self._config.scheduler.async_scheduling is None and self.joins_later and self._decoder.starts_steps:
@@ -157,9 +162,8 @@ class ModelRunner:
     def start(self, work: StepWork) -> Callable[[], ModelOutput | None]:
         """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
         start_s = time.perf_counter()
-        if self._sampler is not None:
-            self._sampler.apply(work.plan)
-        search = self._search(work)
+        (self._sampler or self._draws).apply(work.plan)
+        search = self._search(work.inputs)
         layers = self._start_layers(work, search)
         cost = None
         if self.joins_later:  # while the others compute
@@ -181,14 +185,11 @@ class ModelRunner:
         """Let go of recorded steps."""
         self._decoder.drop_recordings()
 
-    def _search(self, work: StepWork) -> Search | None:
-        """What to ask of the head; None: logits. Of several tensor ranks only one knows how to draw: it needs these."""
-        if work.plan.is_greedy:
-            return Search(None) if self._decoder.finds_largest else None
-        if self._sampler is None or not self._decoder.draws:
-            return None
-        noise = self._sampler.noise(work.inputs.sample_slots, work.inputs.sample_positions)
-        return None if noise is None else Search(noise)
+    def _search(self, inputs: StepInputs) -> Search | None:
+        """What to ask of the head, the same on every rank of the last stage; None: logits."""
+        search = self._draws.search(inputs.sample_slots, inputs.sample_positions)
+        is_known = search is not None and (self._decoder.finds_largest if search.noise is None else self._decoder.draws)
+        return search if is_known else None
 
     def _start_layers(self, work: StepWork, search: Search | None) -> _FinishLayers:
         """Let other threads begin, where they can; what is returned does the rest of the layers' work."""
@@ -248,7 +249,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _ask_head(self, hidden: torch.Tensor, search: Search | None) -> torch.Tensor | None:
         """Logits, or the tokens themselves; None on ranks that do not sample."""
-        return self._decoder.logits(hidden) if search is None else self._decoder.find(hidden, search)
+        if search is None:
+            return self._decoder.logits(hidden)
+        return self._decoder.find(hidden, search, self._choice.find)
 
     def _sample(self, given: torch.Tensor | None, inputs: StepInputs, *, is_chosen: bool) -> Sampled | None:
         sampled = None
@@ -271,7 +274,7 @@ class ModelRunner:
         token_ids = torch.zeros_like(slots) if sampled is None else sampled.token_ids.clamp(min=0)
         self._last_sampled[slots] = broadcast(token_ids, self._mesh.tp)
 
-    def _new_state(self) -> tuple[InputBuilder, Sampler | None]:
+    def _new_state(self) -> tuple[InputBuilder, SlotDraws, Sampler | None]:
         num_slots = self._config.scheduler.max_num_seqs
         inputs = InputBuilder(
             num_slots=num_slots,
@@ -280,11 +283,10 @@ class ModelRunner:
             device=self._decoder.device,
             num_groups=len(self.windows),
         )
-        samples = self._mesh.is_last_stage and self._mesh.tp.rank == 0
-        if not samples:
-            return inputs, None
-        choose = select_sampling(self._device.torch_device, self._config.kernels)
-        return inputs, Sampler(device=self._device, num_slots=num_slots, choose=choose)
+        if not self._mesh.is_last_stage or self._mesh.tp.rank > 0:
+            return inputs, SlotDraws(num_slots), None
+        sampler = Sampler(device=self._device, num_slots=num_slots, choose=self._choice.choose)
+        return inputs, sampler.draws, sampler
 
     def _profile(self) -> None:
         """Run the largest step: the whole token budget, as many sampled rows as there can be; its last sequence has
@@ -356,15 +358,14 @@ class ModelRunner:
         """One sequence has the longest context: that decides on the bucket."""
         self._rehearse([(step.max_context_len - 1, 1), *[(0, 1)] * (step.num_tokens - 1)])
 
-    def _rehearse(self, shares: Sequence[tuple[int, int]]) -> None:
+    def _rehearse(self, shares: Sequence[tuple[int, int]], sampling: SamplingParams = _MOST_SAMPLING) -> None:
         """Run a step of new sequences that nobody has asked for, (start, tokens) of each, all in the first block."""
-        sampling = SamplingParams(top_p=0.9, logprobs=1)
         new = [NewSequence(slot, [0] * num, num, sampling, []) for slot, (_, num) in enumerate(shares)]
         scheduled = [ScheduledSequence(slot, start, num, [], [], True) for slot, (start, num) in enumerate(shares)]
         self.run(StepPlan(0, [], new, scheduled))
         if not self._mesh.is_last_stage:
             self._link.flush()
-        self._inputs, self._sampler = self._new_state()
+        self._inputs, self._draws, self._sampler = self._new_state()
 
 
 def _largest_lengths(config: EngineConfig, max_context: int) -> list[int]:

@@ -64,8 +64,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """(slot of the host tier, block); no block twice."""
     follows: bool = False
     """The scheduler has had work ever since the plan before."""
-    is_greedy: bool = False
-    """No sequence of the step asks for more than its largest logit."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):

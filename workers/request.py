@@ -63,12 +63,6 @@ class SamplingParams:
         """Whether logits depend on which tokens the sequence has already."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the largest logit is all that a token is chosen by, and nothing more is asked of the logits."""
-        is_plain = self.temperature < GREEDY_TEMPERATURE and not self.has_penalties
-        return is_plain and self.min_tokens == 0 and self.logprobs is None
-
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, MAX_TEMPERATURE, f"0 to {MAX_TEMPERATURE:g}")
         if not 0 < self.top_p <= 1:

@@ -24,15 +24,13 @@ from torch import Tensor
 
 from parallel.device.base import Device
 from parallel.kernels.host_arrays import to_device
-from parallel.kernels.sampling import NOISE, ChooseTokens, Draws, NoiseArray, choose_in_torch
+from parallel.kernels.sampling import ChooseTokens, choose_in_torch
 from workers.plan import NewSequence, SampledToken, StepPlan
-from workers.request import GREEDY_TEMPERATURE, SamplingParams, TokenLogprobs
+from workers.request import SamplingParams, TokenLogprobs
+from workers.slot_draws import EDITED, LOGPROBS, RANDOM, SlotDraws
 
-UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
 
-_RANDOM, _EDITED, _LOGPROBS, _LIMITED = 1, 2, 4, 8
-_NO_FLAGS = np.empty(0, np.int64)
 _LEAST_FACTOR, _LARGEST_FACTOR = 1e-9, 1e9
 """Of the repetition penalty: logits that are divided by less, or multiplied by more, may become infinite."""
 
@@ -82,12 +80,7 @@ class Sampler:
         self._choose = choose
         self._rows: dict[int, _Row] = {}
         self._penalized: set[int] = set()
-        self._flagged: set[int] = set()
-        """Slots that want more than the largest logit."""
-        self._flags = np.zeros(num_slots, np.int64)
-        self._columns = np.zeros((4, num_slots), np.float64)
-        """temperature, top_k, top_p, min_p of each slot; temperature is 0 where the largest logit is taken."""
-        self._seeds = np.zeros(num_slots, np.uint64)
+        self.draws = SlotDraws(num_slots)
 
     def apply(self, plan: StepPlan) -> None:
         """Follow a plan: slots given back and taken, tokens accepted. Comes before the plan's `sample`."""
@@ -108,29 +101,17 @@ class Sampler:
 
     def add(self, new: NewSequence) -> None:
         """Put a sequence into its slot, in place of whatever was there."""
-        params = new.sampling
         self.remove(new.slot)
+        self.draws.add(new)
         row = self._rows[new.slot] = _Row(new)
         if row.penalties is not None:
             self._penalized.add(new.slot)
-        is_random = params.temperature >= GREEDY_TEMPERATURE
-        self._flags[new.slot] = (
-            _RANDOM * is_random
-            + _EDITED * (row.penalties is not None or row.forbids_stop)
-            + _LOGPROBS * (params.logprobs is not None)
-            + _LIMITED * (is_random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0))
-        )
-        if self._flags[new.slot]:
-            self._flagged.add(new.slot)
-        temperature = params.temperature if is_random else 0.0
-        self._columns[:, new.slot] = temperature, params.top_k, params.top_p, params.min_p
-        self._seeds[new.slot] = params.seed
 
     def remove(self, slot: int) -> None:
         """Give the slot back."""
         self._rows.pop(slot, None)
         self._penalized.discard(slot)
-        self._flagged.discard(slot)
+        self.draws.remove(slot)
 
     def sample(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array) -> Sampled:
         """Choose one token for each row, without waiting for the device.
@@ -140,22 +121,17 @@ class Sampler:
             slots: [S], the slot of each row.
             positions: [S], the absolute position of the token to be chosen.
         """
-        flags = self._flags[slots] if self._flagged else _NO_FLAGS
-        any_flag = int(np.bitwise_or.reduce(flags)) if self._flagged else 0
+        flags = self.draws.flags(slots)
+        any_flag = int(np.bitwise_or.reduce(flags))
         if any_flag:  # the largest needs no float32
             logits_SV = logits_SV.float()
-        logits = self._edit(logits_SV, slots, positions, flags) if any_flag & _EDITED else logits_SV
-        token_ids = self._choose(logits, self._draws(slots, positions) if any_flag & _RANDOM else None)
-        rows = np.flatnonzero(flags & _LOGPROBS).tolist() if any_flag & _LOGPROBS else []
+        logits = self._edit(logits_SV, slots, positions, flags) if any_flag & EDITED else logits_SV
+        token_ids = self._choose(logits, self.draws.draws(slots, positions) if any_flag & RANDOM else None)
+        rows = np.flatnonzero(flags & LOGPROBS).tolist() if any_flag & LOGPROBS else []
         reported = [(row, self._rows[int(slots[row])].params.logprobs or 0) for row in rows]
         logprobs = self._logprobs(logits_SV, token_ids, reported) if reported else []
         wait = self._device.start_copy([token_ids, *logprobs])
         return Sampled(token_ids=token_ids, slots=slots.tolist(), reported=reported, wait=wait)
-
-    def noise(self, slots: Int64Array, positions: Int64Array) -> NoiseArray | None:
-        """By what rows draw, as in `sample`, where none asks for more than that; else None: their logits are needed."""
-        asks_more = bool((self._flags[slots] & ~_RANDOM).any()) if self._flagged else False
-        return None if asks_more else self._noise(slots, positions)
 
     def take(self, token_ids_S: Tensor, slots: Int64Array) -> Sampled:
         """The same for rows whose tokens [S] int64, -1 where logits are not finite, were chosen by the model's head."""
@@ -168,7 +144,7 @@ class Sampler:
         vocab_size = logits.shape[1]
         edit = _PenaltyEdit()
         forbidden: list[int] = []
-        for row in np.flatnonzero(flags & _EDITED).tolist():
+        for row in np.flatnonzero(flags & EDITED).tolist():
             state = self._rows[int(slots[row])]
             if state.penalties is not None:
                 edit.add(state.penalties, row * vocab_size)
@@ -181,16 +157,6 @@ class Sampler:
             flat.index_fill_(0, to_device(np.array(forbidden), flat.device), -torch.inf)
         return logits
 
-    def _draws(self, slots: Int64Array, positions: Int64Array) -> Draws:
-        _, top_k, top_p, min_p = self._columns[:, slots]
-        return Draws(noise=self._noise(slots, positions), top_k=top_k, top_p=top_p, min_p=min_p)
-
-    def _noise(self, slots: Int64Array, positions: Int64Array) -> NoiseArray:
-        noise = np.empty(len(slots), NOISE)
-        noise["temperature"] = self._columns[0, slots]
-        noise["key"] = noise_keys(self._seeds[slots], positions.astype(np.uint64))
-        return noise
-
     def _logprobs(self, logits_SV: Tensor, token_ids: Tensor, reported: list[tuple[int, int]]) -> list[Tensor]:
         """Log-probabilities of the model's own distribution: of the tokens chosen, and the largest with their ids."""
         index = to_device(np.array([row for row, _ in reported]), logits_SV.device)
@@ -200,26 +166,6 @@ class Sampler:
         most = max(num for _, num in reported)
         top_values, top_ids = logits.topk(min(most, logits.shape[1]), dim=-1)
         return [values, top_values - total, top_ids]
-
-
-def noise_keys(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.uint32]:
-    """Return the key [S, 2] of each (seed, position): the same everywhere, independent over both.
-
-    A counter-based generator in the sense of Salmon et al. (SC 2011), with the 64-bit mixer of SplitMix64 (Steele, Lea
-    and Flood, OOPSLA 2014) as its block function.
-    """
-    bits = _mix(_mix(seeds + _GAMMA) ^ _mix(positions * _GAMMA + _OFFSET))
-    return bits.astype("<u8").view("<u4").reshape(-1, 2)
-
-
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_OFFSET = np.uint64(0xD1B54A32D192ED03)
-
-
-def _mix(x: UInt64Array) -> UInt64Array:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class _Row:

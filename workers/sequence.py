@@ -53,8 +53,6 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     """Prompt and generated tokens so far."""
     num_prompt_tokens: int = field(init=False)
-    is_greedy: bool = field(init=False)
-    """See `SamplingParams.is_greedy`."""
     num_computed_tokens: int = 0
     """Leading tokens whose keys and values are in the block table."""
     num_scheduled_tokens: int = 0
@@ -90,7 +88,6 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_token_ids, *self.request.generated_token_ids]
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        self.is_greedy = self.request.sampling.is_greedy
 
     @property
     def request_id(self) -> RequestId:

@@ -354,8 +354,8 @@ class SearchedLinear(PackedLinear, Protocol):
 class DrawnLinear(SearchedLinear, Protocol):
     """One that can draw from its outputs without writing them all."""
 
-    def drawn(self, x_TI: Tensor, noise: NoiseArray) -> Tensor:
-        """[T] int64: what each row draws from its outputs in float32 (`ChooseTokens`), with no limits to any."""
+    def drawn(self, x_TI: Tensor, noise: NoiseArray, first_token: int) -> tuple[Tensor, Tensor]:
+        """What `TokenChoice.find` gives for its outputs, which are float32."""
 
 
 @runtime_checkable

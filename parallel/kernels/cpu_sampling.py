@@ -6,32 +6,45 @@ from torch import Tensor
 
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import load_draws, load_largest
-from parallel.kernels.sampling import NOISE, ChooseTokens, Draws
+from parallel.kernels.sampling import NOISE, Draws, NoiseArray, TokenChoice, largest_outputs
 
 _DRAW = np.dtype([("noise", NOISE), ("limit", np.float32), ("top_k", np.float64), ("top_p", np.float64)])
 """`Draw` of draws.h."""
 
 
-def make_native_choice() -> ChooseTokens:
+def make_native_choice() -> TokenChoice:
     """Compile where needed, and load. On torch's threads. Raises DeviceError when this machine cannot."""
     library, num_threads = build_library(), torch.get_num_threads()
     find_largest, draw = load_largest(library), load_draws(library)
 
     def choose(logits_SV: Tensor, draws: Draws | None) -> Tensor:
-        num_rows, vocab_size = logits_SV.shape
-        is_known = logits_SV.dtype in find_largest if draws is None else logits_SV.dtype is torch.float32
-        logits = logits_SV if is_known else logits_SV.float()
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        token_ids = torch.empty(num_rows, dtype=torch.int64)
-        rows = token_ids.data_ptr(), logits.data_ptr(), logits.stride(0), num_rows, vocab_size
-        if draws is None:
-            find_largest[logits.dtype](*rows, num_threads)
-        else:
-            settings = _settings(draws)
-            draw(*rows, settings.ctypes.data, num_threads)
+        if draws is not None:
+            return draw_rows(logits_SV, _settings(draws), 0)[1]
+        logits = _in_rows(logits_SV if logits_SV.dtype in find_largest else logits_SV.float())
+        token_ids = torch.empty(len(logits), dtype=torch.int64)
+        rows = token_ids.data_ptr(), logits.data_ptr(), logits.stride(0), *logits.shape
+        find_largest[logits.dtype](*rows, num_threads)
         return token_ids
 
-    return choose
+    def find(logits_SV: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
+        if noise is None:
+            return largest_outputs(logits_SV)
+        settings = np.empty(len(noise), _DRAW)
+        settings["noise"], settings["limit"], settings["top_k"], settings["top_p"] = noise, np.inf, 0, 1
+        return draw_rows(logits_SV, settings, first_token)
+
+    def draw_rows(logits_SV: Tensor, settings: np.typing.NDArray[np.void], first_token: int) -> tuple[Tensor, Tensor]:
+        logits = _in_rows(logits_SV.float())
+        token_ids, scores = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        rows = token_ids.data_ptr(), scores.data_ptr(), logits.data_ptr(), logits.stride(0), *logits.shape
+        draw(*rows, settings.ctypes.data, first_token, num_threads)
+        return scores, token_ids
+
+    return TokenChoice(choose, find)
+
+
+def _in_rows(logits_SV: Tensor) -> Tensor:
+    return logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
 
 
 def _settings(draws: Draws) -> np.typing.NDArray[np.void]:

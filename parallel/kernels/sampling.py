@@ -12,7 +12,7 @@ A row never depends on the others of its step. Shape letters: S rows, V vocabula
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ class Draws:
 
 
 class ChooseTokens(Protocol):
-    """Takes a token from each row of logits; `kernels/select.py` chooses one implementation per process."""
+    """Takes a token from each row of logits."""
 
     def __call__(self, logits_SV: Tensor, draws: Draws | None) -> Tensor:
         """[S] int64, on the device: what the rows draw, and of those that do not the first largest.
@@ -58,6 +58,27 @@ class ChooseTokens(Protocol):
             logits_SV: [S, V], left as it is; float32 where a row draws.
             draws: None: no row draws.
         """
+
+
+class FindTokens(Protocol):
+    """Does so without limits, in a part of the vocabulary."""
+
+    def __call__(self, logits_SV: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
+        """Of each row: [S] float32, the largest logit and what is added to it, NaN where there is one; [S] int64, its
+        first column, -1 where it is not finite. The host does not wait for the device.
+
+        Args:
+            logits_SV: [S, columns], left as it is.
+            noise: None: nothing is added.
+            first_token: which the first column is of.
+        """
+
+
+class TokenChoice(NamedTuple):
+    """What `kernels/select.py` chooses once per process."""
+
+    choose: ChooseTokens
+    find: FindTokens
 
 
 def choose_in_torch(logits_SV: Tensor, draws: Draws | None) -> Tensor:
@@ -73,19 +94,27 @@ def choose_in_torch(logits_SV: Tensor, draws: Draws | None) -> Tensor:
     return token_ids
 
 
+def find_in_torch(logits_SV: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
+    """Implements `FindTokens`, on any device."""
+    return largest_outputs(logits_SV if noise is None else _scores(logits_SV, noise, first_token))
+
+
+IN_TORCH = TokenChoice(choose_in_torch, find_in_torch)
+
+
 def largest_outputs(out_TO: Tensor) -> tuple[Tensor, Tensor]:
     """What `SearchedLinear.largest` gives, of outputs that are there."""
     values_T, indices_T = out_TO.max(-1)
     return values_T.float(), indices_T.where(values_T.isfinite(), -1)
 
 
-def gumbel(keys_R2: Tensor, vocab_size: int) -> Tensor:
-    """The noise [R, V] float32 of rows with these keys (int32, the bits of `NOISE`'s), at least -2.9 and at most 22.2.
+def gumbel(keys_R2: Tensor, num_tokens: int, *, first_token: int = 0) -> Tensor:
+    """The noise [R, tokens] float32 of rows with these keys (int32, the bits of `NOISE`'s), from -2.9 to 22.2.
 
     A counter-based generator in the sense of Salmon et al. (SC 2011); its block function is twice a mixer of 32 bits
     that was found by search (Wellons, "Prospecting for Hash Functions", 2018).
     """
-    tokens_V = torch.arange(vocab_size, dtype=torch.int32, device=keys_R2.device)
+    tokens_V = torch.arange(first_token, first_token + num_tokens, dtype=torch.int32, device=keys_R2.device)
     bits_RV = _mix(_mix(tokens_V * _GAMMA + keys_R2[:, :1]) ^ keys_R2[:, 1:])
     u_RV = _shift(bits_RV, 1).float().mul_(2.0**-31).add_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return torch.log(torch.log1p(-u_RV).neg_()).neg_()
@@ -113,15 +142,22 @@ def _largest(logits_SV: Tensor) -> Tensor:
 
 
 def _draw(logits_RV: Tensor, draws: Draws, rows: npt.NDArray[np.int64]) -> Tensor:
-    device = logits_RV.device
-    noise = draws.noise[rows]
-    temperature_R1 = to_device(np.ascontiguousarray(noise["temperature"]), device)[:, None]
-    keys_R2 = to_device(np.ascontiguousarray(noise["key"]).view(np.int32), device)
-    scores_RV = gumbel(keys_R2, logits_RV.shape[1]).mul_(temperature_R1).add_(logits_RV)
+    scores_RV = _scores(logits_RV, draws.noise[rows], 0)
     limits = [values[rows] for values in (draws.top_k, draws.top_p, draws.min_p)]
     truncated = np.flatnonzero((limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0))
     if len(truncated):
+        temperature_R1 = _temperature(draws.noise[rows], logits_RV.device)
         scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)).div_(temperature_R1)
         bounds = lower_bounds(scaled_RV, truncated, *(values[truncated] for values in limits))
         scores_RV.masked_fill_(scaled_RV < bounds[:, None], -torch.inf)
     return _largest(scores_RV)
+
+
+def _scores(logits_RV: Tensor, noise: NoiseArray, first_token: int) -> Tensor:
+    keys_R2 = to_device(np.ascontiguousarray(noise["key"]).view(np.int32), logits_RV.device)
+    noise_RV = gumbel(keys_R2, logits_RV.shape[1], first_token=first_token)
+    return noise_RV.mul_(_temperature(noise, logits_RV.device)).add_(logits_RV)
+
+
+def _temperature(noise: NoiseArray, device: torch.device) -> Tensor:
+    return to_device(np.ascontiguousarray(noise["temperature"]), device)[:, None]

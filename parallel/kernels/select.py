@@ -18,7 +18,7 @@ from parallel.kernels.inductor import InductorKernels
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import load_programs
 from parallel.kernels.reference import ReferenceKernels
-from parallel.kernels.sampling import ChooseTokens, choose_in_torch
+from parallel.kernels.sampling import IN_TORCH, TokenChoice
 
 NAMES = ("auto", "reference", "cpu", "cpu-native", "cuda")
 
@@ -70,7 +70,7 @@ def multiplies_bfloat16(device: torch.device, name: str = "auto") -> bool:
         return False
 
 
-def select_sampling(device: torch.device, name: str = "auto") -> ChooseTokens:
+def select_sampling(device: torch.device, name: str = "auto") -> TokenChoice:
     """What takes tokens from logits on this device: Triton kernels on a GPU where torch came with them, compiled ones
     on a CPU where `name` and the machine have them, else torch.
     """
@@ -78,14 +78,13 @@ def select_sampling(device: torch.device, name: str = "auto") -> ChooseTokens:
         with suppress(DeviceError):  # the choice of kernels has told the reason
             return make_native_choice()
     if device.type != "cuda":
-        return choose_in_torch
+        return IN_TORCH
     try:
         triton_sampling: Any = importlib.import_module("parallel.kernels.triton_sampling")
     except ModuleNotFoundError as error:
         logger.warning("sampling in plain torch, which is slower: %s", error)
-        return choose_in_torch
-    choose: ChooseTokens = triton_sampling.choose_in_triton
-    return choose
+        return IN_TORCH
+    return TokenChoice(triton_sampling.choose_in_triton, triton_sampling.find_in_triton)
 
 
 def _compiled(kernels: Kernels, device: torch.device, name: str) -> InductorKernels:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel.kernels.host_arrays import to_device
-from parallel.kernels.sampling import Draws
+from parallel.kernels.sampling import Draws, NoiseArray
 
 _SLICE = 2048
 """Logits of a row that one program reads."""
@@ -30,45 +30,57 @@ _INFINITE = tl.constexpr(0x7F800000)
 def choose_in_triton(logits_SV: Tensor, draws: Draws | None) -> Tensor:
     """Implements `ChooseTokens`."""
     logits_SV = logits_SV.float()
+    if draws is None:
+        return _find(logits_SV, None, None, 0)[1]
+    is_ranked = bool(((draws.top_k > 0) | (draws.top_p < 1)).any())
+    largest_S = _find(logits_SV, None, None, 0)[0] if is_ranked or bool((draws.min_p > 0).any()) else None
+    settings = _settings(draws.noise, logits_SV.device, draws)
+    if is_ranked:
+        num_rows, vocab_size = logits_SV.shape
+        inputs = logits_SV, largest_S, settings, logits_SV.stride(0), num_rows, vocab_size
+        _limit[num_rows,](*inputs, TILE=_SEARCH_TILE, num_warps=16)
+    return _find(logits_SV, settings, largest_S, 0)[1]
+
+
+def find_in_triton(logits_SV: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
+    """Implements `FindTokens`."""
+    settings = None if noise is None else _settings(noise, logits_SV.device, None)
+    return _find(logits_SV.float(), settings, None, first_token)
+
+
+def _find(
+    logits_SV: Tensor, settings: Tensor | None, largest_S: Tensor | None, first_token: int
+) -> tuple[Tensor, Tensor]:
+    """As `FindTokens`; with the largest logits of the rows, of what the settings' limits leave."""
     num_rows, vocab_size = logits_SV.shape
     num_slices = triton.cdiv(vocab_size, _SLICE)
     values_SC = logits_SV.new_empty(num_rows, num_slices)
     places_SC = torch.empty_like(values_SC, dtype=torch.int32)
-    largest_S = logits_SV.new_empty(num_rows)
-    token_ids_S = torch.empty_like(largest_S, dtype=torch.int64)
-    settings = largest_S if draws is None else _settings(draws, logits_SV.device)
-    stride, slices = logits_SV.stride(0), triton.next_power_of_2(num_slices)
-
-    def find(*, is_drawn: bool, is_limited: bool) -> None:
-        inputs = logits_SV, largest_S, settings
-        kinds = {"IS_DRAWN": is_drawn, "IS_LIMITED": is_limited}
-        _find_largest[num_rows, num_slices](
-            *inputs, values_SC, places_SC, stride, num_rows, vocab_size, TILE=_SLICE, **kinds
-        )
-        _merge_largest[num_rows,](values_SC, places_SC, largest_S, token_ids_S, num_slices, SLICES=slices)
-
-    is_limited = False
-    if draws is not None:
-        is_ranked = bool(((draws.top_k > 0) | (draws.top_p < 1)).any())
-        is_limited = is_ranked or bool((draws.min_p > 0).any())
-        if is_limited:
-            find(is_drawn=False, is_limited=False)
-        if is_ranked:
-            inputs = logits_SV, largest_S, settings
-            _limit[num_rows,](*inputs, stride, num_rows, vocab_size, TILE=_SEARCH_TILE, num_warps=16)
-    find(is_drawn=draws is not None, is_limited=is_limited)
-    return token_ids_S
+    scores_S = logits_SV.new_empty(num_rows)
+    token_ids_S = torch.empty_like(scores_S, dtype=torch.int64)
+    _find_largest[num_rows, num_slices](
+        *(logits_SV, scores_S if largest_S is None else largest_S, scores_S if settings is None else settings),
+        *(values_SC, places_SC, logits_SV.stride(0), num_rows, vocab_size, first_token),
+        TILE=_SLICE,
+        IS_DRAWN=settings is not None,
+        IS_LIMITED=largest_S is not None,
+    )
+    slices = triton.next_power_of_2(num_slices)
+    _merge_largest[num_rows,](values_SC, places_SC, scores_S, token_ids_S, num_slices, SLICES=slices)
+    return scores_S, token_ids_S
 
 
-def _settings(draws: Draws, device: torch.device) -> Tensor:
+def _settings(noise: NoiseArray, device: torch.device, limits: Draws | None) -> Tensor:
     """[6, S] float64, in one piece: what `_setting` takes one of."""
-    keys = draws.noise["key"].T
-    with np.errstate(divide="ignore"):
-        columns = (draws.noise["temperature"], -np.log(draws.min_p), draws.top_k, draws.top_p, *keys)
-    return to_device(np.stack(columns).astype(np.float64), device)
+    columns = np.zeros((6, len(noise)))
+    columns[0], columns[4:] = noise["temperature"], noise["key"].T
+    if limits is not None:
+        with np.errstate(divide="ignore"):
+            columns[1:4] = -np.log(limits.min_p), limits.top_k, limits.top_p
+    return to_device(columns, device)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first_token"])
 def _find_largest(
     logits,
     largest,
@@ -78,6 +90,7 @@ def _find_largest(
     stride,
     num_rows,
     vocab_size,
+    first_token,
     TILE: tl.constexpr,
     IS_DRAWN: tl.constexpr,
     IS_LIMITED: tl.constexpr,
@@ -89,7 +102,7 @@ def _find_largest(
     if IS_DRAWN:
         temperature = _setting(settings, 0, num_rows).to(tl.float32)
         if temperature > 0:
-            score = x + temperature * _noise(settings, column, num_rows)
+            score = x + temperature * _noise(settings, first_token + column, num_rows)
             if IS_LIMITED:
                 most = tl.load(largest + row)
                 limit = tl.where(tl.abs(most) < float("inf"), _setting(settings, 1, num_rows).to(tl.float32), -1.0)
@@ -120,11 +133,11 @@ def _setting(settings, index: tl.constexpr, num_rows):
 
 
 @triton.jit
-def _noise(settings, column, num_rows):
+def _noise(settings, token, num_rows):
     """Of these tokens of this program's row; `gumbel` of sampling.py."""
     first = _setting(settings, 4, num_rows).to(tl.int64).to(tl.uint32)
     second = _setting(settings, 5, num_rows).to(tl.int64).to(tl.uint32)
-    bits = _mix(_mix(column.to(tl.uint32) * 0x9E3779B1 + first) ^ second)
+    bits = _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + first) ^ second)
     u = (bits >> 1).to(tl.float32) * 2.0**-31 + 2.0**-32
     u = tl.minimum(u, 1 - 2.0**-24)
     ratio = tl.minimum(u, 0.25) / (2 - tl.minimum(u, 0.25))

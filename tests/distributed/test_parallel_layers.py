@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,9 @@ from torch import Tensor
 from parallel.collectives import gather_to_first
 from parallel.description import DecoderDescription
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from parallel.kernels.base import Search
 from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.sampling import NOISE, NoiseArray, find_in_torch
 from parallel.kernels.select import select_kernels
 from parallel.layer import LayerContext
 from parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, even_parts
@@ -187,13 +190,16 @@ def test_head_gives_the_first_rank_the_logits_of_its_original(
     assert others == [None] * (tp - 1)
 
 
-def _run_largest(mesh: Mesh, vocab_size: int, options: dict[str, float]) -> tuple[bool, Tensor | None]:
+def _run_search(
+    mesh: Mesh, vocab_size: int, options: dict[str, float], noise: NoiseArray | None = None
+) -> tuple[bool, Tensor | None]:
     head = VocabParallelHead(_description(vocab_size, **options), tied=None, context=_context(mesh))
     _load(head)
     x = _inputs()
     x[1] = 0  # all logits are equal
     x[2, 0] = torch.nan
-    return head.finds_largest, head.largest(x) if head.finds_largest else None
+    assert head.draws == head.finds_largest
+    return head.draws, head.find(x, Search(noise), find_in_torch) if head.draws else None
 
 
 @pytest.mark.parametrize("tp", SIZES)
@@ -201,16 +207,30 @@ def test_head_finds_the_largest_of_all_ranks_logits(gloo_pool: GlooPool, tp: int
     logits = _linear("head", 40, HIDDEN, has_bias=False)(_inputs())
     expected = logits.argmax(-1)
     expected[1], expected[2] = 0, -1
-    (finds_largest, token_ids), *others = gloo_pool.run(_run_largest, 40, {}, tp=tp)
+    (finds_largest, token_ids), *others = gloo_pool.run(_run_search, 40, {}, tp=tp)
     assert finds_largest == (tp > 1), "one rank has nothing to gain from it, whose kernels search no product"
     if tp > 1:
         assert torch.equal(token_ids, expected)
     assert others == [(True, None)] * (tp - 1)
 
 
+@pytest.mark.parametrize("tp", SIZES[1:])
+def test_ranks_that_each_draw_from_their_own_logits_draw_what_one_does(gloo_pool: GlooPool, tp: int) -> None:
+    x = _inputs()
+    x[1], x[2, 0] = 0, torch.nan
+    logits = _linear("head", 40, HIDDEN, has_bias=False)(x)
+    for seed in range(10):
+        noise = np.zeros(len(x), NOISE)
+        noise["temperature"] = np.resize([1.0, 0.7, 1.0, 0.0, 3.0], len(x))
+        noise["key"] = np.random.default_rng(seed).integers(2**32, size=(len(x), 2), dtype=np.uint32)
+        (_, token_ids), *others = gloo_pool.run(_run_search, 40, {}, noise, tp=tp)
+        assert torch.equal(token_ids, find_in_torch(logits, noise, 0)[1])
+        assert others == [(True, None)] * (tp - 1)
+
+
 def test_head_is_not_asked_for_the_largest_of_padding_or_of_what_is_rounded_anew(gloo_pool: GlooPool) -> None:
     for vocab_size, options in ((37, {}), (40, {"logit_multiplier": 0.5}), (40, {"logit_soft_cap": 30.0})):
-        assert gloo_pool.run(_run_largest, vocab_size, options, tp=2) == [(False, None)] * 2
+        assert gloo_pool.run(_run_search, vocab_size, options, tp=2) == [(False, None)] * 2
 
 
 def _run_tied(mesh: Mesh, vocab_size: int, token_ids: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -222,7 +242,7 @@ def _run_tied(mesh: Mesh, vocab_size: int, token_ids: Tensor) -> tuple[Tensor, T
     head = VocabParallelHead(description, tied=embedding, context=context)
     _load(head)
     x = _inputs(size=64).bfloat16()
-    return embedding(token_ids), head(x), head.largest(x) if head.finds_largest else None
+    return embedding(token_ids), head(x), head.find(x, Search(None), find_in_torch) if head.finds_largest else None
 
 
 @pytest.mark.parametrize("vocab_size", [2048, 2047])

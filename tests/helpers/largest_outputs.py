@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.base import DrawnLinear, PackedLinear, SearchedLinear
-from parallel.kernels.sampling import ChooseTokens, Draws, largest_outputs
+from parallel.kernels.sampling import NoiseArray, TokenChoice, largest_outputs
 
 
 def check_largest(linear: PackedLinear, x_TI: Tensor) -> Tensor:
@@ -17,9 +17,11 @@ def check_largest(linear: PackedLinear, x_TI: Tensor) -> Tensor:
     return indices_T
 
 
-def check_drawn(linear: PackedLinear, x_TI: Tensor, draws: Draws, choose: ChooseTokens) -> Tensor:
-    """What is drawn, by draws that limit nothing: what is chosen from the product."""
+def check_drawn(linear: PackedLinear, x_TI: Tensor, noise: NoiseArray, choice: TokenChoice) -> None:
+    """What is drawn is what is found in the product, whatever tokens its outputs are of."""
     assert isinstance(linear, DrawnLinear)
-    indices_T = linear.drawn(x_TI, draws.noise)
-    assert torch.equal(indices_T, choose(linear(x_TI), draws))
-    return indices_T
+    for first_token in (0, 32_000):
+        scores_T, indices_T = linear.drawn(x_TI, noise, first_token)
+        expected_scores_T, expected_indices_T = choice.find(linear(x_TI), noise, first_token)
+        torch.testing.assert_close(scores_T, expected_scores_T, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(indices_T, expected_indices_T)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.sampling import NOISE, ChooseTokens, Draws, choose_in_torch, gumbel
+from parallel.kernels.sampling import NOISE, Draws, NoiseArray, TokenChoice, choose_in_torch, gumbel
 
 CLOSE = 4e-6
 """Of the largest logit and noise of a row: scores that are as close to each other may be taken for one another."""
@@ -33,10 +33,12 @@ class SamplingCase:
     logits: Tensor
     draws: Draws | None
 
-    def check(self, choose: ChooseTokens, device: torch.device) -> None:
-        """Raises AssertionError where a token is not the reference's, or depends on the other rows or their order."""
+    def check(self, choice: TokenChoice, device: torch.device) -> None:
+        """Raises AssertionError where a token is not the reference's, or depends on the other rows or their order, or
+        on which parts of the vocabulary are looked through apart.
+        """
         before = self.logits.to(device)
-        logits = before.clone()
+        logits, choose = before.clone(), choice.choose
         tokens = choose(logits, self.draws).tolist()
         assert torch.equal(logits.nan_to_num(1e30), before.nan_to_num(1e30)), "logits are left as they are"
         expected = choose_in_torch(self.logits, self.draws).tolist()
@@ -46,6 +48,9 @@ class SamplingCase:
         for row in {0, len(tokens) // 2, len(tokens) - 1}:
             alone = None if self.draws is None else one_of(self.draws, row)
             assert choose(logits[row : row + 1], alone).tolist() == [tokens[row]], (self.name, row)
+        noise = None if self.draws is None else self.draws.noise
+        no_limits = None if noise is None else _without_limits(noise)
+        assert _find_in_parts(choice, logits, noise) == choose(logits, no_limits).tolist(), self.name
 
     def _check_close(self, row: int, token: int, wanted: int) -> None:
         """Both are kept, and have nearly the same score."""
@@ -105,10 +110,20 @@ def make_draws(num_rows: int, rows: list[int]) -> Draws:
     return Draws(noise=noise, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
-def without_limits(draws: Draws) -> Draws:
-    """The same noise for all tokens of a row."""
-    none = np.zeros(len(draws.noise))
-    return Draws(noise=draws.noise, top_k=none, top_p=none + 1, min_p=none)
+def _without_limits(noise: NoiseArray) -> Draws:
+    none = np.zeros(len(noise))
+    return Draws(noise=noise, top_k=none, top_p=none + 1, min_p=none)
+
+
+def _find_in_parts(choice: TokenChoice, logits: Tensor, noise: NoiseArray | None) -> list[int]:
+    """The first token of the best part, a NaN being the best; -1 where that has none."""
+    size = -(-logits.shape[1] // 3)
+    found = []
+    for start, part in zip(range(0, logits.shape[1], size), logits.split(size, dim=1), strict=True):
+        scores, columns = choice.find(part, noise, start)
+        found.append([(score, column, start) for score, column in zip(scores.tolist(), columns.tolist(), strict=True)])
+    best = (max(row, key=lambda part: math.inf if math.isnan(part[0]) else part[0]) for row in zip(*found, strict=True))
+    return [column + start if column >= 0 else -1 for _, column, start in best]
 
 
 def one_of(draws: Draws, row: int) -> Draws:

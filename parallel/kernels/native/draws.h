@@ -77,8 +77,11 @@ class Drawing {
   public:
     static constexpr int SECTIONS = 6;  // of a team
 
-    Drawing(int64_t* token_ids, const float* logits, int64_t row_stride, int64_t num_rows, int64_t size, const Draw* draws, int num_threads)
-        : token_ids_(token_ids), logits_(logits), row_stride_(row_stride), num_rows_(num_rows), size_(size), draws_(draws),
+    // `scores`, if any, take what the tokens taken have.
+    Drawing(int64_t* token_ids, float* scores, const float* logits, int64_t row_stride, int64_t num_rows, int64_t size, const Draw* draws,
+            int64_t first_token, int num_threads)
+        : token_ids_(token_ids), scores_(scores), logits_(logits), row_stride_(row_stride), num_rows_(num_rows), size_(size), draws_(draws),
+          first_token_(first_token),
           num_parts_(choose_parts(num_rows, size, num_threads)), part_size_(((size - 1) / num_parts_ / CHUNK + 1) * CHUNK),
           found_(size_t(num_rows * num_parts_)), limits_(size_t(num_rows), INFINITY) {
         for (int64_t row = 0; row < num_rows; row++) is_limited_ |= draws[row].is_limited(size), is_ranked_ |= draws[row].is_ranked(size);
@@ -101,7 +104,11 @@ class Drawing {
         for_each_part([&](int64_t row, int64_t part) {
             found_[place(row, part)] = draws_[row].is_one() ? find_drawn(row, part) : largest_of_part(row, part);
         });
-        team.for_each(num_rows_, [&](int64_t row) { token_ids_[row] = token_of(first_of_parts(found_, row)); });
+        team.for_each(num_rows_, [&](int64_t row) {
+            const Found found = first_of_parts(found_, row);
+            token_ids_[row] = token_of(found);
+            if (scores_) scores_[row] = found.value;
+        });
     }
 
   private:
@@ -182,7 +189,7 @@ class Drawing {
         std::fill(distances, distances + CHUNK, 0.0f);
         for (int64_t begin = all.begin; begin < all.begin + all.size; begin += CHUNK) {
             const int64_t count = std::min(CHUNK, size_ - begin);
-            find_noise(noise, draw.noise, begin, count);
+            find_noise(noise, draw.noise, first_token_ + begin, count);
             if (is_limited) find_distances_of(distances, row, most, begin);
             find_scores(scores, logits_of(row) + begin, noise, distances, count, limits_[size_t(row)]);
             const float of_chunk = largest(scores, count);
@@ -285,9 +292,11 @@ class Drawing {
     }
 
     int64_t* const token_ids_;
+    float* const scores_;
     const float* const logits_;
     const int64_t row_stride_, num_rows_, size_;
     const Draw* const draws_;
+    const int64_t first_token_;
     const int64_t num_parts_, part_size_;
     bool is_limited_ = false, is_ranked_ = false;
     std::vector<Found> found_, largest_;  // [rows][parts], of scores and of logits, as are the next

@@ -81,10 +81,10 @@ using namespace weft;
 
 FOR_EACH_TYPE(DEFINE)
 
-EXPORT void weft_choose_tokens(int64_t* token_ids, const float* logits, int64_t row_stride, int64_t num_rows, int64_t size,
-                               const Draw* draws, int num_threads) {
+EXPORT void weft_choose_tokens(int64_t* token_ids, float* scores, const float* logits, int64_t row_stride, int64_t num_rows,
+                               int64_t size, const Draw* draws, int64_t first_token, int num_threads) {
     num_threads = threads_for(num_rows * size, num_threads);
-    Drawing drawing(token_ids, logits, row_stride, num_rows, size, draws, num_threads);
+    Drawing drawing(token_ids, scores, logits, row_stride, num_rows, size, draws, first_token, num_threads);
     on_team(num_threads, Drawing::SECTIONS, [&](Team& team) { drawing.run(team); });
 }
 

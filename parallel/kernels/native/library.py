@@ -133,6 +133,7 @@ class Table(ctypes.Structure):
         ("largest", c_void_p),
         ("indices", c_void_p),
         ("noise", c_void_p),
+        ("first_token", c_int64),
     )
 
 
@@ -269,7 +270,7 @@ def load_largest(library: Path) -> dict[torch.dtype, Callable[..., None]]:
 
 def load_draws(library: Path) -> Callable[..., None]:
     """The tokens of rows of which some draw; see draws.h. Raises DeviceError when the file cannot be loaded."""
-    arguments = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)
+    arguments = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)
     return _function(_load(library), "weft_choose_tokens", arguments)
 
 

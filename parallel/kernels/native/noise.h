@@ -13,6 +13,12 @@ struct Noise {
     uint32_t key[2];
 };
 
+// Of the rows of a product whose outputs are the tokens from the first one on.
+struct RowNoise {
+    const Noise* of_rows = nullptr;  // null: none
+    int64_t first_token = 0;
+};
+
 inline Words mixed(Words x) {
     x = (x ^ (x >> 16)) * 0x21f0aaadu;
     x = (x ^ (x >> 15)) * 0xd35a2d97u;

@@ -117,17 +117,17 @@ class NativeTable:
 
     def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """See `SearchedLinear`."""
-        return self._search(x_TI, None)
+        return self._search(x_TI, None, 0)
 
-    def drawn(self, x_TI: Tensor, noise: NoiseArray) -> Tensor:
+    def drawn(self, x_TI: Tensor, noise: NoiseArray, first_token: int) -> tuple[Tensor, Tensor]:
         """See `DrawnLinear`."""
-        return self._search(x_TI, noise)[1]
+        return self._search(x_TI, noise, first_token)
 
-    def _search(self, x_TI: Tensor, noise: NoiseArray | None) -> tuple[Tensor, Tensor]:
+    def _search(self, x_TI: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
         x_TI = _in_rows(x_TI)
         values_T, indices_T = torch.empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
         table = self.to_search(values_T, indices_T)
-        table.noise = None if noise is None else noise.ctypes.data
+        table.noise, table.first_token = None if noise is None else noise.ctypes.data, first_token
         self._programs.search_table(ctypes.byref(table), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads)
         return values_T, indices_T
 

@@ -94,7 +94,7 @@ struct Bounds {
     const ScreenedRow* rows;
     float* most;                // [rows][panels]
     std::atomic<float>* least;  // [rows]
-    const Noise* noise;  // [rows]; null: none
+    RowNoise noise;
     int64_t num_out;
     int num_parts;  // rows of integers for each of x
 
@@ -107,9 +107,10 @@ struct Bounds {
     void finish(const Target<float>& share, int64_t num_rows, int64_t end) const {
         for (int64_t row = share.first_row / num_parts; row < (share.first_row + num_rows) / num_parts; row++) {
             alignas(64) float added[PANEL] = {};
+            const bool is_drawn = noise.of_rows && noise.of_rows[row].temperature > 0;
             Floats least_of_share = broadcast(-INFINITY);
             for (int64_t panel = share.first_panel; panel < end; panel++) {
-                if (noise && noise[row].temperature > 0) find_noise(added, noise[row], panel * PANEL, PANEL);
+                if (is_drawn) find_noise(added, noise.of_rows[row], noise.first_token + panel * PANEL, PANEL);
                 Floats above = broadcast(-INFINITY);
                 Ints is_number = above == above;
                 for (int i = 0; i < PANEL; i += LANES) {
@@ -135,7 +136,7 @@ struct Bounds {
 // A search for the largest outputs in float32 of at most most_screened_rows(). One at a time in the thread that makes it.
 class ScreenedSearch {
   public:
-    ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen, const Noise* noise)
+    ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen, const RowNoise& noise)
         : left_(left), packed_(packed), screen_(screen), noise_(noise), num_parts_(num_integer_rows(left.count)),
           integers_(room_for_integers(num_parts_ * left.count, packed.num_in)), rows_(size_t(left.count)), least_(size_t(left.count)) {
         static thread_local Buffer<float> room;
@@ -195,7 +196,7 @@ class ScreenedSearch {
     const LeftRows left_;
     const PackedMatrix packed_;
     const Screen screen_;
-    const Noise* const noise_;
+    const RowNoise noise_;
     const int num_parts_;
     const int8::Left integers_;
     float* most_;  // as in Bounds

@@ -19,7 +19,7 @@ struct Table {
     int32_t num_in;
     float* largest;      // [rows]
     int64_t* indices;    // [rows]
-    const Noise* noise;  // [rows], what is added to the outputs; null: nothing
+    RowNoise noise;      // added to the outputs
 };
 
 // One at a time in the thread that makes it.

@@ -81,7 +81,7 @@ struct Searched {
 
     std::atomic<Candidate>* best;  // of each row
     int64_t num_out;
-    const Noise* noise = nullptr;  // of each row, what is added to outputs in float32; null: nothing
+    RowNoise noise = {};  // added to outputs in float32
 
     bool is_streamed(int64_t) const { return false; }
 
@@ -91,7 +91,7 @@ struct Searched {
         const int64_t first = share.first_panel * PANEL, count = std::min(end * PANEL, num_out) - first;
         for (int64_t row = share.first_row; row < share.first_row + rows; row++) {
             T* const outputs = share.at(row, share.first_panel);
-            if (noise) add_noise(outputs, noise[row], first, count);
+            if (noise.of_rows) add_noise(outputs, noise.of_rows[row], noise.first_token + first, count);
             const float most = largest(outputs, count);
             Candidate known = best[row].load(std::memory_order_relaxed);
             if (Candidate(most, first) < known) continue;  // wherever it is
@@ -108,7 +108,7 @@ class Largest {
   public:
     Largest(int num_rows, int64_t num_out) : best_(static_cast<size_t>(num_rows)), num_out_(num_out) {}
 
-    Searched<T> searched(const Noise* noise = nullptr) { return {best_.data(), num_out_, noise}; }
+    Searched<T> searched(const RowNoise& noise = {}) { return {best_.data(), num_out_, noise}; }
 
     // NaN where one of the outputs is; the index is -1 where the value is not finite.
     void write(float* values, int64_t* indices) const {

@@ -20,6 +20,7 @@ from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers, Search
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.native.build import find_compiler
 from parallel.kernels.native.program import CompiledLayers
+from parallel.kernels.sampling import find_in_torch
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
 from workers.kv_cache import lay_out_caches
@@ -217,7 +218,7 @@ def test_layers_begun_by_other_threads_give_the_same_bits(
                 continue
             assert decoder.finds_largest
             assert decoder.draws
-            expected_ids = decoder.find(hidden, search)
+            expected_ids = decoder.find(hidden, search, find_in_torch)
             assert found is not None
             assert expected_ids is not None
             assert torch.equal(found, expected_ids)
@@ -246,7 +247,7 @@ def test_only_wanted_tokens_go_past_the_last_attention(name: str, int8_linears: 
             assert torch.equal(hidden, expected[rows_S])
             if found is not None:
                 assert len(found) == len(rows)
-                assert not rows or torch.equal(found, decoder.find(hidden, Search(None)))
+                assert not rows or torch.equal(found, decoder.find(hidden, Search(None), find_in_torch))
         assert torch.equal(run(decoder, caches, meta), expected)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel.errors import DeviceError
 from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.native import build
-from parallel.kernels.sampling import Draws, choose_in_torch
+from parallel.kernels.sampling import IN_TORCH, Draws, TokenChoice, choose_in_torch, find_in_torch
 from parallel.kernels.select import select_sampling
 
 CPU = torch.device("cpu")
@@ -19,13 +19,13 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_torch_chooses_on_a_cpu_whose_kernels_are_not_compiled(name: str) -> None:
-    assert select_sampling(CPU, name) is choose_in_torch
+    assert select_sampling(CPU, name) is IN_TORCH
 
 
 def test_without_a_compiler_torch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert select_sampling(CPU) is choose_in_torch
+    assert select_sampling(CPU) is IN_TORCH
 
 
 @pytest.mark.parametrize("case", sampling_cases(), ids=lambda case: case.name)
@@ -34,44 +34,44 @@ def test_compiled_choice_is_that_of_torch(num_threads: int, case: SamplingCase) 
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(num_threads)
-        choose = make_native_choice()
+        choice = make_native_choice()
     except DeviceError as error:
         pytest.skip(str(error))
     finally:
         torch.set_num_threads(before)
-    case.check(choose, CPU)
+    case.check(choice, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_compared_as_it_is(dtype: torch.dtype) -> None:
     try:
-        choose = make_native_choice()
+        choice = make_native_choice()
     except DeviceError as error:
         pytest.skip(str(error))
     for case in sampling_cases():
         logits = case.logits.to(dtype)
         expected = choose_in_torch(logits.float(), None)
-        assert torch.equal(choose(logits, None), expected), case.name
+        assert torch.equal(choice.choose(logits, None), expected), case.name
         assert torch.equal(choose_in_torch(logits, None), expected), case.name
 
 
 @pytest.mark.parametrize("place", [0, 15, 63, 64, 1023, 1024, 1040, 1087, 1099])
 def test_the_largest_and_a_nan_are_found_anywhere(place: int) -> None:
     try:
-        choose = make_native_choice()
+        choice = make_native_choice()
     except DeviceError as error:
         pytest.skip(str(error))
     row = torch.randn(1, 1100, generator=torch.Generator().manual_seed(0))
     row[0, place] = 9.0
-    assert choose(row, None).tolist() == [place]
+    assert choice.choose(row, None).tolist() == [place]
     row[0, place] = torch.nan
-    assert choose(row, None).tolist() == [-1]
+    assert choice.choose(row, None).tolist() == [-1]
 
 
 def test_without_triton_torch_chooses_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "parallel.kernels.triton_sampling", raising=False)
-    assert select_sampling(torch.device("cuda")) is choose_in_torch
+    assert select_sampling(torch.device("cuda")) is IN_TORCH
 
 
 def late_ties(logits: Tensor, draws: Draws | None) -> Tensor:
@@ -98,6 +98,6 @@ def other_noise(logits: Tensor, draws: Draws | None) -> Tensor:
 def test_a_wrong_choice_is_found(wrong: object, draws: Draws | None) -> None:
     logits = torch.randn(80, 500, generator=torch.Generator().manual_seed(0)).round()
     case = SamplingCase("wrong", logits, draws)
-    case.check(choose_in_torch, CPU)
+    case.check(IN_TORCH, CPU)
     with pytest.raises(AssertionError):
-        case.check(wrong, CPU)  # type: ignore[arg-type]
+        case.check(TokenChoice(wrong, find_in_torch), CPU)  # type: ignore[arg-type]

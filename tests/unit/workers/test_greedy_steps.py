@@ -72,10 +72,10 @@ def test_tokens_are_the_same_beside_a_request_that_asks_for_more(
 def test_a_head_that_finds_no_finite_logit_fails_the_request_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_head: VocabParallelHead, hidden_SE: Tensor) -> Tensor:
+    def broken(_head: VocabParallelHead, hidden_SE: Tensor, *_: object) -> Tensor:
         return torch.full((len(hidden_SE),), -1)
 
-    monkeypatch.setattr(VocabParallelHead, "largest", broken)
+    monkeypatch.setattr(VocabParallelHead, "find", broken)
     greedy = SamplingParams(temperature=0.0, max_tokens=2)
     engine.add_request(Request(request_id=RequestId("bad"), prompt_token_ids=(1, 2), sampling=greedy))
     (output,) = engine.step().outputs

@@ -13,7 +13,7 @@ from parallel.device.cpu import CpuDevice
 from parallel.device.cuda import CudaDevice
 from parallel.kernels.base import Kernels
 from parallel.kernels.reference import ReferenceKernels
-from parallel.kernels.sampling import choose_in_torch
+from parallel.kernels.sampling import IN_TORCH
 from parallel.mesh import Mesh
 from parallel.random_model import write_random_model
 from workers import cuda_host_cache, model_runner
@@ -93,7 +93,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_give_the_tokens_of_a_cpu_in_whatever_order_streams_run(
     model: Path, early: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "select_sampling", lambda *_: choose_in_torch)
+    monkeypatch.setattr(model_runner, "select_sampling", lambda *_: IN_TORCH)
     expected = run_overlapped(make_runner(model, CpuDevice(), ReferenceKernels()))
     with lazy_cuda(early=early) as cuda:
         runner = make_runner(model, CudaDevice(), GraphedKernels(max_num_seqs=2))

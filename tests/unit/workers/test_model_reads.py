@@ -134,7 +134,7 @@ def test_a_head_that_only_says_the_largest_counts_as_what_it_reads(
 ) -> None:
     monkeypatch.setattr("workers.rank.select_kernels", lambda *args, **options: ScreeningKernels())
     write_random_model(tmp_path, CONFIG, 0, torch.float32)
-    stats, sampling = RankStats(), SamplingParams(temperature=0.0)
+    stats, sampling = RankStats(), SamplingParams(temperature=0.0, logprobs=None if is_greedy else 0)
     executor = lead_group(
         EngineConfig(model=str(tmp_path), dtype="float32", cache=CacheConfig(num_blocks=8)), stats=stats
     )
@@ -142,13 +142,13 @@ def test_a_head_that_only_says_the_largest_counts_as_what_it_reads(
     try:
         new = [NewSequence(slot, [5, 6, 7, 8], 3, sampling, []) for slot in range(3)]
         first = [ScheduledSequence(slot, 0, 2, [], [slot], False) for slot in range(3)]
-        run(executor, StepPlan(0, [], new, first, is_greedy=is_greedy))
+        run(executor, StepPlan(0, [], new, first))
         read.append(stats.model_read_bytes)
         second = [ScheduledSequence(slot, 2, 1, [], [], slot < 2) for slot in range(3)]
-        run(executor, StepPlan(1, [], [], second, is_greedy=is_greedy))
+        run(executor, StepPlan(1, [], [], second))
         read.append(stats.model_read_bytes - read[0])
         third = [ScheduledSequence(slot, 3, 1, [], [], True) for slot in range(3)]
-        run(executor, StepPlan(2, [], [], third, is_greedy=is_greedy))
+        run(executor, StepPlan(2, [], [], third))
         read.append(stats.model_read_bytes - sum(read))
     finally:
         executor.close()

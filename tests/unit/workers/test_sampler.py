@@ -13,7 +13,8 @@ from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.errors import InvalidRequestError
 from workers.plan import NewSequence, SampledToken
 from workers.request import MAX_TEMPERATURE, SamplingParams
-from workers.sampler import Sampler, noise_keys
+from workers.sampler import Sampler
+from workers.slot_draws import SlotDraws, noise_keys
 
 
 def new_sequence(
@@ -302,3 +303,27 @@ def test_a_slot_taken_again_forgets_its_last_sequence() -> None:
     sampler.add(new_sequence(temperature=0.0))
     (token,) = sampler.sample(torch.tensor([[5.0, 6.0]]), np.array([0]), np.array([1])).result()
     assert token == SampledToken(0, 1)
+
+
+def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with_noise() -> None:
+    slots = SlotDraws(8)
+    one, two = np.array([0]), np.array([0, 1])
+    for slot, params in enumerate(({"temperature": 0.0, "top_k": 5}, {"temperature": 0.5})):
+        slots.add(new_sequence(slot, **params))
+    for search, temperatures in ((slots.search(one, one), None), (slots.search(two, two), [0.0, 0.5])):
+        assert search is not None
+        assert (None if search.noise is None else search.noise["temperature"].tolist()) == temperatures
+    for more in (
+        {"logprobs": 0},
+        {"frequency_penalty": 0.1},
+        {"min_tokens": 1, "stop_token_ids": (3,)},
+        {"temperature": 0.5, "top_k": 9},
+        {"temperature": 0.5, "top_p": 0.9},
+        {"temperature": 0.5, "min_p": 0.1},
+    ):
+        slots.add(new_sequence(2, **{"temperature": 0.0, **more}))
+        assert slots.search(np.arange(3), np.arange(3)) is None, more
+        assert slots.search(two, two) is not None
+    slots.remove(2)
+    slots.add(new_sequence(2, temperature=0.0))
+    assert slots.search(np.arange(3), np.arange(3)) is not None

@@ -82,26 +82,6 @@ def test_a_plan_tells_whether_there_was_work_ever_since_the_one_before() -> None
     assert follows() is True
 
 
-def test_a_plan_tells_whether_largest_logits_are_all_that_it_needs() -> None:
-    served = ScheduledModel()
-
-    def is_greedy() -> bool:
-        plan = served.launch()
-        assert plan is not None
-        served.collect()
-        return plan.is_greedy
-
-    greedy = {"temperature": 0.0, "max_tokens": 9}
-    served.submit("greedy", prompt(4), **greedy)
-    assert is_greedy()
-    for number, more in enumerate(
-        ({"temperature": 0.5}, {"logprobs": 0}, {"frequency_penalty": 0.1}, {"min_tokens": 1, "max_tokens": 1})
-    ):
-        served.submit(f"more {number}", prompt(4), **{**greedy, "max_tokens": 1, **more})
-        assert not is_greedy(), more
-        assert is_greedy(), "the other one goes on"
-
-
 def test_slot_of_a_finished_sequence_is_given_back_and_refilled_in_the_next_step() -> None:
     served = ScheduledModel(max_num_seqs=1)
     served.submit("a", prompt(4), max_tokens=1)

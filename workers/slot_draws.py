@@ -1,0 +1,98 @@
+"""By what the sequences in their slots choose tokens: a function of the plans, which each rank of a stage follows."""
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel.kernels.base import Search
+from parallel.kernels.sampling import NOISE, Draws, NoiseArray
+from workers.plan import NewSequence, StepPlan
+from workers.request import GREEDY_TEMPERATURE
+
+UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
+
+RANDOM, EDITED, LOGPROBS, LIMITED = 1, 2, 4, 8
+"""What a slot wants more than the largest logit: noise; other logits; log-probabilities; top-k, top-p or min-p."""
+_NO_FLAGS = np.empty(0, np.int64)
+
+
+class SlotDraws:
+    """Flags, temperature, truncation and seed of each slot. One thread."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._flagged: set[int] = set()
+        self._flags = np.zeros(num_slots, np.int64)
+        self._columns = np.zeros((4, num_slots), np.float64)
+        """temperature, top_k, top_p, min_p; temperature is 0 where the largest logit is taken."""
+        self._seeds = np.zeros(num_slots, np.uint64)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Follow a plan: slots given back and taken."""
+        for slot in plan.removed:
+            self.remove(slot)
+        for new in plan.new:
+            self.add(new)
+
+    def add(self, new: NewSequence) -> None:
+        """Put a sequence into its slot, in place of whatever was there."""
+        params = new.sampling
+        is_random = params.temperature >= GREEDY_TEMPERATURE
+        forbids_stop = bool(new.stop_token_ids) and params.min_tokens > 0
+        self.remove(new.slot)
+        self._flags[new.slot] = (
+            RANDOM * is_random
+            + EDITED * (params.has_penalties or forbids_stop)
+            + LOGPROBS * (params.logprobs is not None)
+            + LIMITED * (is_random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0))
+        )
+        if self._flags[new.slot]:
+            self._flagged.add(new.slot)
+        temperature = params.temperature if is_random else 0.0
+        self._columns[:, new.slot] = temperature, params.top_k, params.top_p, params.min_p
+        self._seeds[new.slot] = params.seed
+
+    def remove(self, slot: int) -> None:
+        """Give the slot back."""
+        self._flagged.discard(slot)
+
+    def flags(self, slots: Int64Array) -> Int64Array:
+        """Of each of these slots; empty where none has any."""
+        return self._flags[slots] if self._flagged else _NO_FLAGS
+
+    def search(self, slots: Int64Array, positions: Int64Array) -> Search | None:
+        """What tells the tokens of these slots without logits; None: some want more of these."""
+        flags = int(np.bitwise_or.reduce(self.flags(slots)))
+        if flags & ~RANDOM:
+            return None
+        return Search(self._noise(slots, positions) if flags else None)
+
+    def draws(self, slots: Int64Array, positions: Int64Array) -> Draws:
+        """[S]: how these slots draw the tokens at these positions."""
+        _, top_k, top_p, min_p = self._columns[:, slots]
+        return Draws(noise=self._noise(slots, positions), top_k=top_k, top_p=top_p, min_p=min_p)
+
+    def _noise(self, slots: Int64Array, positions: Int64Array) -> NoiseArray:
+        noise = np.empty(len(slots), NOISE)
+        noise["temperature"] = self._columns[0, slots]
+        noise["key"] = noise_keys(self._seeds[slots], positions.astype(np.uint64))
+        return noise
+
+
+def noise_keys(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.uint32]:
+    """Return the key [S, 2] of each (seed, position): the same everywhere, independent over both.
+
+    A counter-based generator in the sense of Salmon et al. (SC 2011), with the 64-bit mixer of SplitMix64 (Steele, Lea
+    and Flood, OOPSLA 2014) as its block function.
+    """
+    bits = _mix(_mix(seeds + _GAMMA) ^ _mix(positions * _GAMMA + _OFFSET))
+    return bits.astype("<u8").view("<u4").reshape(-1, 2)
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_OFFSET = np.uint64(0xD1B54A32D192ED03)
+
+
+def _mix(x: UInt64Array) -> UInt64Array:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
