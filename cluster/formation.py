@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import NodeDiedError, RayError, RayTaskError
+from ray.exceptions import NodeDiedError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from weft.recording import RecordingConfig
@@ -37,6 +37,7 @@ from cluster.rank_actor import (
     ReplicaLoad,
     rank_name,
 )
+from cluster.ray_errors import in_a_line
 from cluster.revision_files import RevisionText
 from cluster.see_through import ask_until_told, end_actor, see_through
 from cluster.spares import SpareKind, leave_spares, spare_options
@@ -139,7 +140,7 @@ class Formation:
             refusal = await (self._adopt() if self._spec.adopts else self._form(placement))
             return refusal or await self._serve()
         except RayError as error:
-            return Outcome(message=_tell(error))
+            return Outcome(message=in_a_line(error))
         except asyncio.CancelledError:
             is_stopped = True
             raise
@@ -158,7 +159,7 @@ class Formation:
             async with asyncio.timeout(grace_s):
                 await self._actors[0].drain.remote()
         except (TimeoutError, RayError) as error:
-            logger.warning("%s: not drained: %s", self._spec.replica_id, _tell(error))
+            logger.warning("%s: not drained: %s", self._spec.replica_id, in_a_line(error))
 
     async def load(self) -> ReplicaLoad | None:
         """Say how busy the replica is; None where it does not say soon."""
@@ -325,7 +326,7 @@ class Formation:
             await asyncio.wait([start, end], return_when=asyncio.FIRST_COMPLETED)
             if start.done() and (error := start.exception()) is not None:
                 await asyncio.wait([end], timeout=_DEATH_TIMEOUT_S)
-                return end.result() if end.done() else Outcome(message=f"lost sight of its ranks: {_tell(error)}")
+                return end.result() if end.done() else Outcome(message=f"lost sight of its ranks: {in_a_line(error)}")
             late = start.result() if start.done() else None
             return late or await end
         finally:
@@ -439,7 +440,7 @@ async def _watch(rank: int, ref: Any) -> Outcome:
     try:
         outcome: Outcome = await ref
     except RayError as error:
-        return Outcome(message=f"rank {rank}: {_tell(error)}")
+        return Outcome(message=f"rank {rank}: {in_a_line(error)}")
     return outcome
 
 
@@ -450,9 +451,3 @@ async def _telling(runs: Sequence[asyncio.Task[Outcome]]) -> Outcome:
         late, _ = await asyncio.wait(runs, timeout=_POLL_S)
         done = {*done, *(task for task in late if task.result().is_refusal)}
     return min((task.result() for task in done), key=lambda outcome: not outcome.is_refusal)
-
-
-def _tell(error: BaseException) -> str:
-    """Return the line of a Ray error that says most: the last of a traceback, else the first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1 if isinstance(error, RayTaskError) else 0] if lines else type(error).__name__

@@ -15,6 +15,7 @@ from weft.v1 import control_pb2
 
 from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
+from cluster.ray_errors import in_a_line
 from cluster.router_actor import RouterActor, RouterPlace
 from cluster.saved_state import RouterPorts
 from cluster.see_through import ask_until_told, end_actor, see_through
@@ -154,7 +155,7 @@ class RouterProcess:
             outcome = await ended
             return str(outcome.message)
         except (RayError, ValueError) as error:  # a ValueError where the name is not free again yet
-            return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "died")
+            return in_a_line(error)
         except TimeoutError:
             return f"not ready within {_START_TIMEOUT_S:g} s"
         finally:
