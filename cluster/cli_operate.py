@@ -115,7 +115,7 @@ def logs(
         str,
         typer.Argument(
             metavar="[REPLICA|router|controller]",
-            help="Or a model, a group, or one rank: m-0.1/0. Default: everything.",
+            help="Or a model, a group, or one process: m-0.1/0, router-0/4711. Default: everything.",
         ),
     ] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is logged from now on.")] = False,

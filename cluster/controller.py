@@ -30,7 +30,7 @@ from cluster.node_request import NodeRequest, ask_ray
 from cluster.recording import ScalingRecording
 from cluster.revision_files import RevisionText
 from cluster.router_process import RouterProcess
-from cluster.saved_state import RayStateStore, RouterPorts, SavedState, decode, encode
+from cluster.saved_state import ControllerLife, RayStateStore, RouterPorts, SavedState, decode, encode
 from cluster.scaling import Scaling
 from cluster.shared_ports import SharedPort
 from cluster.spares import SpareKind, leave_spares, take_spare
@@ -63,8 +63,8 @@ class Controller:
         assert actor_id is not None
         self._id: str = actor_id
         """The same in all lives."""
+        self._life = ControllerLife(pid=os.getpid(), node_id=node_id, log_file=own_log())
         self._logs = LogReader(node_id)
-        self._own_log = LogSource(name="controller", belongs_to=frozenset(), node_id=node_id, path=own_log())
         self._changed = asyncio.Event()
         self._has_stopped = asyncio.Event()
         self._state: WantedState | None = None
@@ -134,6 +134,8 @@ class Controller:
 
     def _create(self, saved: SavedState, address: str) -> None:
         saved = replace(saved, control_port=split_host_port(address)[1])
+        if saved.controller is not None:  # of the life before
+            self._logs.note([_log_of(saved.controller)])
         self._state = WantedState(
             saved,
             routers=self._make_routers(saved, address),
@@ -236,7 +238,7 @@ class Controller:
         while not self._state.is_stopped:
             self._changed.clear()
             self._state.reconcile()
-            self._logs.note([*self._state.log_sources(), self._own_log])
+            self._logs.note([*self._state.log_sources(), _log_of(self._life)])
             if not self._state.is_adopting:  # a membership without those not yet found would send clients away
                 await self._service.publish()
             if self._nodes is not None:
@@ -259,14 +261,14 @@ class Controller:
         if self._spec.spare_s:  # for a next controller and its routers
             count, lifetime_s = 1 + self._spec.num_routers, self._spec.spare_s
             await asyncio.to_thread(
-                leave_spares, self._own_log.node_id, SpareKind.SERVICE, count=count, lifetime_s=lifetime_s
+                leave_spares, self._life.node_id, SpareKind.SERVICE, count=count, lifetime_s=lifetime_s
             )
         self._store.save(encode(SavedState(ended_controller=self._id)))  # last: a successor has nothing left to do
 
     def _save(self, state: SavedState) -> None:
         assert self._metrics is not None
         _, port = split_host_port(self._metrics.address)
-        self._store.save(encode(replace(state, metrics_port=port)))
+        self._store.save(encode(replace(state, metrics_port=port, controller=self._life)))
 
     def _load(self) -> SavedState:
         data = self._store.load()
@@ -297,6 +299,15 @@ class Controller:
             inner_tls=self._spec.inner_tls,
         )
         return Formation(spec, listener, lambda: state.drained_nodes)
+
+
+def _log_of(life: ControllerLife) -> LogSource:
+    return LogSource(
+        name=f"{CONTROLLER_NAME}/{life.pid}",
+        belongs_to=frozenset({CONTROLLER_NAME}),
+        node_id=life.node_id,
+        path=life.log_file,
+    )
 
 
 def _open_recorder(config: RecordingConfig) -> Recorder | None:

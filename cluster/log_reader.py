@@ -26,9 +26,9 @@ class LogSource:
     """The log of one process."""
 
     name: str
-    """"controller", "router-0", or replica and rank: "m-0.1/0"."""
+    """Of this life alone: "controller/4711" and "router-0/4712" by the pid, "m-0.1/0" by replica and rank."""
     belongs_to: frozenset[str]
-    """What else it can be asked for by: its replica, its group, its model."""
+    """What else it can be asked for by: "controller"; "router" and "router-0"; its replica, its group, its model."""
     node_id: str
     path: str
 

@@ -102,8 +102,8 @@ class RouterProcess:
         place = self._place
         return [
             LogSource(
-                name=self.router_id,
-                belongs_to=frozenset({"router"}),
+                name=f"{self.router_id}/{place.pid}",
+                belongs_to=frozenset({"router", self.router_id}),
                 node_id=place.node_id,
                 path=place.log_file,
             )

@@ -54,6 +54,17 @@ class RouterPorts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerLife:
+    """The process that saved, whose log says why it ended."""
+
+    pid: int
+    node_id: str
+    """Of Ray."""
+    log_file: str
+    """On that node; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
     """Everything that a controller must know of the one before it."""
 
@@ -65,6 +76,8 @@ class SavedState:
     """By their ids. One that is named here may not exist yet."""
     num_restarts: int = 0
     """Of the controller."""
+    controller: ControllerLife | None = None
+    """None: nothing was saved yet, or by a version that did not keep it."""
     models: dict[str, WantedModel] = field(default_factory=dict)
     groups: tuple[GroupRecord, ...] = ()
     next_numbers: dict[str, int] = field(default_factory=dict)

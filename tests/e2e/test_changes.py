@@ -72,6 +72,7 @@ async def test_killed_controller_comes_back_and_no_rank_notices(cluster: Cluster
     ]
     assert after.routers[0].pid == before.routers[0].pid
     assert cluster.service.is_alive()
+    weft(cluster, "logs", f"controller/{before.controller.pid}")  # still known: it says why it died
 
     weft(cluster, "scale", "tiny", "3", "--wait")
     assert wait_as_wanted(cluster).ready_replicas == 3

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from helpers.cluster import turns
 from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.lifecycle import GroupState, RestartPolicy
+from cluster.log_reader import LogReader
 from cluster.rank_actor import Outcome
 from cluster.router_actor import RouterPlace
 from cluster.router_process import RouterProcess
@@ -229,3 +231,24 @@ async def test_router_that_is_not_ready_in_time_ends_and_another_life_begins(
     assert router.status().restarts == 1
     assert num_made == (1 if adopts else 2)
     await router.stop(grace_s=5.0)
+
+
+async def test_log_of_a_router_that_died_is_known_beside_that_of_its_next_life(tmp_path: Path) -> None:
+    reader = LogReader("here")
+    for pid in (4711, 4712):
+        (tmp_path / f"{pid}").write_text(f"life {pid}\n")
+        router = _running(FakeActor(_hangs), _hangs())
+        router._place = RouterPlace(
+            pid=pid, grpc_address="", http_address=None, metrics_address=None,
+            node_id="here", log_file=str(tmp_path / f"{pid}"),
+        )  # fmt: skip
+        reader.note(router.log_sources())
+        await router.stop(grace_s=0.0)
+
+    read = await reader.read("router", {}, 100)
+    assert {name: piece.data for name, piece in read.items()} == {
+        "router-0/4711": b"life 4711\n",
+        "router-0/4712": b"life 4712\n",
+    }
+    assert (await reader.read("router-0", {}, 100)).keys() == read.keys()
+    assert list(await reader.read("router-0/4711", {}, 100)) == ["router-0/4711"]
