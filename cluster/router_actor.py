@@ -1,6 +1,7 @@
 """The Ray actor that hosts the router; the router itself knows nothing of Ray."""
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from cluster.spares import take_spare
 from router.config import RouterConfig
 from router.errors import RouterConfigError
 from workers.cores import give_way
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class RouterActor:
         give_way()
         self._config = config
         self._stop = asyncio.Event()
+        self._end = Outcome(message="stopped")
         self._grace_s = config.grace_s
         self._is_ready = asyncio.Event()
         self._place: RouterPlace | None = None
@@ -48,7 +52,7 @@ class RouterActor:
 
     async def begin(self) -> None:
         """Begin to serve."""
-        on_sigterm(self._stop.set)
+        on_sigterm(self._on_sigterm)
         self._run = asyncio.create_task(self._serve())
 
     async def ended(self) -> Outcome:
@@ -78,7 +82,13 @@ class RouterActor:
             await run_router(self._config, stop=self._stop, on_ready=on_ready, grace_s=lambda: self._grace_s)
         except RouterConfigError as error:
             return Outcome(message=str(error))
-        return Outcome(message="stopped")
+        return self._end
+
+    def _on_sigterm(self) -> None:
+        if not self._stop.is_set():  # else Ray ends what was asked to end
+            logger.warning("router %s was sent SIGTERM", self._config.router_id)
+            self._end = Outcome(message="was told to end by SIGTERM")
+            self._stop.set()
 
     async def ready(self) -> RouterPlace:
         """Wait until the router listens."""

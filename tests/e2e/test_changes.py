@@ -158,6 +158,7 @@ async def test_group_and_router_told_to_end_finish_what_they_have(
     assert after.routers[0].grpc_address == router.grpc_address
     assert after.models[0].groups[0].group_id == group.group_id
     assert "SIGTERM" in weft(cluster, "logs", group.replica_id)
+    assert "SIGTERM" in weft(cluster, "logs", f"router-0/{router.pid}")
 
 
 def test_model_without_room_waits_with_its_reason_and_blocks_nobody(

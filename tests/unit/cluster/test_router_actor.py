@@ -1,0 +1,51 @@
+"""The process of a router says by whom it was told to end."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import router_actor
+from cluster.router_actor import RouterActor
+from router.app import BoundAddresses
+from router.config import RouterConfig
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> RouterActor:
+    """One whose router does nothing until it is told to end."""
+
+    async def run_router(config: RouterConfig, *, stop: asyncio.Event, on_ready: Callable[..., None], **_: Any) -> None:
+        on_ready(BoundAddresses(grpc="h:1", http=None, metrics=None))
+        await stop.wait()
+
+    for name in ("configure_logging", "take_spare", "give_way", "on_sigterm", "RouterPlace"):
+        monkeypatch.setattr(router_actor, name, lambda *_, **__: None)
+    monkeypatch.setattr("router.app.run_router", run_router)
+    monkeypatch.setattr(router_actor.ray, "get_runtime_context", lambda: _Context())
+    return RouterActor(RouterConfig(control="127.0.0.1:1"), "warning")
+
+
+class _Context:
+    def get_node_id(self) -> str:
+        return "node"
+
+
+@pytest.mark.parametrize(
+    ("is_stopped", "message", "logged"),
+    [(False, "was told to end by SIGTERM", ["router router-0 was sent SIGTERM"]), (True, "stopped", [])],
+)
+async def test_end_by_sigterm_is_told_unless_it_was_stopped_before(
+    actor: RouterActor, caplog: pytest.LogCaptureFixture, is_stopped: bool, message: str, logged: list[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    await actor.begin()
+    if is_stopped:
+        await actor.stop(0.0)
+    actor._on_sigterm()
+    async with asyncio.timeout(60):
+        outcome = await actor.ended()
+    assert outcome.message == message
+    assert caplog.messages == logged
