@@ -40,7 +40,7 @@ class _Context:
 async def test_end_by_sigterm_is_told_unless_it_was_stopped_before(
     actor: RouterActor, caplog: pytest.LogCaptureFixture, is_stopped: bool, message: str, logged: list[str]
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger=router_actor.__name__)
     await actor.begin()
     if is_stopped:
         await actor.stop(0.0)
