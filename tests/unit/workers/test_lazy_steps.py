@@ -8,6 +8,7 @@ import torch
 from helpers.lazy_cuda import DEVICE, EARLY, lazy_cuda
 from helpers.lazy_decoder import GraphedKernels
 from helpers.lazy_steps import CONFIG, MAX_GRAPH_SIZE, check_outputs, make_runner, run_overlapped
+from helpers.triton_programs import interpret
 
 from parallel.device.cpu import CpuDevice
 from parallel.device.cuda import CudaDevice
@@ -38,6 +39,41 @@ def test_steps_give_the_tokens_of_a_cpu_in_whatever_order_streams_run(
         outputs = run_overlapped(runner)
         assert cuda.num_waits - num_waits == len(outputs), "for the tokens of each, and for nothing else"
     check_outputs(outputs, expected)
+
+
+_WHOLE = """
+import tempfile
+from pathlib import Path
+import torch
+from helpers.lazy_cuda import lazy_cuda
+from helpers.lazy_steps import CONFIG, MAX_GRAPH_SIZE, check_outputs, make_runner, run_overlapped
+from helpers.lazy_triton import interpreted_on
+from parallel.device.cpu import CpuDevice
+from parallel.device.cuda import CudaDevice
+from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.select import select_kernels
+from parallel.random_model import write_random_model
+
+with tempfile.TemporaryDirectory() as scratch:
+    folder = Path(scratch) / "model"
+    write_random_model(folder, CONFIG | {"num_hidden_layers": 1}, 0, torch.float32)
+    expected = run_overlapped(make_runner(folder, CpuDevice(), ReferenceKernels()))
+    with lazy_cuda() as cuda, interpreted_on(cuda) as kernels:
+        device = CudaDevice()
+        chosen = select_kernels(device.torch_device, torch.float32, max_graph_size=MAX_GRAPH_SIZE)
+        runner = make_runner(folder, device, chosen)
+        assert runner._decoder.num_recorded == 2 + 2, "in pieces, and whole"
+        num_waits = cuda.num_waits
+        outputs = run_overlapped(runner)
+        assert cuda.num_waits - num_waits == len(outputs), "for the tokens of each, and for nothing else"
+    check_outputs(outputs, expected)
+    assert kernels >= {"_rms_norm", "_rotate_and_write", "_attend", "_silu_mul", "_limit", "_find_largest"}, kernels
+"""
+
+
+def test_steps_of_the_kernels_for_cuda_give_the_tokens_of_a_cpu() -> None:
+    """Everything that a step on a GPU is, but products, which are torch's, and the GPU."""
+    interpret(_WHOLE)
 
 
 @pytest.mark.parametrize("num_at_once", [1, 2, 40])
