@@ -49,6 +49,8 @@ HARDEST = [(True, 7), (True, None)]
 The scheduler cuts prompts, and knows no family: groups of ranks see the other ways for one model.
 """
 NUM_TOKENS = 64
+NUM_TOKENS_SPLIT = 24
+"""Of a group of ranks: what is split is heads and layers, whatever the position."""
 CLEAR_GAP = 0.01
 """Between the two most probable tokens: a smaller one may fall either way in another order of additions."""
 WITHIN_S = 15.0
@@ -158,15 +160,16 @@ def random_cases(family: str) -> list[Case]:
 def _check_variants(
     executor: Executor, config: EngineConfig, cases: list[Case], variants: list[tuple[bool, int | None]]
 ) -> None:
-    requests = [request(str(i), prompt, max_tokens=NUM_TOKENS) for i, (prompt, _, _) in enumerate(cases)]
+    num_tokens = NUM_TOKENS if config.parallel.world_size == 1 else NUM_TOKENS_SPLIT
+    requests = [request(str(i), prompt, max_tokens=num_tokens) for i, (prompt, _, _) in enumerate(cases)]
     for cached, chunk in variants:
         engine = engine_of(executor, config, enable_prefix_caching=cached, prefill_chunk_tokens=chunk)
         for is_repeated in (False, True) if (cached, chunk) == (True, None) else (False,):
             outcomes = run(engine, requests)
             for i, (_, token_ids, text) in enumerate(cases):
                 outcome = outcomes[str(i)]
-                assert outcome.token_ids == token_ids, (cached, chunk, i)
-                assert text is None or outcome.text == text
+                assert outcome.token_ids == token_ids[:num_tokens], (cached, chunk, i)
+                assert text is None or len(token_ids) > num_tokens or outcome.text == text
             assert (engine.stats.num_cached_tokens > 0) >= is_repeated
 
 

@@ -15,7 +15,7 @@ from parallel.families.registry import describe_model
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.executor import Executor
 
-NUM_TOKENS = 64
+NUM_TOKENS = 24  # more than three blocks
 BLOCK_SIZE = 7
 CHUNK = 5
 PROMPT = tuple(11 * i % 149 for i in range(33))
