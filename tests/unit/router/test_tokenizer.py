@@ -1,10 +1,12 @@
 """The router's tokenizer and chat templates, against transformers on the shared tokenizers and models."""
 
+import functools
 import gzip
 import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
@@ -61,6 +63,26 @@ def as_chat(messages: list[dict[str, str]], **template_kwargs: object) -> Conver
     return Conversation(messages=tuple(ChatMessage(**each) for each in messages), template_kwargs=template_kwargs)
 
 
+Readers = tuple[ModelTokenizer, Any]
+"""Ours, and that of transformers."""
+
+
+@pytest.fixture(scope="module")
+def read(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Readers]:
+    """Reads a shared folder, with another template where one is given, once for all tests: large ones take a second."""
+    transformers = pytest.importorskip("transformers")
+
+    @functools.cache
+    def read(path: str, template: str | None = None) -> Readers:
+        folder = shared / path
+        if template is not None:
+            folder = Path(shutil.copytree(folder, tmp_path_factory.mktemp("model"), dirs_exist_ok=True))
+            (folder / "chat_template.jinja").write_text(template)
+        return ModelTokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+    return read
+
+
 HI = Conversation(messages=(ChatMessage(role="user", content="hi"),))
 
 
@@ -86,11 +108,8 @@ def render(folder: Path, *messages: ChatMessage, template_kwargs: dict[str, obje
 
 
 @pytest.mark.parametrize("path", FOLDERS)
-def test_encode_and_decode_equal_transformers(shared: Path, path: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = shared / path
-    oracle = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer = ModelTokenizer.from_folder(folder)
+def test_encode_and_decode_equal_transformers(read: Callable[..., Readers], shared: Path, path: str) -> None:
+    tokenizer, oracle = read(path)
 
     for text in sample_texts(shared):
         ids = tokenizer.encode(text)
@@ -125,11 +144,8 @@ def test_special_tokens_named_only_in_the_config_are_special(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["sharegpt_zh_multiturn.jsonl.gz", "toolcall_multiturn.jsonl.gz", "rag_rgb.jsonl.gz"])
-def test_chat_equals_transformers_on_real_conversations(shared: Path, name: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = shared / "tokenizers/qwen"
-    oracle = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer = ModelTokenizer.from_folder(folder)
+def test_chat_equals_transformers_on_real_conversations(read: Callable[..., Readers], shared: Path, name: str) -> None:
+    tokenizer, oracle = read("tokenizers/qwen")
 
     for messages in prompts(shared, name, 20):
         expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -168,19 +184,16 @@ def test_templates_equal_transformers(shared: Path, template: str, as_file: bool
     [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"tone": ["dry", {"é": 1.5}], "not_used": 1}],
     ids=["none", "false", "true", "nested"],
 )
-def test_variables_of_a_request_equal_transformers(shared: Path, variables: dict[str, Any], tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    shutil.copytree(shared / "tokenizers/qwen", tmp_path, dirs_exist_ok=True)
+def test_variables_of_a_request_equal_transformers(read: Callable[..., Readers], variables: dict[str, Any]) -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if tone %}{{ tone | tojson }}{% endif %}<|im_start|>assistant\n"
         "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
     )
-    (tmp_path / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "hi"}]
-    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, oracle = read("tokenizers/qwen", template)
 
-    ids = ModelTokenizer.from_folder(tmp_path).render_chat(as_chat(messages, **variables))
+    ids = tokenizer.render_chat(as_chat(messages, **variables))
 
     assert list(ids) == oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables)
 
@@ -195,16 +208,13 @@ TRIMMING = (
 @pytest.mark.parametrize("template", [LLAMA_STYLE, TRIMMING], ids=["llama", "trimming"])
 @pytest.mark.parametrize("continues", [True, False], ids=["continued", "closed"])
 def test_end_of_a_prompt_equals_transformers(
-    shared: Path, template: str, last: str, continues: bool, tmp_path: Path
+    read: Callable[..., Readers], template: str, last: str, continues: bool
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    shutil.copytree(shared / "tokenizers/llama2-32k", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "Sure?", "name": "n"}, {"role": "assistant", "content": last, "name": "n"}]
-    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, oracle = read("tokenizers/llama2-32k", template)
     chat = replace(as_chat(messages), add_generation_prompt=False, continue_final_message=continues)
 
-    ids = ModelTokenizer.from_folder(tmp_path).render_chat(chat)
+    ids = tokenizer.render_chat(chat)
 
     assert list(ids) == oracle.apply_chat_template(
         messages, add_generation_prompt=False, continue_final_message=continues, return_dict=False
