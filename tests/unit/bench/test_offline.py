@@ -15,6 +15,7 @@ from bench.load.calls import Call, Session
 from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.engine_run import run_engine
 from bench.load.geometries import GEOMETRIES, find_model
+from bench.load.hardware import Ceiling
 from bench.load.model_cost import ModelCost, Work
 from bench.load.records import Usage
 from bench.load.watcher import OfflineWatcher
@@ -41,6 +42,13 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+
+
+@pytest.fixture
+def known_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine can is not measured, which takes longer than to run a small model."""
+    ceiling = Ceiling(read_bytes_per_s=1e10, flops_per_s=1e11)
+    monkeypatch.setattr(offline, "measure_ceiling", lambda *_args, **_kwargs: ceiling)
 
 
 def usage(num_in: int, num_out: int, *, cached: int = 0) -> Usage:
@@ -204,6 +212,7 @@ def test_command_reports_every_workload(tmp_path: Path) -> None:
     assert {"torch", "threads", "cpu", "commit"} <= line.keys()
 
 
+@pytest.mark.usefixtures("known_ceiling")
 def test_a_head_that_is_stored_beside_a_tied_embedding_counts_if_it_is_another(tmp_path: Path) -> None:
     make_model(tmp_path, preset="tiny", sizes={}, dtype="float32", seed=0, tokenizer=None)
     weights, lines = tmp_path / "model.safetensors", tmp_path / "lines"
@@ -221,6 +230,7 @@ def test_a_head_that_is_stored_beside_a_tied_embedding_counts_if_it_is_another(t
     assert numbers[1] - numbers[0] == embedding.numel()
 
 
+@pytest.mark.usefixtures("known_ceiling")
 def test_offline_takes_texts_too(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "Once upon a time"}\n{"messages": [{"role": "user", "content": "Who are you?"}]}\n')
@@ -234,6 +244,7 @@ def test_offline_takes_texts_too(tmp_path: Path) -> None:
         assert f"{cache} on " in " ".join(result.output.split())
 
 
+@pytest.mark.usefixtures("known_ceiling")
 def test_a_files_prompts_are_run_once_unless_more_are_asked_for(tmp_path: Path) -> None:
     file, lines = tmp_path / "prompts.jsonl", tmp_path / "lines"
     file.write_text('{"prompt": "Once upon a time"}\n{"prompt": "Who are you?"}\n')
@@ -245,6 +256,7 @@ def test_a_files_prompts_are_run_once_unless_more_are_asked_for(tmp_path: Path) 
     assert [repeat["summary"]["num_requests"] for (repeat,) in results] == [2, 3]
 
 
+@pytest.mark.usefixtures("known_ceiling")
 def test_what_was_measured_before_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = tmp_path / "lines"
     run = offline._Bench._run
