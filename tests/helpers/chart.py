@@ -49,7 +49,7 @@ def render(*settings: str, example: str | None = None, kubernetes: str = "1.30",
     result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if result.returncode != 0:
         raise RefusedError(result.stderr)
-    return [item for item in yaml.safe_load_all(result.stdout) if item]
+    return [item for item in yaml.load_all(result.stdout, yaml.CSafeLoader) if item]  # in C: a tenth of the time
 
 
 def find(objects: list[Any], kind: str, name: str | None = None) -> Any:
