@@ -1,5 +1,7 @@
 """The choice of tokens on a CPU, by the compiled kernels (native/sampling.h, native/draws.h)."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,9 +14,9 @@ _DRAW = np.dtype([("noise", NOISE), ("limit", np.float32), ("top_k", np.float64)
 """`Draw` of draws.h."""
 
 
-def make_native_choice() -> TokenChoice:
-    """Compile where needed, and load. On torch's threads. Raises DeviceError when this machine cannot."""
-    library, num_threads = build_library(), torch.get_num_threads()
+def make_native_choice(library: Path | None = None) -> TokenChoice:
+    """Of this library, or of this machine's, compiled where needed. On torch's threads. Raises DeviceError."""
+    library, num_threads = library or build_library(), torch.get_num_threads()
     find_largest, draw = load_largest(library), load_draws(library)
 
     def choose(logits_SV: Tensor, draws: Draws | None) -> Tensor:

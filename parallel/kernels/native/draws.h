@@ -61,6 +61,17 @@ inline float begin_of(int bucket) {
 
 inline int bucket_of(float distance) { return std::clamp((key_of(distance) >> BUCKET_SHIFT) - FIRST_BUCKET, 0, NUM_BUCKETS - 1); }
 
+// As find_noise, but only for vectors that have a token within the limit; whether there is one.
+inline bool find_noise_of_kept(float* to, const Noise& noise, int64_t first, const float* distances, int64_t count, float limit) {
+    bool is_any_kept = false;
+    for (int64_t i = 0; i < count; i += LANES) {
+        if (!has_any(load(distances + i) <= limit)) continue;
+        find_noise(to + i, noise, first + i, LANES);
+        is_any_kept = true;
+    }
+    return is_any_kept;
+}
+
 // Of `count` logits, up to a chunk, with what is added to them; -inf where the distance is past the limit.
 __attribute__((noinline)) inline void find_scores(float* scores, const float* logits, const float* noise, const float* distances,
                                                   int64_t count, float limit) {
@@ -179,7 +190,7 @@ class Drawing {
 
     // The first of the largest scores.
     Found find_drawn(int64_t row, int64_t part) const {
-        alignas(64) float noise[CHUNK], scores[CHUNK], distances[CHUNK];
+        alignas(64) float noise[CHUNK] = {}, scores[CHUNK], distances[CHUNK];
         const Draw& draw = draws_[row];
         const bool is_limited = draw.is_limited(size_);
         const float most = is_limited ? largest_of(row) : 0;
@@ -189,8 +200,11 @@ class Drawing {
         std::fill(distances, distances + CHUNK, 0.0f);
         for (int64_t begin = all.begin; begin < all.begin + all.size; begin += CHUNK) {
             const int64_t count = std::min(CHUNK, size_ - begin);
-            find_noise(noise, draw.noise, first_token_ + begin, count);
-            if (is_limited) find_distances_of(distances, row, most, begin);
+            if (is_limited) {
+                find_distances_of(distances, row, most, begin);
+                if (!find_noise_of_kept(noise, draw.noise, first_token_ + begin, distances, count, limits_[size_t(row)])) continue;
+            } else
+                find_noise(noise, draw.noise, first_token_ + begin, count);
             find_scores(scores, logits_of(row) + begin, noise, distances, count, limits_[size_t(row)]);
             const float of_chunk = largest(scores, count);
             if (of_chunk != of_chunk) return {of_chunk, begin};
@@ -264,31 +278,35 @@ class Drawing {
         const float limit = *last;
         if (!(draws_[row].top_p < 1)) return std::min(by_min_p, limit);
         distances.erase(std::remove_if(distances.begin(), distances.end(), [=](float x) { return x > limit; }), distances.end());
-        int64_t total = 0;
-        for (int64_t weight : weights_of(distances)) total += weight;
+        const int64_t total = weight_of(distances.data(), distances.data() + distances.size());
         return std::min(by_min_p, last_of_weight(distances, 0, least_weight(row, total)));
     }
 
-    // The distance up to which, with what comes before these, the weights reach the target.
+    // The distance up to which, with what comes before these, the weights reach the target; by halves, so that not all need be sorted.
     static float last_of_weight(std::vector<float>& distances, int64_t before, double target) {
-        std::sort(distances.begin(), distances.end());
-        const std::vector<int64_t> weights = weights_of(distances);
-        size_t i = 0;
-        for (int64_t reached = before + weights[0]; double(reached) < target && i + 1 < weights.size();) reached += weights[++i];
-        return distances[i];
+        float *begin = distances.data(), *end = begin + distances.size();
+        while (end - begin > 1) {
+            float* const middle = begin + (end - begin) / 2;
+            std::nth_element(begin, middle, end);
+            const int64_t reached = before + weight_of(begin, middle);
+            if (double(reached) < target)
+                before = reached, begin = middle;
+            else
+                end = middle;
+        }
+        return *begin;
     }
 
-    static std::vector<int64_t> weights_of(const std::vector<float>& distances) {
-        alignas(64) float of_chunk[CHUNK], weights[CHUNK];
-        std::vector<int64_t> all(distances.size());
-        for (size_t begin = 0; begin < distances.size(); begin += CHUNK) {
-            const size_t count = std::min(size_t(CHUNK), distances.size() - begin);
-            std::fill(of_chunk, of_chunk + CHUNK, INFINITY);
-            std::copy_n(distances.begin() + int64_t(begin), count, of_chunk);
-            weigh(weights, of_chunk, int64_t(count), INFINITY);
-            for (size_t i = 0; i < count; i++) all[begin + i] = int64_t(weights[i]);
+    static int64_t weight_of(const float* begin, const float* end) {
+        alignas(64) float distances[CHUNK], weights[CHUNK];
+        int64_t sum = 0;
+        for (; begin < end; begin += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, end - begin);
+            std::fill(std::copy_n(begin, count, distances), distances + CHUNK, INFINITY);
+            weigh(weights, distances, count, INFINITY);
+            for (int64_t i = 0; i < count; i++) sum += int64_t(weights[i]);
         }
-        return all;
+        return sum;
     }
 
     int64_t* const token_ids_;

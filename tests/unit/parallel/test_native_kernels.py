@@ -190,7 +190,9 @@ def test_the_largest_of_a_product_with_a_matrix_as_it_lies(
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), [(4128, 96), (608, 2624)])
-def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(programs: Programs, num_out: int, num_in: int) -> None:
+def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(
+    programs: Programs, library: Path, num_out: int, num_in: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(num_out, num_in, generator=generator).bfloat16()
     x = torch.randn(200, num_in + 8, generator=generator).bfloat16()[:, :num_in]  # rows that are not dense
@@ -209,16 +211,18 @@ def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(programs: Programs, 
             assert torch.equal(together, torch.cat([table(rows) for rows in x.split(num_rows)]))
         for rows in (x[:1], x[:33], x):
             check_largest(table, rows)
-            check_drawn(table, rows, make_draws(len(rows), [*range(0, len(rows), 2)]).noise, make_native_choice())
+            check_drawn(
+                table, rows, make_draws(len(rows), [*range(0, len(rows), 2)]).noise, make_native_choice(library)
+            )
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 12, 40, 150])
 @pytest.mark.parametrize("kind", ["random", "close", "equal", "spread", "no-number"])
-def test_what_few_rows_of_a_table_search_is_exact(programs: Programs, kind: str, num_rows: int) -> None:
+def test_what_few_rows_of_a_table_search_is_exact(programs: Programs, library: Path, kind: str, num_rows: int) -> None:
     if programs.make_screen is None:
         pytest.skip("this CPU has no products in 8 bits")
     num_out, num_in = 6016, 416
-    noise, choice = make_draws(num_rows, [*range(0, num_rows, 3), num_rows - 1]).noise, make_native_choice()
+    noise, choice = make_draws(num_rows, [*range(0, num_rows, 3), num_rows - 1]).noise, make_native_choice(library)
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(num_out, num_in, generator=generator)
