@@ -25,6 +25,7 @@ from parallel.kernels.base import (
     Lookup,
     RecordedLayers,
     Search,
+    Sift,
     StartedLayers,
     StartedStep,
 )
@@ -208,14 +209,22 @@ class Decoder:
         self._run, self._started = self._run_layers, None
         gc.collect()  # what was recorded may refer to itself
 
-    def logits(self, hidden_SE: Tensor) -> Tensor | None:
+    def logits(self, hidden_SE: Tensor, sift: Sift | None = None) -> Tensor | None:
         """Logits of rows of `forward`'s result, on the last stage, all of whose ranks call this.
+
+        Args:
+            hidden_SE: the rows.
+            sift: says which logits matter, if this stage `sifts` it; others may be -inf.
 
         Returns:
             [S, vocab_size] on tensor-parallel rank 0, in float32 or the dtype of the model; None on the others.
         """
         assert self._head is not None, "only the last stage has the head"
-        return self._head(hidden_SE)
+        return self._head(hidden_SE, sift)
+
+    def sifts(self, sift: Sift) -> bool:
+        """Whether the logits that matter are less work than all."""
+        return self._head is not None and self._head.sifts(sift)
 
     @property
     def finds_largest(self) -> bool:

@@ -19,6 +19,8 @@ from parallel.kernels.base import (
     ScreenedLinear,
     Search,
     SearchedLinear,
+    Sift,
+    SiftedLinear,
     TableLinear,
 )
 from parallel.kernels.sampling import FindTokens
@@ -183,12 +185,17 @@ class VocabParallelHead:
         """Whether to `find` the largest is less work than all logits; the same on every rank."""
         self.draws = False
         """Whether that is so of draws."""
+        self._sifted: SiftedLinear | None = None
 
-    def __call__(self, hidden_SE: Tensor) -> Tensor | None:
+    def __call__(self, hidden_SE: Tensor, sift: Sift | None = None) -> Tensor | None:
         """[S, E] -> [S, vocab_size] on rank 0 of the axis, None on the others; all of them call it.
 
-        As the product gives it, float32 where something more is done to it.
+        As the product gives it, float32 where something more is done to it. With `sift`, if this `sifts` it, logits
+        that do not matter may be -inf.
         """
+        if sift is not None:
+            assert self._sifted is not None, "sifts"
+            return self._sifted.sifted(hidden_SE, sift)
         gathered_SV = gather_to_first(self._linear(hidden_SE), self._axis, dim=1)
         if gathered_SV is None:
             return None
@@ -223,6 +230,10 @@ class VocabParallelHead:
         ranks_S = values_SR.argmax(1)
         indices_S = indices_SR.gather(1, ranks_S[:, None])[:, 0].long()
         return (indices_S + ranks_S * (self._description.vocab_size // size)).where(indices_S >= 0, -1)
+
+    def sifts(self, sift: Sift) -> bool:
+        """Whether the logits that matter are less work than all."""
+        return self._sifted is not None and self._sifted.can_sift(sift)
 
     def spared_bytes(self, num_rows: int) -> int:
         """Of this rank's weight, what a search for so many rows reads less at best."""
@@ -259,6 +270,7 @@ class VocabParallelHead:
         is_less = size > 1 or self._searched is not None
         self.finds_largest = is_final and is_less and description.vocab_size % size == 0
         self.draws = self.finds_largest and (size > 1 or isinstance(self._searched, DrawnLinear))
+        self._sifted = self._linear if is_final and size == 1 and isinstance(self._linear, SiftedLinear) else None
 
 
 def _sharded_rows(source: str, weight_VE: Tensor, vocab_size: int, rank: int, size: int) -> ShardedParameter:

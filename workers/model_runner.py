@@ -15,7 +15,7 @@ from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
 from parallel.host_memory import populate_when_idle
-from parallel.kernels.base import AttentionMeta, LayerCache, Search
+from parallel.kernels.base import AttentionMeta, LayerCache, Search, Sift
 from parallel.kernels.cuda_buckets import StepBucket, fullest_context, largest_pieces, largest_steps
 from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_SAMPLING = SamplingParams(top_p=0.9, logprobs=1)
 """What takes most memory and work of the sampler."""
+_Asked = Search | Sift | None
+"""Of the head: tokens, the logits that matter, or all."""
 _FinishLayers = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 """Gives the hidden states, of the sampled tokens on the last stage, and perhaps the tokens that they give."""
 
@@ -163,16 +165,16 @@ class ModelRunner:
         """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
         start_s = time.perf_counter()
         (self._sampler or self._draws).apply(work.plan)
-        search = self._search(work.inputs)
-        layers = self._start_layers(work, search)
+        asked = self._ask(work.inputs)
+        layers = self._start_layers(work, asked)
         cost = None
         if self.joins_later:  # while the others compute
-            cost = self._cost(work, search)
+            cost = self._cost(work, asked)
             self._inputs.look_ahead()
-        queued = None if self.joins_later else self._finish_model(work, search, layers, None)
+        queued = None if self.joins_later else self._finish_model(work, asked, layers, None)
 
         def finish() -> ModelOutput | None:
-            sampled = self._finish_model(work, search, layers, cost) if self.joins_later else queued
+            sampled = self._finish_model(work, asked, layers, cost) if self.joins_later else queued
             output = None if sampled is None else ModelOutput(work.plan.number, sampled.result())
             end_s = time.perf_counter()
             self._stats.add_step(end_s - max(start_s, self._step_end_s))  # it may have begun during the one before
@@ -185,19 +187,23 @@ class ModelRunner:
         """Let go of recorded steps."""
         self._decoder.drop_recordings()
 
-    def _search(self, inputs: StepInputs) -> Search | None:
-        """What to ask of the head, the same on every rank of the last stage; None: logits."""
+    def _ask(self, inputs: StepInputs) -> _Asked:
+        """What to ask of the head, the same on every rank of the last stage."""
         search = self._draws.search(inputs.sample_slots, inputs.sample_positions)
-        is_known = search is not None and (self._decoder.finds_largest if search.noise is None else self._decoder.draws)
-        return search if is_known else None
+        if search is not None:
+            is_known = self._decoder.finds_largest if search.noise is None else self._decoder.draws
+            return search if is_known else None
+        sift = self._draws.sift(inputs.sample_slots, inputs.sample_positions)
+        return sift if sift is not None and self._decoder.sifts(sift) else None
 
-    def _start_layers(self, work: StepWork, search: Search | None) -> _FinishLayers:
+    def _start_layers(self, work: StepWork, asked: _Asked) -> _FinishLayers:
         """Let other threads begin, where they can; what is returned does the rest of the layers' work."""
         metas = [work.inputs.metas[group] for group in self._group_of_layer]
         if not self.joins_later or not self._decoder.can_start(metas):
             return partial(self._run_layers, work, metas)
         inputs = work.inputs
         x, rows = self._layers_input(work), inputs.sample_rows
+        search = asked if isinstance(asked, Search) else None
         self._clock.begin()
         return self._decoder.start(x, inputs.positions, self._caches, metas, rows_S=rows, search=search)
 
@@ -208,9 +214,9 @@ class ModelRunner:
         hidden, rows = self._decoder(x, work.inputs.positions, self._caches, metas), work.inputs.sample_rows
         return hidden[rows] if self._mesh.is_last_stage and rows is not None else hidden, None
 
-    def _cost(self, work: StepWork, search: Search | None) -> StepCost:
+    def _cost(self, work: StepWork, asked: _Asked) -> StepCost:
         meta, num_sampled = work.inputs.metas[0], len(work.inputs.sample_slots)
-        num_searched = 0 if search is None else num_sampled
+        num_searched = 0 if asked is None else num_sampled
         return StepCost(
             read_bytes=self._reads.step_bytes(meta, num_searched=num_searched),
             flops=self._flops.step_flops(meta, num_sampled=num_sampled),
@@ -223,18 +229,18 @@ class ModelRunner:
         return self._token_ids(inputs) if self._mesh.is_first_stage else self._link.recv(len(inputs.token_ids))
 
     def _finish_model(
-        self, work: StepWork, search: Search | None, layers: _FinishLayers, cost: StepCost | None
+        self, work: StepWork, asked: _Asked, layers: _FinishLayers, cost: StepCost | None
     ) -> Sampled | None:
         """Go from the layers to tokens."""
         plan, inputs = work.plan, work.inputs
         hidden, given = layers()
         samples = self._mesh.is_last_stage and len(inputs.sample_slots) > 0
         if samples and given is None:
-            given = self._ask_head(hidden, search)
-        self._clock.end(follows=plan.follows, cost=cost or self._cost(work, search))
+            given = self._ask_head(hidden, asked)
+        self._clock.end(follows=plan.follows, cost=cost or self._cost(work, asked))
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
-        sampled = self._sample(given, inputs, is_chosen=search is not None) if samples else None
+        sampled = self._sample(given, inputs, is_chosen=isinstance(asked, Search)) if samples else None
         if self._sampler is None:
             return None
         return sampled or nothing_sampled()
@@ -247,11 +253,11 @@ class ModelRunner:
         return inputs.token_ids
 
     @torch.inference_mode()
-    def _ask_head(self, hidden: torch.Tensor, search: Search | None) -> torch.Tensor | None:
+    def _ask_head(self, hidden: torch.Tensor, asked: _Asked) -> torch.Tensor | None:
         """Logits, or the tokens themselves; None on ranks that do not sample."""
-        if search is None:
-            return self._decoder.logits(hidden)
-        return self._decoder.find(hidden, search, self._choice.find)
+        if isinstance(asked, Search):
+            return self._decoder.find(hidden, asked, self._choice.find)
+        return self._decoder.logits(hidden, asked)
 
     def _sample(self, given: torch.Tensor | None, inputs: StepInputs, *, is_chosen: bool) -> Sampled | None:
         sampled = None

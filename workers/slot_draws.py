@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from parallel.kernels.base import Search
+from parallel.kernels.base import Search, Sift
 from parallel.kernels.sampling import NOISE, Draws, NoiseArray
 from workers.plan import NewSequence, StepPlan
 from workers.request import GREEDY_TEMPERATURE
@@ -13,6 +13,7 @@ Int64Array = npt.NDArray[np.int64]
 
 RANDOM, EDITED, LOGPROBS, LIMITED = 1, 2, 4, 8
 """What a slot wants more than the largest logit: noise; other logits; log-probabilities; top-k, top-p or min-p."""
+_MOST = np.iinfo(np.int32).max
 _NO_FLAGS = np.empty(0, np.int64)
 
 
@@ -65,6 +66,17 @@ class SlotDraws:
         if flags & ~RANDOM:
             return None
         return Search(self._noise(slots, positions) if flags else None)
+
+    def sift(self, slots: Int64Array, positions: Int64Array) -> Sift | None:
+        """What tells which logits of these slots matter; None: all, or none but the largest and what is drawn."""
+        flags = self.flags(slots)
+        any_flag, is_limited = int(np.bitwise_or.reduce(flags)), flags & LIMITED > 0
+        top_k = self._columns[1, slots]
+        if any_flag & (EDITED | LOGPROBS) or not any_flag & LIMITED or not top_k[is_limited].all():
+            return None
+        noise = self._noise(slots, positions)
+        noise["temperature"][is_limited] = 0
+        return Sift(noise, np.where(is_limited, np.minimum(top_k, _MOST), 1).astype(np.int32))
 
     def draws(self, slots: Int64Array, positions: Int64Array) -> Draws:
         """[S]: how these slots draw the tokens at these positions."""

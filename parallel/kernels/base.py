@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -290,6 +292,15 @@ class Search(NamedTuple):
     """By what the rows draw; None: each takes its largest."""
 
 
+class Sift(NamedTuple):
+    """The head is asked for logits, of which only the largest matter, each with its row's noise."""
+
+    noise: NoiseArray
+    """Temperature 0 where none is added."""
+    numbers: npt.NDArray[np.int32]
+    """[S], at least 1: how many of a row's largest matter, and any that are equal to the last one."""
+
+
 class StartedStep(NamedTuple):
     """A step that other threads begin."""
 
@@ -356,6 +367,17 @@ class DrawnLinear(SearchedLinear, Protocol):
 
     def drawn(self, x_TI: Tensor, noise: NoiseArray, first_token: int) -> tuple[Tensor, Tensor]:
         """What `TokenChoice.find` gives for its outputs, which are float32."""
+
+
+@runtime_checkable
+class SiftedLinear(DrawnLinear, Protocol):
+    """One that need not compute outputs that do not matter."""
+
+    def can_sift(self, sift: Sift) -> bool:
+        """Whether that is less work than all outputs."""
+
+    def sifted(self, x_TI: Tensor, sift: Sift) -> Tensor:
+        """[T, in] -> [T, out] float32: the outputs, -inf in place of some that do not matter; where it `can_sift`."""
 
 
 @runtime_checkable

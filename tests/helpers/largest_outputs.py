@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import DrawnLinear, PackedLinear, SearchedLinear
-from parallel.kernels.sampling import NoiseArray, TokenChoice, largest_outputs
+from parallel.kernels.base import DrawnLinear, PackedLinear, SearchedLinear, Sift, SiftedLinear
+from parallel.kernels.sampling import NoiseArray, TokenChoice, gumbel, largest_outputs
 
 
 def check_largest(linear: PackedLinear, x_TI: Tensor) -> Tensor:
@@ -25,3 +25,17 @@ def check_drawn(linear: PackedLinear, x_TI: Tensor, noise: NoiseArray, choice: T
         expected_scores_T, expected_indices_T = choice.find(linear(x_TI), noise, first_token)
         torch.testing.assert_close(scores_T, expected_scores_T, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(indices_T, expected_indices_T)
+
+
+def check_sifted(linear: PackedLinear, x_TI: Tensor, sift: Sift) -> Tensor:
+    """What matters is as in the product, and so is all that has no number; [T, out], what is left out."""
+    assert isinstance(linear, SiftedLinear)
+    sifted_TO, out_TO = linear.sifted(x_TI, sift), linear(x_TI)
+    keys_T2 = torch.from_numpy(sift.noise["key"].copy().view("int32"))
+    temperature_T = torch.from_numpy(sift.noise["temperature"].copy())
+    scores_TO = out_TO + temperature_T[:, None] * gumbel(keys_T2, out_TO.shape[1])
+    last_T1 = scores_TO.sort(descending=True).values.gather(1, torch.from_numpy(sift.numbers).long()[:, None] - 1)
+    is_left_out_TO = (sifted_TO != out_TO) & ~(sifted_TO.isnan() & out_TO.isnan())
+    assert (sifted_TO[is_left_out_TO] == -torch.inf).all()
+    assert not (is_left_out_TO & ~(scores_TO < last_T1)).any()
+    return is_left_out_TO

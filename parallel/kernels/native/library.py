@@ -198,6 +198,8 @@ class Programs:
     """Rows up to which that reads a copy in 8 bits first; see screened.h. 0 where the CPU has no products in 8 bits."""
     make_screen: Callable[..., None] | None
     """That copy; None where there is none."""
+    sift_table: Callable[..., None] | None
+    """The outputs that may be among the largest; None where there is no such copy."""
     run: Callable[..., None]
     can_start: Callable[[int], bool]
     """Whether `start`, with so many threads, has another one than the caller's."""
@@ -243,6 +245,11 @@ def load_programs(library: Path) -> Programs | None:
         most_screened_rows=most_screened_rows,
         make_screen=(
             _function(loaded, "weft_make_screen", (c_void_p, c_void_p, c_int64, c_int, c_int))
+            if most_screened_rows
+            else None
+        ),
+        sift_table=(
+            _function(loaded, "weft_sift_table", (*(c_void_p,) * 4, c_int64, c_int, c_int))
             if most_screened_rows
             else None
         ),

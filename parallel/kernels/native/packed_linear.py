@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from parallel.host_memory import HugePages
+from parallel.kernels.base import Sift
 from parallel.kernels.native.library import LANES, Embedding, Programs, Table
 from parallel.kernels.native.tape import Recorder, Tape
 from parallel.kernels.sampling import NoiseArray
@@ -17,6 +18,8 @@ _SCREEN_STEP = 64
 """Inputs, in 8 bits, that are laid out together."""
 _SCREEN_OUTPUT_BYTES = 16
 """Scale, sum and bounds of an output."""
+_LEAST_PANELS = 16
+"""For each of the largest outputs that rows want: with fewer, most panels would have one that may be."""
 _SMALL_WEIGHT = 1 << 14
 """Elements below which torch's product costs less than packing is worth."""
 
@@ -86,7 +89,7 @@ class NativeLinear:
 
 
 class NativeTable:
-    """Implements `TableLinear`, `DrawnLinear`, `ScreenedLinear`: the weight, of whole panels, is laid out where it is.
+    """Implements `TableLinear`, `SiftedLinear`, `ScreenedLinear`: the weight, of whole panels, is laid out where it is.
 
     Results are float32, for any number of rows the same bits. A copy in 8 bits, half as large, tells where the largest
     outputs of few rows may be, so that most of the weight is not read.
@@ -122,6 +125,24 @@ class NativeTable:
     def drawn(self, x_TI: Tensor, noise: NoiseArray, first_token: int) -> tuple[Tensor, Tensor]:
         """See `DrawnLinear`."""
         return self._search(x_TI, noise, first_token)
+
+    def can_sift(self, sift: Sift) -> bool:
+        """See `SiftedLinear`."""
+        is_screened = 0 < len(sift.numbers) <= self._programs.most_screened_rows
+        return is_screened and int(sift.numbers.sum()) * PANEL * _LEAST_PANELS <= self._num_out
+
+    def sifted(self, x_TI: Tensor, sift: Sift) -> Tensor:
+        """See `SiftedLinear`."""
+        assert self._programs.sift_table is not None, "can_sift"
+        x_TI = _in_rows(x_TI)
+        out_TO = torch.empty(len(x_TI), self._num_out, dtype=torch.float32)
+        table = self.to_search(out_TO, out_TO)
+        table.noise, table.first_token = sift.noise.ctypes.data, 0
+        self._programs.sift_table(
+            *(ctypes.byref(table), out_TO.data_ptr(), sift.numbers.ctypes.data),
+            *(x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads),
+        )
+        return out_TO
 
     def _search(self, x_TI: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
         x_TI = _in_rows(x_TI)

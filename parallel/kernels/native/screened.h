@@ -1,9 +1,11 @@
-// The largest outputs of a few rows, exact though most of the matrix is read in 8 bits only. With w of an output as integers
-// times a scale, and x as such a row or the sum of two, what a sum may be off is bounded (Cauchy and Schwarz):
+// The largest outputs of a few rows, one of each or several, exact though most of the matrix is read in 8 bits only. With w of an
+// output as integers times a scale, and x as such a row or the sum of two, what a sum may be off is bounded (Cauchy and Schwarz):
 //
 //     |w . x - w' . x'|  <=  |w - w'| |x| + |w'| |x - x'|
 //
-// What a row that draws adds to an output, it adds to both bounds: rounding leaves their order as it is. Panels with an output that may still be the largest are then multiplied as ever, and only those are looked at.
+// What a row that draws adds to an output, it adds to both bounds: rounding leaves their order as it is. A row that wants k outputs gets
+// none below the k-th largest of what panels have at least. Panels that may reach that are then multiplied as ever, and only those are
+// looked at.
 
 #pragma once
 
@@ -13,12 +15,15 @@
 #if defined(WEFT_HAS_PACKED_MATRIX) && defined(WEFT_HAS_INT8)
 #define WEFT_HAS_SCREEN
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <vector>
 
 namespace weft {
 
 constexpr int SCREEN_SECTIONS = 3;     // of a team: rows become integers, the product in 8 bits, what is made certain
+constexpr int SIFT_SECTIONS = 4;       // the same, and before the last one what the several largest are at least
 
 // Rows up to which this is faster than the product itself.
 inline int most_screened_rows() { return int8::use_tiles() ? 48 : 512; }
@@ -85,7 +90,7 @@ struct ScreenedRow {
 };
 
 // Where the product in 8 bits goes, one or two rows of it for each of x: what the outputs of a panel are at most, and the largest
-// that one of them is at least.
+// that one of them is at least, of all or also of each panel.
 struct Bounds {
     using Value = float;
     static constexpr bool IS_KEPT = false;
@@ -94,6 +99,7 @@ struct Bounds {
     const ScreenedRow* rows;
     float* most;                // [rows][panels]
     std::atomic<float>* least;  // [rows]
+    float* least_of_panels;     // [rows][panels]; null: not asked for
     RowNoise noise;
     int64_t num_out;
     int num_parts;  // rows of integers for each of x
@@ -111,7 +117,7 @@ struct Bounds {
             Floats least_of_share = broadcast(-INFINITY);
             for (int64_t panel = share.first_panel; panel < end; panel++) {
                 if (is_drawn) find_noise(added, noise.of_rows[row], noise.first_token + panel * PANEL, PANEL);
-                Floats above = broadcast(-INFINITY);
+                Floats above = broadcast(-INFINITY), below = above;
                 Ints is_number = above == above;
                 for (int i = 0; i < PANEL; i += LANES) {
                     const int64_t output = panel * PANEL + i;
@@ -121,9 +127,12 @@ struct Bounds {
                     const Floats upper = (value + off) + load(added + i), lower = (value - off) + load(added + i);
                     is_number &= upper == upper;
                     above = larger(upper, above);
-                    least_of_share = larger(lower, least_of_share);
+                    below = larger(lower, below);
                 }
-                most[row * (num_out / PANEL) + panel] = has_any(~is_number) ? INFINITY : largest(above);
+                const int64_t place = row * (num_out / PANEL) + panel;
+                most[place] = has_any(~is_number) ? INFINITY : largest(above);
+                if (least_of_panels) least_of_panels[place] = largest(below);
+                least_of_share = larger(below, least_of_share);
             }
             const float found = largest(least_of_share);
             float known = least[row].load(std::memory_order_relaxed);
@@ -133,26 +142,48 @@ struct Bounds {
     }
 };
 
+// Where outputs go of which a row wants only the largest: to memory, -inf in place of others.
+struct Sifted {
+    float* values;  // [rows][out]
+    int64_t num_out;
+
+    void finish(const Target<float>& share, int64_t, int64_t) const {
+        std::copy_n(share.values, PANEL, values + share.first_row * num_out + share.first_panel * PANEL);
+    }
+    void leave_out(int64_t row, int64_t panel) const { std::fill_n(values + row * num_out + panel * PANEL, PANEL, -INFINITY); }
+};
+
 // A search for the largest outputs in float32 of at most most_screened_rows(). One at a time in the thread that makes it.
 class ScreenedSearch {
   public:
-    ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen, const RowNoise& noise)
-        : left_(left), packed_(packed), screen_(screen), noise_(noise), num_parts_(num_integer_rows(left.count)),
+    // `numbers`, of the largest outputs that the rows want, are below the number of panels; null: one each.
+    ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen, const RowNoise& noise,
+                   const int32_t* numbers = nullptr)
+        : left_(left), packed_(packed), screen_(screen), noise_(noise), numbers_(numbers), num_parts_(num_integer_rows(left.count)),
           integers_(room_for_integers(num_parts_ * left.count, packed.num_in)), rows_(size_t(left.count)), least_(size_t(left.count)) {
         static thread_local Buffer<float> room;
-        most_ = room.room(size_t(left.count * panels()));
+        const int64_t size = left.count * panels();
+        most_ = room.room(size_t(numbers ? 2 * size : size));
+        if (numbers) least_of_panels_ = most_ + size;
         for (std::atomic<float>& each : least_) each = -INFINITY;
     }
 
-    void run(const Searched<float>& searched, Team& team) {
+    template <class Result>
+    void run(const Result& result, Team& team) {
         team.for_each(left_.count, [&](int64_t row) { quantize(int(row)); });
-        int8::multiply<false>(Bounds{screen_, rows_.data(), most_, least_.data(), noise_, packed_.num_out, num_parts_}, integers_, screen_.matrix, team);
+        const Bounds bounds{screen_, rows_.data(), most_, least_.data(), least_of_panels_, noise_, packed_.num_out, num_parts_};
+        int8::multiply<false>(bounds, integers_, screen_.matrix, team);
+        if (numbers_) team.for_each(left_.count, [&](int64_t row) { find_least(int(row)); });
         team.for_each(panels(), [&](int64_t panel) {
             static thread_local std::vector<int> open;
             open.clear();
-            for (int row = 0; row < left_.count; row++)
-                if (!(most_[row * panels() + panel] < least_[row].load(std::memory_order_relaxed))) open.push_back(row);
-            if (!open.empty()) make_certain(searched, open, panel);
+            for (int row = 0; row < left_.count; row++) {
+                if (!(most_[row * panels() + panel] < least_[row].load(std::memory_order_relaxed)))
+                    open.push_back(row);
+                else
+                    result.leave_out(row, panel);
+            }
+            if (!open.empty()) make_certain(result, open, panel);
         });
     }
 
@@ -180,7 +211,16 @@ class ScreenedSearch {
         rows_[row] = {rounded_up(norm_of_x), rounded_up(error + rounding_share(num_in) * norm_of_x)};
     }
 
-    void make_certain(const Searched<float>& searched, const std::vector<int>& open, int64_t panel) const {
+    // What the last output that a row wants is at least. The row's `least_of_panels_` lose their order.
+    void find_least(int row) {
+        if (numbers_[row] <= 1) return;
+        float *const begin = least_of_panels_ + row * panels(), *const last = begin + numbers_[row] - 1;
+        std::nth_element(begin, last, begin + panels(), std::greater<float>());
+        least_[row] = *last;
+    }
+
+    template <class Result>
+    void make_certain(const Result& result, const std::vector<int>& open, int64_t panel) const {
         static thread_local Buffer<BFloat16> room;
         static thread_local Buffer<float> room_for_outputs;
         const int num_in = packed_.num_in, count = int(open.size());
@@ -190,16 +230,17 @@ class ScreenedSearch {
         const PackedMatrix one{packed_.values + panel * PANEL * num_in, nullptr, PANEL, num_in};
         Team alone(nullptr, 1);
         multiply(Target<float>{outputs, PANEL}, {rows, num_in, count}, one, rows + count * num_in, alone);
-        for (int i = 0; i < count; i++) searched.finish(Target<float>{outputs + i * PANEL, PANEL, false, open[i], panel}, 1, panel + 1);
+        for (int i = 0; i < count; i++) result.finish(Target<float>{outputs + i * PANEL, PANEL, false, open[i], panel}, 1, panel + 1);
     }
 
     const LeftRows left_;
     const PackedMatrix packed_;
     const Screen screen_;
     const RowNoise noise_;
+    const int32_t* const numbers_;
     const int num_parts_;
     const int8::Left integers_;
-    float* most_;  // as in Bounds
+    float *most_, *least_of_panels_ = nullptr;  // as in Bounds
     std::vector<ScreenedRow> rows_;
     std::vector<std::atomic<float>> least_;
 };

@@ -100,6 +100,7 @@ struct Searched {
             }
         }
     }
+    void leave_out(int64_t, int64_t) const {}  // panels of a row that cannot have it
 };
 
 // The largest output of each row, when a product has gone to `searched()`.

@@ -6,15 +6,16 @@ from pathlib import Path
 from threading import Event, Semaphore
 from typing import TextIO
 
+import numpy as np
 import pytest
 import torch
-from helpers.largest_outputs import check_drawn, check_largest
+from helpers.largest_outputs import check_drawn, check_largest, check_sifted
 from helpers.paged_layout import make_layout, meta_of_one
 from helpers.sampling_cases import make_draws
 
 from parallel.errors import DeviceError
 from parallel.host_memory import HugePages
-from parallel.kernels.base import AttentionParams
+from parallel.kernels.base import AttentionParams, Sift
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
@@ -223,6 +224,7 @@ def test_what_few_rows_of_a_table_search_is_exact(programs: Programs, library: P
         pytest.skip("this CPU has no products in 8 bits")
     num_out, num_in = 6016, 416
     noise, choice = make_draws(num_rows, [*range(0, num_rows, 3), num_rows - 1]).noise, make_native_choice(library)
+    sift = Sift(noise, np.arange(num_rows, dtype=np.int32) % 20 + 1)
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(num_out, num_in, generator=generator)
@@ -244,6 +246,9 @@ def test_what_few_rows_of_a_table_search_is_exact(programs: Programs, library: P
             table = NativeTable(weight.clone(), programs, num_threads, memory=HugePages())
             check_largest(table, x)
             check_drawn(table, x, noise, choice)
+            if num_rows <= programs.most_screened_rows:
+                is_left_out = check_sifted(table, x, sift)
+                assert kind != "random" or is_left_out.float().mean() > 0.5
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
@@ -270,6 +275,21 @@ def test_what_8_bits_lose_is_allowed_for(programs: Programs, is_of_weight: bool,
     first, second = table(x)[0, [70, 5]].tolist()
     assert 0 < first - second < 0.02 * first, "they are close"
     assert check_largest(table, x).tolist() == [70] * num_rows
+    for number in (1, 2):
+        check_sifted(table, x, Sift(make_draws(num_rows, []).noise, np.full(num_rows, number, np.int32)))
+
+
+def test_a_table_is_sifted_where_few_panels_may_have_what_is_wanted(programs: Programs) -> None:
+    if programs.make_screen is None:
+        pytest.skip("this CPU has no products in 8 bits")
+    table = NativeTable(torch.ones(32 * 48, 32).bfloat16(), programs, 1, memory=HugePages())
+    most = programs.most_screened_rows
+    for numbers, is_sifted in (([3], True), ([4], False), ([1, 2], True), ([2, 2], False)):
+        sift = Sift(make_draws(len(numbers), []).noise, np.array(numbers, np.int32))
+        assert table.can_sift(sift) == is_sifted, numbers
+    large = NativeTable(torch.ones(32 * 16 * (most + 1), 32).bfloat16(), programs, 1, memory=HugePages())
+    for num_rows, is_sifted in ((most, True), (most + 1, False)):
+        assert large.can_sift(Sift(make_draws(num_rows, []).noise, np.ones(num_rows, np.int32))) == is_sifted
 
 
 def test_a_table_reads_a_copy_of_half_its_size_for_few_rows(programs: Programs) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.decoder import Decoder
 from parallel.embedding import VocabParallelHead
-from parallel.kernels.base import SearchedLinear
+from parallel.kernels.base import SearchedLinear, Sift, SiftedLinear
+from parallel.kernels.native import packed_linear
+from parallel.kernels.sampling import NOISE
 from parallel.kernels.select import select_kernels
 from workers.config import CacheConfig, EngineConfig
 from workers.engine import Engine
@@ -19,6 +22,7 @@ from workers.request import Request, RequestId, SamplingParams
 
 PROMPTS = {f"plain {i}": tuple(range(7 * i, 11 * i + 5)) for i in range(5)}
 TEMPERATURES = {"greedy": [0.0] * 5, "drawn": [0.3, 0.7, 1.0, 1.3, 2.0], "mixed": [0.0, 0.8, 0.0, 1.0, 1.0]}
+LIMITED = ({"top_k": 2}, {"top_k": 3, "top_p": 0.7}, {"temperature": 0.0}, {"top_k": 4, "min_p": 0.2}, {})
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +34,11 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-def complete(engine: Engine, temperatures: list[float], more: SamplingParams | None = None) -> dict[str, list[int]]:
-    """What the plain requests get, beside one that asks for more if there is one."""
+def complete(engine: Engine, kinds: list[dict[str, Any]], more: SamplingParams | None = None) -> dict[str, list[int]]:
+    """What the requests get, one of each kind, beside one that asks for more if there is one."""
     for seed, (name, prompt) in enumerate(PROMPTS.items()):
-        plain = SamplingParams(temperature=temperatures[seed], seed=seed, max_tokens=12, ignore_eos=True)
-        engine.add_request(Request(request_id=RequestId(name), prompt_token_ids=prompt, sampling=plain))
+        params = SamplingParams(**kinds[seed], seed=seed, max_tokens=12, ignore_eos=True)
+        engine.add_request(Request(request_id=RequestId(name), prompt_token_ids=prompt, sampling=params))
     if more is not None:
         engine.add_request(Request(request_id=RequestId("more"), prompt_token_ids=(1, 2), sampling=more))
     tokens: dict[str, list[int]] = {name: [] for name in (*PROMPTS, "more")}
@@ -54,19 +58,47 @@ def test_tokens_are_the_same_beside_a_request_that_asks_for_more(
     asked: list[int] = []
     logits = Decoder.logits
 
-    def ask(decoder: Decoder, hidden_SE: Tensor) -> Tensor | None:
+    def ask(decoder: Decoder, hidden_SE: Tensor, sift: Sift | None = None) -> Tensor | None:
         asked.append(len(hidden_SE))
-        return logits(decoder, hidden_SE)
+        return logits(decoder, hidden_SE, sift)
 
     monkeypatch.setattr(Decoder, "logits", ask)
-    alone = complete(engine, TEMPERATURES[kind])
+    kinds = [{"temperature": temperature} for temperature in TEMPERATURES[kind]]
+    alone = complete(engine, kinds)
     num_asked_alone = len(asked)
-    beside = complete(engine, TEMPERATURES[kind], SamplingParams(**more, max_tokens=12, ignore_eos=True))
+    beside = complete(engine, kinds, SamplingParams(**more, max_tokens=12, ignore_eos=True))
     assert beside == alone
     assert all(len(tokens) == 12 for tokens in alone.values())
     assert len(asked) > num_asked_alone
     linear = select_kernels(torch.device("cpu"), torch.bfloat16).pack_linear(torch.zeros(128, 128).bfloat16(), None)
     assert (num_asked_alone == 0) == isinstance(linear, SearchedLinear)
+
+
+def test_tokens_are_the_same_whether_all_logits_are_known_or_those_that_matter(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_out: list[int] = []
+    logits = Decoder.logits
+
+    def ask(decoder: Decoder, hidden_SE: Tensor, sift: Sift | None = None) -> Tensor | None:
+        found_SV = logits(decoder, hidden_SE, sift)
+        assert found_SV is not None
+        left_out.append(int(found_SV.isneginf().sum()))
+        return found_SV
+
+    monkeypatch.setattr(Decoder, "logits", ask)
+    monkeypatch.setattr(packed_linear, "_LEAST_PANELS", 1)
+    kinds = [{"temperature": 1.5, **limits} for limits in LIMITED]
+    some = complete(engine, kinds)
+    num_left_out = sum(left_out)
+    monkeypatch.setattr(Decoder, "sifts", lambda *_: False)
+    assert complete(engine, kinds) == some
+    assert sum(left_out) == num_left_out
+    linear = select_kernels(torch.device("cpu"), torch.bfloat16).pack_head(
+        torch.zeros(2048, 128).bfloat16(), None, is_shared=True
+    )
+    one = Sift(np.zeros(1, NOISE), np.ones(1, np.int32))
+    assert (num_left_out > 0) == (isinstance(linear, SiftedLinear) and linear.can_sift(one))
 
 
 def test_a_head_that_finds_no_finite_logit_fails_the_request_alone(
@@ -76,6 +108,7 @@ def test_a_head_that_finds_no_finite_logit_fails_the_request_alone(
         return torch.full((len(hidden_SE),), -1)
 
     monkeypatch.setattr(VocabParallelHead, "find", broken)
+    monkeypatch.setattr(Decoder, "can_start", lambda *_: False)  # other threads ask the weight
     greedy = SamplingParams(temperature=0.0, max_tokens=2)
     engine.add_request(Request(request_id=RequestId("bad"), prompt_token_ids=(1, 2), sampling=greedy))
     (output,) = engine.step().outputs

@@ -305,6 +305,33 @@ def test_a_slot_taken_again_forgets_its_last_sequence() -> None:
     assert token == SampledToken(0, 1)
 
 
+def test_the_largest_logits_alone_are_asked_for_where_top_k_limits_all_that_is_limited() -> None:
+    slots = SlotDraws(8)
+    for slot, params in enumerate(
+        ({"temperature": 0.0, "top_k": 5}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 7})
+    ):
+        slots.add(new_sequence(slot, **params))
+    three, four = np.arange(3), np.arange(4)
+    assert slots.sift(three[:2], three[:2]) is None, "none is limited"
+    for more, number in (
+        ({"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1}, 9),
+        ({"temperature": 0.5, "top_k": 2**31}, 2**31 - 1),
+        ({"temperature": 0.5, "min_p": 0.1}, None),
+        ({"temperature": 0.5, "top_p": 0.9}, None),
+        ({"temperature": 0.5, "top_k": 9, "logprobs": 0}, None),
+        ({"temperature": 0.5, "top_k": 9, "presence_penalty": 0.1}, None),
+    ):
+        slots.add(new_sequence(3, **more))
+        sift = slots.sift(four, four)
+        assert (None if sift is None else sift.numbers.tolist()) == (None if number is None else [1, 1, 7, number]), (
+            more
+        )
+    sift = slots.sift(three, three)
+    assert sift is not None
+    assert sift.noise["temperature"].tolist() == [0, 0.5, 0]
+    assert (sift.noise["key"] == slots.draws(three, three).noise["key"]).all()
+
+
 def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with_noise() -> None:
     slots = SlotDraws(8)
     one, two = np.array([0]), np.array([0, 1])
