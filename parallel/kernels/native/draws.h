@@ -190,22 +190,21 @@ class Drawing {
 
     // The first of the largest scores.
     Found find_drawn(int64_t row, int64_t part) const {
-        alignas(64) float noise[CHUNK] = {}, scores[CHUNK], distances[CHUNK];
-        const Draw& draw = draws_[row];
-        const bool is_limited = draw.is_limited(size_);
-        const float most = is_limited ? largest_of(row) : 0;
         const Span all = span(part);
+        if (draws_[row].is_limited(size_)) return find_drawn_of_kept(row, all);
+        const Found found = first_largest(logits_of(row) + all.begin, all.size, draws_[row].noise, first_token_ + all.begin, -INFINITY);
+        return {found.value, all.begin + found.place};
+    }
+
+    Found find_drawn_of_kept(int64_t row, const Span& all) const {
+        alignas(64) float noise[CHUNK] = {}, scores[CHUNK], distances[CHUNK];
+        const float most = largest_of(row), limit = limits_[size_t(row)];
         Found found{-INFINITY, all.begin};
         if (!std::isfinite(most)) return found;  // a row that has no token
-        std::fill(distances, distances + CHUNK, 0.0f);
         for (int64_t begin = all.begin; begin < all.begin + all.size; begin += CHUNK) {
-            const int64_t count = std::min(CHUNK, size_ - begin);
-            if (is_limited) {
-                find_distances_of(distances, row, most, begin);
-                if (!find_noise_of_kept(noise, draw.noise, first_token_ + begin, distances, count, limits_[size_t(row)])) continue;
-            } else
-                find_noise(noise, draw.noise, first_token_ + begin, count);
-            find_scores(scores, logits_of(row) + begin, noise, distances, count, limits_[size_t(row)]);
+            const int64_t count = find_distances_of(distances, row, most, begin);
+            if (!find_noise_of_kept(noise, draws_[row].noise, first_token_ + begin, distances, count, limit)) continue;
+            find_scores(scores, logits_of(row) + begin, noise, distances, count, limit);
             const float of_chunk = largest(scores, count);
             if (of_chunk != of_chunk) return {of_chunk, begin};
             if (of_chunk > found.value) found = {of_chunk, begin + first_of(scores, of_chunk)};

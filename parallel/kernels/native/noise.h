@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "sampling.h"
 #include "vector.h"
 
 namespace weft {
@@ -17,6 +18,9 @@ struct Noise {
 struct RowNoise {
     const Noise* of_rows = nullptr;  // null: none
     int64_t first_token = 0;
+
+    // Null where a row draws nothing.
+    const Noise* of(int64_t row) const { return of_rows && of_rows[row].temperature > 0 ? of_rows + row : nullptr; }
 };
 
 inline Words mixed(Words x) {
@@ -44,31 +48,60 @@ inline Floats logarithm(Floats x, Floats rest, const Ints& takes_rest) {
     return logarithm_of(choose(takes_rest, rest, mantissa - 1.0f), exponent);
 }
 
-// temperature * noise of tokens [first, first + count), up to a whole vector. One copy of the code, so that a token's is always the same.
-__attribute__((noinline)) inline void find_noise(float* to, const Noise& noise, int64_t first, int64_t count) {
+constexpr int RUN = 2 * LANES;  // tokens whose noise has one bound
+
+// Of each token a number in (0, 1).
+inline Floats uniform(const Noise& noise, const Words& token) {
     constexpr float LARGEST = 1 - 0x1p-24f;
-    constexpr uint32_t FIRST[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    Words token = bit_cast<Words>(load_bits(FIRST)) + uint32_t(first);
-    for (int64_t i = 0; i < count; i += LANES, token = token + uint32_t(LANES)) {
-        const Words bits = mixed(mixed(token * 0x9e3779b1u + noise.key[0]) ^ noise.key[1]);
-        Floats u = to_floats(bit_cast<Ints>(bits >> 1)) * 0x1p-31f + 0x1p-32f;
-        u = choose(u > LARGEST, broadcast(LARGEST), u);
-        const Floats waiting = -logarithm(1.0f - u, -u, u < 0.25f);  // until an event of a rate of 1
-        store(to + i, logarithm(waiting, waiting, Ints{}) * -noise.temperature);
-    }
+    const Words bits = mixed(mixed(token * 0x9e3779b1u + noise.key[0]) ^ noise.key[1]);
+    const Floats u = to_floats(bit_cast<Ints>(bits >> 1)) * 0x1p-31f + 0x1p-32f;
+    return choose(u > LARGEST, broadcast(LARGEST), u);
 }
 
-// To outputs of whole vectors.
-inline void add_noise(float* outputs, const Noise& noise, int64_t first, int64_t count) {
-    constexpr int64_t PART = 8 * LANES;
-    alignas(64) float added[PART];
-    if (noise.temperature == 0) return;
-    for (int64_t begin = 0; begin < count; begin += PART) {
-        const int64_t size = std::min(PART, count - begin);
-        find_noise(added, noise, first + begin, size);
-        for (int64_t i = 0; i < size; i += LANES) store(outputs + begin + i, load(outputs + begin + i) + load(added + i));
-    }
+// temperature * noise of these; the less u, the more it is, but for its last digits.
+inline Floats noise_of(const Floats& u, float temperature) {
+    const Floats waiting = -logarithm(1.0f - u, -u, u < 0.25f);  // until an event of a rate of 1
+    return logarithm(waiting, waiting, Ints{}) * -temperature;
 }
-inline void add_noise(BFloat16*, const Noise&, int64_t, int64_t) {}  // nobody asks for it
+
+inline Words tokens_from(int64_t first) {
+    constexpr uint32_t FIRST[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return bit_cast<Words>(load_bits(FIRST)) + uint32_t(first);
+}
+
+// temperature * noise of tokens [first, first + count), up to a whole vector. One copy of the code, so that a token's is always the same.
+__attribute__((noinline)) inline void find_noise(float* to, const Noise& noise, int64_t first, int64_t count) {
+    Words token = tokens_from(first);
+    for (int64_t i = 0; i < count; i += LANES, token = token + uint32_t(LANES))
+        store(to + i, noise_of(uniform(noise, token), noise.temperature));
+}
+
+// What that is at most in each of up to LANES runs of tokens from the first one on; a fifth of the work. Of lanes past these it is nothing.
+__attribute__((noinline)) inline void bound_noise(float* to, const Noise& noise, int64_t first, int64_t num_runs) {
+    constexpr float LAST_DIGITS = 0x1p-13f;  // of a temperature of 1
+    alignas(64) float least[LANES] = {};
+    for (int64_t run = 0; run < num_runs; run++) {
+        const Words token = tokens_from(first + run * RUN);
+        least[run] = -largest(larger(-uniform(noise, token), -uniform(noise, token + uint32_t(LANES))));
+    }
+    store(to, noise_of(load(least), noise.temperature) + LAST_DIGITS * noise.temperature);
+}
+
+// The first largest of these logits and what is added to them; below `least`, anything smaller. NaN as in first_largest.
+inline Found first_largest(const float* logits, int64_t size, const Noise& noise, int64_t first_token, float least) {
+    alignas(64) float most_added[LANES], added[RUN], scores[RUN];
+    Found found{-INFINITY, 0};
+    for (int64_t begin = 0; begin < size; begin += RUN) {
+        const int64_t run = begin / RUN % LANES, count = std::min<int64_t>(RUN, size - begin);
+        if (run == 0) bound_noise(most_added, noise, first_token + begin, std::min<int64_t>(LANES, (size - begin - 1) / RUN + 1));
+        if (largest(logits + begin, count) + most_added[run] < std::max(found.value, least)) continue;  // a NaN is looked at
+        find_noise(added, noise, first_token + begin, count);
+        for (int64_t i = 0; i < count; i++) scores[i] = logits[begin + i] + added[i];
+        const float of_run = largest(scores, count);
+        if (of_run != of_run) return {of_run, begin};
+        if (of_run > found.value) found = {of_run, begin + first_of(scores, of_run)};
+    }
+    return found;
+}
 
 }  // namespace weft

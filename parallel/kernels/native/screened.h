@@ -112,33 +112,55 @@ struct Bounds {
 
     void finish(const Target<float>& share, int64_t num_rows, int64_t end) const {
         for (int64_t row = share.first_row / num_parts; row < (share.first_row + num_rows) / num_parts; row++) {
-            alignas(64) float added[PANEL] = {};
-            const bool is_drawn = noise.of_rows && noise.of_rows[row].temperature > 0;
+            const Noise* const drawn = noise.of(row);
+            alignas(64) float added[PANEL] = {}, most_added[LANES];
+            float known = least[row].load(std::memory_order_relaxed), found = known;
             Floats least_of_share = broadcast(-INFINITY);
             for (int64_t panel = share.first_panel; panel < end; panel++) {
-                if (is_drawn) find_noise(added, noise.of_rows[row], noise.first_token + panel * PANEL, PANEL);
-                Floats above = broadcast(-INFINITY), below = above;
-                Ints is_number = above == above;
-                for (int i = 0; i < PANEL; i += LANES) {
-                    const int64_t output = panel * PANEL + i;
-                    Floats value = load(share.at(num_parts * row, panel) + i);
-                    if (num_parts > 1) value += load(share.at(num_parts * row + 1, panel) + i);
-                    const Floats off = load(screen.errors + output) * rows[row].norm + load(screen.norms + output) * rows[row].error;
-                    const Floats upper = (value + off) + load(added + i), lower = (value - off) + load(added + i);
-                    is_number &= upper == upper;
-                    above = larger(upper, above);
-                    below = larger(lower, below);
+                const int64_t run = (panel - share.first_panel) % LANES, place = row * (num_out / PANEL) + panel;
+                if (drawn && run == 0)
+                    bound_noise(most_added, *drawn, noise.first_token + panel * PANEL, std::min<int64_t>(LANES, end - panel));
+                PanelBounds bounds = bounds_of(share, row, panel, ZEROS);
+                if (drawn) {
+                    most[place] = bounds.above + most_added[run];
+                    if (most[place] < found && !least_of_panels) continue;
+                    find_noise(added, *drawn, noise.first_token + panel * PANEL, PANEL);
+                    bounds = bounds_of(share, row, panel, added);
                 }
-                const int64_t place = row * (num_out / PANEL) + panel;
-                most[place] = has_any(~is_number) ? INFINITY : largest(above);
-                if (least_of_panels) least_of_panels[place] = largest(below);
-                least_of_share = larger(below, least_of_share);
+                most[place] = bounds.above;
+                if (least_of_panels) least_of_panels[place] = largest(bounds.below);
+                least_of_share = larger(bounds.below, least_of_share);
+                if (drawn) found = std::max(found, largest(least_of_share));
             }
-            const float found = largest(least_of_share);
-            float known = least[row].load(std::memory_order_relaxed);
+            found = std::max(found, largest(least_of_share));
             while (known < found && !least[row].compare_exchange_weak(known, found, std::memory_order_relaxed)) {
             }
         }
+    }
+
+  private:
+    static_assert(PANEL == RUN);
+    static constexpr float ZEROS[PANEL] = {};
+
+    struct PanelBounds {
+        float above;  // infinite where a bound is no number
+        Floats below;
+    };
+
+    PanelBounds bounds_of(const Target<float>& share, int64_t row, int64_t panel, const float* added) const {
+        Floats above = broadcast(-INFINITY), below = above;
+        Ints is_number = above == above;
+        for (int i = 0; i < PANEL; i += LANES) {
+            const int64_t output = panel * PANEL + i;
+            Floats value = load(share.at(num_parts * row, panel) + i);
+            if (num_parts > 1) value += load(share.at(num_parts * row + 1, panel) + i);
+            const Floats off = load(screen.errors + output) * rows[row].norm + load(screen.norms + output) * rows[row].error;
+            const Floats upper = (value + off) + load(added + i), lower = (value - off) + load(added + i);
+            is_number &= upper == upper;
+            above = larger(upper, above);
+            below = larger(lower, below);
+        }
+        return {has_any(~is_number) ? INFINITY : largest(above), below};
     }
 };
 

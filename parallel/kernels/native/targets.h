@@ -90,17 +90,25 @@ struct Searched {
     void finish(const Target<T>& share, int64_t rows, int64_t end) const {
         const int64_t first = share.first_panel * PANEL, count = std::min(end * PANEL, num_out) - first;
         for (int64_t row = share.first_row; row < share.first_row + rows; row++) {
-            T* const outputs = share.at(row, share.first_panel);
-            if (noise.of_rows) add_noise(outputs, noise.of_rows[row], noise.first_token + first, count);
-            const float most = largest(outputs, count);
+            const T* const outputs = share.at(row, share.first_panel);
             Candidate known = best[row].load(std::memory_order_relaxed);
-            if (Candidate(most, first) < known) continue;  // wherever it is
-            const Candidate found(most, first + (most == most ? first_of(outputs, most) : 0));
+            Found of_share{0, 0};
+            if (const Noise* drawn = noise.of(row))
+                of_share = find_drawn(outputs, count, *drawn, noise.first_token + first, known.value());
+            else if (of_share.value = largest(outputs, count); !(Candidate(of_share.value, first) < known))  // wherever it is
+                of_share.place = of_share.value == of_share.value ? first_of(outputs, of_share.value) : 0;
+            const Candidate found(of_share.value, first + of_share.place);
             while (known < found && !best[row].compare_exchange_weak(known, found, std::memory_order_relaxed)) {
             }
         }
     }
     void leave_out(int64_t, int64_t) const {}  // panels of a row that cannot have it
+
+  private:
+    static Found find_drawn(const float* outputs, int64_t count, const Noise& drawn, int64_t first_token, float least) {
+        return first_largest(outputs, count, drawn, first_token, least);
+    }
+    static Found find_drawn(const BFloat16*, int64_t, const Noise&, int64_t, float) { return {}; }  // nobody asks for it
 };
 
 // The largest output of each row, when a product has gone to `searched()`.

@@ -93,6 +93,9 @@ def store(monkeypatch: pytest.MonkeyPatch, imported: list[str], compiled: list[s
     monkeypatch.setattr(spares, "_BEGIN_S", 0.02)
     yield store
     take_spare()
+    for thread in threading.enumerate():
+        if thread.name == "spare":
+            thread.join(5)
 
 
 @pytest.fixture
