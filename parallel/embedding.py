@@ -193,10 +193,12 @@ class VocabParallelHead:
         As the product gives it, float32 where something more is done to it. With `sift`, if this `sifts` it, logits
         that do not matter may be -inf.
         """
-        if sift is not None:
+        if sift is None:
+            ours_SV = self._linear(hidden_SE)
+        else:
             assert self._sifted is not None, "sifts"
-            return self._sifted.sifted(hidden_SE, sift)
-        gathered_SV = gather_to_first(self._linear(hidden_SE), self._axis, dim=1)
+            ours_SV = self._sifted.sifted(hidden_SE, sift, self._first_token)
+        gathered_SV = gather_to_first(ours_SV, self._axis, dim=1)
         if gathered_SV is None:
             return None
         logits_SV = gathered_SV[:, : self._description.vocab_size]
@@ -213,13 +215,12 @@ class VocabParallelHead:
         `draws`: not where logits are rounded anew, and may be equal then, nor where some are padding.
         """
         size, noise = self._axis.size, search.noise
-        first_token = self._description.vocab_size // size * self._axis.rank
         if noise is None and self._searched is not None:
             values_S, indices_S = self._searched.largest(hidden_SE)
         elif noise is not None and isinstance(self._searched, DrawnLinear):
-            values_S, indices_S = self._searched.drawn(hidden_SE, noise, first_token)
+            values_S, indices_S = self._searched.drawn(hidden_SE, noise, self._first_token)
         else:
-            values_S, indices_S = find(self._linear(hidden_SE), noise, first_token)
+            values_S, indices_S = find(self._linear(hidden_SE), noise, self._first_token)
         if size == 1:
             return indices_S
         ours_S2 = torch.stack([values_S.double(), indices_S.double()], dim=1)
@@ -230,6 +231,11 @@ class VocabParallelHead:
         ranks_S = values_SR.argmax(1)
         indices_S = indices_SR.gather(1, ranks_S[:, None])[:, 0].long()
         return (indices_S + ranks_S * (self._description.vocab_size // size)).where(indices_S >= 0, -1)
+
+    @property
+    def _first_token(self) -> int:
+        """Of this rank, where none has padding."""
+        return self._description.vocab_size // self._axis.size * self._axis.rank
 
     def sifts(self, sift: Sift) -> bool:
         """Whether the logits that matter are less work than all."""
@@ -268,9 +274,10 @@ class VocabParallelHead:
         description, size = self._description, self._axis.size
         is_final = description.logit_multiplier == 1.0 and description.logit_soft_cap is None
         is_less = size > 1 or self._searched is not None
-        self.finds_largest = is_final and is_less and description.vocab_size % size == 0
+        is_whole = is_final and description.vocab_size % size == 0
+        self.finds_largest = is_whole and is_less
         self.draws = self.finds_largest and (size > 1 or isinstance(self._searched, DrawnLinear))
-        self._sifted = self._linear if is_final and size == 1 and isinstance(self._linear, SiftedLinear) else None
+        self._sifted = self._linear if is_whole and isinstance(self._linear, SiftedLinear) else None
 
 
 def _sharded_rows(source: str, weight_VE: Tensor, vocab_size: int, rank: int, size: int) -> ShardedParameter:

@@ -376,8 +376,10 @@ class SiftedLinear(DrawnLinear, Protocol):
     def can_sift(self, sift: Sift) -> bool:
         """Whether that is less work than all outputs."""
 
-    def sifted(self, x_TI: Tensor, sift: Sift) -> Tensor:
-        """[T, in] -> [T, out] float32: the outputs, -inf in place of some that do not matter; where it `can_sift`."""
+    def sifted(self, x_TI: Tensor, sift: Sift, first_token: int) -> Tensor:
+        """[T, in] -> [T, out] float32: the outputs, of tokens from the first one on, -inf in place of some that do not
+        matter among these; where it `can_sift`.
+        """
 
 
 @runtime_checkable

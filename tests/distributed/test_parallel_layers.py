@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.gloo_pool import GlooPool
+from helpers.largest_outputs import check_what_matters
 from helpers.weights import fill, full_tensor
 from torch import Tensor
 
 from parallel.collectives import gather_to_first
 from parallel.description import DecoderDescription
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from parallel.kernels.base import Search
+from parallel.kernels.base import Search, Sift
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import NOISE, NoiseArray, find_in_torch
 from parallel.kernels.select import select_kernels
@@ -259,6 +260,30 @@ def test_a_tied_table_that_kernels_lay_out_still_gives_rows(gloo_pool: GlooPool,
     )
     if largest is not None:
         assert torch.equal(largest, logits.argmax(-1))
+
+
+def _run_sift(mesh: Mesh, sift: Sift) -> tuple[Tensor | None, Tensor | None]:
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    context = LayerContext(axis=mesh.tp, kernels=select_kernels(device, dtype), device=device, dtype=dtype)
+    head = VocabParallelHead(replace(_description(2048), hidden_size=64), tied=None, context=context)
+    _load(head)
+    x = _inputs(size=64).bfloat16()
+    one = Sift(sift.noise[:1], np.ones(1, np.int32))
+    return head(x), head(x, sift) if head.sifts(one) else None
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_each_rank_gives_those_of_its_logits_that_may_matter(gloo_pool: GlooPool, tp: int) -> None:
+    num_rows = len(_inputs())
+    noise = np.zeros(num_rows, NOISE)
+    noise["temperature"] = np.resize([1.0, 0.0, 3.0], num_rows)
+    noise["key"] = np.random.default_rng(0).integers(2**32, size=(num_rows, 2), dtype=np.uint32)
+    sift = Sift(noise, np.resize([1, 5, 3], num_rows).astype(np.int32))
+    (logits, sifted), *others = gloo_pool.run(_run_sift, sift, tp=tp)
+    assert others == [(None, None)] * (tp - 1)
+    if sifted is None:
+        pytest.skip("the kernels of this CPU give all logits")
+    assert check_what_matters(sifted, logits, sift).any()
 
 
 def _run_row_in_bfloat16(mesh: Mesh) -> tuple[Tensor, Tensor | None]:

@@ -28,9 +28,13 @@ def check_drawn(linear: PackedLinear, x_TI: Tensor, noise: NoiseArray, choice: T
 
 
 def check_sifted(linear: PackedLinear, x_TI: Tensor, sift: Sift) -> Tensor:
-    """What matters is as in the product, and so is all that has no number; [T, out], what is left out."""
+    """What matters is as in the product, and so is what is no number; gives what is left out, [T, out]."""
     assert isinstance(linear, SiftedLinear)
-    sifted_TO, out_TO = linear.sifted(x_TI, sift), linear(x_TI)
+    return check_what_matters(linear.sifted(x_TI, sift, 0), linear(x_TI), sift)
+
+
+def check_what_matters(sifted_TO: Tensor, out_TO: Tensor, sift: Sift) -> Tensor:
+    """The same, of outputs [T, out] of tokens from 0 on."""
     keys_T2 = torch.from_numpy(sift.noise["key"].copy().view("int32"))
     temperature_T = torch.from_numpy(sift.noise["temperature"].copy())
     scores_TO = out_TO + temperature_T[:, None] * gumbel(keys_T2, out_TO.shape[1])

@@ -131,13 +131,13 @@ class NativeTable:
         is_screened = 0 < len(sift.numbers) <= self._programs.most_screened_rows
         return is_screened and int(sift.numbers.sum()) * PANEL * _LEAST_PANELS <= self._num_out
 
-    def sifted(self, x_TI: Tensor, sift: Sift) -> Tensor:
+    def sifted(self, x_TI: Tensor, sift: Sift, first_token: int) -> Tensor:
         """See `SiftedLinear`."""
         assert self._programs.sift_table is not None, "can_sift"
         x_TI = _in_rows(x_TI)
         out_TO = torch.empty(len(x_TI), self._num_out, dtype=torch.float32)
         table = self.to_search(out_TO, out_TO)
-        table.noise, table.first_token = sift.noise.ctypes.data, 0
+        table.noise, table.first_token = sift.noise.ctypes.data, first_token
         self._programs.sift_table(
             *(ctypes.byref(table), out_TO.data_ptr(), sift.numbers.ctypes.data),
             *(x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads),
