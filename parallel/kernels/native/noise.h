@@ -76,7 +76,8 @@ __attribute__((noinline)) inline void find_noise(float* to, const Noise& noise, 
         store(to + i, noise_of(uniform(noise, token), noise.temperature));
 }
 
-// What that is at most in each of up to LANES runs of tokens from the first one on; a fifth of the work. Of lanes past these it is nothing.
+// What that is at most in each of up to LANES runs of tokens from the first one on, by the logarithms of one vector for all. Lanes past
+// these mean nothing.
 __attribute__((noinline)) inline void bound_noise(float* to, const Noise& noise, int64_t first, int64_t num_runs) {
     constexpr float LAST_DIGITS = 0x1p-13f;  // of a temperature of 1
     alignas(64) float least[LANES] = {};
