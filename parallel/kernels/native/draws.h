@@ -2,12 +2,14 @@
 //
 // A row that draws takes the first of its tokens for which logit + temperature * noise is largest, as far as there are tokens that it
 // keeps. The largest logit of a row has distance 0, any other one (largest - logit) / temperature: top-k, top-p and min-p say up to which
-// distance tokens are kept. For top-k and top-p, numbers or weights are summed by buckets of distances, and only the bucket in which the
-// last one kept lies is sorted. Weights are e^-distance in units of 2^-42, and integers: no order of summation, and so no number of threads
-// or rows, can change a token.
+// distance tokens are kept. For top-p, weights are summed by buckets of distances, and only the bucket in which the last one kept lies is
+// looked through. Weights are e^-distance in units of 2^-42, and integers: no order of summation, and so no number of threads or rows, can
+// change a token. For top-k, the k-th largest of what runs of tokens have at most is reached by k tokens, and by few more: among these is the
+// last one kept. Where k is large, numbers are summed as weights are. Runs that have nothing to be kept are not looked at again.
 
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "noise.h"
@@ -27,8 +29,9 @@ struct Draw {
     bool is_limited(int64_t size) const { return is_one() && (is_ranked(size) || limit < INFINITY); }
 };
 
-constexpr int64_t CHUNK = 64 * LANES;  // logits whose distances are in the first-level cache
-constexpr float UNITS = 0x1p42f;       // of the largest weight; sums over 2^21 tokens fit in 64 bits
+constexpr int64_t CHUNK = 32 * RUN;  // logits whose distances are in the first-level cache
+constexpr float UNITS = 0x1p42f;     // of the largest weight; sums over 2^21 tokens fit in 64 bits
+constexpr float WEIGHTLESS = 30;     // a distance of less than a unit
 
 // Of `count` logits, up to a chunk. One copy of the code, so that a logit always has the same bits.
 __attribute__((noinline)) inline void find_distances(float* distances, const float* logits, int64_t count, float most, float temperature) {
@@ -37,12 +40,11 @@ __attribute__((noinline)) inline void find_distances(float* distances, const flo
     for (; i < count; i++) distances[i] = (most - logits[i]) / temperature;
 }
 
-// Of `count` distances, up to a chunk, in units: 0 of those past the limit. What is past `count`, up to a whole vector, is overwritten.
-__attribute__((noinline)) inline void weigh(float* weights, const float* distances, int64_t count, float limit) {
+// Of `count` distances, up to a chunk, in units. What is past `count`, up to a whole vector, is overwritten.
+__attribute__((noinline)) inline void weigh(float* weights, const float* distances, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {
         const Floats distance = load(distances + i);
-        const Ints is_kept = distance <= limit;
-        store(weights + i, has_any(is_kept) ? choose(is_kept, exponential(-distance) * UNITS, Floats{}) : Floats{});
+        store(weights + i, has_any(distance <= WEIGHTLESS) ? exponential(-distance) * UNITS : Floats{});
     }
 }
 
@@ -86,7 +88,7 @@ __attribute__((noinline)) inline void find_scores(float* scores, const float* lo
 // The choice of a step, as what a team does; each row in parts, so that one is work for several threads.
 class Drawing {
   public:
-    static constexpr int SECTIONS = 6;  // of a team
+    static constexpr int SECTIONS = 7;  // of a team
 
     // `scores`, if any, take what the tokens taken have.
     Drawing(int64_t* token_ids, float* scores, const float* logits, int64_t row_stride, int64_t num_rows, int64_t size, const Draw* draws,
@@ -94,10 +96,11 @@ class Drawing {
         : token_ids_(token_ids), scores_(scores), logits_(logits), row_stride_(row_stride), num_rows_(num_rows), size_(size), draws_(draws),
           first_token_(first_token),
           num_parts_(choose_parts(num_rows, size, num_threads)), part_size_(((size - 1) / num_parts_ / CHUNK + 1) * CHUNK),
-          found_(size_t(num_rows * num_parts_)), limits_(size_t(num_rows), INFINITY) {
+          num_runs_((size - 1) / RUN + 1), found_(size_t(num_rows * num_parts_)), limits_(size_t(num_rows), INFINITY) {
+        static thread_local Buffer<float> room;
         for (int64_t row = 0; row < num_rows; row++) is_limited_ |= draws[row].is_limited(size), is_ranked_ |= draws[row].is_ranked(size);
-        if (is_limited_) largest_.resize(found_.size());
-        if (is_ranked_) tallies_.resize(found_.size()), kept_.resize(found_.size());
+        if (is_limited_) largest_.resize(found_.size()), most_of_runs_ = room.room(size_t(num_rows * num_runs_));
+        if (is_ranked_) tallies_.resize(found_.size()), kept_.resize(found_.size()), borders_.resize(size_t(num_rows));
     }
 
     void run(Team& team) {
@@ -105,10 +108,13 @@ class Drawing {
             team.for_each(num_rows_ * num_parts_, [&](int64_t item) { work(item / num_parts_, item % num_parts_); });
         };
         if (is_limited_) for_each_part([&](int64_t row, int64_t part) {
-            if (draws_[row].is_limited(size_)) largest_[place(row, part)] = largest_of_part(row, part);
+            if (draws_[row].is_limited(size_)) largest_[place(row, part)] = find_most_of_runs(row, part);
         });
         if (is_ranked_) {
             for_each_part([&](int64_t row, int64_t part) { tally(row, part); });
+            team.for_each(num_rows_, [&](int64_t row) {
+                if (is_ranked(row)) borders_[size_t(row)] = counts_runs(row) ? find_border_of_runs(row) : find_border(row);
+            });
             for_each_part([&](int64_t row, int64_t part) { keep(row, part); });
         }
         if (is_limited_) team.for_each(num_rows_, [&](int64_t row) { limits_[size_t(row)] = find_limit(row); });
@@ -130,11 +136,11 @@ class Drawing {
     // By how many tokens, or what weight, a bucket of a part adds.
     using Tally = std::vector<int64_t>;
 
-    // Where a row's last kept distance lies: the bucket, and what those before it have.
+    // Where a row's last kept distance lies.
     struct Border {
-        int bucket;
-        int64_t before;
-        double target;  // the least of what is kept
+        float least, last;  // of the distances among which it is
+        int64_t before;     // what those before them have
+        double target;      // the least of what is kept
     };
 
     static int64_t choose_parts(int64_t num_rows, int64_t size, int num_threads) {
@@ -168,22 +174,39 @@ class Drawing {
 
     float largest_of(int64_t row) const { return first_of_parts(largest_, row).value; }
 
-    // Of the chunk that begins there; infinite past the end of the row.
-    int64_t find_distances_of(float* distances, int64_t row, float most, int64_t begin) const {
-        const int64_t count = std::min(CHUNK, size_ - begin);
-        std::fill(distances + count / LANES * LANES, distances + CHUNK, INFINITY);
-        find_distances(distances, logits_of(row) + begin, count, most, draws_[row].noise.temperature);
-        return count;
+    // The largest, wherever it is, and of each run. None but the first where one is NaN: then the row has no token.
+    Found find_most_of_runs(int64_t row, int64_t part) {
+        const Span all = span(part);
+        float most = -INFINITY;
+        for (int64_t begin = all.begin; begin < all.begin + all.size; begin += RUN) {
+            const float of_run = largest(logits_of(row) + begin, std::min<int64_t>(RUN, size_ - begin));
+            if (of_run != of_run) return {of_run, begin};
+            most_of_runs_[row * num_runs_ + begin / RUN] = of_run;
+            most = std::max(most, of_run);
+        }
+        return {most, all.begin};
     }
 
-    // Calls work(distances, count, begin) for each chunk of a part.
+    // Logits below it have a distance of more than the limit, however that is rounded, or taken for 0.
+    double least_within(int64_t row, float limit) const {
+        return double(largest_of(row)) - (double(limit) * (1 + 0x1p-20) + 0x1p-125) * draws_[row].noise.temperature;
+    }
+
+    // Calls work(distances, count, begin) for each run of a part that may have a distance within the limit; past `count` distances are
+    // infinite.
     template <class Work>
-    void for_each_chunk(int64_t row, int64_t part, const Work& work) const {
-        alignas(64) float distances[CHUNK];
+    void for_each_run(int64_t row, int64_t part, float limit, const Work& work) const {
+        alignas(64) float distances[RUN];
         const Span all = span(part);
         const float most = largest_of(row);
-        for (int64_t begin = all.begin; begin < all.begin + all.size; begin += CHUNK)
-            work(distances, find_distances_of(distances, row, most, begin), begin);
+        const double least = least_within(row, limit);
+        for (int64_t begin = all.begin; begin < all.begin + all.size; begin += RUN) {
+            if (double(most_of_runs_[row * num_runs_ + begin / RUN]) < least) continue;
+            const int64_t count = std::min<int64_t>(RUN, size_ - begin);
+            if (count < RUN) std::fill(distances, distances + RUN, INFINITY);
+            find_distances(distances, logits_of(row) + begin, count, most, draws_[row].noise.temperature);
+            work(distances, count, begin);
+        }
     }
 
     bool is_ranked(int64_t row) const { return draws_[row].is_ranked(size_) && std::isfinite(largest_of(row)); }
@@ -191,36 +214,50 @@ class Drawing {
     // The first of the largest scores.
     Found find_drawn(int64_t row, int64_t part) const {
         const Span all = span(part);
-        if (draws_[row].is_limited(size_)) return find_drawn_of_kept(row, all);
+        if (draws_[row].is_limited(size_)) return find_drawn_of_kept(row, part);
         const Found found = first_largest(logits_of(row) + all.begin, all.size, draws_[row].noise, first_token_ + all.begin, -INFINITY);
         return {found.value, all.begin + found.place};
     }
 
-    Found find_drawn_of_kept(int64_t row, const Span& all) const {
-        alignas(64) float noise[CHUNK] = {}, scores[CHUNK], distances[CHUNK];
-        const float most = largest_of(row), limit = limits_[size_t(row)];
-        Found found{-INFINITY, all.begin};
-        if (!std::isfinite(most)) return found;  // a row that has no token
-        for (int64_t begin = all.begin; begin < all.begin + all.size; begin += CHUNK) {
-            const int64_t count = find_distances_of(distances, row, most, begin);
-            if (!find_noise_of_kept(noise, draws_[row].noise, first_token_ + begin, distances, count, limit)) continue;
+    Found find_drawn_of_kept(int64_t row, int64_t part) const {
+        alignas(64) float noise[RUN] = {}, scores[RUN];
+        const float limit = limits_[size_t(row)];
+        Found found{-INFINITY, span(part).begin};
+        if (!std::isfinite(largest_of(row))) return found;  // a row that has no token
+        for_each_run(row, part, limit, [&](const float* distances, int64_t count, int64_t begin) {
+            if (!find_noise_of_kept(noise, draws_[row].noise, first_token_ + begin, distances, count, limit)) return;
             find_scores(scores, logits_of(row) + begin, noise, distances, count, limit);
-            const float of_chunk = largest(scores, count);
-            if (of_chunk != of_chunk) return {of_chunk, begin};
-            if (of_chunk > found.value) found = {of_chunk, begin + first_of(scores, of_chunk)};
-        }
+            const float of_run = largest(scores, count);
+            if (of_run > found.value) found = {of_run, begin + first_of(scores, of_run)};
+        });
         return found;
     }
 
+    // Whether the runs tell the last one kept: k of them, of which most have one token of the k.
+    bool counts_runs(int64_t row) const { return draws_[row].limits_number(size_) && draws_[row].top_k * 4 <= double(num_runs_); }
+
+    Border find_border_of_runs(int64_t row) const {
+        static thread_local std::vector<float> most;
+        most.assign(most_of_runs_ + row * num_runs_, most_of_runs_ + (row + 1) * num_runs_);
+        const auto last = most.begin() + int64_t(draws_[row].top_k) - 1;
+        std::nth_element(most.begin(), last, most.end(), std::greater<float>());
+        Border border{0, 0, 0, draws_[row].top_k};
+        find_distances(&border.last, &*last, 1, largest_of(row), draws_[row].noise.temperature);
+        return border;
+    }
+
     void tally(int64_t row, int64_t part) {
-        if (!is_ranked(row)) return;
+        if (!is_ranked(row) || counts_runs(row)) return;
         Tally& tally = tallies_[place(row, part)];
         tally.assign(NUM_BUCKETS, 0);
-        const bool is_number = draws_[row].limits_number(size_);
-        alignas(64) float weights[CHUNK];
-        for_each_chunk(row, part, [&](const float* distances, int64_t count, int64_t) {
-            if (!is_number) weigh(weights, distances, count, INFINITY);
-            for (int64_t i = 0; i < count; i++) tally[size_t(bucket_of(distances[i]))] += is_number ? 1 : int64_t(weights[i]);
+        if (draws_[row].limits_number(size_))
+            return for_each_run(row, part, INFINITY, [&](const float* distances, int64_t count, int64_t) {
+                for (int64_t i = 0; i < count; i++) tally[size_t(bucket_of(distances[i]))]++;
+            });
+        for_each_run(row, part, WEIGHTLESS, [&](const float* distances, int64_t count, int64_t) {
+            alignas(64) float weights[RUN];
+            weigh(weights, distances, count);
+            for (int64_t i = 0; i < count; i++) tally[size_t(bucket_of(distances[i]))] += int64_t(weights[i]);
         });
     }
 
@@ -233,29 +270,27 @@ class Drawing {
                 total[size_t(bucket)] += of_part, all += of_part;
             }
         const bool is_number = draws_[row].limits_number(size_);
-        Border border{0, 0, is_number ? draws_[row].top_k : least_weight(row, all)};
-        while (border.bucket < NUM_BUCKETS - 1 && double(border.before + total[size_t(border.bucket)]) < border.target)
-            border.before += total[size_t(border.bucket++)];
+        Border border{0, 0, 0, is_number ? draws_[row].top_k : least_weight(row, all)};
+        int bucket = 0;
+        while (bucket < NUM_BUCKETS - 1 && double(border.before + total[size_t(bucket)]) < border.target)
+            border.before += total[size_t(bucket++)];
+        const bool is_last = bucket == NUM_BUCKETS - 1;
+        border.least = is_number ? 0 : begin_of(bucket);  // top-p comes after top-k
+        border.last = is_last ? INFINITY : bit_cast<float>(key_of(begin_of(bucket + 1)) - 1);
         return border;
     }
 
     double least_weight(int64_t row, int64_t total) const { return std::max(draws_[row].top_p * double(total), 1.0); }
 
-    // The distances of the border's bucket; by number, which top-p comes after, also of those before it.
+    // The distances of the border; by number, which top-p comes after, also of those before it.
     void keep(int64_t row, int64_t part) {
         if (!is_ranked(row)) return;
         std::vector<float>& kept = kept_[place(row, part)];
         kept.clear();
-        const int border = find_border(row).bucket;
-        const float least = draws_[row].limits_number(size_) ? 0 : begin_of(border), end = begin_of(border + 1);
-        const bool is_last = border == NUM_BUCKETS - 1;
-        for_each_chunk(row, part, [&](const float* distances, int64_t count, int64_t) {
-            for (int64_t begin = 0; begin < count; begin += LANES) {
-                const Floats some = load(distances + begin);
-                if (!is_last && !has_any((some < end) & ~(some < least))) continue;
-                for (int64_t i = begin; i < std::min(begin + LANES, count); i++)
-                    if (distances[i] >= least && (is_last || distances[i] < end)) kept.push_back(distances[i]);
-            }
+        const Border& border = borders_[size_t(row)];
+        for_each_run(row, part, border.last, [&](const float* distances, int64_t count, int64_t) {
+            for (int64_t i = 0; i < count; i++)
+                if (distances[i] >= border.least && distances[i] <= border.last) kept.push_back(distances[i]);
         });
     }
 
@@ -269,7 +304,7 @@ class Drawing {
             distances.insert(distances.end(), kept.begin(), kept.end());
         }
         if (!draws_[row].limits_number(size_)) {
-            const Border border = find_border(row);
+            const Border& border = borders_[size_t(row)];
             return std::min(by_min_p, last_of_weight(distances, border.before, border.target));
         }
         const auto last = distances.begin() + int64_t(draws_[row].top_k) - 1;
@@ -302,7 +337,7 @@ class Drawing {
         for (; begin < end; begin += CHUNK) {
             const int64_t count = std::min<int64_t>(CHUNK, end - begin);
             std::fill(std::copy_n(begin, count, distances), distances + CHUNK, INFINITY);
-            weigh(weights, distances, count, INFINITY);
+            weigh(weights, distances, count);
             for (int64_t i = 0; i < count; i++) sum += int64_t(weights[i]);
         }
         return sum;
@@ -314,10 +349,12 @@ class Drawing {
     const int64_t row_stride_, num_rows_, size_;
     const Draw* const draws_;
     const int64_t first_token_;
-    const int64_t num_parts_, part_size_;
+    const int64_t num_parts_, part_size_, num_runs_;
     bool is_limited_ = false, is_ranked_ = false;
     std::vector<Found> found_, largest_;  // [rows][parts], of scores and of logits, as are the next
+    float* most_of_runs_ = nullptr;  // [rows][runs], of logits
     std::vector<Tally> tallies_;
+    std::vector<Border> borders_;  // [rows]
     std::vector<std::vector<float>> kept_;
     std::vector<float> limits_;  // [rows]
 };
