@@ -168,6 +168,7 @@ EXPORT int weft_has_programs(void) { return 0; }
 #ifdef WEFT_HAS_SCREEN
 
 EXPORT int weft_most_screened_rows(void) { return most_screened_rows(); }
+EXPORT int weft_most_sifted_rows(void) { return most_sifted_rows(); }
 
 EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {

@@ -200,6 +200,8 @@ class Programs:
     """That copy; None where there is none."""
     sift_table: Callable[..., None] | None
     """The outputs that may be among the largest; None where there is no such copy."""
+    most_sifted_rows: int
+    """Rows up to which that is worth while."""
     run: Callable[..., None]
     can_start: Callable[[int], bool]
     """Whether `start`, with so many threads, has another one than the caller's."""
@@ -253,6 +255,7 @@ def load_programs(library: Path) -> Programs | None:
             if most_screened_rows
             else None
         ),
+        most_sifted_rows=loaded.weft_most_sifted_rows() if most_screened_rows else 0,
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
         can_start=_function(loaded, "weft_can_start", (c_int,), c_bool),
         start=_function(loaded, "weft_start", (c_void_p, c_int, c_void_p), c_void_p),

@@ -128,8 +128,8 @@ class NativeTable:
 
     def can_sift(self, sift: Sift) -> bool:
         """See `SiftedLinear`."""
-        is_screened = 0 < len(sift.numbers) <= self._programs.most_screened_rows
-        return is_screened and int(sift.numbers.sum()) * PANEL * _LEAST_PANELS <= self._num_out
+        is_few = 0 < len(sift.numbers) <= self._programs.most_sifted_rows
+        return is_few and int(sift.numbers.sum()) * PANEL * _LEAST_PANELS <= self._num_out
 
     def sifted(self, x_TI: Tensor, sift: Sift, first_token: int) -> Tensor:
         """See `SiftedLinear`."""

@@ -32,6 +32,9 @@ inline int most_screened_rows() { return int8::use_tiles() ? 48 : 512; }
 // slower than memory, and then one is faster.
 inline int num_integer_rows(int num_rows) { return int8::use_tiles() || num_rows <= 4 ? 2 : 1; }
 
+// Rows up to which this is faster for several outputs of each, too: with one row of integers most panels stay open.
+inline int most_sifted_rows() { return int8::use_tiles() ? most_screened_rows() : 4; }
+
 // A copy of a matrix in 8 bits, whose outputs are whole panels; as many bytes as packed_linear.py says.
 struct Screen {
     int8::Matrix<float> matrix;

@@ -283,7 +283,7 @@ def test_a_table_is_sifted_where_few_panels_may_have_what_is_wanted(programs: Pr
     if programs.make_screen is None:
         pytest.skip("this CPU has no products in 8 bits")
     table = NativeTable(torch.ones(32 * 48, 32).bfloat16(), programs, 1, memory=HugePages())
-    most = programs.most_screened_rows
+    most = programs.most_sifted_rows
     for numbers, is_sifted in (([3], True), ([4], False), ([1, 2], True), ([2, 2], False)):
         sift = Sift(make_draws(len(numbers), []).noise, np.array(numbers, np.int32))
         assert table.can_sift(sift) == is_sifted, numbers
