@@ -22,7 +22,8 @@ from workers.request import Request, RequestId, SamplingParams
 
 PROMPTS = {f"plain {i}": tuple(range(7 * i, 11 * i + 5)) for i in range(5)}
 TEMPERATURES = {"greedy": [0.0] * 5, "drawn": [0.3, 0.7, 1.0, 1.3, 2.0], "mixed": [0.0, 0.8, 0.0, 1.0, 1.0]}
-LIMITED = ({"top_k": 2}, {"top_k": 3, "top_p": 0.7}, {"temperature": 0.0}, {"top_k": 4, "min_p": 0.2}, {})
+LIMITED = ({"top_k": 2}, {"top_k": 3, "top_p": 0.7, "min_p": 0.2}, {"temperature": 0.0}, {})
+"""As many as kernels without tiles look for together."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,8 @@ def engine() -> Iterator[Engine]:
 
 def complete(engine: Engine, kinds: list[dict[str, Any]], more: SamplingParams | None = None) -> dict[str, list[int]]:
     """What the requests get, one of each kind, beside one that asks for more if there is one."""
-    for seed, (name, prompt) in enumerate(PROMPTS.items()):
-        params = SamplingParams(**kinds[seed], seed=seed, max_tokens=12, ignore_eos=True)
+    for seed, (kind, (name, prompt)) in enumerate(zip(kinds, PROMPTS.items(), strict=False)):
+        params = SamplingParams(**kind, seed=seed, max_tokens=12, ignore_eos=True)
         engine.add_request(Request(request_id=RequestId(name), prompt_token_ids=prompt, sampling=params))
     if more is not None:
         engine.add_request(Request(request_id=RequestId("more"), prompt_token_ids=(1, 2), sampling=more))
