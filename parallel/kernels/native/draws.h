@@ -29,18 +29,18 @@ struct Draw {
     bool is_limited(int64_t size) const { return is_one() && (is_ranked(size) || limit < INFINITY); }
 };
 
-constexpr int64_t CHUNK = 32 * RUN;  // logits whose distances are in the first-level cache
+constexpr int64_t CHUNK = 32 * RUN;  // logits, of which parts of a row have whole numbers
 constexpr float UNITS = 0x1p42f;     // of the largest weight; sums over 2^21 tokens fit in 64 bits
 constexpr float WEIGHTLESS = 30;     // a distance of less than a unit
 
-// Of `count` logits, up to a chunk. One copy of the code, so that a logit always has the same bits.
+// Of `count` logits. One copy of the code, so that a logit always has the same bits.
 __attribute__((noinline)) inline void find_distances(float* distances, const float* logits, int64_t count, float most, float temperature) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(distances + i, (broadcast(most) - load(logits + i)) / broadcast(temperature));
     for (; i < count; i++) distances[i] = (most - logits[i]) / temperature;
 }
 
-// Of `count` distances, up to a chunk, in units. What is past `count`, up to a whole vector, is overwritten.
+// Of `count` distances, in units. What is past `count`, up to a whole vector, is overwritten.
 __attribute__((noinline)) inline void weigh(float* weights, const float* distances, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {
         const Floats distance = load(distances + i);
@@ -74,7 +74,7 @@ inline bool find_noise_of_kept(float* to, const Noise& noise, int64_t first, con
     return is_any_kept;
 }
 
-// Of `count` logits, up to a chunk, with what is added to them; -inf where the distance is past the limit.
+// Of `count` logits, with what is added to them; -inf where the distance is past the limit.
 __attribute__((noinline)) inline void find_scores(float* scores, const float* logits, const float* noise, const float* distances,
                                                   int64_t count, float limit) {
     int64_t i = 0;

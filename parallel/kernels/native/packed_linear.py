@@ -136,8 +136,7 @@ class NativeTable:
         assert self._programs.sift_table is not None, "can_sift"
         x_TI = _in_rows(x_TI)
         out_TO = torch.empty(len(x_TI), self._num_out, dtype=torch.float32)
-        table = self.to_search(out_TO, out_TO)
-        table.noise, table.first_token = sift.noise.ctypes.data, first_token
+        table = self._to_read(sift.noise, first_token)
         self._programs.sift_table(
             *(ctypes.byref(table), out_TO.data_ptr(), sift.numbers.ctypes.data),
             *(x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads),
@@ -147,8 +146,8 @@ class NativeTable:
     def _search(self, x_TI: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
         x_TI = _in_rows(x_TI)
         values_T, indices_T = torch.empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
-        table = self.to_search(values_T, indices_T)
-        table.noise, table.first_token = None if noise is None else noise.ctypes.data, first_token
+        table = self._to_read(noise, first_token)
+        table.largest, table.indices = values_T.data_ptr(), indices_T.data_ptr()
         self._programs.search_table(ctypes.byref(table), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads)
         return values_T, indices_T
 
@@ -160,13 +159,18 @@ class NativeTable:
 
     def to_search(self, values_T: Tensor, indices_T: Tensor) -> Table:
         """What a program takes to find the largest outputs of its rows; they go to these tensors."""
+        table = self._to_read(None, 0)
+        table.largest, table.indices = values_T.data_ptr(), indices_T.data_ptr()
+        return table
+
+    def _to_read(self, noise: NoiseArray | None, first_token: int) -> Table:
         return Table(
             values=self._weight_OI.data_ptr(),
             screen=None if self._screen is None else self._screen.data_ptr(),
             num_out=self._num_out,
             num_in=self._num_in,
-            largest=values_T.data_ptr(),
-            indices=indices_T.data_ptr(),
+            noise=None if noise is None else noise.ctypes.data,
+            first_token=first_token,
         )
 
     def to_embed(self) -> Embedding:
