@@ -181,10 +181,10 @@ class Decoder:
         into: Tensor | Lookup = x
         if self._embedding is not None:
             into = self._embedding.lookup(x) or self._embedding(x, positions_T)
-        head = self._head.searched_alone if search is not None and self._head is not None else None
-        noise = None if search is None else search.noise
+        num_rows = len(x if rows_S is None else rows_S)
+        head = None if search is None or self._head is None else self._head.searched_alone(search, num_rows)
         finish = self._started.start(
-            StartedStep(into, self._rotations.angles, positions_T, caches, metas, rows_S, head, noise)
+            StartedStep(into, self._rotations.angles, positions_T, caches, metas, rows_S, head, search)
         )
 
         def result() -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ from parallel.kernels.base import (
     SiftedLinear,
     TableLinear,
 )
-from parallel.kernels.sampling import FindTokens
+from parallel.kernels.sampling import FindTokens, edit_logits
 from parallel.layer import LayerContext
 from parallel.norm import Norm, make_norm
 from parallel.position_description import LearnedPositions
@@ -214,13 +214,17 @@ class VocabParallelHead:
         What `ChooseTokens` gives for the logits and these draws, which limit nothing. Only where `finds_largest`, or
         `draws`: not where logits are rounded anew, and may be equal then, nor where some are padding.
         """
-        size, noise = self._axis.size, search.noise
-        if noise is None and self._searched is not None:
-            values_S, indices_S = self._searched.largest(hidden_SE)
-        elif noise is not None and isinstance(self._searched, DrawnLinear):
-            values_S, indices_S = self._searched.drawn(hidden_SE, noise, self._first_token)
+        size, searched = self._axis.size, self._searched_by(search, len(hidden_SE))
+        if isinstance(searched, DrawnLinear):
+            values_S, indices_S = searched.drawn(hidden_SE, search, self._first_token)
+        elif searched is not None:
+            values_S, indices_S = searched.largest(hidden_SE)
         else:
-            values_S, indices_S = find(self._linear(hidden_SE), noise, self._first_token)
+            ours_SV = self._linear(hidden_SE)
+            if search.edits is not None:
+                ours_SV = ours_SV.float()
+                edit_logits(ours_SV, search.edits, self._first_token)
+            values_S, indices_S = find(ours_SV, search.noise, self._first_token)
         if size == 1:
             return indices_S
         ours_S2 = torch.stack([values_S.double(), indices_S.double()], dim=1)
@@ -245,10 +249,18 @@ class VocabParallelHead:
         """Of this rank's weight, what a search for so many rows reads less at best."""
         return self._searched.spared_bytes(num_rows) if isinstance(self._searched, ScreenedLinear) else 0
 
-    @property
-    def searched_alone(self) -> SearchedLinear | None:
-        """What `find` asks, where that is all it does."""
-        return self._searched if self._axis.size == 1 else None
+    def searched_alone(self, search: Search, num_rows: int) -> SearchedLinear | None:
+        """What `find` asks for so many rows, where that is all it does."""
+        return self._searched_by(search, num_rows) if self._axis.size == 1 else None
+
+    def _searched_by(self, search: Search, num_rows: int) -> SearchedLinear | None:
+        """What can search so without logits."""
+        if search.noise is None and search.edits is None:
+            return self._searched
+        is_drawn = isinstance(self._searched, DrawnLinear) and (
+            search.edits is None or num_rows <= self._searched.most_edited_rows
+        )
+        return self._searched if is_drawn else None
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """The rows of this rank; no weight where it is the embedding's."""

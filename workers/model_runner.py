@@ -164,7 +164,7 @@ class ModelRunner:
     def start(self, work: StepWork) -> Callable[[], ModelOutput | None]:
         """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
         start_s = time.perf_counter()
-        (self._sampler or self._draws).apply(work.plan)
+        self._draws.apply(work.plan)
         asked = self._ask(work.inputs)
         layers = self._start_layers(work, asked)
         cost = None
@@ -240,7 +240,7 @@ class ModelRunner:
         self._clock.end(follows=plan.follows, cost=cost or self._cost(work, asked))
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
-        sampled = self._sample(given, inputs, is_chosen=isinstance(asked, Search)) if samples else None
+        sampled = self._sample(given, inputs, asked) if samples else None
         if self._sampler is None:
             return None
         return sampled or nothing_sampled()
@@ -259,14 +259,16 @@ class ModelRunner:
             return self._decoder.find(hidden, asked, self._choice.find)
         return self._decoder.logits(hidden, asked)
 
-    def _sample(self, given: torch.Tensor | None, inputs: StepInputs, *, is_chosen: bool) -> Sampled | None:
+    def _sample(self, given: torch.Tensor | None, inputs: StepInputs, asked: _Asked) -> Sampled | None:
         sampled = None
         if given is not None and self._sampler is not None:
-            if is_chosen:
+            rows = inputs.sample_slots, inputs.sample_positions
+            if isinstance(asked, Search):
                 sampled = self._sampler.take(given, inputs.sample_slots)
             else:
+                edits = self._draws.edits(*rows) if asked is None else None
                 with torch.inference_mode():
-                    sampled = self._sampler.sample(given, inputs.sample_slots, inputs.sample_positions)
+                    sampled = self._sampler.sample(given, *rows, edits)
         if self.looks_ahead:
             self._latest = sampled, inputs.sample_slots_device
             if not self.joins_later:
@@ -289,10 +291,10 @@ class ModelRunner:
             device=self._decoder.device,
             num_groups=len(self.windows),
         )
+        draws = SlotDraws(num_slots)
         if not self._mesh.is_last_stage or self._mesh.tp.rank > 0:
-            return inputs, SlotDraws(num_slots), None
-        sampler = Sampler(device=self._device, num_slots=num_slots, choose=self._choice.choose)
-        return inputs, sampler.draws, sampler
+            return inputs, draws, None
+        return inputs, draws, Sampler(device=self._device, draws=draws, choose=self._choice.choose)
 
     def _profile(self) -> None:
         """Run the largest step: the whole token budget, as many sampled rows as there can be; its last sequence has

@@ -1,10 +1,13 @@
 """By what the sequences in their slots choose tokens: a function of the plans, which each rank of a stage follows."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from parallel.kernels.base import Search, Sift
-from parallel.kernels.sampling import NOISE, Draws, NoiseArray
+from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray
+from workers.logit_edits import SequenceEdits
 from workers.plan import NewSequence, StepPlan
 from workers.request import GREEDY_TEMPERATURE
 
@@ -18,21 +21,26 @@ _NO_FLAGS = np.empty(0, np.int64)
 
 
 class SlotDraws:
-    """Flags, temperature, truncation and seed of each slot. One thread."""
+    """Flags, temperature, truncation, seed and edits of each slot. One thread."""
 
     def __init__(self, num_slots: int) -> None:
         self._flagged: set[int] = set()
+        self._edits: dict[int, SequenceEdits] = {}
+        self._num_logprobs = np.zeros(num_slots, np.int64)
         self._flags = np.zeros(num_slots, np.int64)
         self._columns = np.zeros((4, num_slots), np.float64)
         """temperature, top_k, top_p, min_p; temperature is 0 where the largest logit is taken."""
         self._seeds = np.zeros(num_slots, np.uint64)
 
     def apply(self, plan: StepPlan) -> None:
-        """Follow a plan: slots given back and taken."""
+        """Follow a plan: slots given back and taken, tokens accepted."""
         for slot in plan.removed:
             self.remove(slot)
         for new in plan.new:
             self.add(new)
+        if self._edits:
+            for share in plan.scheduled:
+                self.add_output(share.slot, share.new_token_ids)
 
     def add(self, new: NewSequence) -> None:
         """Put a sequence into its slot, in place of whatever was there."""
@@ -48,6 +56,9 @@ class SlotDraws:
         )
         if self._flags[new.slot]:
             self._flagged.add(new.slot)
+        if self._flags[new.slot] & EDITED:
+            self._edits[new.slot] = SequenceEdits(new)
+        self._num_logprobs[new.slot] = params.logprobs or 0
         temperature = params.temperature if is_random else 0.0
         self._columns[:, new.slot] = temperature, params.top_k, params.top_p, params.min_p
         self._seeds[new.slot] = params.seed
@@ -55,6 +66,12 @@ class SlotDraws:
     def remove(self, slot: int) -> None:
         """Give the slot back."""
         self._flagged.discard(slot)
+        self._edits.pop(slot, None)
+
+    def add_output(self, slot: int, token_ids: Iterable[int]) -> None:
+        """Count accepted tokens of a sequence."""
+        if (edits := self._edits.get(slot)) is not None:
+            edits.add_output(token_ids)
 
     def flags(self, slots: Int64Array) -> Int64Array:
         """Of each of these slots; empty where none has any."""
@@ -63,20 +80,43 @@ class SlotDraws:
     def search(self, slots: Int64Array, positions: Int64Array) -> Search | None:
         """What tells the tokens of these slots without logits; None: some want more of these."""
         flags = int(np.bitwise_or.reduce(self.flags(slots)))
-        if flags & ~RANDOM:
+        if flags & (LOGPROBS | LIMITED):
             return None
-        return Search(self._noise(slots, positions) if flags else None)
+        return Search(self._noise(slots, positions) if flags & RANDOM else None, self.edits(slots, positions))
 
     def sift(self, slots: Int64Array, positions: Int64Array) -> Sift | None:
         """What tells which logits of these slots matter; None: all, or none but the largest and what is drawn."""
         flags = self.flags(slots)
         any_flag, is_limited = int(np.bitwise_or.reduce(flags)), flags & LIMITED > 0
         top_k = self._columns[1, slots]
-        if any_flag & (EDITED | LOGPROBS) or not any_flag & LIMITED or not top_k[is_limited].all():
+        if any_flag & LOGPROBS or not any_flag & LIMITED or not top_k[is_limited].all():
             return None
         noise = self._noise(slots, positions)
         noise["temperature"][is_limited] = 0
-        return Sift(noise, np.where(is_limited, np.minimum(top_k, _MOST), 1).astype(np.int32))
+        numbers = np.where(is_limited, np.minimum(top_k, _MOST), 1).astype(np.int32)
+        return Sift(noise, numbers, self.edits(slots, positions))
+
+    def edits(self, slots: Int64Array, positions: Int64Array) -> Edits | None:
+        """What is done to the logits of these slots for the tokens at these positions; None: nothing."""
+        if not self._edits:
+            return None
+        num_rows = len(slots)
+        sizes, factors = np.zeros(num_rows, np.int64), np.ones(num_rows, np.float32)
+        token_ids, offsets = [], []
+        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+            if (edits := self._edits.get(slot)) is not None:
+                ids_of_row, offsets_of_row = edits.at(position)
+                token_ids.append(ids_of_row)
+                offsets.append(offsets_of_row)
+                sizes[row], factors[row] = len(ids_of_row), edits.factor
+        if not sizes.any():
+            return None
+        starts = np.concatenate([[0], sizes.cumsum()])
+        return Edits(starts, np.concatenate(token_ids), factors, np.concatenate(offsets))
+
+    def num_logprobs(self, slots: Int64Array) -> Int64Array:
+        """Alternatives that are reported with the tokens of these slots, where any are."""
+        return self._num_logprobs[slots]
 
     def draws(self, slots: Int64Array, positions: Int64Array) -> Draws:
         """[S]: how these slots draw the tokens at these positions."""

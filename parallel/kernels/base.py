@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel.description import Activation
 from parallel.kernels.int8_cache import SCALE_BYTES, lay_out_half
-from parallel.kernels.sampling import NoiseArray
+from parallel.kernels.sampling import Edits, NoiseArray
 from parallel.mesh import Axis
 
 
@@ -290,6 +290,8 @@ class Search(NamedTuple):
 
     noise: NoiseArray | None
     """By what the rows draw; None: each takes its largest."""
+    edits: Edits | None = None
+    """What is done to the logits before."""
 
 
 class Sift(NamedTuple):
@@ -299,6 +301,8 @@ class Sift(NamedTuple):
     """Temperature 0 where none is added."""
     numbers: npt.NDArray[np.int32]
     """[S], at least 1: how many of a row's largest matter, and any that are equal to the last one."""
+    edits: Edits | None = None
+    """What is done to the logits before."""
 
 
 class StartedStep(NamedTuple):
@@ -317,9 +321,8 @@ class StartedStep(NamedTuple):
     """[S] int64, ascending, the tokens whose results are wanted; None: all. Of the others nothing is computed after the
     last attention."""
     head: "SearchedLinear | None"
-    """To be searched in the first part of the result."""
-    noise: NoiseArray | None
-    """As in `Search`; the head is then a `DrawnLinear`."""
+    """To be searched in the first part of the result; a `DrawnLinear`, where the next is more than the largest."""
+    search: Search | None
 
 
 @runtime_checkable
@@ -365,8 +368,12 @@ class SearchedLinear(PackedLinear, Protocol):
 class DrawnLinear(SearchedLinear, Protocol):
     """One that can draw from its outputs without writing them all."""
 
-    def drawn(self, x_TI: Tensor, noise: NoiseArray, first_token: int) -> tuple[Tensor, Tensor]:
-        """What `TokenChoice.find` gives for its outputs, which are float32."""
+    @property
+    def most_edited_rows(self) -> int:
+        """Rows up to which their outputs can be edited."""
+
+    def drawn(self, x_TI: Tensor, search: Search, first_token: int) -> tuple[Tensor, Tensor]:
+        """What `TokenChoice.find` gives for its outputs, which are float32, after the edits."""
 
 
 @runtime_checkable

@@ -46,6 +46,22 @@ class Draws:
     """0: off."""
 
 
+class Edits(NamedTuple):
+    """What is done to some logits of the rows of a step before tokens are chosen; on the host.
+
+    A logit x becomes x / factor where it is above 0, else x * factor, each less its offset.
+    """
+
+    starts: npt.NDArray[np.int64]
+    """[S + 1]: of each row, where its tokens begin below; and where the last one's end."""
+    token_ids: npt.NDArray[np.int64]
+    """[N], different ones in a row; those past the vocabulary mean nothing."""
+    factors: npt.NDArray[np.float32]
+    """[S], above 0."""
+    offsets: npt.NDArray[np.float32]
+    """[N]; infinite: the token is forbidden."""
+
+
 class ChooseTokens(Protocol):
     """Takes a token from each row of logits."""
 
@@ -100,6 +116,17 @@ def find_in_torch(logits_SV: Tensor, noise: NoiseArray | None, first_token: int)
 
 
 IN_TORCH = TokenChoice(choose_in_torch, find_in_torch)
+
+
+def edit_logits(logits_SV: Tensor, edits: Edits, first_token: int = 0) -> None:
+    """Do so to logits [S, columns] float32 of tokens from the first one on. The host does not wait for the device."""
+    rows, columns = np.repeat(np.arange(len(logits_SV)), np.diff(edits.starts)), edits.token_ids - first_token
+    is_here = (columns >= 0) & (columns < logits_SV.shape[1])
+    rows_N, columns_N, factors_N, offsets_N = (
+        to_device(each[is_here], logits_SV.device) for each in (rows, columns, edits.factors[rows], edits.offsets)
+    )
+    x_N = logits_SV[rows_N, columns_N]
+    logits_SV[rows_N, columns_N] = torch.where(x_N > 0, x_N / factors_N, x_N * factors_N) - offsets_N
 
 
 def largest_outputs(out_TO: Tensor) -> tuple[Tensor, Tensor]:

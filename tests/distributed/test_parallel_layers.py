@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.gloo_pool import GlooPool
 from helpers.largest_outputs import check_what_matters
+from helpers.sampling_cases import make_edits
 from helpers.weights import fill, full_tensor
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from parallel.description import DecoderDescription
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from parallel.kernels.base import Search, Sift
 from parallel.kernels.reference import ReferenceKernels
-from parallel.kernels.sampling import NOISE, NoiseArray, find_in_torch
+from parallel.kernels.sampling import NOISE, edit_logits, find_in_torch
 from parallel.kernels.select import select_kernels
 from parallel.layer import LayerContext
 from parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, even_parts
@@ -191,8 +192,11 @@ def test_head_gives_the_first_rank_the_logits_of_its_original(
     assert others == [None] * (tp - 1)
 
 
+_LARGEST = Search(None)
+
+
 def _run_search(
-    mesh: Mesh, vocab_size: int, options: dict[str, float], noise: NoiseArray | None = None
+    mesh: Mesh, vocab_size: int, options: dict[str, float], search: Search = _LARGEST
 ) -> tuple[bool, Tensor | None]:
     head = VocabParallelHead(_description(vocab_size, **options), tied=None, context=_context(mesh))
     _load(head)
@@ -200,7 +204,7 @@ def _run_search(
     x[1] = 0  # all logits are equal
     x[2, 0] = torch.nan
     assert head.draws == head.finds_largest
-    return head.draws, head.find(x, Search(noise), find_in_torch) if head.draws else None
+    return head.draws, head.find(x, search, find_in_torch) if head.draws else None
 
 
 @pytest.mark.parametrize("tp", SIZES)
@@ -224,9 +228,13 @@ def test_ranks_that_each_draw_from_their_own_logits_draw_what_one_does(gloo_pool
         noise = np.zeros(len(x), NOISE)
         noise["temperature"] = np.resize([1.0, 0.7, 1.0, 0.0, 3.0], len(x))
         noise["key"] = np.random.default_rng(seed).integers(2**32, size=(len(x), 2), dtype=np.uint32)
-        (_, token_ids), *others = gloo_pool.run(_run_search, 40, {}, noise, tp=tp)
-        assert torch.equal(token_ids, find_in_torch(logits, noise, 0)[1])
-        assert others == [(True, None)] * (tp - 1)
+        for edits in (None, make_edits(len(x), 40, 1.0)):
+            (_, token_ids), *others = gloo_pool.run(_run_search, 40, {}, Search(noise, edits), tp=tp)
+            edited = logits.clone()
+            if edits is not None:
+                edit_logits(edited, edits)
+            assert torch.equal(token_ids, find_in_torch(edited, noise, 0)[1])
+            assert others == [(True, None)] * (tp - 1)
 
 
 def test_head_is_not_asked_for_the_largest_of_padding_or_of_what_is_rounded_anew(gloo_pool: GlooPool) -> None:
@@ -278,7 +286,7 @@ def test_each_rank_gives_those_of_its_logits_that_may_matter(gloo_pool: GlooPool
     noise = np.zeros(num_rows, NOISE)
     noise["temperature"] = np.resize([1.0, 0.0, 3.0], num_rows)
     noise["key"] = np.random.default_rng(0).integers(2**32, size=(num_rows, 2), dtype=np.uint32)
-    sift = Sift(noise, np.resize([1, 5, 3], num_rows).astype(np.int32))
+    sift = Sift(noise, np.resize([1, 5, 3], num_rows).astype(np.int32), make_edits(num_rows, 2048, 1.0))
     (logits, sifted), *others = gloo_pool.run(_run_sift, sift, tp=tp)
     assert others == [(None, None)] * (tp - 1)
     if sifted is None:

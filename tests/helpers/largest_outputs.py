@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import DrawnLinear, PackedLinear, SearchedLinear, Sift, SiftedLinear
-from parallel.kernels.sampling import NoiseArray, TokenChoice, gumbel, largest_outputs
+from parallel.kernels.base import DrawnLinear, PackedLinear, Search, SearchedLinear, Sift, SiftedLinear
+from parallel.kernels.sampling import TokenChoice, edit_logits, gumbel, largest_outputs
 
 
 def check_largest(linear: PackedLinear, x_TI: Tensor) -> Tensor:
@@ -17,12 +17,15 @@ def check_largest(linear: PackedLinear, x_TI: Tensor) -> Tensor:
     return indices_T
 
 
-def check_drawn(linear: PackedLinear, x_TI: Tensor, noise: NoiseArray, choice: TokenChoice) -> None:
+def check_drawn(linear: PackedLinear, x_TI: Tensor, search: Search, choice: TokenChoice) -> None:
     """What is drawn is what is found in the product, whatever tokens its outputs are of."""
     assert isinstance(linear, DrawnLinear)
     for first_token in (0, 32_000):
-        scores_T, indices_T = linear.drawn(x_TI, noise, first_token)
-        expected_scores_T, expected_indices_T = choice.find(linear(x_TI), noise, first_token)
+        scores_T, indices_T = linear.drawn(x_TI, search, first_token)
+        out_TO = linear(x_TI)
+        if search.edits is not None:
+            edit_logits(out_TO, search.edits, first_token)
+        expected_scores_T, expected_indices_T = choice.find(out_TO, search.noise, first_token)
         torch.testing.assert_close(scores_T, expected_scores_T, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(indices_T, expected_indices_T)
 
@@ -35,6 +38,9 @@ def check_sifted(linear: PackedLinear, x_TI: Tensor, sift: Sift) -> Tensor:
 
 def check_what_matters(sifted_TO: Tensor, out_TO: Tensor, sift: Sift) -> Tensor:
     """The same, of outputs [T, out] of tokens from 0 on."""
+    if sift.edits is not None:
+        out_TO = out_TO.clone()
+        edit_logits(out_TO, sift.edits)
     keys_T2 = torch.from_numpy(sift.noise["key"].copy().view("int32"))
     temperature_T = torch.from_numpy(sift.noise["temperature"].copy())
     scores_TO = out_TO + temperature_T[:, None] * gumbel(keys_T2, out_TO.shape[1])

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.sampling import NOISE, Draws, NoiseArray, TokenChoice, choose_in_torch, gumbel
+from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray, TokenChoice, choose_in_torch, gumbel
 
 CLOSE = 4e-6
 """Of the largest logit and noise of a row: scores that are as close to each other may be taken for one another."""
@@ -108,6 +108,21 @@ def make_draws(num_rows: int, rows: list[int]) -> Draws:
     noise["temperature"][rows] = temperature[rows]
     noise["key"] = np.random.default_rng(num_rows).integers(2**32, size=(num_rows, 2), dtype=np.uint32)
     return Draws(noise=noise, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def make_edits(num_rows: int, num_tokens: int, scale: float) -> Edits:
+    """Of logits of this scale: of every third row none, of the others some, and a few of tokens that there are not."""
+    generator = np.random.default_rng(num_rows)
+    sizes = np.where(np.arange(num_rows) % 3 == 1, 0, np.minimum(np.arange(num_rows) % 7 * 30 + 1, num_tokens))
+    tokens = [generator.choice(num_tokens + 50, size, replace=False) for size in sizes]
+    offsets = generator.normal(0, 2 * scale, sizes.sum())
+    offsets[::4], offsets[1::9] = np.inf, 0
+    return Edits(
+        starts=np.concatenate([[0], sizes.cumsum()]),
+        token_ids=np.concatenate(tokens).astype(np.int64),
+        factors=np.resize([1.0, 1.3, 0.5], num_rows).astype(np.float32),
+        offsets=offsets.astype(np.float32),
+    )
 
 
 def _without_limits(noise: NoiseArray) -> Draws:

@@ -176,18 +176,20 @@ EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, 
     });
 }
 
-// Of the outputs in float32 those that may be among the `numbers` largest of their rows, each with its row's noise; -inf in place of others.
+// Of the outputs in float32, as edited, those that may be among the `numbers` largest of their rows, each with its row's noise; -inf in place
+// of others.
 EXPORT void weft_sift_table(const Table* table, float* out, const int32_t* numbers, const void* x, int64_t x_row_stride, int num_rows,
                             int num_threads) {
     const PackedMatrix packed{table->values, nullptr, table->num_out, table->num_in};
     ScreenedSearch search({static_cast<const BFloat16*>(x), x_row_stride, num_rows}, packed,
-                          Screen(table->screen, table->num_out, table->num_in), table->noise, numbers);
+                          Screen(table->screen, table->num_out, table->num_in), table->noise, table->edits, numbers);
     on_team(num_threads, SIFT_SECTIONS, [&](Team& team) { search.run(Sifted{out, table->num_out}, team); });
 }
 
 #else
 
 EXPORT int weft_most_screened_rows(void) { return 0; }
+EXPORT int weft_most_sifted_rows(void) { return 0; }
 
 #endif
 

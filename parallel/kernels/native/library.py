@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from parallel.errors import DeviceError
+from parallel.kernels.sampling import Edits, NoiseArray
 
 LANES = 16
 """Head sizes that the attention knows are multiples of this."""
@@ -134,7 +135,18 @@ class Table(ctypes.Structure):
         ("indices", c_void_p),
         ("noise", c_void_p),
         ("first_token", c_int64),
+        ("edit_starts", c_void_p),
+        ("edit_token_ids", c_void_p),
+        ("edit_factors", c_void_p),
+        ("edit_offsets", c_void_p),
     )
+
+    def ask(self, noise: NoiseArray | None, edits: Edits | None, first_token: int = 0) -> None:
+        """Of arrays that live until it has been searched."""
+        self.noise = None if noise is None else noise.ctypes.data
+        self.first_token = first_token
+        for name, column in zip(Edits._fields, edits or (None,) * 4, strict=True):
+            setattr(self, f"edit_{name}", None if column is None else column.ctypes.data)
 
 
 class Embedding(ctypes.Structure):
@@ -255,7 +267,7 @@ def load_programs(library: Path) -> Programs | None:
             if most_screened_rows
             else None
         ),
-        most_sifted_rows=loaded.weft_most_sifted_rows() if most_screened_rows else 0,
+        most_sifted_rows=loaded.weft_most_sifted_rows(),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
         can_start=_function(loaded, "weft_can_start", (c_int,), c_bool),
         start=_function(loaded, "weft_start", (c_void_p, c_int, c_void_p), c_void_p),

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from parallel.host_memory import HugePages
-from parallel.kernels.base import Sift
+from parallel.kernels.base import Search, Sift
 from parallel.kernels.native.library import LANES, Embedding, Programs, Table
 from parallel.kernels.native.tape import Recorder, Tape
-from parallel.kernels.sampling import NoiseArray
 
 PANEL = 32
 """Outputs that are laid out together."""
@@ -120,11 +119,21 @@ class NativeTable:
 
     def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """See `SearchedLinear`."""
-        return self._search(x_TI, None, 0)
+        return self.drawn(x_TI, Search(None), 0)
 
-    def drawn(self, x_TI: Tensor, noise: NoiseArray, first_token: int) -> tuple[Tensor, Tensor]:
+    def drawn(self, x_TI: Tensor, search: Search, first_token: int) -> tuple[Tensor, Tensor]:
         """See `DrawnLinear`."""
-        return self._search(x_TI, noise, first_token)
+        x_TI = _in_rows(x_TI)
+        values_T, indices_T = torch.empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
+        table = self.to_search(values_T, indices_T)
+        table.ask(search.noise, search.edits, first_token)
+        self._programs.search_table(ctypes.byref(table), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads)
+        return values_T, indices_T
+
+    @property
+    def most_edited_rows(self) -> int:
+        """See `DrawnLinear`."""
+        return self._programs.most_screened_rows
 
     def can_sift(self, sift: Sift) -> bool:
         """See `SiftedLinear`."""
@@ -136,20 +145,13 @@ class NativeTable:
         assert self._programs.sift_table is not None, "can_sift"
         x_TI = _in_rows(x_TI)
         out_TO = torch.empty(len(x_TI), self._num_out, dtype=torch.float32)
-        table = self._to_read(sift.noise, first_token)
+        table = self._to_read()
+        table.ask(sift.noise, sift.edits, first_token)
         self._programs.sift_table(
             *(ctypes.byref(table), out_TO.data_ptr(), sift.numbers.ctypes.data),
             *(x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads),
         )
         return out_TO
-
-    def _search(self, x_TI: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
-        x_TI = _in_rows(x_TI)
-        values_T, indices_T = torch.empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
-        table = self._to_read(noise, first_token)
-        table.largest, table.indices = values_T.data_ptr(), indices_T.data_ptr()
-        self._programs.search_table(ctypes.byref(table), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._num_threads)
-        return values_T, indices_T
 
     def spared_bytes(self, num_rows: int) -> int:
         """See `ScreenedLinear`."""
@@ -158,19 +160,17 @@ class NativeTable:
         return self._weight_OI.nbytes - self._screen.nbytes
 
     def to_search(self, values_T: Tensor, indices_T: Tensor) -> Table:
-        """What a program takes to find the largest outputs of its rows; they go to these tensors."""
-        table = self._to_read(None, 0)
+        """What a program takes to find the largest outputs of its rows, or what it `ask`s; they go to these tensors."""
+        table = self._to_read()
         table.largest, table.indices = values_T.data_ptr(), indices_T.data_ptr()
         return table
 
-    def _to_read(self, noise: NoiseArray | None, first_token: int) -> Table:
+    def _to_read(self) -> Table:
         return Table(
             values=self._weight_OI.data_ptr(),
             screen=None if self._screen is None else self._screen.data_ptr(),
             num_out=self._num_out,
             num_in=self._num_in,
-            noise=None if noise is None else noise.ctypes.data,
-            first_token=first_token,
         )
 
     def to_embed(self) -> Embedding:

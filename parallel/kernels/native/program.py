@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, StartedStep, TableLinear
+from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, Search, StartedStep, TableLinear
 from parallel.kernels.native.library import (
     AnglesStep,
     Embedding,
@@ -29,7 +29,6 @@ from parallel.kernels.native.library import (
 )
 from parallel.kernels.native.packed_linear import PANEL, NativeTable
 from parallel.kernels.native.tape import CannotRecordError, OnlyKernels, Recorder, Tape
-from parallel.kernels.sampling import NoiseArray
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +164,9 @@ class Program:
         if step.rows_S is not None:
             self._step.kept = step.rows_S.data_ptr()
             self._step.num_kept = num_rows = step.rows_S.shape[0]
-        found_S = self._search(step.head, step.noise, num_rows) if isinstance(step.head, NativeTable) else None
+        found_S = None
+        if isinstance(step.head, NativeTable) and step.search is not None:
+            found_S = self._search(step.head, step.search, num_rows)
         out_TE = self._place(x_TE, step.angles, step.positions_T, step.caches, step.metas)
         started = self._programs.start(self._operations, len(self._operations), ctypes.byref(self._step))
         self._step.embedding = self._step.table = None  # of this step, which has its own copy by now
@@ -191,12 +192,12 @@ class Program:
             self._x_TE = self._x_TE.new_empty(num_tokens, self._x_TE.shape[1])
         return self._x_TE
 
-    def _search(self, table: NativeTable, noise: NoiseArray | None, num_tokens: int) -> Tensor:
+    def _search(self, table: NativeTable, search: Search, num_tokens: int) -> Tensor:
         """Let the step end with a search; where what it finds comes."""
         if table is not self._searched or self._found_T.shape[0] != num_tokens:
             self._values_T, self._found_T = torch.empty(num_tokens), torch.empty(num_tokens, dtype=torch.int64)
             self._searched, self._search_step = table, table.to_search(self._values_T, self._found_T)
-        self._search_step.noise = None if noise is None else noise.ctypes.data
+        self._search_step.ask(search.noise, search.edits)
         self._step.table = ctypes.addressof(self._search_step)
         return self._found_T
 

@@ -3,8 +3,8 @@
 //
 //     |w . x - w' . x'|  <=  |w - w'| |x| + |w'| |x - x'|
 //
-// What a row that draws adds to an output, it adds to both bounds: rounding leaves their order as it is. A row that wants k outputs gets
-// none below the k-th largest of what panels have at least. Panels that may reach that are then multiplied as ever, and only those are
+// What a row that draws adds to an output, it adds to both bounds, and what is done to some outputs first is done to their bounds, which
+// it leaves in order, as rounding does. A row that wants k outputs gets none below the k-th largest of what panels have at least. Panels that may reach that are then multiplied as ever, and only those are
 // looked at.
 
 #pragma once
@@ -87,6 +87,61 @@ inline void make_screen(const Screen& screen, const BFloat16* weight, int64_t nu
     });
 }
 
+// What is done to some outputs of rows before they are compared; mirrored by library.py, and sampling.py says what it means.
+struct Edits {
+    const int64_t* starts = nullptr;  // null: nothing
+    const int64_t* tokens;
+    const float *factors, *offsets;
+
+    bool has(int64_t row) const { return starts && starts[row] < starts[row + 1]; }
+};
+
+// No less for a larger x, and to the bit as sampling.py has it: the product is rounded before the offset is taken off.
+inline float edited(float x, float factor, float offset) {
+    return (x > 0 ? x / factor : float(double(x) * double(factor))) - offset;
+}
+
+// Those edits by panels, of the tokens from the first one on.
+class PanelEdits {
+  public:
+    PanelEdits(const Edits& edits, int64_t num_rows, int64_t num_out, int64_t first_token)
+        : edits_(edits), num_out_(num_out), first_token_(first_token) {
+        if (!edits.starts) return;
+        static thread_local std::vector<int64_t> first, next;
+        first.assign(size_t(num_rows * panels()), NONE), next.resize(size_t(edits.starts[num_rows]));
+        first_ = first.data(), next_ = next.data();
+    }
+
+    // Before a row's panels are asked for.
+    void sort(int64_t row) const {
+        if (!edits_.has(row)) return;
+        for (int64_t i = edits_.starts[row]; i < edits_.starts[row + 1]; i++) {
+            const int64_t output = edits_.tokens[i] - first_token_;
+            if (output < 0 || output >= num_out_) continue;
+            int64_t& first = first_[row * panels() + output / PANEL];
+            next_[i] = first, first = i;
+        }
+    }
+
+    bool has(int64_t row, int64_t panel) const { return edits_.has(row) && first_[row * panels() + panel] != NONE; }
+
+    // Of a panel's outputs.
+    void apply(float* outputs, int64_t row, int64_t panel) const {
+        for (int64_t i = first_[row * panels() + panel]; i != NONE; i = next_[i]) {
+            float& output = outputs[edits_.tokens[i] - first_token_ - panel * PANEL];
+            output = edited(output, edits_.factors[row], edits_.offsets[i]);
+        }
+    }
+
+  private:
+    static constexpr int64_t NONE = -1;
+    int64_t panels() const { return num_out_ / PANEL; }
+
+    const Edits edits_;
+    const int64_t num_out_, first_token_;
+    int64_t *first_ = nullptr, *next_ = nullptr;  // [rows][panels], and of each edit another one of its panel
+};
+
 // What a row's bounds are made of.
 struct ScreenedRow {
     float norm, error;  // |x|; |x - x'|, and what rounding may add
@@ -104,6 +159,7 @@ struct Bounds {
     std::atomic<float>* least;  // [rows]
     float* least_of_panels;     // [rows][panels]; null: not asked for
     RowNoise noise;
+    const PanelEdits& edits;
     int64_t num_out;
     int num_parts;  // rows of integers for each of x
 
@@ -151,17 +207,22 @@ struct Bounds {
     };
 
     PanelBounds bounds_of(const Target<float>& share, int64_t row, int64_t panel, const float* added) const {
-        Floats above = broadcast(-INFINITY), below = above;
-        Ints is_number = above == above;
+        alignas(64) float upper[PANEL], lower[PANEL];
         for (int i = 0; i < PANEL; i += LANES) {
             const int64_t output = panel * PANEL + i;
             Floats value = load(share.at(num_parts * row, panel) + i);
             if (num_parts > 1) value += load(share.at(num_parts * row + 1, panel) + i);
             const Floats off = load(screen.errors + output) * rows[row].norm + load(screen.norms + output) * rows[row].error;
-            const Floats upper = (value + off) + load(added + i), lower = (value - off) + load(added + i);
-            is_number &= upper == upper;
-            above = larger(upper, above);
-            below = larger(lower, below);
+            store(upper + i, value + off), store(lower + i, value - off);
+        }
+        if (edits.has(row, panel)) edits.apply(upper, row, panel), edits.apply(lower, row, panel);
+        Floats above = broadcast(-INFINITY), below = above;
+        Ints is_number = above == above;
+        for (int i = 0; i < PANEL; i += LANES) {
+            const Floats upper_score = load(upper + i) + load(added + i);
+            is_number &= upper_score == upper_score;
+            above = larger(upper_score, above);
+            below = larger(load(lower + i) + load(added + i), below);
         }
         return {has_any(~is_number) ? INFINITY : largest(above), below};
     }
@@ -182,9 +243,10 @@ struct Sifted {
 class ScreenedSearch {
   public:
     // `numbers`, of the largest outputs that the rows want, are below the number of panels; null: one each.
-    ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen, const RowNoise& noise,
+    ScreenedSearch(const LeftRows& left, const PackedMatrix& packed, const Screen& screen, const RowNoise& noise, const Edits& edits,
                    const int32_t* numbers = nullptr)
-        : left_(left), packed_(packed), screen_(screen), noise_(noise), numbers_(numbers), num_parts_(num_integer_rows(left.count)),
+        : left_(left), packed_(packed), screen_(screen), noise_(noise), edits_(edits, left.count, packed.num_out, noise.first_token),
+          numbers_(numbers), num_parts_(num_integer_rows(left.count)),
           integers_(room_for_integers(num_parts_ * left.count, packed.num_in)), rows_(size_t(left.count)), least_(size_t(left.count)) {
         static thread_local Buffer<float> room;
         const int64_t size = left.count * panels();
@@ -195,8 +257,8 @@ class ScreenedSearch {
 
     template <class Result>
     void run(const Result& result, Team& team) {
-        team.for_each(left_.count, [&](int64_t row) { quantize(int(row)); });
-        const Bounds bounds{screen_, rows_.data(), most_, least_.data(), least_of_panels_, noise_, packed_.num_out, num_parts_};
+        team.for_each(left_.count, [&](int64_t row) { quantize(int(row)), edits_.sort(row); });
+        const Bounds bounds{screen_, rows_.data(), most_, least_.data(), least_of_panels_, noise_, edits_, packed_.num_out, num_parts_};
         int8::multiply<false>(bounds, integers_, screen_.matrix, team);
         if (numbers_) team.for_each(left_.count, [&](int64_t row) { find_least(int(row)); });
         team.for_each(panels(), [&](int64_t panel) {
@@ -255,13 +317,17 @@ class ScreenedSearch {
         const PackedMatrix one{packed_.values + panel * PANEL * num_in, nullptr, PANEL, num_in};
         Team alone(nullptr, 1);
         multiply(Target<float>{outputs, PANEL}, {rows, num_in, count}, one, rows + count * num_in, alone);
-        for (int i = 0; i < count; i++) result.finish(Target<float>{outputs + i * PANEL, PANEL, false, open[i], panel}, 1, panel + 1);
+        for (int i = 0; i < count; i++) {
+            if (edits_.has(open[i], panel)) edits_.apply(outputs + i * PANEL, open[i], panel);
+            result.finish(Target<float>{outputs + i * PANEL, PANEL, false, open[i], panel}, 1, panel + 1);
+        }
     }
 
     const LeftRows left_;
     const PackedMatrix packed_;
     const Screen screen_;
     const RowNoise noise_;
+    const PanelEdits edits_;
     const int32_t* const numbers_;
     const int num_parts_;
     const int8::Left integers_;

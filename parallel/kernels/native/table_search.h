@@ -20,6 +20,7 @@ struct Table {
     float* largest;      // [rows]
     int64_t* indices;    // [rows]
     RowNoise noise;      // added to the outputs
+    Edits edits;         // made before that; only where rows are screened
 };
 
 // One at a time in the thread that makes it.
@@ -32,7 +33,7 @@ class TableSearch {
 #ifdef WEFT_HAS_SCREEN
         static_assert(SCREEN_SECTIONS <= SECTIONS);
         if (table.screen && left.count <= most_screened_rows()) {
-            screened_ = std::make_unique<ScreenedSearch>(left, packed_, Screen(table.screen, table.num_out, table.num_in), table.noise);
+            screened_ = std::make_unique<ScreenedSearch>(left, packed_, Screen(table.screen, table.num_out, table.num_in), table.noise, table.edits);
             return;
         }
 #endif

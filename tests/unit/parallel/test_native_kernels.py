@@ -11,11 +11,11 @@ import pytest
 import torch
 from helpers.largest_outputs import check_drawn, check_largest, check_sifted
 from helpers.paged_layout import make_layout, meta_of_one
-from helpers.sampling_cases import make_draws
+from helpers.sampling_cases import make_draws, make_edits
 
 from parallel.errors import DeviceError
 from parallel.host_memory import HugePages
-from parallel.kernels.base import AttentionParams, Sift
+from parallel.kernels.base import AttentionParams, Search, Sift
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
@@ -212,9 +212,8 @@ def test_a_table_is_laid_out_where_it_is_and_gives_its_rows(
             assert torch.equal(together, torch.cat([table(rows) for rows in x.split(num_rows)]))
         for rows in (x[:1], x[:33], x):
             check_largest(table, rows)
-            check_drawn(
-                table, rows, make_draws(len(rows), [*range(0, len(rows), 2)]).noise, make_native_choice(library)
-            )
+            noise = make_draws(len(rows), [*range(0, len(rows), 2)]).noise
+            check_drawn(table, rows, Search(noise), make_native_choice(library))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 12, 40, 150])
@@ -224,7 +223,7 @@ def test_what_few_rows_of_a_table_search_is_exact(programs: Programs, library: P
         pytest.skip("this CPU has no products in 8 bits")
     num_out, num_in = 6016, 416
     noise, choice = make_draws(num_rows, [*range(0, num_rows, 3), num_rows - 1]).noise, make_native_choice(library)
-    sift = Sift(noise, np.arange(num_rows, dtype=np.int32) % 20 + 1)
+    numbers, edits = np.arange(num_rows, dtype=np.int32) % 20 + 1, make_edits(num_rows, num_out, num_in**0.5)
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(num_out, num_in, generator=generator)
@@ -245,10 +244,14 @@ def test_what_few_rows_of_a_table_search_is_exact(programs: Programs, library: P
         for num_threads in (1, 3):
             table = NativeTable(weight.clone(), programs, num_threads, memory=HugePages())
             check_largest(table, x)
-            check_drawn(table, x, noise, choice)
+            check_drawn(table, x, Search(noise), choice)
+            if num_rows <= table.most_edited_rows:
+                check_drawn(table, x, Search(noise, edits), choice)
+                check_drawn(table, x, Search(None, edits), choice)
             if num_rows <= programs.most_screened_rows:
-                is_left_out = check_sifted(table, x, sift)
-                assert kind != "random" or is_left_out.float().mean() > 0.5
+                for sift in (Sift(noise, numbers), Sift(noise, numbers, edits)):
+                    is_left_out = check_sifted(table, x, sift)
+                    assert kind != "random" or is_left_out.float().mean() > 0.5
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])

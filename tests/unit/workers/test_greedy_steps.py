@@ -22,7 +22,22 @@ from workers.request import Request, RequestId, SamplingParams
 
 PROMPTS = {f"plain {i}": tuple(range(7 * i, 11 * i + 5)) for i in range(5)}
 TEMPERATURES = {"greedy": [0.0] * 5, "drawn": [0.3, 0.7, 1.0, 1.3, 2.0], "mixed": [0.0, 0.8, 0.0, 1.0, 1.0]}
-LIMITED = ({"top_k": 2}, {"top_k": 3, "top_p": 0.7, "min_p": 0.2}, {"temperature": 0.0}, {})
+KINDS: dict[str, list[dict[str, Any]]] = {
+    **{name: [{"temperature": each} for each in temperatures] for name, temperatures in TEMPERATURES.items()},
+    "edited": [
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "min_tokens": 5, "stop_token_ids": tuple(range(0, 1000, 3))},
+        {"temperature": 1.0, "frequency_penalty": 1.5, "presence_penalty": -2.0},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "repetition_penalty": 0.7},
+    ],
+}
+LIMITED = (
+    {"top_k": 2, "repetition_penalty": 1.3},
+    {"top_k": 3, "top_p": 0.7, "min_p": 0.2},
+    {"temperature": 0.0, "presence_penalty": 1.0},
+    {},
+)
 """As many as kernels without tiles look for together."""
 
 
@@ -51,7 +66,7 @@ def complete(engine: Engine, kinds: list[dict[str, Any]], more: SamplingParams |
     return tokens
 
 
-@pytest.mark.parametrize("kind", [*TEMPERATURES])
+@pytest.mark.parametrize("kind", [*KINDS])
 @pytest.mark.parametrize("more", [{"temperature": 0.0, "logprobs": 1}, {"temperature": 1.0, "top_p": 0.9}])
 def test_tokens_are_the_same_beside_a_request_that_asks_for_more(
     engine: Engine, kind: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -64,12 +79,12 @@ def test_tokens_are_the_same_beside_a_request_that_asks_for_more(
         return logits(decoder, hidden_SE, sift)
 
     monkeypatch.setattr(Decoder, "logits", ask)
-    kinds = [{"temperature": temperature} for temperature in TEMPERATURES[kind]]
+    kinds = KINDS[kind]
     alone = complete(engine, kinds)
     num_asked_alone = len(asked)
     beside = complete(engine, kinds, SamplingParams(**more, max_tokens=12, ignore_eos=True))
     assert beside == alone
-    assert all(len(tokens) == 12 for tokens in alone.values())
+    assert all(5 < len(tokens) <= 12 for tokens in alone.values())
     assert len(asked) > num_asked_alone
     linear = select_kernels(torch.device("cpu"), torch.bfloat16).pack_linear(torch.zeros(128, 128).bfloat16(), None)
     assert (num_asked_alone == 0) == isinstance(linear, SearchedLinear)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.device.cpu import CpuDevice
-from parallel.kernels.sampling import gumbel
+from parallel.kernels.sampling import edit_logits, gumbel
 from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.errors import InvalidRequestError
 from workers.plan import NewSequence, SampledToken
@@ -30,10 +30,12 @@ def new_sequence(
 
 
 def sample_all(logits: torch.Tensor, news: list[NewSequence], positions: list[int]) -> list[SampledToken]:
-    sampler = Sampler(device=CpuDevice(), num_slots=len(news))
+    slots = SlotDraws(max(new.slot for new in news) + 1)
     for new in news:
-        sampler.add(new)
-    return sampler.sample(logits, np.array([new.slot for new in news]), np.array(positions)).result()
+        slots.add(new)
+    rows = np.array([new.slot for new in news]), np.array(positions)
+    sampler = Sampler(device=CpuDevice(), draws=slots)
+    return sampler.sample(logits.clone(), *rows, slots.edits(*rows)).result()
 
 
 def sample_one(logits: list[float] | torch.Tensor, position: int = 1, **params: Any) -> SampledToken:
@@ -43,10 +45,8 @@ def sample_one(logits: list[float] | torch.Tensor, position: int = 1, **params: 
 
 def draws(logits: torch.Tensor, num: int, **params: Any) -> torch.Tensor:
     """Token counts over `num` positions of one seed."""
-    sampler = Sampler(device=CpuDevice(), num_slots=num)
-    for slot in range(num):
-        sampler.add(new_sequence(slot, **params))
-    tokens = sampler.sample(logits.expand(num, -1), np.arange(num), np.arange(num)).result()
+    news = [new_sequence(slot, **params) for slot in range(num)]
+    tokens = sample_all(logits.expand(num, -1), news, [*range(num)])
     return torch.bincount(torch.tensor([token.token_id for token in tokens]), minlength=len(logits))
 
 
@@ -224,9 +224,7 @@ def test_a_row_never_depends_on_its_batch() -> None:
     backwards = sample_all(logits[order], [news[i] for i in order], positions)
     assert [backwards[i] for i in order] == together
     for i in range(40):
-        sampler = Sampler(device=CpuDevice(), num_slots=40)
-        sampler.add(news[i])
-        (alone,) = sampler.sample(logits[i : i + 1], np.array([i]), np.array([6])).result()
+        (alone,) = sample_all(logits[i : i + 1], [news[i]], [6])
         assert alone == together[i]
 
 
@@ -240,12 +238,19 @@ def test_penalties_follow_their_definitions() -> None:
         presence_penalty=0.25,
         frequency_penalty=0.5,
     )
-    sampler = Sampler(device=CpuDevice(), num_slots=1)
-    sampler.add(new)
-    sampler.append(0, [3])
-    edited = sampler._edit(logits[None], np.array([0]), np.array([5]), np.array([2]))
-    assert edited[0].tolist() == [1.0, -4.0, 0.5 - 0.25 - 1.0, 0.25 - 0.25 - 0.5, 0.0]
-    assert logits.tolist() == [2.0, -2.0, 1.0, 0.5, 0.0]
+    slots = SlotDraws(1)
+    slots.add(new)
+    slots.add_output(0, [3])
+    assert edited(logits, slots, 5).tolist() == [1.0, -4.0, 0.5 - 0.25 - 1.0, 0.25 - 0.25 - 0.5, 0.0]
+
+
+def edited(logits: torch.Tensor, slots: SlotDraws, position: int) -> torch.Tensor:
+    """Those of slot 0."""
+    edits = slots.edits(np.array([0]), np.array([position]))
+    assert edits is not None
+    logits = logits.clone()
+    edit_logits(logits[None], edits)
+    return logits
 
 
 def test_the_least_repetition_penalty_keeps_logits_finite() -> None:
@@ -265,17 +270,15 @@ def test_a_repetition_penalty_that_is_no_positive_number_is_refused(penalty: flo
 
 
 def test_penalties_of_a_resumed_sequence_equal_those_kept_step_by_step() -> None:
-    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(1))
     output = tuple(int(t) for t in torch.randint(0, 500, (300,), generator=torch.Generator().manual_seed(2)))
     params: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.7, "frequency_penalty": 1.0}
-    stepwise = Sampler(device=CpuDevice(), num_slots=1)
+    stepwise, resumed = SlotDraws(1), SlotDraws(1)
     stepwise.add(new_sequence(output=(), **params))
     for token_id in output:
-        stepwise.append(0, [token_id])
-    resumed = Sampler(device=CpuDevice(), num_slots=1)
+        stepwise.add_output(0, [token_id])
     resumed.add(new_sequence(output=output, **params))
-    arguments = logits, np.array([0]), np.array([301]), np.array([2])
-    assert torch.equal(stepwise._edit(*arguments), resumed._edit(*arguments))
+    assert torch.equal(edited(logits, stepwise, 301), edited(logits, resumed, 301))
 
 
 def test_min_tokens_forbids_stop_ids_until_it_is_reached() -> None:
@@ -297,11 +300,14 @@ def test_logprobs_are_of_the_model_and_not_of_what_is_sampled_from() -> None:
 
 
 def test_a_slot_taken_again_forgets_its_last_sequence() -> None:
-    sampler = Sampler(device=CpuDevice(), num_slots=1)
-    sampler.add(new_sequence(temperature=2.0, top_p=0.5, logprobs=1, repetition_penalty=2.0))
-    sampler.remove(0)
-    sampler.add(new_sequence(temperature=0.0))
-    (token,) = sampler.sample(torch.tensor([[5.0, 6.0]]), np.array([0]), np.array([1])).result()
+    slots, rows = SlotDraws(1), (np.array([0]), np.array([1]))
+    slots.add(new_sequence(temperature=2.0, top_p=0.5, logprobs=1, repetition_penalty=2.0))
+    assert slots.edits(*rows) is not None
+    slots.remove(0)
+    slots.add(new_sequence(temperature=0.0))
+    assert slots.edits(*rows) is None
+    sampler = Sampler(device=CpuDevice(), draws=slots)
+    (token,) = sampler.sample(torch.tensor([[5.0, 6.0]]), *rows, None).result()
     assert token == SampledToken(0, 1)
 
 
@@ -319,7 +325,7 @@ def test_the_largest_logits_alone_are_asked_for_where_top_k_limits_all_that_is_l
         ({"temperature": 0.5, "min_p": 0.1}, None),
         ({"temperature": 0.5, "top_p": 0.9}, None),
         ({"temperature": 0.5, "top_k": 9, "logprobs": 0}, None),
-        ({"temperature": 0.5, "top_k": 9, "presence_penalty": 0.1}, None),
+        ({"temperature": 0.5, "top_k": 9, "presence_penalty": 0.1}, 9),
     ):
         slots.add(new_sequence(3, **more))
         sift = slots.sift(four, four)
@@ -342,8 +348,6 @@ def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with
         assert (None if search.noise is None else search.noise["temperature"].tolist()) == temperatures
     for more in (
         {"logprobs": 0},
-        {"frequency_penalty": 0.1},
-        {"min_tokens": 1, "stop_token_ids": (3,)},
         {"temperature": 0.5, "top_k": 9},
         {"temperature": 0.5, "top_p": 0.9},
         {"temperature": 0.5, "min_p": 0.1},
@@ -351,6 +355,41 @@ def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with
         slots.add(new_sequence(2, **{"temperature": 0.0, **more}))
         assert slots.search(np.arange(3), np.arange(3)) is None, more
         assert slots.search(two, two) is not None
-    slots.remove(2)
-    slots.add(new_sequence(2, temperature=0.0))
-    assert slots.search(np.arange(3), np.arange(3)) is not None
+
+
+@pytest.mark.parametrize(
+    ("params", "position", "expected"),
+    [
+        ({}, 5, None),
+        ({"repetition_penalty": 1.5}, 5, ([6, 7, 8, 9], 1.5, [0] * 4)),
+        ({"presence_penalty": 0.5, "frequency_penalty": -1}, 5, ([8, 9], 1, [-1.5, -0.5])),
+        ({"min_tokens": 3, "stop_token_ids": (3, 4)}, 4, ([3, 4], 1, [math.inf] * 2)),
+        ({"min_tokens": 3, "stop_token_ids": (3, 4)}, 5, None),
+        (
+            {"min_tokens": 4, "stop_token_ids": (4, 8), "presence_penalty": 0.5},
+            5,
+            ([9, 4, 8], 1, [0.5, *[math.inf] * 2]),
+        ),
+        ({"min_tokens": 4, "stop_token_ids": (8,), "repetition_penalty": 2}, 5, ([6, 7, 9, 8], 2, [0, 0, 0, math.inf])),
+    ],
+)
+def test_penalties_and_forbidden_stop_ids_are_edits_of_logits(
+    params: dict[str, Any], position: int, expected: tuple[list[int], float, list[float]] | None
+) -> None:
+    slots, rows = SlotDraws(2), np.array([0, 1])
+    slots.add(new_sequence(0, temperature=0.0))
+    slots.add(new_sequence(1, prompt=(6, 7), output=(8, 9), **{"temperature": 0.0, **params}))
+    slots.add_output(1, [8])
+    edits = slots.edits(rows, np.array([5, position]))
+    search = slots.search(rows, np.array([5, position]))
+    assert search is not None
+    if expected is None:
+        assert (edits, search.edits) == (None, None)
+        return
+    assert edits is not None
+    ids, factor, offsets = expected
+    assert edits.starts.tolist() == [0, 0, len(ids)]
+    assert edits.token_ids.tolist() == ids
+    assert edits.factors.tolist() == [1, factor]
+    assert edits.offsets.tolist() == offsets
+    assert all(map(np.array_equal, edits, search.edits or ()))
