@@ -294,7 +294,7 @@ class ModelRunner:
         draws = SlotDraws(num_slots)
         if not self._mesh.is_last_stage or self._mesh.tp.rank > 0:
             return inputs, draws, None
-        return inputs, draws, Sampler(device=self._device, draws=draws, choose=self._choice.choose)
+        return inputs, draws, Sampler(device=self._device, draws=draws, choice=self._choice)
 
     def _profile(self) -> None:
         """Run the largest step: the whole token budget, as many sampled rows as there can be; its last sequence has

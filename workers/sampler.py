@@ -25,14 +25,12 @@ from torch import Tensor
 
 from parallel.device.base import Device
 from parallel.kernels.host_arrays import to_device
-from parallel.kernels.sampling import ChooseTokens, Edits, choose_in_torch, edit_logits
+from parallel.kernels.sampling import IN_TORCH, Edits, TokenChoice, edit_logits
 from workers.plan import SampledToken
 from workers.request import TokenLogprobs
 from workers.slot_draws import LOGPROBS, RANDOM, SlotDraws
 
 Int64Array = npt.NDArray[np.int64]
-
-_NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +73,10 @@ def nothing_sampled() -> Sampled:
 class Sampler:
     """Samples for the sequences in their slots. Lives on the first tensor rank of the last stage; one thread."""
 
-    def __init__(self, *, device: Device, draws: SlotDraws, choose: ChooseTokens = choose_in_torch) -> None:
+    def __init__(self, *, device: Device, draws: SlotDraws, choice: TokenChoice = IN_TORCH) -> None:
         self._device = device
         self._draws = draws
-        self._choose = choose
+        self._choice = choice
 
     def sample(self, logits_SV: Tensor, slots: Int64Array, positions: Int64Array, edits: Edits | None) -> Sampled:
         """Choose one token for each row, without waiting for the device.
@@ -97,10 +95,13 @@ class Sampler:
         if edits is not None:
             logits = logits_SV.clone() if any_flag & LOGPROBS else logits_SV
             edit_logits(logits, edits)
-        token_ids = self._choose(logits, self._draws.draws(slots, positions) if any_flag & RANDOM else None)
-        rows = np.flatnonzero(flags & LOGPROBS) if any_flag & LOGPROBS else _NO_ROWS
-        reported = list(zip(rows.tolist(), self._draws.num_logprobs(slots[rows]).tolist(), strict=True))
-        logprobs = self._logprobs(logits_SV, token_ids, reported) if reported else []
+        token_ids = self._choice.choose(logits, self._draws.draws(slots, positions) if any_flag & RANDOM else None)
+        reported, logprobs = [], []
+        if any_flag & LOGPROBS:
+            rows = np.flatnonzero(flags & LOGPROBS)
+            numbers = self._draws.num_logprobs(slots[rows])
+            reported = list(zip(rows.tolist(), numbers.tolist(), strict=True))
+            logprobs = self._logprobs(logits_SV, token_ids, rows, int(numbers.max()))
         wait = self._device.start_copy([token_ids, *logprobs])
         return Sampled(token_ids=token_ids, slots=slots.tolist(), reported=reported, wait=wait)
 
@@ -109,15 +110,12 @@ class Sampler:
         wait = self._device.start_copy([token_ids_S])
         return Sampled(token_ids=token_ids_S, slots=slots.tolist(), reported=[], wait=wait)
 
-    def _logprobs(self, logits_SV: Tensor, token_ids: Tensor, reported: list[tuple[int, int]]) -> list[Tensor]:
+    def _logprobs(self, logits_SV: Tensor, token_ids: Tensor, rows: Int64Array, number: int) -> list[Tensor]:
         """Log-probabilities of the model's own distribution: of the tokens chosen, and the largest with their ids."""
-        index = to_device(np.array([row for row, _ in reported]), logits_SV.device)
-        logits = logits_SV[index]
-        total = logits.logsumexp(-1, keepdim=True)
-        values = (logits.gather(-1, token_ids[index].clamp(min=0)[:, None]) - total)[:, 0]
-        most = max(num for _, num in reported)
-        top_values, top_ids = logits.topk(min(most, logits.shape[1]), dim=-1)
-        return [values, top_values - total, top_ids]
+        totals_R, top_values_RN, top_ids_RN = self._choice.rank(logits_SV, rows, min(number, logits_SV.shape[1]))
+        index = to_device(rows, logits_SV.device)
+        chosen_R = logits_SV[index, token_ids[index].clamp(min=0)]
+        return [chosen_R - totals_R, top_values_RN - totals_R[:, None], top_ids_RN]
 
 
 def _not_finite(slot: int) -> SampledToken:

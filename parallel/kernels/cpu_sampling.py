@@ -1,4 +1,4 @@
-"""The choice of tokens on a CPU, by the compiled kernels (native/sampling.h, native/draws.h)."""
+"""The choice of tokens on a CPU, by the compiled kernels (native/sampling.h, native/draws.h, native/ranking.h)."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.native.build import build_library
-from parallel.kernels.native.library import load_draws, load_largest
+from parallel.kernels.native.library import load_draws, load_largest, load_ranking
 from parallel.kernels.sampling import NOISE, Draws, NoiseArray, TokenChoice, largest_outputs
 
 _DRAW = np.dtype([("noise", NOISE), ("limit", np.float32), ("top_k", np.float64), ("top_p", np.float64)])
@@ -17,7 +17,7 @@ _DRAW = np.dtype([("noise", NOISE), ("limit", np.float32), ("top_k", np.float64)
 def make_native_choice(library: Path | None = None) -> TokenChoice:
     """Of this library, or of this machine's, compiled where needed. On torch's threads. Raises DeviceError."""
     library, num_threads = library or build_library(), torch.get_num_threads()
-    find_largest, draw = load_largest(library), load_draws(library)
+    find_largest, draw, rank_tokens = load_largest(library), load_draws(library), load_ranking(library)
 
     def choose(logits_SV: Tensor, draws: Draws | None) -> Tensor:
         if draws is not None:
@@ -42,7 +42,16 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
         draw(*rows, settings.ctypes.data, first_token, num_threads)
         return scores, token_ids
 
-    return TokenChoice(choose, find)
+    def rank(logits_SV: Tensor, rows: np.typing.NDArray[np.int64], number: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits, rows = _in_rows(logits_SV), np.ascontiguousarray(rows)
+        totals, values = torch.empty(len(rows)), torch.empty(len(rows), number)
+        token_ids = torch.empty(len(rows), number, dtype=torch.int64)
+        ranked = totals.data_ptr(), values.data_ptr(), token_ids.data_ptr()
+        sizes = len(rows), logits.shape[1], number
+        rank_tokens(*ranked, logits.data_ptr(), logits.stride(0), rows.ctypes.data, *sizes, num_threads)
+        return totals, values, token_ids
+
+    return TokenChoice(choose, find, rank)
 
 
 def _in_rows(logits_SV: Tensor) -> Tensor:

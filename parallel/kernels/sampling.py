@@ -90,11 +90,28 @@ class FindTokens(Protocol):
         """
 
 
+class RankTokens(Protocol):
+    """Tells what is most probable."""
+
+    def __call__(self, logits_SV: Tensor, rows: npt.NDArray[np.int64], number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of these rows: [R] float32, the logarithm of the sum of all e^logit; [R, number] float32, the largest logits
+        from the largest down; [R, number] int64, their tokens. The host does not wait for the device.
+
+        Where `ChooseTokens` gives -1 these are anything.
+
+        Args:
+            logits_SV: [S, V] float32, left as it is.
+            rows: [R], those asked for.
+            number: 0 to V.
+        """
+
+
 class TokenChoice(NamedTuple):
     """What `kernels/select.py` chooses once per process."""
 
     choose: ChooseTokens
     find: FindTokens
+    rank: RankTokens
 
 
 def choose_in_torch(logits_SV: Tensor, draws: Draws | None) -> Tensor:
@@ -115,7 +132,13 @@ def find_in_torch(logits_SV: Tensor, noise: NoiseArray | None, first_token: int)
     return largest_outputs(logits_SV if noise is None else _scores(logits_SV, noise, first_token))
 
 
-IN_TORCH = TokenChoice(choose_in_torch, find_in_torch)
+def rank_in_torch(logits_SV: Tensor, rows: npt.NDArray[np.int64], number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Implements `RankTokens`, on any device."""
+    logits_RV = logits_SV[to_device(rows, logits_SV.device)]
+    return logits_RV.logsumexp(-1), *logits_RV.topk(number, dim=-1)
+
+
+IN_TORCH = TokenChoice(choose_in_torch, find_in_torch, rank_in_torch)
 
 
 def edit_logits(logits_SV: Tensor, edits: Edits, first_token: int = 0) -> None:

@@ -18,7 +18,7 @@ from parallel.kernels.inductor import InductorKernels
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import load_programs
 from parallel.kernels.reference import ReferenceKernels
-from parallel.kernels.sampling import IN_TORCH, TokenChoice
+from parallel.kernels.sampling import IN_TORCH, TokenChoice, rank_in_torch
 
 NAMES = ("auto", "reference", "cpu", "cpu-native", "cuda")
 
@@ -84,7 +84,7 @@ def select_sampling(device: torch.device, name: str = "auto") -> TokenChoice:
     except ModuleNotFoundError as error:
         logger.warning("sampling in plain torch, which is slower: %s", error)
         return IN_TORCH
-    return TokenChoice(triton_sampling.choose_in_triton, triton_sampling.find_in_triton)
+    return TokenChoice(triton_sampling.choose_in_triton, triton_sampling.find_in_triton, rank_in_torch)
 
 
 def _compiled(kernels: Kernels, device: torch.device, name: str) -> InductorKernels:

@@ -8,7 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray, TokenChoice, choose_in_torch, gumbel
+from parallel.kernels.sampling import (
+    NOISE,
+    Draws,
+    Edits,
+    NoiseArray,
+    TokenChoice,
+    choose_in_torch,
+    gumbel,
+    rank_in_torch,
+)
 
 CLOSE = 4e-6
 """Of the largest logit and noise of a row: scores that are as close to each other may be taken for one another."""
@@ -51,6 +60,25 @@ class SamplingCase:
         noise = None if self.draws is None else self.draws.noise
         no_limits = None if noise is None else _without_limits(noise)
         assert _find_in_parts(choice, logits, noise) == choose(logits, no_limits).tolist(), self.name
+        if self.logits.dtype is torch.float32:
+            self._check_ranks(choice, logits)
+
+    def _check_ranks(self, choice: TokenChoice, logits: Tensor) -> None:
+        """Of some rows, backwards; each is the same alone."""
+        is_a_choice = choose_in_torch(self.logits, None) >= 0
+        rows = is_a_choice.nonzero()[:, 0].flip(0)[::2].numpy()
+        for number in (0, 1, min(7, logits.shape[1]), logits.shape[1]):
+            totals, values, tokens = (ranked.cpu() for ranked in choice.rank(logits, rows, number))
+            expected_totals, expected_values, _ = rank_in_torch(self.logits, rows, number)
+            torch.testing.assert_close(totals, expected_totals, rtol=2e-6, atol=2e-6)
+            assert torch.equal(values, expected_values), self.name
+            assert torch.equal(self.logits[torch.from_numpy(rows)].gather(1, tokens), values), self.name
+            assert all(len(set(row)) == number for row in tokens.tolist()), self.name
+            alone = choice.rank(logits, rows[-1:], number)
+            for ours, together in zip(alone, (totals, values, tokens), strict=True):
+                assert torch.equal(ours.cpu(), together[-1:]), self.name
+        everything = np.arange(len(logits))
+        assert len(choice.rank(logits, everything, 3)[0]) == len(logits), "rows without a choice change nothing"
 
     def _check_close(self, row: int, token: int, wanted: int) -> None:
         """Both are kept, and have nearly the same score."""

@@ -29,7 +29,6 @@ struct Draw {
     bool is_limited(int64_t size) const { return is_one() && (is_ranked(size) || limit < INFINITY); }
 };
 
-constexpr int64_t CHUNK = 32 * RUN;  // logits, of which parts of a row have whole numbers
 constexpr float UNITS = 0x1p42f;     // of the largest weight; sums over 2^21 tokens fit in 64 bits
 constexpr float WEIGHTLESS = 30;     // a distance of less than a unit
 
@@ -61,7 +60,14 @@ inline float begin_of(int bucket) {
     return bucket < NUM_BUCKETS ? bit_cast<float>(Key(FIRST_BUCKET + bucket) << BUCKET_SHIFT) : INFINITY;
 }
 
-inline int bucket_of(float distance) { return std::clamp((key_of(distance) >> BUCKET_SHIFT) - FIRST_BUCKET, 0, NUM_BUCKETS - 1); }
+// Of a run's distances.
+inline void find_buckets(int32_t* buckets, const float* distances) {
+    for (int i = 0; i < RUN; i += LANES) {
+        const Ints bucket = (bit_cast<Ints>(load(distances + i)) >> BUCKET_SHIFT) - FIRST_BUCKET;
+        const Ints is_before = bucket < 0, is_past = bucket > NUM_BUCKETS - 1;
+        store(buckets + i, (bucket & ~(is_before | is_past)) | ((Ints{} + (NUM_BUCKETS - 1)) & is_past));
+    }
+}
 
 // As find_noise, but only for vectors that have a token within the limit; whether there is one.
 inline bool find_noise_of_kept(float* to, const Noise& noise, int64_t first, const float* distances, int64_t count, float limit) {
@@ -95,46 +101,42 @@ class Drawing {
             int64_t first_token, int num_threads)
         : token_ids_(token_ids), scores_(scores), logits_(logits), row_stride_(row_stride), num_rows_(num_rows), size_(size), draws_(draws),
           first_token_(first_token),
-          num_parts_(choose_parts(num_rows, size, num_threads)), part_size_(((size - 1) / num_parts_ / CHUNK + 1) * CHUNK),
-          num_runs_((size - 1) / RUN + 1), found_(size_t(num_rows * num_parts_)), limits_(size_t(num_rows), INFINITY) {
+          parts_(num_rows, size, num_threads), found_(size_t(num_rows * parts_.num)), limits_(size_t(num_rows), INFINITY) {
         static thread_local Buffer<float> room;
         for (int64_t row = 0; row < num_rows; row++) is_limited_ |= draws[row].is_limited(size), is_ranked_ |= draws[row].is_ranked(size);
-        if (is_limited_) largest_.resize(found_.size()), most_of_runs_ = room.room(size_t(num_rows * num_runs_));
+        if (is_limited_) largest_.resize(found_.size()), most_of_runs_ = room.room(size_t(num_rows * parts_.num_runs));
         if (is_ranked_) tallies_.resize(found_.size()), kept_.resize(found_.size()), borders_.resize(size_t(num_rows));
     }
 
     void run(Team& team) {
-        const auto for_each_part = [&](const auto& work) {
-            team.for_each(num_rows_ * num_parts_, [&](int64_t item) { work(item / num_parts_, item % num_parts_); });
-        };
-        if (is_limited_) for_each_part([&](int64_t row, int64_t part) {
-            if (draws_[row].is_limited(size_)) largest_[place(row, part)] = find_most_of_runs(row, part);
-        });
-        if (is_ranked_) {
-            for_each_part([&](int64_t row, int64_t part) { tally(row, part); });
-            team.for_each(num_rows_, [&](int64_t row) {
-                if (is_ranked(row)) borders_[size_t(row)] = counts_runs(row) ? find_border_of_runs(row) : find_border(row);
+        parts_.run(team, num_rows_, [&](const auto& for_each_row, const auto& for_each_part) {
+            if (is_limited_) for_each_part([&](int64_t row, int64_t part) {
+                if (draws_[row].is_limited(size_))
+                    largest_[place(row, part)] = {parts_.find_most_of_runs(most_of_runs_of(row), logits_of(row), part), 0};
             });
-            for_each_part([&](int64_t row, int64_t part) { keep(row, part); });
-        }
-        if (is_limited_) team.for_each(num_rows_, [&](int64_t row) { limits_[size_t(row)] = find_limit(row); });
-        for_each_part([&](int64_t row, int64_t part) {
-            found_[place(row, part)] = draws_[row].is_one() ? find_drawn(row, part) : largest_of_part(row, part);
-        });
-        team.for_each(num_rows_, [&](int64_t row) {
-            const Found found = first_of_parts(found_, row);
-            token_ids_[row] = token_of(found);
-            if (scores_) scores_[row] = found.value;
+            if (is_ranked_) {
+                for_each_part([&](int64_t row, int64_t part) { tally(row, part); });
+                for_each_row([&](int64_t row) {
+                    if (is_ranked(row)) borders_[size_t(row)] = counts_runs(row) ? find_border_of_runs(row) : find_border(row);
+                });
+                for_each_part([&](int64_t row, int64_t part) { keep(row, part); });
+            }
+            if (is_limited_) for_each_row([&](int64_t row) { limits_[size_t(row)] = find_limit(row); });
+            for_each_part([&](int64_t row, int64_t part) {
+                found_[place(row, part)] = draws_[row].is_one() ? find_drawn(row, part) : largest_of_part(row, part);
+            });
+            for_each_row([&](int64_t row) {
+                const Found found = first_of_parts(found_, row);
+                token_ids_[row] = token_of(found);
+                if (scores_) scores_[row] = found.value;
+            });
         });
     }
 
   private:
-    struct Span {
-        int64_t begin, size;  // of a row
-    };
-
-    // By how many tokens, or what weight, a bucket of a part adds.
+    // By how many tokens, or what weight, a bucket of a part adds. Several, for a sum waits for the last one of its bucket.
     using Tally = std::vector<int64_t>;
+    static constexpr int NUM_TALLIES = 4;
 
     // Where a row's last kept distance lies.
     struct Border {
@@ -143,21 +145,12 @@ class Drawing {
         double target;      // the least of what is kept
     };
 
-    static int64_t choose_parts(int64_t num_rows, int64_t size, int num_threads) {
-        constexpr int64_t LEAST = 8 * CHUNK;
-        return num_rows >= num_threads ? 1 : std::max<int64_t>(1, std::min<int64_t>(num_threads, size / LEAST));
-    }
-
-    size_t place(int64_t row, int64_t part) const { return size_t(row * num_parts_ + part); }
+    size_t place(int64_t row, int64_t part) const { return size_t(row * parts_.num + part); }
     const float* logits_of(int64_t row) const { return logits_ + row * row_stride_; }
-
-    Span span(int64_t part) const {
-        const int64_t begin = std::min(part * part_size_, size_);
-        return {begin, std::min(part_size_, size_ - begin)};
-    }
+    float* most_of_runs_of(int64_t row) const { return most_of_runs_ + row * parts_.num_runs; }
 
     Found largest_of_part(int64_t row, int64_t part) const {
-        const Span all = span(part);
+        const RowSpan all = parts_.span(part);
         if (all.size == 0) return {-INFINITY, 0};
         const Found found = first_largest(logits_of(row) + all.begin, all.size);
         return {found.value, all.begin + found.place};
@@ -165,7 +158,7 @@ class Drawing {
 
     Found first_of_parts(const std::vector<Found>& found, int64_t row) const {
         Found most = found[place(row, 0)];
-        for (int64_t part = 1; part < num_parts_; part++) {
+        for (int64_t part = 1; part < parts_.num; part++) {
             const Found& of_part = found[place(row, part)];
             if (!(of_part.value <= most.value) && most.value == most.value) most = of_part;
         }
@@ -173,19 +166,6 @@ class Drawing {
     }
 
     float largest_of(int64_t row) const { return first_of_parts(largest_, row).value; }
-
-    // The largest, wherever it is, and of each run. None but the first where one is NaN: then the row has no token.
-    Found find_most_of_runs(int64_t row, int64_t part) {
-        const Span all = span(part);
-        float most = -INFINITY;
-        for (int64_t begin = all.begin; begin < all.begin + all.size; begin += RUN) {
-            const float of_run = largest(logits_of(row) + begin, std::min<int64_t>(RUN, size_ - begin));
-            if (of_run != of_run) return {of_run, begin};
-            most_of_runs_[row * num_runs_ + begin / RUN] = of_run;
-            most = std::max(most, of_run);
-        }
-        return {most, all.begin};
-    }
 
     // Logits below it have a distance of more than the limit, however that is rounded, or taken for 0.
     double least_within(int64_t row, float limit) const {
@@ -197,11 +177,11 @@ class Drawing {
     template <class Work>
     void for_each_run(int64_t row, int64_t part, float limit, const Work& work) const {
         alignas(64) float distances[RUN];
-        const Span all = span(part);
+        const RowSpan all = parts_.span(part);
         const float most = largest_of(row);
         const double least = least_within(row, limit);
         for (int64_t begin = all.begin; begin < all.begin + all.size; begin += RUN) {
-            if (double(most_of_runs_[row * num_runs_ + begin / RUN]) < least) continue;
+            if (double(most_of_runs_of(row)[begin / RUN]) < least) continue;
             const int64_t count = std::min<int64_t>(RUN, size_ - begin);
             if (count < RUN) std::fill(distances, distances + RUN, INFINITY);
             find_distances(distances, logits_of(row) + begin, count, most, draws_[row].noise.temperature);
@@ -213,7 +193,7 @@ class Drawing {
 
     // The first of the largest scores.
     Found find_drawn(int64_t row, int64_t part) const {
-        const Span all = span(part);
+        const RowSpan all = parts_.span(part);
         if (draws_[row].is_limited(size_)) return find_drawn_of_kept(row, part);
         const Found found = first_largest(logits_of(row) + all.begin, all.size, draws_[row].noise, first_token_ + all.begin, -INFINITY);
         return {found.value, all.begin + found.place};
@@ -222,7 +202,7 @@ class Drawing {
     Found find_drawn_of_kept(int64_t row, int64_t part) const {
         alignas(64) float noise[RUN] = {}, scores[RUN];
         const float limit = limits_[size_t(row)];
-        Found found{-INFINITY, span(part).begin};
+        Found found{-INFINITY, parts_.span(part).begin};
         if (!std::isfinite(largest_of(row))) return found;  // a row that has no token
         for_each_run(row, part, limit, [&](const float* distances, int64_t count, int64_t begin) {
             if (!find_noise_of_kept(noise, draws_[row].noise, first_token_ + begin, distances, count, limit)) return;
@@ -234,11 +214,11 @@ class Drawing {
     }
 
     // Whether the runs tell the last one kept: k of them, of which most have one token of the k.
-    bool counts_runs(int64_t row) const { return draws_[row].limits_number(size_) && draws_[row].top_k * 4 <= double(num_runs_); }
+    bool counts_runs(int64_t row) const { return draws_[row].limits_number(size_) && draws_[row].top_k * 4 <= double(parts_.num_runs); }
 
     Border find_border_of_runs(int64_t row) const {
         static thread_local std::vector<float> most;
-        most.assign(most_of_runs_ + row * num_runs_, most_of_runs_ + (row + 1) * num_runs_);
+        most.assign(most_of_runs_of(row), most_of_runs_of(row) + parts_.num_runs);
         const auto last = most.begin() + int64_t(draws_[row].top_k) - 1;
         std::nth_element(most.begin(), last, most.end(), std::greater<float>());
         Border border{0, 0, 0, draws_[row].top_k};
@@ -249,25 +229,29 @@ class Drawing {
     void tally(int64_t row, int64_t part) {
         if (!is_ranked(row) || counts_runs(row)) return;
         Tally& tally = tallies_[place(row, part)];
-        tally.assign(NUM_BUCKETS, 0);
-        if (draws_[row].limits_number(size_))
-            return for_each_run(row, part, INFINITY, [&](const float* distances, int64_t count, int64_t) {
-                for (int64_t i = 0; i < count; i++) tally[size_t(bucket_of(distances[i]))]++;
-            });
-        for_each_run(row, part, WEIGHTLESS, [&](const float* distances, int64_t count, int64_t) {
+        tally.assign(NUM_TALLIES * NUM_BUCKETS, 0);
+        const bool is_number = draws_[row].limits_number(size_);
+        for_each_run(row, part, is_number ? INFINITY : WEIGHTLESS, [&](const float* distances, int64_t count, int64_t) {
             alignas(64) float weights[RUN];
-            weigh(weights, distances, count);
-            for (int64_t i = 0; i < count; i++) tally[size_t(bucket_of(distances[i]))] += int64_t(weights[i]);
+            alignas(64) int32_t buckets[RUN];
+            alignas(64) int64_t added[RUN];
+            if (is_number)
+                std::fill_n(weights, RUN, 1.0f);
+            else
+                weigh(weights, distances, RUN);
+            find_buckets(buckets, distances);
+            for (int i = 0; i < RUN; i++) added[i] = int64_t(weights[i]);
+            for (int64_t i = 0; i < count; i++) tally[size_t(i % NUM_TALLIES * NUM_BUCKETS + buckets[i])] += added[i];
         });
     }
 
     Border find_border(int64_t row) const {
         Tally total(NUM_BUCKETS, 0);
         int64_t all = 0;
-        for (int64_t part = 0; part < num_parts_; part++)
-            for (int bucket = 0; bucket < NUM_BUCKETS; bucket++) {
-                const int64_t of_part = tallies_[place(row, part)][size_t(bucket)];
-                total[size_t(bucket)] += of_part, all += of_part;
+        for (int64_t part = 0; part < parts_.num; part++)
+            for (int i = 0; i < NUM_TALLIES * NUM_BUCKETS; i++) {
+                const int64_t of_part = tallies_[place(row, part)][size_t(i)];
+                total[size_t(i % NUM_BUCKETS)] += of_part, all += of_part;
             }
         const bool is_number = draws_[row].limits_number(size_);
         Border border{0, 0, 0, is_number ? draws_[row].top_k : least_weight(row, all)};
@@ -289,8 +273,13 @@ class Drawing {
         kept.clear();
         const Border& border = borders_[size_t(row)];
         for_each_run(row, part, border.last, [&](const float* distances, int64_t count, int64_t) {
-            for (int64_t i = 0; i < count; i++)
-                if (distances[i] >= border.least && distances[i] <= border.last) kept.push_back(distances[i]);
+            float found[RUN];
+            int num_found = 0;
+            for (int64_t i = 0; i < count; i++) {  // without branches, which would be guessed wrong
+                found[num_found] = distances[i];
+                num_found += int(distances[i] >= border.least) & int(distances[i] <= border.last);
+            }
+            kept.insert(kept.end(), found, found + num_found);
         });
     }
 
@@ -299,7 +288,7 @@ class Drawing {
         const float by_min_p = draws_[row].limit;
         if (!is_ranked(row)) return by_min_p;
         std::vector<float> distances;
-        for (int64_t part = 0; part < num_parts_; part++) {
+        for (int64_t part = 0; part < parts_.num; part++) {
             const std::vector<float>& kept = kept_[place(row, part)];
             distances.insert(distances.end(), kept.begin(), kept.end());
         }
@@ -349,7 +338,7 @@ class Drawing {
     const int64_t row_stride_, num_rows_, size_;
     const Draw* const draws_;
     const int64_t first_token_;
-    const int64_t num_parts_, part_size_, num_runs_;
+    const RowParts parts_;
     bool is_limited_ = false, is_ranked_ = false;
     std::vector<Found> found_, largest_;  // [rows][parts], of scores and of logits, as are the next
     float* most_of_runs_ = nullptr;  // [rows][runs], of logits

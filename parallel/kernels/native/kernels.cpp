@@ -8,6 +8,7 @@
 #include "matrix.h"
 #include "matrix_int8.h"
 #include "program.h"
+#include "ranking.h"
 #include "sampling.h"
 #include "screened.h"
 
@@ -86,6 +87,13 @@ EXPORT void weft_choose_tokens(int64_t* token_ids, float* scores, const float* l
     num_threads = threads_for(num_rows * size, num_threads);
     Drawing drawing(token_ids, scores, logits, row_stride, num_rows, size, draws, first_token, num_threads);
     on_team(num_threads, Drawing::SECTIONS, [&](Team& team) { drawing.run(team); });
+}
+
+EXPORT void weft_rank_tokens(float* totals, float* values, int64_t* tokens, const float* logits, int64_t row_stride, const int64_t* rows,
+                             int64_t num_rows, int64_t size, int64_t number, int num_threads) {
+    num_threads = threads_for(num_rows * size, num_threads);
+    Ranking ranking(totals, values, tokens, logits, row_stride, rows, num_rows, size, number, num_threads);
+    on_team(num_threads, Ranking::SECTIONS, [&](Team& team) { ranking.run(team); });
 }
 
 EXPORT int weft_most_rows(void) { return most_rows(); }

@@ -3,8 +3,7 @@
 
 #pragma once
 
-#include "sampling.h"
-#include "vector.h"
+#include "row_parts.h"
 
 namespace weft {
 
@@ -47,8 +46,6 @@ inline Floats logarithm(Floats x, Floats rest, const Ints& takes_rest) {
     const Floats mantissa = bit_cast<Floats>(bits - (exponent << 23));
     return logarithm_of(choose(takes_rest, rest, mantissa - 1.0f), exponent);
 }
-
-constexpr int RUN = 2 * LANES;  // tokens whose noise has one bound
 
 // Of each token a number in (0, 1).
 inline Floats uniform(const Noise& noise, const Words& token) {

@@ -42,11 +42,11 @@ def test_operations_between_products_are_right_when_interpreted() -> None:
 _SAMPLING = """
 import torch
 from helpers.sampling_cases import sampling_cases
-from parallel.kernels.sampling import TokenChoice
+from parallel.kernels.sampling import TokenChoice, rank_in_torch
 from parallel.kernels.triton_sampling import choose_in_triton, find_in_triton
 
 for case in sampling_cases():
-    case.check(TokenChoice(choose_in_triton, find_in_triton), torch.device("cpu"))
+    case.check(TokenChoice(choose_in_triton, find_in_triton, rank_in_torch), torch.device("cpu"))
 """
 
 
