@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,10 @@ from bench.peers.catalog import PEERS, WEFT, check_peers, default_venvs
 from bench.peers.comparison import SMALL_GAP
 from bench.peers.measure import Options, measure
 from bench.peers.report import make_report, print_report
+from bench.peers.worker import Sampling
 from cluster.errors import ClusterError
+from workers.errors import InvalidRequestError
+from workers.request import SamplingParams
 
 _INTERRUPTED = 130
 """The exit status, as a shell has it for SIGINT."""
@@ -64,6 +68,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(peers), help=f"of {', '.join(peers)} (all)")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of W1, W2, W3 (all)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that is not (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable tokens (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="of tokens that are drawn; 0: off (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of tokens that are drawn; 1: off (%(default)s)")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="1: off (%(default)s)")
     parser.add_argument("--threads", type=int, help="of each engine (the cores of this process)")
     parser.add_argument("--venvs", type=Path, default=default_venvs(), help="where the environments are (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts; each round has the next one (%(default)s)")
@@ -99,8 +107,20 @@ def _options(args: argparse.Namespace) -> Options:
         seed=args.seed,
         weft_kv_cache_dtype=args.weft_kv_cache_dtype,
         device=args.device,
+        sampling=_sampling(args),
         settle_s=args.settle,
     )
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    sampling = Sampling(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, repetition_penalty=args.repetition_penalty
+    )
+    try:
+        SamplingParams(**asdict(sampling))
+    except InvalidRequestError as error:
+        raise BenchConfigError(str(error)) from error
+    return sampling
 
 
 def _names(given: str) -> tuple[str, ...]:

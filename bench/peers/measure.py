@@ -18,7 +18,7 @@ from bench.load.workloads import make_workload
 from bench.peers.catalog import WEFT, find_start
 from bench.peers.comparison import SMALL_GAP, Agreement, Measured, compare_tokens, interleave
 from bench.peers.process import Section, Worker, WorkerError
-from bench.peers.worker import Job, Loaded, Setup
+from bench.peers.worker import Job, Loaded, Sampling, Setup
 
 _LOAD_TIMEOUT_S = 1800.0
 """The first load converts the checkpoint."""
@@ -41,6 +41,8 @@ class Options:
     """Of Weft alone: "auto" or "int8"."""
     device: str
     """"cpu" or "cuda"."""
+    sampling: Sampling
+    """Of the timed rounds; tokens are compared where all take the most probable ones."""
     settle_s: float
     """Pause before each section: thread pools of the engine before spin for up to 0.2 s, then sleep."""
 
@@ -91,13 +93,15 @@ class _Run:
         self._vocab_size = int(_model_config(options.model)["vocab_size"])
 
     def compare(self, workload: str) -> None:
-        """Warm every engine up, untimed, and compare the tokens of all with Weft's."""
+        """Warm every engine up, untimed, and compare the greedy tokens of all with Weft's."""
         calls = self._calls(workload, 0)
-        reference = self._workers[WEFT].run(_job(calls, with_gaps=True), timeout_s=_RUN_TIMEOUT_S)
+        reference = self._workers[WEFT].run(_job(calls, Sampling(), with_gaps=True), timeout_s=_RUN_TIMEOUT_S)
         assert reference.gaps is not None
         agreements = self._outcome.agreements.setdefault(workload, {})
         for engine in list(self._workers):
-            section = self._ask(engine, calls)
+            section = self._ask(engine, calls, Sampling())
+            if self._options.sampling != Sampling():
+                self._ask(engine, calls, self._options.sampling)
             if section is not None and engine != WEFT:
                 agreements[engine] = compare_tokens(
                     reference.tokens, reference.gaps, section.tokens, small_gap=SMALL_GAP[self._options.dtype]
@@ -107,7 +111,7 @@ class _Run:
     def section(self, index: int, workload: str, engine: str) -> None:
         """One timed run."""
         calls = self._calls(workload, index)
-        section = self._ask(engine, calls)
+        section = self._ask(engine, calls, self._options.sampling)
         if section is None:
             return
         measured = Measured(
@@ -124,13 +128,13 @@ class _Run:
         contended = f", contended: others used {measured.others_cores:.2f} cores" if measured.is_contended else ""
         self._tell(f"round {index} {workload} {engine}: {measured.rate:.1f} tokens/s{contended}")
 
-    def _ask(self, engine: str, calls: Sequence[Call]) -> Section | None:
+    def _ask(self, engine: str, calls: Sequence[Call], sampling: Sampling) -> Section | None:
         worker = self._workers.get(engine)
         if worker is None:
             return None
         time.sleep(self._options.settle_s)
         try:
-            return worker.run(_job(calls), timeout_s=_RUN_TIMEOUT_S)
+            return worker.run(_job(calls, sampling), timeout_s=_RUN_TIMEOUT_S)
         except WorkerError as error:
             if engine == WEFT:
                 raise
@@ -195,9 +199,9 @@ def _digest(model: Path) -> str:
     return hashlib.blake2b(seen.encode(), digest_size=6).hexdigest()
 
 
-def _job(calls: Sequence[Call], *, with_gaps: bool = False) -> Job:
+def _job(calls: Sequence[Call], sampling: Sampling, *, with_gaps: bool = False) -> Job:
     prompts = [list(call.prompt) for call in calls if isinstance(call.prompt, tuple)]
-    return Job(prompts=prompts, num_out=[call.num_out for call in calls], with_gaps=with_gaps)
+    return Job(prompts=prompts, num_out=[call.num_out for call in calls], with_gaps=with_gaps, sampling=sampling)
 
 
 def describe_agreement(agreement: Agreement) -> str:

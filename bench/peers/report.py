@@ -19,6 +19,7 @@ def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any
         "model": options.model.name,
         "dtype": options.dtype,
         "device": options.device,
+        "sampling": asdict(options.sampling),
         "weft_kv_cache_dtype": options.weft_kv_cache_dtype,
         "rounds": options.rounds,
         "was_interrupted": outcome.was_interrupted,

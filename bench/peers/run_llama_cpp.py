@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.peers.gguf_file import write_gguf
-from bench.peers.worker import Answer, Job, Loaded, Setup, cached, packages, serve_worker
+from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, cached, packages, serve_worker
 
 _API: Any = llama_cpp
 _BATCH_TOKENS = 2048
@@ -31,6 +31,8 @@ class _Sequence:
     num_done: int = 0
     """Prompt tokens that are in the cache."""
     tokens: list[int] = field(default_factory=list)
+    sampler: Any = None
+    """Of llama.cpp; None: the most probable token is taken."""
 
     @property
     def is_finished(self) -> bool:
@@ -72,6 +74,9 @@ class LlamaCpp:
             _Sequence(slot=slot, prompt=prompt, num_out=num_out)
             for slot, (prompt, num_out) in enumerate(zip(job.prompts, job.num_out, strict=True))
         ]
+        if job.sampling != Sampling():
+            for each in sequences:
+                each.sampler = self._make_sampler(job.sampling, each)
         if prefix:
             self._fill_prefix(context, sequences, prefix)
         first_s = None
@@ -79,6 +84,9 @@ class LlamaCpp:
             self._step(context, sequences)
             if first_s is None and any(each.tokens for each in sequences):
                 first_s = time.perf_counter()
+        for each in sequences:
+            if each.sampler is not None:
+                _API.llama_sampler_free(each.sampler)
         return Answer(tokens=[each.tokens for each in sequences], first_s=first_s)
 
     def _make_context(self, setup: Setup, *, unified: bool) -> Any:
@@ -98,6 +106,30 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} tokens; its log says why")
         return context
 
+    def _make_sampler(self, sampling: Sampling, sequence: _Sequence) -> Any:
+        """Penalties over all tokens; top-k first, since it costs least so and a temperature leaves it as it is."""
+        chain = _API.llama_sampler_chain_init(_API.llama_sampler_chain_default_params())
+        stages = []
+        if sampling.repetition_penalty != 1:
+            length = len(sequence.prompt) + sequence.num_out
+            stages.append(
+                _API.llama_sampler_init_penalties(self._vocab_size, length, sampling.repetition_penalty, 0.0, 0.0)
+            )
+        if sampling.is_greedy:
+            stages.append(_API.llama_sampler_init_greedy())
+        else:
+            stages += [
+                _API.llama_sampler_init_top_k(sampling.top_k),
+                _API.llama_sampler_init_temp(sampling.temperature),
+                _API.llama_sampler_init_top_p(sampling.top_p, 1),
+                _API.llama_sampler_init_dist(sequence.slot),
+            ]
+        for stage in stages:
+            _API.llama_sampler_chain_add(chain, stage)
+        for token in sequence.prompt:
+            _API.llama_sampler_accept(chain, token)
+        return chain
+
     def _fill_prefix(self, context: Any, sequences: Sequence[_Sequence], prefix: int) -> None:
         """Compute it for the first and let the others refer to it."""
         memory = _API.llama_get_memory(context)
@@ -113,11 +145,13 @@ class LlamaCpp:
 
     def _step(self, context: Any, sequences: Sequence[_Sequence]) -> None:
         self._batch.n_tokens = 0
-        sampled = []
+        sampled: list[_Sequence] = []
+        places: list[int] = []
         for each in sequences:
             if each.tokens and not each.is_finished:
                 self._put(each.tokens[-1], len(each.prompt) + len(each.tokens) - 1, each.slot, wanted=True)
                 sampled.append(each)
+                places.append(self._batch.n_tokens - 1)
         for each in sequences:
             while each.num_done < len(each.prompt) and self._batch.n_tokens < _BATCH_TOKENS:
                 is_last = each.num_done == len(each.prompt) - 1
@@ -125,8 +159,16 @@ class LlamaCpp:
                 each.num_done += 1
                 if is_last:
                     sampled.append(each)
+                    places.append(self._batch.n_tokens - 1)
         self._decode(context)
-        for each, token in zip(sampled, self._best_tokens(context, len(sampled)), strict=True):
+        if any(each.sampler is not None for each in sampled):
+            tokens = [
+                _API.llama_sampler_sample(each.sampler, context, place)
+                for each, place in zip(sampled, places, strict=True)
+            ]
+        else:
+            tokens = self._best_tokens(context, len(sampled))
+        for each, token in zip(sampled, tokens, strict=True):
             each.tokens.append(token)
             if each.is_finished:
                 _API.llama_memory_seq_rm(_API.llama_get_memory(context), each.slot, -1, -1)

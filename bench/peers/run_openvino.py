@@ -10,7 +10,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from bench.peers.worker import Answer, Job, Loaded, Setup, cached, packages, serve_worker
+from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, cached, packages, serve_worker
 
 _API: Any = openvino_genai
 _PRECISIONS = {"bfloat16": ("fp32", "bf16"), "float32": ("fp32", "f32"), "int8": ("int8", "bf16")}
@@ -45,7 +45,7 @@ class OpenVino:
         for prompt, num_out in zip(job.prompts, job.num_out, strict=True):
             ids: Any = openvino.Tensor(np.array([prompt], dtype=np.int64))
             self._num_requests += 1
-            handles.append(self._pipeline.add_request(self._num_requests, ids, _greedy(num_out)))
+            handles.append(self._pipeline.add_request(self._num_requests, ids, _config(job.sampling, num_out)))
         first_s = None
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
@@ -54,11 +54,16 @@ class OpenVino:
         return Answer(tokens=[list(handle.read_all()[0].generated_ids) for handle in handles], first_s=first_s)
 
 
-def _greedy(num_out: int) -> Any:
+def _config(sampling: Sampling, num_out: int) -> Any:
     config = _API.GenerationConfig()
     config.max_new_tokens = num_out
-    config.do_sample = False
     config.ignore_eos = True
+    config.repetition_penalty = sampling.repetition_penalty
+    config.do_sample = not sampling.is_greedy
+    if config.do_sample:
+        config.temperature, config.top_p = sampling.temperature, sampling.top_p
+        if sampling.top_k:
+            config.top_k = sampling.top_k
     return config
 
 

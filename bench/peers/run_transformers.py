@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import transformers
 
-from bench.peers.worker import Answer, Job, Loaded, Setup, packages, serve_worker
+from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, packages, serve_worker
 
 
 class Generate:
@@ -32,7 +33,7 @@ class Generate:
             ids = self._model.generate(
                 input_ids,
                 attention_mask=mask,
-                generation_config=greedy_config(max(job.num_out)),
+                generation_config=make_config(job.sampling, max(job.num_out)),
                 stopping_criteria=[first],
             )
         generated = ids[:, longest:].tolist()
@@ -52,10 +53,15 @@ def load_model(setup: Setup, *, attention: str) -> Any:
     return model
 
 
-def greedy_config(num_out: int) -> Any:
+def make_config(sampling: Sampling, num_out: int) -> Any:
     """Exactly so many tokens: there is no end of text."""
     make: Callable[..., Any] = transformers.GenerationConfig
-    return make(max_new_tokens=num_out, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    how: dict[str, Any] = {"do_sample": False}
+    if not sampling.is_greedy:  # without top_k there would be one of 50
+        how = {"do_sample": True, **asdict(sampling)}
+    elif sampling.repetition_penalty != 1:
+        how["repetition_penalty"] = sampling.repetition_penalty
+    return make(max_new_tokens=num_out, eos_token_id=None, pad_token_id=0, use_cache=True, **how)
 
 
 class _FirstToken:

@@ -4,8 +4,8 @@ from typing import Any
 
 import transformers
 
-from bench.peers.run_transformers import greedy_config, load_model
-from bench.peers.worker import Answer, Job, Loaded, Setup, packages, serve_worker
+from bench.peers.run_transformers import load_model, make_config
+from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, packages, serve_worker
 
 _TIMEOUT_S = 1.0
 
@@ -17,7 +17,7 @@ class ContinuousBatching:
         self._model = load_model(setup, attention="sdpa")
         config = _config(setup)
         self._manager = self._model.init_continuous_batching(
-            generation_config=greedy_config(setup.max_context), continuous_batching_config=config
+            generation_config=make_config(Sampling(), setup.max_context), continuous_batching_config=config
         )
         self._manager.start()
 
@@ -26,7 +26,12 @@ class ContinuousBatching:
         return Loaded(packages=packages("transformers", "torch"), dtype=str(self._model.dtype), note="sdpa")
 
     def run(self, job: Job) -> Answer:
-        """All requests at once. When the first token was there is not told: results come whole."""
+        """All requests at once. When the first token was there is not told: results come whole.
+
+        Raises ValueError for tokens that are drawn: what the manager has been made with holds for all requests.
+        """
+        if job.sampling != Sampling():
+            raise ValueError(f"sampling is {job.sampling}; allowed: {Sampling()}")
         ids = [
             self._manager.add_request(prompt, max_new_tokens=num_out, eos_token_id=-1)
             for prompt, num_out in zip(job.prompts, job.num_out, strict=True)

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import vllm
 
 from bench.peers.w8a8_checkpoint import write_w8a8_checkpoint
-from bench.peers.worker import Answer, Job, Loaded, Setup, cached, packages, serve_worker
+from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, cached, packages, serve_worker
 
 _API: Any = vllm
 
@@ -48,7 +49,7 @@ class Vllm:
         for prompt, num_out in zip(job.prompts, job.num_out, strict=True):
             self._num_requests += 1
             ids.append(str(self._num_requests))
-            self._engine.add_request(ids[-1], {"prompt_token_ids": prompt}, _greedy(num_out))
+            self._engine.add_request(ids[-1], {"prompt_token_ids": prompt}, _params(job.sampling, num_out))
         tokens: dict[str, list[int]] = {}
         first_s = None
         while self._engine.has_unfinished_requests():
@@ -60,8 +61,9 @@ class Vllm:
         return Answer(tokens=[tokens[each] for each in ids], first_s=first_s)
 
 
-def _greedy(num_out: int) -> Any:
-    return _API.SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False)
+def _params(sampling: Sampling, num_out: int) -> Any:
+    """Without a seed of its own, which would cost each request a generator."""
+    return _API.SamplingParams(**asdict(sampling), max_tokens=num_out, ignore_eos=True, detokenize=False)
 
 
 def main() -> None:

@@ -1,15 +1,13 @@
 """Weft's engine as one of the engines that are compared, in this checkout's own environment."""
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from bench.peers.worker import Answer, Job, Loaded, Setup, packages, serve_worker
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine
 from workers.engine_builder import build_engine
 from workers.request import Request, RequestId, RequestOutput, SamplingParams
-
-_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class WeftEngine:
@@ -41,12 +39,15 @@ class WeftEngine:
         """All requests at once; a salt for each job, so that none finds blocks of another."""
         self._num_jobs += 1
         collected = _Collected(len(job.prompts))
+        sampling = SamplingParams(**asdict(job.sampling), ignore_eos=True)
         for index, (prompt, num_out) in enumerate(zip(job.prompts, job.num_out, strict=True)):
             self._engine.add_request(
                 Request(
                     request_id=RequestId(str(index)),
                     prompt_token_ids=tuple(prompt),
-                    sampling=replace(_GREEDY, max_tokens=num_out, logprobs=2 if job.with_gaps else None),
+                    sampling=replace(
+                        sampling, max_tokens=num_out, logprobs=2 if job.with_gaps else None, seed=self._num_jobs + index
+                    ),
                     cache_salt=f"job {self._num_jobs}",
                 )
             )

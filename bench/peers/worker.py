@@ -46,14 +46,34 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; temperature comes before top-k and top-p."""
+
+    temperature: float = 0.0
+    """0: the most probable one, and top-k and top-p mean nothing."""
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no token is drawn."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Requests that are sent at once, run greedily and to their full length."""
+    """Requests that are sent at once and run to their full length."""
 
     prompts: list[list[int]]
     num_out: list[int]
     """Tokens to generate, by request."""
     with_gaps: bool = False
     """Report how far the best token was ahead; only engines that are compared with can, and it costs time."""
+    sampling: Sampling = Sampling()
+    """Of all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +161,9 @@ class _Worker:
                     return {"ok": asdict(self._engine.describe())}
                 case "run":
                     assert self._engine is not None, "loaded before it runs"
-                    return {"ok": _timed(self._engine, Job(**message["job"]))}
+                    job = message["job"]
+                    sampling = Sampling(**job.pop("sampling", {}))
+                    return {"ok": _timed(self._engine, Job(**job, sampling=sampling))}
                 case other:
                     return {"error": f"do is {other!r}; allowed: 'load', 'run', 'quit'"}
         except Exception as error:  # whatever a peer raises is told, and the others go on

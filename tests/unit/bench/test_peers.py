@@ -18,9 +18,10 @@ from bench.peers.comparison import Measured, compare_tokens, interleave, summari
 from bench.peers.measure import Options, measure
 from bench.peers.process import Worker, WorkerError
 from bench.peers.report import make_report
-from bench.peers.worker import Answer, Job, Loaded, Setup, answer_lines, cached
+from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, answer_lines, cached
 
 _SETUP = Setup(model="m", dtype="float32", cache="c", num_threads=1, max_num_seqs=2, max_context=8, cache_tokens=16)
+_GREEDY = Sampling()
 _JOB = Job(prompts=[[1, 2], [3]], num_out=[2, 1])
 
 _FAKE_WORKER = """
@@ -133,7 +134,7 @@ def _write(content: str, path: Path) -> None:
     path.write_text(content)
 
 
-def _options(tmp_path: Path, *peers: str) -> Options:
+def _options(tmp_path: Path, *peers: str, sampling: Sampling = _GREEDY) -> Options:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 100}')
     return Options(
@@ -147,6 +148,7 @@ def _options(tmp_path: Path, *peers: str) -> Options:
         seed=0,
         weft_kv_cache_dtype="int8",
         device="cpu",
+        sampling=sampling,
         settle_s=0.0,
     )
 
@@ -167,6 +169,44 @@ def test_engines_that_fail_are_left_out_and_the_others_are_compared(
     assert outcome.agreements["W1"]["vllm"].num_far == 1
     report = json.loads(json.dumps(make_report(options, outcome, machine={})))
     assert [(row["workload"], row["engine"]) for row in report["rows"]] == [("W1", WEFT), ("W1", "vllm")]
+
+
+def test_tokens_are_compared_greedily_and_the_rounds_are_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("works"))
+    asked: list[tuple[str, Sampling]] = []
+    run = Worker.run
+
+    def note(worker: Worker, job: Job, *, timeout_s: float) -> object:
+        asked.append((worker.name, job.sampling))
+        return run(worker, job, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Worker, "run", note)
+    drawn = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1)
+    options = _options(tmp_path, "vllm", sampling=drawn)
+    outcome = measure(options, tell=lambda line: None)
+    warm_up = [each for name in (WEFT, "vllm") for each in ((name, _GREEDY), (name, drawn))]
+    assert asked == [(WEFT, _GREEDY), *warm_up, *[(WEFT, drawn), ("vllm", drawn)] * 2]
+    assert make_report(options, outcome, machine={})["sampling"]["top_k"] == 20
+
+
+def test_how_tokens_are_drawn_reaches_the_engine() -> None:
+    seen: list[Sampling] = []
+
+    class Seeing(_Fake):
+        def run(self, job: Job) -> Answer:
+            seen.append(job.sampling)
+            return super().run(job)
+
+    sampling = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.2}
+    messages = [
+        {"do": "load", "setup": _setup()},
+        {"do": "run", "job": _job()},
+        {"do": "run", "job": _job() | {"sampling": sampling}},
+    ]
+    answer_lines(io.StringIO("".join(json.dumps(each) + "\n" for each in messages)), io.StringIO(), Seeing)
+    assert seen == [_GREEDY, Sampling(temperature=0.5, top_k=3, top_p=0.9, repetition_penalty=1.2)]
 
 
 def test_an_interrupt_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +256,8 @@ def test_a_peer_without_an_environment_says_how_to_make_one(tmp_path: Path) -> N
         (["--peers", "weft"], "--peers has 'weft'; allowed: transformers"),
         (["--settle", "-1"], "--settle is -1; allowed: seconds, at least 0"),
         (["--workloads", "W9"], "--workloads is 'W9'"),
+        (["--temperature", "-1"], "temperature is -1.0; allowed: 0 to 1e+36"),
+        (["--temperature", "1", "--top-p", "0"], "top_p is 0.0; allowed: more than 0, at most 1"),
         (["--json", "/nowhere/lines"], "/nowhere/lines cannot be written: No such file"),
     ],
 )
