@@ -169,7 +169,7 @@ class Decoder:
         metas: Sequence[AttentionMeta],
         *,
         rows_S: Tensor | None,
-        search: Search | None,
+        search: Search | Sift | None,
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """As `forward`, begun, if `can_start`; what is returned joins in, and gives the result of the tokens `rows_S`.
 

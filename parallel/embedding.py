@@ -249,9 +249,11 @@ class VocabParallelHead:
         """Of this rank's weight, what a search for so many rows reads less at best."""
         return self._searched.spared_bytes(num_rows) if isinstance(self._searched, ScreenedLinear) else 0
 
-    def searched_alone(self, search: Search, num_rows: int) -> SearchedLinear | None:
-        """What `find` asks for so many rows, where that is all it does."""
-        return self._searched_by(search, num_rows) if self._axis.size == 1 else None
+    def searched_alone(self, search: Search | Sift, num_rows: int) -> SearchedLinear | None:
+        """What tells the tokens of so many rows, where no more than that is done; of a `Sift`, if this `sifts` it."""
+        if self._axis.size > 1:
+            return None
+        return self._sifted if isinstance(search, Sift) else self._searched_by(search, num_rows)
 
     def _searched_by(self, search: Search, num_rows: int) -> SearchedLinear | None:
         """What can search so without logits."""

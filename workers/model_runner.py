@@ -203,9 +203,8 @@ class ModelRunner:
             return partial(self._run_layers, work, metas)
         inputs = work.inputs
         x, rows = self._layers_input(work), inputs.sample_rows
-        search = asked if isinstance(asked, Search) else None
         self._clock.begin()
-        return self._decoder.start(x, inputs.positions, self._caches, metas, rows_S=rows, search=search)
+        return self._decoder.start(x, inputs.positions, self._caches, metas, rows_S=rows, search=asked)
 
     @torch.inference_mode()
     def _run_layers(self, work: StepWork, metas: list[AttentionMeta]) -> tuple[torch.Tensor, None]:
@@ -234,13 +233,14 @@ class ModelRunner:
         """Go from the layers to tokens."""
         plan, inputs = work.plan, work.inputs
         hidden, given = layers()
+        is_chosen = given is not None or isinstance(asked, Search)
         samples = self._mesh.is_last_stage and len(inputs.sample_slots) > 0
         if samples and given is None:
             given = self._ask_head(hidden, asked)
         self._clock.end(follows=plan.follows, cost=cost or self._cost(work, asked))
         if not self._mesh.is_last_stage:
             self._link.send(hidden)
-        sampled = self._sample(given, inputs, asked) if samples else None
+        sampled = self._sample(given, inputs, asked, is_chosen=is_chosen) if samples else None
         if self._sampler is None:
             return None
         return sampled or nothing_sampled()
@@ -259,11 +259,13 @@ class ModelRunner:
             return self._decoder.find(hidden, asked, self._choice.find)
         return self._decoder.logits(hidden, asked)
 
-    def _sample(self, given: torch.Tensor | None, inputs: StepInputs, asked: _Asked) -> Sampled | None:
+    def _sample(
+        self, given: torch.Tensor | None, inputs: StepInputs, asked: _Asked, *, is_chosen: bool
+    ) -> Sampled | None:
         sampled = None
         if given is not None and self._sampler is not None:
             rows = inputs.sample_slots, inputs.sample_positions
-            if isinstance(asked, Search):
+            if is_chosen:
                 sampled = self._sampler.take(given, inputs.sample_slots)
             else:
                 edits = self._draws.edits(*rows) if asked is None else None

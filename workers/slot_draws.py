@@ -91,10 +91,11 @@ class SlotDraws:
         top_k = self._columns[1, slots]
         if any_flag & LOGPROBS or not any_flag & LIMITED or not top_k[is_limited].all():
             return None
-        noise = self._noise(slots, positions)
+        draws = self.draws(slots, positions)
+        noise = draws.noise.copy()
         noise["temperature"][is_limited] = 0
         numbers = np.where(is_limited, np.minimum(top_k, _MOST), 1).astype(np.int32)
-        return Sift(noise, numbers, self.edits(slots, positions))
+        return Sift(noise, numbers, self.edits(slots, positions), draws)
 
     def edits(self, slots: Int64Array, positions: Int64Array) -> Edits | None:
         """What is done to the logits of these slots for the tokens at these positions; None: nothing."""

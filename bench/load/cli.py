@@ -110,6 +110,7 @@ def offline(
         temperature=prompts.temperature,
         top_k=prompts.top_k or 0,
         top_p=1.0 if prompts.top_p is None else prompts.top_p,
+        repetition_penalty=1.0 if prompts.repetition_penalty is None else prompts.repetition_penalty,
         ignore_eos=prompts.ignore_eos,
         targets=parse_targets(goals),
         seed=prompts.seed,

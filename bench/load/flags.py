@@ -132,6 +132,7 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | 
         temperature=prompts.temperature,
         top_k=prompts.top_k,
         top_p=prompts.top_p,
+        repetition_penalty=prompts.repetition_penalty,
         ignore_eos=prompts.ignore_eos,
         target_ttft_s=_seconds(sent.ttft_target) if sent else None,
         target_tpot_s=_seconds(sent.tpot_target) if sent else None,

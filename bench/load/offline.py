@@ -54,6 +54,7 @@ class OfflineOptions:
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
     ignore_eos: bool
     targets: Targets | None
     seed: int
@@ -198,6 +199,7 @@ class _Bench:
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
+            repetition_penalty=options.repetition_penalty,
             ignore_eos=options.ignore_eos,
             seed=options.seed,
         )

@@ -39,6 +39,7 @@ class Target:
     top_k: int | None = None
     """None: as the service has it; the same for the next."""
     top_p: float | None = None
+    repetition_penalty: float | None = None
     ignore_eos: bool = True
     """Generate as many tokens as were asked for, whatever the model says."""
     target_ttft_s: float | None = None
@@ -48,7 +49,8 @@ class Target:
     @property
     def sampling(self) -> dict[str, float]:
         """What is sent of how tokens are chosen, by the names that both protocols have for it."""
-        chosen = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        names = "temperature", "top_k", "top_p", "repetition_penalty"
+        chosen = {name: getattr(self, name) for name in names}
         return {name: value for name, value in chosen.items() if value is not None}
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel.description import Activation
 from parallel.kernels.int8_cache import SCALE_BYTES, lay_out_half
-from parallel.kernels.sampling import Edits, NoiseArray
+from parallel.kernels.sampling import Draws, Edits, NoiseArray
 from parallel.mesh import Axis
 
 
@@ -303,6 +303,8 @@ class Sift(NamedTuple):
     """[S], at least 1: how many of a row's largest matter, and any that are equal to the last one."""
     edits: Edits | None = None
     """What is done to the logits before."""
+    draws: Draws | None = None
+    """How the rows then draw from them."""
 
 
 class StartedStep(NamedTuple):
@@ -321,8 +323,9 @@ class StartedStep(NamedTuple):
     """[S] int64, ascending, the tokens whose results are wanted; None: all. Of the others nothing is computed after the
     last attention."""
     head: "SearchedLinear | None"
-    """To be searched in the first part of the result; a `DrawnLinear`, where the next is more than the largest."""
-    search: Search | None
+    """To be searched in the first part of the result; a `DrawnLinear`, where the next is more than the largest, and a
+    `SiftedLinear` that can do so, where it is a `Sift` whose draws are known."""
+    search: Search | Sift | None
 
 
 @runtime_checkable

@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.native.build import build_library
-from parallel.kernels.native.library import load_draws, load_largest, load_ranking
-from parallel.kernels.sampling import NOISE, Draws, NoiseArray, TokenChoice, largest_outputs
-
-_DRAW = np.dtype([("noise", NOISE), ("limit", np.float32), ("top_k", np.float64), ("top_p", np.float64)])
-"""`Draw` of draws.h."""
+from parallel.kernels.native.library import DRAW, load_draws, load_largest, load_ranking, to_draw_array
+from parallel.kernels.sampling import Draws, NoiseArray, TokenChoice, largest_outputs
 
 
 def make_native_choice(library: Path | None = None) -> TokenChoice:
@@ -21,7 +18,7 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
 
     def choose(logits_SV: Tensor, draws: Draws | None) -> Tensor:
         if draws is not None:
-            return draw_rows(logits_SV, _settings(draws), 0)[1]
+            return draw_rows(logits_SV, to_draw_array(draws), 0)[1]
         logits = _in_rows(logits_SV if logits_SV.dtype in find_largest else logits_SV.float())
         token_ids = torch.empty(len(logits), dtype=torch.int64)
         rows = token_ids.data_ptr(), logits.data_ptr(), logits.stride(0), *logits.shape
@@ -31,7 +28,7 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
     def find(logits_SV: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
         if noise is None:
             return largest_outputs(logits_SV)
-        settings = np.empty(len(noise), _DRAW)
+        settings = np.empty(len(noise), DRAW)
         settings["noise"], settings["limit"], settings["top_k"], settings["top_p"] = noise, np.inf, 0, 1
         return draw_rows(logits_SV, settings, first_token)
 
@@ -56,11 +53,3 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
 
 def _in_rows(logits_SV: Tensor) -> Tensor:
     return logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
-
-
-def _settings(draws: Draws) -> np.typing.NDArray[np.void]:
-    settings = np.empty(len(draws.noise), _DRAW)
-    with np.errstate(divide="ignore"):
-        settings["limit"] = -np.log(draws.min_p)
-    settings["noise"], settings["top_k"], settings["top_p"] = draws.noise, draws.top_k, draws.top_p
-    return settings

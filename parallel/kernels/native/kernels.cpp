@@ -144,7 +144,7 @@ EXPORT void weft_largest_bfloat16(float* values, int64_t* indices, const void* x
 }
 
 EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_stride, int num_rows, int num_threads) {
-    TableSearch search(*table, {static_cast<const BFloat16*>(x), x_row_stride, num_rows});
+    TableSearch search(*table, {static_cast<const BFloat16*>(x), x_row_stride, num_rows}, num_threads);
     on_team(num_threads, TableSearch::SECTIONS, [&](Team& team) { search.run(team); });
     search.write();
 }

@@ -8,10 +8,12 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from parallel.errors import DeviceError
-from parallel.kernels.sampling import Edits, NoiseArray
+from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray
 
 LANES = 16
 """Head sizes that the attention knows are multiples of this."""
@@ -139,14 +141,38 @@ class Table(ctypes.Structure):
         ("edit_token_ids", c_void_p),
         ("edit_factors", c_void_p),
         ("edit_offsets", c_void_p),
+        ("numbers", c_void_p),
+        ("draws", c_void_p),
     )
 
-    def ask(self, noise: NoiseArray | None, edits: Edits | None, first_token: int = 0) -> None:
-        """Of arrays that live until it has been searched."""
-        self.noise = None if noise is None else noise.ctypes.data
+    def ask(
+        self,
+        noise: NoiseArray | None,
+        edits: Edits | None,
+        first_token: int = 0,
+        *,
+        numbers: npt.NDArray[np.int32] | None = None,
+        draws: npt.NDArray[np.void] | None = None,
+    ) -> None:
+        """Of arrays that live until it has been searched; `draws` are of DRAW."""
         self.first_token = first_token
-        for name, column in zip(Edits._fields, edits or (None,) * 4, strict=True):
-            setattr(self, f"edit_{name}", None if column is None else column.ctypes.data)
+        columns = edits._asdict() if edits is not None else dict.fromkeys(Edits._fields)
+        arrays = {f"edit_{name}": column for name, column in columns.items()}
+        for name, array in (arrays | {"noise": noise, "numbers": numbers, "draws": draws}).items():
+            setattr(self, name, None if array is None else array.ctypes.data)
+
+
+DRAW = np.dtype([("noise", NOISE), ("limit", np.float32), ("top_k", np.float64), ("top_p", np.float64)])
+"""`Draw` of draws.h."""
+
+
+def to_draw_array(draws: Draws) -> npt.NDArray[np.void]:
+    """[S] of DRAW."""
+    array = np.empty(len(draws.noise), DRAW)
+    with np.errstate(divide="ignore"):
+        array["limit"] = -np.log(draws.min_p)
+    array["noise"], array["top_k"], array["top_p"] = draws.noise, draws.top_k, draws.top_p
+    return array
 
 
 class Embedding(ctypes.Structure):

@@ -110,7 +110,7 @@ class Program {
         find_packed();
         const Place searched{step.searched, 0};
         const int num_rows = int(step.num_kept < 0 ? step.num_tokens : step.num_kept);
-        if (step.table && num_rows > 0) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), num_rows});
+        if (step.table && num_rows > 0) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), num_rows}, step.num_threads);
     }
 
     int num_sections() const { return 2 + count_ * MULTIPLY_SECTIONS + TableSearch::SECTIONS; }

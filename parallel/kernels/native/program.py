@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, Search, StartedStep, TableLinear
+from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, Search, Sift, StartedStep, TableLinear
 from parallel.kernels.native.library import (
     AnglesStep,
     Embedding,
@@ -26,6 +28,7 @@ from parallel.kernels.native.library import (
     Step,
     StepLayout,
     Table,
+    to_draw_array,
 )
 from parallel.kernels.native.packed_linear import PANEL, NativeTable
 from parallel.kernels.native.tape import CannotRecordError, OnlyKernels, Recorder, Tape
@@ -143,6 +146,8 @@ class Program:
         self._table: Tensor | TableLinear | None = None
         self._searched: NativeTable | None = None
         self._embedding, self._search_step = Embedding(), Table()
+        self._draws: npt.NDArray[np.void] | None = None
+        """Of the step that has been started."""
 
     def is_fast(self, meta: AttentionMeta) -> bool:
         """Whether there is nothing better for a step."""
@@ -192,12 +197,17 @@ class Program:
             self._x_TE = self._x_TE.new_empty(num_tokens, self._x_TE.shape[1])
         return self._x_TE
 
-    def _search(self, table: NativeTable, search: Search, num_tokens: int) -> Tensor:
+    def _search(self, table: NativeTable, search: Search | Sift, num_tokens: int) -> Tensor:
         """Let the step end with a search; where what it finds comes."""
         if table is not self._searched or self._found_T.shape[0] != num_tokens:
             self._values_T, self._found_T = torch.empty(num_tokens), torch.empty(num_tokens, dtype=torch.int64)
             self._searched, self._search_step = table, table.to_search(self._values_T, self._found_T)
-        self._search_step.ask(search.noise, search.edits)
+        numbers, draws = None, None
+        if isinstance(search, Sift):
+            assert search.draws is not None, "they are known"
+            numbers, draws = search.numbers, to_draw_array(search.draws)
+        self._search_step.ask(search.noise, search.edits, numbers=numbers, draws=draws)
+        self._draws = draws
         self._step.table = ctypes.addressof(self._search_step)
         return self._found_T
 

@@ -87,15 +87,6 @@ inline void make_screen(const Screen& screen, const BFloat16* weight, int64_t nu
     });
 }
 
-// What is done to some outputs of rows before they are compared; mirrored by library.py, and sampling.py says what it means.
-struct Edits {
-    const int64_t* starts = nullptr;  // null: nothing
-    const int64_t* tokens;
-    const float *factors, *offsets;
-
-    bool has(int64_t row) const { return starts && starts[row] < starts[row + 1]; }
-};
-
 // No less for a larger x, and to the bit as sampling.py has it: the product is rounded before the offset is taken off.
 inline float edited(float x, float factor, float offset) {
     return (x > 0 ? x / factor : float(double(x) * double(factor))) - offset;

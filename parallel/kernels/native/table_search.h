@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "draws.h"
 #include "matrix.h"
 #include "screened.h"
 
@@ -21,19 +22,29 @@ struct Table {
     int64_t* indices;    // [rows]
     RowNoise noise;      // added to the outputs
     Edits edits;         // made before that; only where rows are screened
+    // Null, or only where rows are screened: of how many outputs of a row, those of its noise, tokens are drawn, and how.
+    const int32_t* numbers;
+    const Draw* draws;
 };
 
 // One at a time in the thread that makes it.
 class TableSearch {
   public:
-    static constexpr int SECTIONS = 3;  // of a team, at most
+    static constexpr int SECTIONS = 11;  // of a team, at most
 
-    TableSearch(const Table& table, const LeftRows& left)
+    TableSearch(const Table& table, const LeftRows& left, int num_threads)
         : table_(table), left_(left), packed_{table.values, nullptr, table.num_out, table.num_in}, found_(left.count, table.num_out) {
 #ifdef WEFT_HAS_SCREEN
-        static_assert(SCREEN_SECTIONS <= SECTIONS);
+        static_assert(SIFT_SECTIONS + Drawing::SECTIONS <= SECTIONS && SCREEN_SECTIONS <= SIFT_SECTIONS);
+        if (table.draws) {
+            static thread_local Buffer<float> room;
+            sifted_ = {room.room(size_t(left.count * table.num_out)), table.num_out};
+            drawing_ = std::make_unique<Drawing>(table.indices, table.largest, sifted_.values, table.num_out, left.count, table.num_out,
+                                                 table.draws, table.noise.first_token, num_threads);
+        }
         if (table.screen && left.count <= most_screened_rows()) {
-            screened_ = std::make_unique<ScreenedSearch>(left, packed_, Screen(table.screen, table.num_out, table.num_in), table.noise, table.edits);
+            screened_ = std::make_unique<ScreenedSearch>(left, packed_, Screen(table.screen, table.num_out, table.num_in), table.noise, table.edits,
+                                                         table.numbers);
             return;
         }
 #endif
@@ -44,13 +55,22 @@ class TableSearch {
 
     void run(Team& team) {
 #ifdef WEFT_HAS_SCREEN
+        if (drawing_) {
+            screened_->run(sifted_, team);
+            return drawing_->run(team);
+        }
         if (screened_) return screened_->run(found_.searched(table_.noise), team);
 #endif
         multiply(found_.searched(table_.noise), left_, packed_, scratch_, team);
     }
 
     // When the team is done.
-    void write() const { found_.write(table_.largest, table_.indices); }
+    void write() const {
+#ifdef WEFT_HAS_SCREEN
+        if (drawing_) return;
+#endif
+        found_.write(table_.largest, table_.indices);
+    }
 
   private:
     const Table table_;
@@ -60,6 +80,8 @@ class TableSearch {
     BFloat16* scratch_ = nullptr;
 #ifdef WEFT_HAS_SCREEN
     std::unique_ptr<ScreenedSearch> screened_;
+    Sifted sifted_{};
+    std::unique_ptr<Drawing> drawing_;  // from these
 #endif
 };
 

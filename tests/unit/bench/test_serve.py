@@ -110,11 +110,12 @@ async def test_both_fronts_count_the_same(router: RunningRouter, replica: FakeRe
 
 @PROTOCOLS
 async def test_how_tokens_are_chosen_is_sent(router: RunningRouter, replica: FakeReplica, protocol: Protocol) -> None:
-    asked = parse_target(ServiceFlags(), PromptFlags(temperature=0.5, top_k=7, top_p=0.25))
-    where = target(router, protocol, temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p)
+    asked = parse_target(ServiceFlags(), PromptFlags(temperature=0.5, top_k=7, top_p=0.25, repetition_penalty=1.5))
+    where = target(router, protocol, **asked.sampling)
     await measure(options(where, num_requests=1))
     (submit,) = replica.submits
     assert (submit.sampling.temperature, submit.sampling.top_k, submit.sampling.top_p) == (0.5, 7, 0.25)
+    assert submit.sampling.repetition_penalty == 1.5
 
 
 @PROTOCOLS

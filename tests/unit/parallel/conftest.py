@@ -23,6 +23,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 _LESSER_CPUS = {
     "amx_tile": "-mno-amx-tile",
     "avx512_bf16": "-mno-amx-tile -mno-avx512bf16",
+    "avx512_vnni": "-mno-amx-tile -mno-avx512bf16 -mno-avx512vnni",
     "avx512f": "-mno-amx-tile -mno-avx512f",
     "avx2": "-mno-amx-tile -mno-avx512f -mno-avx2",
 }

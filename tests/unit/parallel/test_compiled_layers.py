@@ -7,20 +7,23 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.paged_layout import make_meta, meta_of_one
-from helpers.sampling_cases import make_draws
+from helpers.sampling_cases import make_draws, make_edits
 from torch import Tensor
 
 from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
 from parallel.errors import DeviceError
-from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers, Search
+from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers, Search, Sift
 from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.cpu_sampling import make_native_choice
+from parallel.kernels.native import packed_linear
 from parallel.kernels.native.build import find_compiler
 from parallel.kernels.native.program import CompiledLayers
-from parallel.kernels.sampling import find_in_torch
+from parallel.kernels.sampling import edit_logits, find_in_torch
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
 from workers.kv_cache import lay_out_caches
@@ -223,6 +226,32 @@ def test_layers_begun_by_other_threads_give_the_same_bits(
             assert expected_ids is not None
             assert torch.equal(found, expected_ids)
         assert torch.equal(run(decoder, caches, meta), expected)  # nothing is left of the start
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_layers_begun_by_other_threads_end_with_draws_from_the_logits_that_matter(
+    num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "_LEAST_PANELS", 0)
+    torch.set_num_threads(num_threads)
+    decoder = load(tmp_path / "model", CONFIG | COMPILED["tied"], build())
+    caches, choice = filled_caches(decoder, 120), make_native_choice()
+    meta = make_meta([(1, 1), (1, 30), (1, 17), (1, 64)], block_size=BLOCK_SIZE, num_blocks=120)
+    positions, metas = positions_of(meta), [meta] * decoder.num_local_layers
+    hidden = run(decoder, caches, meta)
+    draws = replace(make_draws(4, [0, 1, 3]), top_k=np.array([3.0, 2.0, 0.0, 4.0]))
+    for edits in (None, make_edits(4, 512, 1.0)):
+        sift = Sift(make_draws(4, []).noise, np.array([3, 2, 1, 4], np.int32), edits, draws)
+        if not decoder.sifts(sift):
+            pytest.skip("the kernels of this CPU give all logits")
+        finish = decoder.start(positions * 7 % 512, positions, caches, metas, rows_S=None, search=sift)
+        _, found = finish()
+        logits = decoder.logits(hidden)
+        assert found is not None
+        assert logits is not None
+        if edits is not None:
+            edit_logits(logits, edits)
+        assert torch.equal(found, choice.choose(logits, draws))
 
 
 @pytest.mark.parametrize("name", [*COMPILED])

@@ -11,7 +11,7 @@ from torch import Tensor
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.decoder import Decoder
 from parallel.embedding import VocabParallelHead
-from parallel.kernels.base import SearchedLinear, Sift, SiftedLinear
+from parallel.kernels.base import AttentionMeta, SearchedLinear, Sift, SiftedLinear
 from parallel.kernels.native import packed_linear
 from parallel.kernels.sampling import NOISE
 from parallel.kernels.select import select_kernels
@@ -90,8 +90,9 @@ def test_tokens_are_the_same_beside_a_request_that_asks_for_more(
     assert (num_asked_alone == 0) == isinstance(linear, SearchedLinear)
 
 
+@pytest.mark.parametrize("is_begun", [False, True], ids=["by this thread", "by others"])
 def test_tokens_are_the_same_whether_all_logits_are_known_or_those_that_matter(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_begun: bool
 ) -> None:
     left_out: list[int] = []
     logits = Decoder.logits
@@ -104,12 +105,24 @@ def test_tokens_are_the_same_whether_all_logits_are_known_or_those_that_matter(
 
     monkeypatch.setattr(Decoder, "logits", ask)
     monkeypatch.setattr(packed_linear, "_LEAST_PANELS", 1)
+    num_begun, can_start = 0, Decoder.can_start
+
+    def begins(decoder: Decoder, metas: list[AttentionMeta]) -> bool:
+        nonlocal num_begun
+        can = is_begun and can_start(decoder, metas)
+        num_begun += can
+        return can
+
+    monkeypatch.setattr(Decoder, "can_start", begins)
     kinds = [{"temperature": 1.5, **limits} for limits in LIMITED]
     some = complete(engine, kinds)
-    num_left_out = sum(left_out)
+    num_left_out, num_given = sum(left_out), 12 - len(left_out)
     monkeypatch.setattr(Decoder, "sifts", lambda *_: False)
     assert complete(engine, kinds) == some
     assert sum(left_out) == num_left_out
+    if num_begun:
+        assert num_given > 0, "tokens, not logits"
+        return
     linear = select_kernels(torch.device("cpu"), torch.bfloat16).pack_head(
         torch.zeros(2048, 128).bfloat16(), None, is_shared=True
     )
