@@ -376,7 +376,7 @@ class DrawnLinear(SearchedLinear, Protocol):
         """Rows up to which their outputs can be edited."""
 
     def drawn(self, x_TI: Tensor, search: Search, first_token: int) -> tuple[Tensor, Tensor]:
-        """What `TokenChoice.find` gives for its outputs, which are float32, after the edits."""
+        """What `TokenChoice.find` gives for its outputs after the edits, which want float32."""
 
 
 @runtime_checkable

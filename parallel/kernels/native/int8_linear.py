@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from parallel.host_memory import HugePages, forget
+from parallel.kernels.base import Search
 from parallel.kernels.native.library import Int8Operations
 from parallel.kernels.native.packed_linear import PANEL
 from parallel.kernels.native.tape import Recorder, Tape
@@ -17,7 +18,7 @@ _PACKED_AT_ONCE = 1 << 19
 
 
 class NativeInt8Linear:
-    """Implements `PackedLinear` with the bits of `Int8Linear`.
+    """Implements `DrawnLinear` with the bits of `Int8Linear`.
 
     Args:
         keeps_weight: the caller goes on using the weight; else its memory is given up while it is packed.
@@ -68,12 +69,21 @@ class NativeInt8Linear:
 
     def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """See `SearchedLinear`."""
+        return self.drawn(x_TI, Search(None), 0)
+
+    most_edited_rows = 0
+    """See `DrawnLinear`."""
+
+    def drawn(self, x_TI: Tensor, search: Search, first_token: int) -> tuple[Tensor, Tensor]:
+        """See `DrawnLinear`."""
+        assert search.edits is None, "most_edited_rows"
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
         self._largest(
             *(values_T.data_ptr(), indices_T.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI)),
             *(self._packed.data_ptr(), None if self._bias_O is None else self._bias_O.data_ptr()),
-            *(self._num_out, self._num_in, self._num_threads),
+            *(self._num_out, self._num_in),
+            *(None if search.noise is None else search.noise.ctypes.data, first_token, self._num_threads),
         )
         return values_T, indices_T

@@ -233,11 +233,12 @@ void multiply_int8(const Result& result, const T* x, int64_t x_row_stride, int n
     }                                                                                                                   \
     EXPORT void weft_largest_int8_##NAME(float* values, int64_t* indices, const void* x, int64_t x_row_stride,          \
                                          int num_rows, const void* packed, const void* bias, int64_t num_out,           \
-                                         int num_in, int num_threads) {                                                 \
+                                         int num_in, const Noise* noise, int64_t first_token, int num_threads) {        \
         const int8::Matrix<T> matrix(packed, bias, num_out, num_in);                                                    \
-        find_largest<T>(values, indices, num_rows, num_out, [&](const auto& searched) {                                 \
+        const auto multiply = [&](const auto& searched) {                                                               \
             multiply_int8(searched, static_cast<const T*>(x), x_row_stride, num_rows, matrix, num_threads);             \
-        });                                                                                                             \
+        };                                                                                                              \
+        find_largest<T>(values, indices, num_rows, num_out, multiply, RowNoise{noise, first_token});                    \
     }
 
 FOR_EACH_TYPE(DEFINE_INT8)

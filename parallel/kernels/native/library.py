@@ -258,7 +258,7 @@ class Int8Operations:
     pack: Callable[..., None]
     multiply: Callable[..., None]
     largest: Callable[..., None]
-    """The largest outputs of the same product; see targets.h."""
+    """The largest outputs of the same product, with noise or not; see targets.h."""
 
 
 def load_operations(library: Path) -> dict[torch.dtype, Operations]:
@@ -362,5 +362,5 @@ def _int8_operations(library: ctypes.CDLL, dtype: str) -> Int8Operations:
             library, f"weft_pack_int8_{dtype}", (c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int)
         ),
         multiply=_function(library, f"weft_multiply_int8_{dtype}", _PRODUCT),
-        largest=_function(library, f"weft_largest_int8_{dtype}", (c_void_p, *_PRODUCT)),
+        largest=_function(library, f"weft_largest_int8_{dtype}", (c_void_p, *_PRODUCT[:-1], c_void_p, c_int64, c_int)),
     )

@@ -95,7 +95,8 @@ __attribute__((noinline)) inline void bound_noise(float* to, const Noise& noise,
 }
 
 // The first largest of these logits and what is added to them; below `least`, anything smaller. NaN as in first_largest.
-inline Found first_largest(const float* logits, int64_t size, const Noise& noise, int64_t first_token, float least) {
+template <class T>
+Found first_largest(const T* logits, int64_t size, const Noise& noise, int64_t first_token, float least) {
     alignas(64) float most_added[LANES], added[RUN], scores[RUN];
     Found found{-INFINITY, 0};
     for (int64_t begin = 0; begin < size; begin += RUN) {
@@ -103,7 +104,7 @@ inline Found first_largest(const float* logits, int64_t size, const Noise& noise
         if (run == 0) bound_noise(most_added, noise, first_token + begin, std::min<int64_t>(LANES, (size - begin - 1) / RUN + 1));
         if (largest(logits + begin, count) + most_added[run] < std::max(found.value, least)) continue;  // a NaN is looked at
         find_noise(added, noise, first_token + begin, count);
-        for (int64_t i = 0; i < count; i++) scores[i] = logits[begin + i] + added[i];
+        for (int64_t i = 0; i < count; i++) scores[i] = to_float(logits[begin + i]) + added[i];
         const float of_run = largest(scores, count);
         if (of_run != of_run) return {of_run, begin};
         if (of_run > found.value) found = {of_run, begin + first_of(scores, of_run)};

@@ -94,7 +94,7 @@ struct Searched {
             Candidate known = best[row].load(std::memory_order_relaxed);
             Found of_share{0, 0};
             if (const Noise* drawn = noise.of(row))
-                of_share = find_drawn(outputs, count, *drawn, noise.first_token + first, known.value());
+                of_share = first_largest(outputs, count, *drawn, noise.first_token + first, known.value());
             else if (of_share.value = largest(outputs, count); !(Candidate(of_share.value, first) < known))  // wherever it is
                 of_share.place = of_share.value == of_share.value ? first_of(outputs, of_share.value) : 0;
             const Candidate found(of_share.value, first + of_share.place);
@@ -103,12 +103,6 @@ struct Searched {
         }
     }
     void leave_out(int64_t, int64_t) const {}  // panels of a row that cannot have it
-
-  private:
-    static Found find_drawn(const float* outputs, int64_t count, const Noise& drawn, int64_t first_token, float least) {
-        return first_largest(outputs, count, drawn, first_token, least);
-    }
-    static Found find_drawn(const BFloat16*, int64_t, const Noise&, int64_t, float) { return {}; }  // nobody asks for it
 };
 
 // The largest output of each row, when a product has gone to `searched()`.
@@ -135,9 +129,9 @@ class Largest {
 
 // Calls multiply(Searched), and writes down what it found.
 template <class T, class Multiply>
-void find_largest(float* values, int64_t* indices, int num_rows, int64_t num_out, const Multiply& multiply) {
+void find_largest(float* values, int64_t* indices, int num_rows, int64_t num_out, const Multiply& multiply, const RowNoise& noise = {}) {
     Largest<T> found(num_rows, num_out);
-    multiply(found.searched());
+    multiply(found.searched(noise));
     found.write(values, indices);
 }
 

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.largest_outputs import check_largest
+from helpers.largest_outputs import check_drawn, check_largest
+from helpers.sampling_cases import make_draws
 from torch import Tensor
 
 from parallel.checkpoint import load_decoder
 from parallel.host_memory import HugePages
 from parallel.kernels import int8_linear
+from parallel.kernels.base import Search
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.int8_linear import Int8Linear, quantize_rows
 from parallel.kernels.native.int8_linear import NativeInt8Linear
 from parallel.kernels.native.library import Int8Operations, load_int8
@@ -100,8 +103,9 @@ def natives(library: Path) -> Natives:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_out", "num_in", "has_bias"), SHAPES)
 def test_compiled_products_have_the_same_bits(
-    natives: Natives, dtype: torch.dtype, num_out: int, num_in: int, has_bias: bool
+    natives: Natives, library: Path, dtype: torch.dtype, num_out: int, num_in: int, has_bias: bool
 ) -> None:
+    choice = make_native_choice(library)
     weight, bias = make_case(num_out, num_in, has_bias, dtype)
     meaning = Int8Linear(weight, bias)
     compiled = [
@@ -116,6 +120,7 @@ def test_compiled_products_have_the_same_bits(
         for linear in compiled:
             assert torch.equal(linear(x), expected), num_rows
             check_largest(linear, x)
+            check_drawn(linear, x, Search(make_draws(num_rows, [*range(0, num_rows, 2)]).noise), choice)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
