@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import DRAW, load_draws, load_largest, load_ranking, to_draw_array
-from parallel.kernels.sampling import Draws, NoiseArray, TokenChoice, largest_outputs
+from parallel.kernels.sampling import Draws, NoiseArray, TokenChoice
 
 
 def make_native_choice(library: Path | None = None) -> TokenChoice:
@@ -26,10 +26,9 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
         return token_ids
 
     def find(logits_SV: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
-        if noise is None:
-            return largest_outputs(logits_SV)
-        settings = np.empty(len(noise), DRAW)
-        settings["noise"], settings["limit"], settings["top_k"], settings["top_p"] = noise, np.inf, 0, 1
+        settings = np.zeros(len(logits_SV), DRAW)
+        if noise is not None:
+            settings["noise"], settings["limit"], settings["top_p"] = noise, np.inf, 1
         return draw_rows(logits_SV, settings, first_token)
 
     def draw_rows(logits_SV: Tensor, settings: np.typing.NDArray[np.void], first_token: int) -> tuple[Tensor, Tensor]:
