@@ -4,8 +4,8 @@
 //     |w . x - w' . x'|  <=  |w - w'| |x| + |w'| |x - x'|
 //
 // What a row that draws adds to an output, it adds to both bounds, and what is done to some outputs first is done to their bounds, which
-// it leaves in order, as rounding does. A row that wants k outputs gets none below the k-th largest of what panels have at least. Panels that may reach that are then multiplied as ever, and only those are
-// looked at.
+// it leaves in order, as rounding does. A row that wants k outputs gets none below the k-th largest of what panels have at least. Panels
+// that may reach that are then multiplied as ever, and only those are looked at.
 
 #pragma once
 

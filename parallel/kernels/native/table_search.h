@@ -43,8 +43,8 @@ class TableSearch {
                                                  table.draws, table.noise.first_token, num_threads);
         }
         if (table.screen && left.count <= most_screened_rows()) {
-            screened_ = std::make_unique<ScreenedSearch>(left, packed_, Screen(table.screen, table.num_out, table.num_in), table.noise, table.edits,
-                                                         table.numbers);
+            const Screen screen(table.screen, table.num_out, table.num_in);
+            screened_ = std::make_unique<ScreenedSearch>(left, packed_, screen, table.noise, table.edits, table.numbers);
             return;
         }
 #endif
