@@ -1,6 +1,6 @@
 """How long a device that needs no CPU stands still under backlog, waiting for the host: a stand-in for a GPU.
 
-python -m bench.overlap [--step 5,10,20] [--running 32,256] [--launch 0] [--rounds 3]
+python -m bench.overlap [--step 5,10,20] [--running 32,256] [--launch 0] [--repetition-penalty 1] [--rounds 3]
 
 All that the host does is real: scheduler, inputs, sampler, engine, detokenizer, the event loop and the frames that go
 to a router. What the device does is not (queued_device.py): each step takes it the same time, in milliseconds. So many
@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -39,6 +40,7 @@ from workers.request import Request, RequestId, SamplingParams
 from workers.stats import RankStats
 
 _DATASET = DatasetOptions(inputs=Lengths(low=32, high=256), outputs=Lengths(low=16, high=128))
+_FORMATS = {"share": ".2%", "ms": ".2f", "steps": ".0f"}
 
 
 def main() -> None:
@@ -47,55 +49,61 @@ def main() -> None:
     parser.add_argument("--step", default="5,10,20", help="milliseconds on the device")
     parser.add_argument("--launch", type=float, default=0.0, help="milliseconds of the host beside it")
     parser.add_argument("--running", default="32,256", help="sequences at once")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="of each request; 1: none")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     sys.setswitchinterval(2e-4)  # as in cluster/rank_actor.py
     torch.set_num_threads(1)  # who launches steps needs no team
-    table = Table("step, ms", "running", "engine: waits", "ms a step", "served: waits", "ms a step")
+    sampling = SamplingParams(temperature=0, ignore_eos=True, repetition_penalty=args.repetition_penalty)
+    table = Table("step, ms", "running", "engine: waits", "ms a step", "steps", "served: waits", "ms a step", "steps")
     rows = []
     for step_ms in map(float, args.step.split(",")):
         for num_running in map(int, args.running.split(",")):
-            rounds = [_measure(step_ms, args.launch, num_running, seed) for seed in range(args.rounds)]
+            rounds = [_measure(step_ms, args.launch, num_running, sampling, seed) for seed in range(args.rounds)]
             row = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
             rows.append({"step_ms": step_ms, "running": num_running, **row})
-            cells = (f"{value:.2%}" if "share" in name else f"{value:.2f}" for name, value in row.items())
+            cells = (format(value, _FORMATS[name.split("_")[1]]) for name, value in row.items())
             table.add_row(f"{step_ms:g}", str(num_running), *cells)
     Console().print(table)
     print(json.dumps({"machine": describe_machine(), "launch_ms": args.launch, "rows": rows}))
 
 
-def _measure(step_ms: float, launch_ms: float, num_running: int, seed: int) -> dict[str, float]:
-    engine_share, engine_ms = _run_engine(step_ms, launch_ms, num_running, seed)
-    served_share, served_ms = _run_served(step_ms, launch_ms, num_running, seed)
-    return {
-        "engine_share": engine_share,
-        "engine_ms": engine_ms,
-        "served_share": served_share,
-        "served_ms": served_ms,
+def _measure(
+    step_ms: float, launch_ms: float, num_running: int, sampling: SamplingParams, seed: int
+) -> dict[str, float]:
+    engine = _run_engine(step_ms, launch_ms, num_running, sampling, seed)
+    served = _run_served(step_ms, launch_ms, num_running, sampling, seed)
+    return {f"engine_{name}": value for name, value in engine.items()} | {
+        f"served_{name}": value for name, value in served.items()
     }
 
 
-def _run_engine(step_ms: float, launch_ms: float, num_running: int, seed: int) -> tuple[float, float]:
+def _run_engine(
+    step_ms: float, launch_ms: float, num_running: int, sampling: SamplingParams, seed: int
+) -> dict[str, float]:
     engine, stats = _build(step_ms, launch_ms, num_running)
     sessions = _sessions(engine, num_running, seed)
     try:
-        run_engine(engine, sessions, SamplingParams(temperature=0, ignore_eos=True), cache_salt="")
+        run_engine(engine, sessions, sampling, cache_salt="")
     finally:
         engine.close()
     return _shares(engine, stats)
 
 
-def _run_served(step_ms: float, launch_ms: float, num_running: int, seed: int) -> tuple[float, float]:
+def _run_served(
+    step_ms: float, launch_ms: float, num_running: int, sampling: SamplingParams, seed: int
+) -> dict[str, float]:
     engine, stats = _build(step_ms, launch_ms, num_running)
-    asyncio.run(_Served(engine).run(_sessions(engine, num_running, seed)))
+    asyncio.run(_Served(engine, sampling).run(_sessions(engine, num_running, seed)))
     return _shares(engine, stats)
 
 
 class _Served:
     """An engine's thread, and the event loop that makes a router's frames of what it gives."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, sampling: SamplingParams) -> None:
         self._engine = AsyncEngine(engine, on_step=self._on_step)
+        self._sampling = sampling
         self._connection = RouterConnection(1, "bench", limits=OutboxLimits(), clock=time.monotonic)
         self._num_open = 0
         self._has_ended = asyncio.Event()
@@ -106,7 +114,7 @@ class _Served:
         for number, session in enumerate(sessions):
             name = self._connection.open_request(str(number))
             assert name is not None, "each has its own"
-            self._engine.submit(_to_request(name, session))
+            self._engine.submit(_to_request(name, session, self._sampling))
         writer = asyncio.create_task(self._write())
         self._engine.start()
         await self._has_ended.wait()
@@ -148,17 +156,16 @@ def _sessions(engine: Engine, num_running: int, seed: int) -> list[Session]:
     return list(take_calls(make_sessions(_DATASET, vocab_size=engine.vocab_size, seed=seed), 4 * num_running))
 
 
-def _to_request(name: RequestId, session: Session) -> Request:
+def _to_request(name: RequestId, session: Session, sampling: SamplingParams) -> Request:
     (call,) = session.calls
     assert isinstance(call.prompt, tuple), "prompts are token ids here"
-    sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=call.num_out)
-    return Request(request_id=name, prompt_token_ids=call.prompt, sampling=sampling)
+    return Request(request_id=name, prompt_token_ids=call.prompt, sampling=replace(sampling, max_tokens=call.num_out))
 
 
-def _shares(engine: Engine, stats: RankStats) -> tuple[float, float]:
-    """The idle share, and what it is in milliseconds of a step."""
-    idle_s = stats.model_idle_s
-    return idle_s / (idle_s + stats.model_busy_s), 1e3 * idle_s / engine.stats.num_steps
+def _shares(engine: Engine, stats: RankStats) -> dict[str, float]:
+    """The idle share, what it is in milliseconds of a step, and how many steps there were."""
+    idle_s, num_steps = stats.model_idle_s, engine.stats.num_steps
+    return {"share": idle_s / (idle_s + stats.model_busy_s), "ms": 1e3 * idle_s / num_steps, "steps": num_steps}
 
 
 if __name__ == "__main__":

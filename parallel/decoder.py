@@ -29,7 +29,7 @@ from parallel.kernels.base import (
     StartedLayers,
     StartedStep,
 )
-from parallel.kernels.sampling import FindTokens
+from parallel.kernels.sampling import TokenChoice
 from parallel.layer import LayerContext
 from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
@@ -238,18 +238,18 @@ class Decoder:
         """Whether that is so of draws."""
         return self._head is not None and self._head.draws
 
-    def find(self, hidden_SE: Tensor, search: Search, find: FindTokens) -> Tensor | None:
+    def find(self, hidden_SE: Tensor, search: Search, choice: TokenChoice) -> Tensor | None:
         """What `ChooseTokens` gives for `logits`, in place of these, where this stage `finds_largest`, or `draws`.
 
         Args:
             hidden_SE: rows of `forward`'s result, on the last stage, all of whose ranks call this.
-            find: for logits that the head's weight cannot tell without.
+            choice: for logits that the head's weight cannot tell without.
 
         Returns:
             [S] int64 on tensor-parallel rank 0, None on the others.
         """
         assert self._head is not None, "only the last stage has the head"
-        return self._head.find(hidden_SE, search, find)
+        return self._head.find(hidden_SE, search, choice)
 
     def spared_bytes(self, num_rows: int) -> int:
         """Of this rank's head, what `find` reads less at best for so many rows."""

@@ -23,7 +23,7 @@ from parallel.kernels.base import (
     SiftedLinear,
     TableLinear,
 )
-from parallel.kernels.sampling import FindTokens, edit_logits
+from parallel.kernels.sampling import TokenChoice
 from parallel.layer import LayerContext
 from parallel.norm import Norm, make_norm
 from parallel.position_description import LearnedPositions
@@ -208,7 +208,7 @@ class VocabParallelHead:
             logits_SV = (logits_SV.float() / cap).tanh_().mul_(cap)
         return logits_SV
 
-    def find(self, hidden_SE: Tensor, search: Search, find: FindTokens) -> Tensor | None:
+    def find(self, hidden_SE: Tensor, search: Search, choice: TokenChoice) -> Tensor | None:
         """[S, E] -> [S] int64 on rank 0 of the axis, None on the others; all of them call it.
 
         What `ChooseTokens` gives for the logits and these draws, which limit nothing. Only where `finds_largest`, or
@@ -223,8 +223,8 @@ class VocabParallelHead:
             ours_SV = self._linear(hidden_SE)
             if search.edits is not None:
                 ours_SV = ours_SV.float()
-                edit_logits(ours_SV, search.edits, self._first_token)
-            values_S, indices_S = find(ours_SV, search.noise, self._first_token)
+                choice.edit(ours_SV, search.edits, self._first_token)
+            values_S, indices_S = choice.find(ours_SV, search.noise, self._first_token)
         if size == 1:
             return indices_S
         ours_S2 = torch.stack([values_S.double(), indices_S.double()], dim=1)

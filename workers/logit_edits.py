@@ -1,6 +1,7 @@
 """What a sequence does to its logits before one is chosen: penalties on its tokens, and forbidden stop ids."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,16 @@ _LEAST_FACTOR, _LARGEST_FACTOR = 1e-9, 1e9
 """Of the repetition penalty: logits that are divided by less, or multiplied by more, may become infinite."""
 
 
+class EditedTokens(NamedTuple):
+    """The ids whose logits a sequence changes, each once; good until its next token is counted."""
+
+    ids: Int64Array
+    offsets: Float32Array
+    """Of each; see `Edits`."""
+    offsets_again: Float32Array
+    """Of each, once it is the output's next token."""
+
+
 class SequenceEdits:
     """The ids that a sequence has seen and what each loses, kept as tokens come, and the stop ids it must not give."""
 
@@ -23,45 +34,77 @@ class SequenceEdits:
         """Of `Edits`."""
         self._has_penalties = params.has_penalties
         self._presence_penalty, self._frequency_penalty = params.presence_penalty, params.frequency_penalty
-        self._stop_ids = np.array(sorted(set(new.stop_token_ids)), np.int64)
-        self._is_stop = frozenset(new.stop_token_ids)
+        self.first_offset = self._offset(1)
+        """What a token loses that is once in the output."""
+        self._stop_ids = np.array(new.stop_token_ids, np.int64)
+        self._is_stop_id = frozenset(new.stop_token_ids)
         self._stops_from = new.num_prompt_tokens + params.min_tokens
         """The first position at which a stop id may be."""
+        self._num_tokens = new.num_prompt_tokens
+        """Counted, or of the prompt."""
+        self._num_early = 0
+        """Of these, those that no plan has told yet."""
         self._places: dict[int, int] = {}
+        self._counts: list[int] = []
+        """Of each place, in the output."""
         self._ids = np.empty(64, np.int64)
-        self._counts = np.zeros(64, np.int64)
-        self._offsets = np.zeros(64, np.float32)
+        self._is_stop = np.empty(64, np.bool_)
+        self._offsets = np.empty((2, 64), np.float32)
+        """Now, and after one more."""
         if params.repetition_penalty != 1:
             for token_id in new.token_ids[: new.num_prompt_tokens]:
                 self._place(token_id)
         self.add_output(new.token_ids[new.num_prompt_tokens :])
 
-    def add_output(self, token_ids: Iterable[int]) -> None:
+    def add_output(self, token_ids: Sequence[int]) -> None:
         """Count accepted tokens."""
+        num_known = min(self._num_early, len(token_ids))
+        self._num_early -= num_known
+        self._num_tokens += len(token_ids) - num_known
         if not self._has_penalties:
             return
-        for token_id in token_ids:
-            place = self._place(token_id)  # before the arrays are read: they may grow
+        for token_id in token_ids[num_known:]:
+            place = self._place(token_id)
             self._counts[place] += 1
-            self._offsets[place] = self._frequency_penalty * self._counts[place] + self._presence_penalty
+            self._offsets[0, place] = self._offsets[1, place]
+            self._offsets[1, place] = self._offset(self._counts[place] + 1)
 
-    def at(self, position: int) -> tuple[Int64Array, Float32Array]:
-        """The ids to be edited, each once, and their offsets, where the token at this position is chosen; good until
-        the next token is counted.
-        """
+    def add_early(self, token_id: int) -> None:
+        """Count a token of which no plan has told; one will."""
+        self.add_output([token_id])
+        self._num_early += 1
+
+    def lacks_last(self, position: int) -> bool:
+        """Whether the token before this position is not counted yet, and matters."""
+        return self._has_penalties and self._num_tokens < position
+
+    def at(self, position: int) -> EditedTokens:
+        """Where the token at this position is chosen."""
         num = len(self._places)
-        ids, offsets = self._ids[:num], self._offsets[:num]
+        ids, (offsets, again) = self._ids[:num], self._offsets[:, :num]
+        if not self.lacks_last(position):
+            again = offsets
         if position >= self._stops_from or not len(self._stop_ids):
-            return ids, offsets
-        is_other = np.array([token_id not in self._is_stop for token_id in self._places], bool)
-        forbidden = np.full(len(self._stop_ids), np.inf, np.float32)
-        return np.concatenate([ids[is_other], self._stop_ids]), np.concatenate([offsets[is_other], forbidden])
+            return EditedTokens(ids, offsets, again)
+        is_other, forbidden = ~self._is_stop[:num], np.full(len(self._stop_ids), np.inf, np.float32)
+        return EditedTokens(
+            np.concatenate([ids[is_other], self._stop_ids]),
+            np.concatenate([offsets[is_other], forbidden]),
+            np.concatenate([again[is_other], forbidden]),
+        )
 
     def _place(self, token_id: int) -> int:
-        place = self._places.setdefault(token_id, len(self._places))
-        if place == len(self._ids):
-            self._ids, self._counts, self._offsets = (
-                np.concatenate([array, np.zeros_like(array)]) for array in (self._ids, self._counts, self._offsets)
-            )
-        self._ids[place] = token_id
+        place = self._places.get(token_id)
+        if place is None:
+            place = self._places[token_id] = len(self._counts)
+            if place == len(self._ids):
+                self._ids, self._is_stop, self._offsets = (
+                    np.concatenate([array, array], axis=-1) for array in (self._ids, self._is_stop, self._offsets)
+                )
+            self._counts.append(0)
+            self._ids[place], self._is_stop[place] = token_id, token_id in self._is_stop_id
+            self._offsets[:, place] = 0, self._offset(1)
         return place
+
+    def _offset(self, count: int) -> float:
+        return self._frequency_penalty * count + self._presence_penalty

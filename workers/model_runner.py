@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from parallel.device.energy import GpuEnergy
 from parallel.host_memory import populate_when_idle
 from parallel.kernels.base import AttentionMeta, LayerCache, Search, Sift
 from parallel.kernels.cuda_buckets import StepBucket, fullest_context, largest_pieces, largest_steps
+from parallel.kernels.sampling import Edits
 from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
@@ -38,8 +40,17 @@ logger = logging.getLogger(__name__)
 
 _MOST_SAMPLING = SamplingParams(top_p=0.9, logprobs=1)
 """What takes most memory and work of the sampler."""
-_Asked = Search | Sift | None
-"""Of the head: tokens, the logits that matter, or all."""
+
+
+class _Asked(NamedTuple):
+    """Of the head."""
+
+    search: Search | Sift | None
+    """Tokens, the logits that matter, or all."""
+    edits: Edits | None
+    """What is done to the logits before."""
+
+
 _FinishLayers = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 """Gives the hidden states, of the sampled tokens on the last stage, and perhaps the tokens that they give."""
 
@@ -165,6 +176,8 @@ class ModelRunner:
         """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
         start_s = time.perf_counter()
         self._draws.apply(work.plan)
+        if self.joins_later and work.inputs.fed_rows.shape[0]:  # only now, for few steps ask
+            self._keep_latest()
         asked = self._ask(work.inputs)
         layers = self._start_layers(work, asked)
         cost = None
@@ -189,12 +202,24 @@ class ModelRunner:
 
     def _ask(self, inputs: StepInputs) -> _Asked:
         """What to ask of the head, the same on every rank of the last stage."""
-        search = self._draws.search(inputs.sample_slots, inputs.sample_positions)
+        slots, positions = inputs.sample_slots, inputs.sample_positions
+        edits = self._edits(inputs)
+        search = self._draws.search(slots, positions, edits)
         if search is not None:
             is_known = self._decoder.finds_largest if search.noise is None else self._decoder.draws
-            return search if is_known else None
-        sift = self._draws.sift(inputs.sample_slots, inputs.sample_positions)
-        return sift if sift is not None and self._decoder.sifts(sift) else None
+            return _Asked(search if is_known else None, edits)
+        sift = self._draws.sift(slots, positions, edits)
+        return _Asked(sift if sift is not None and self._decoder.sifts(sift) else None, edits)
+
+    def _edits(self, inputs: StepInputs) -> Edits | None:
+        """What the sequences do to their logits. Of some the device alone may know the last token."""
+        slots, positions = inputs.sample_slots, inputs.sample_positions
+        if not self._draws.has_edits or not inputs.fed_rows.shape[0]:
+            return self._draws.edits(slots, positions)
+        last_S = self._last_sampled[inputs.sample_slots_device]
+        if self.is_busy_while_computing:  # it is known by now
+            self._draws.add_early(slots, positions, last_S.tolist())
+        return self._draws.edits(slots, positions, last_S)
 
     def _start_layers(self, work: StepWork, asked: _Asked) -> _FinishLayers:
         """Let other threads begin, where they can; what is returned does the rest of the layers' work."""
@@ -204,7 +229,7 @@ class ModelRunner:
         inputs = work.inputs
         x, rows = self._layers_input(work), inputs.sample_rows
         self._clock.begin()
-        return self._decoder.start(x, inputs.positions, self._caches, metas, rows_S=rows, search=asked)
+        return self._decoder.start(x, inputs.positions, self._caches, metas, rows_S=rows, search=asked.search)
 
     @torch.inference_mode()
     def _run_layers(self, work: StepWork, metas: list[AttentionMeta]) -> tuple[torch.Tensor, None]:
@@ -215,7 +240,7 @@ class ModelRunner:
 
     def _cost(self, work: StepWork, asked: _Asked) -> StepCost:
         meta, num_sampled = work.inputs.metas[0], len(work.inputs.sample_slots)
-        num_searched = 0 if asked is None else num_sampled
+        num_searched = 0 if asked.search is None else num_sampled
         return StepCost(
             read_bytes=self._reads.step_bytes(meta, num_searched=num_searched),
             flops=self._flops.step_flops(meta, num_sampled=num_sampled),
@@ -233,7 +258,7 @@ class ModelRunner:
         """Go from the layers to tokens."""
         plan, inputs = work.plan, work.inputs
         hidden, given = layers()
-        is_chosen = given is not None or isinstance(asked, Search)
+        is_chosen = given is not None or isinstance(asked.search, Search)
         samples = self._mesh.is_last_stage and len(inputs.sample_slots) > 0
         if samples and given is None:
             given = self._ask_head(hidden, asked)
@@ -247,17 +272,15 @@ class ModelRunner:
 
     def _token_ids(self, inputs: StepInputs) -> torch.Tensor:
         if inputs.fed_rows.shape[0]:
-            if self.joins_later:  # only now, for few steps ask: these are of the step before
-                self._keep_latest()
             inputs.token_ids[inputs.fed_rows] = self._last_sampled[inputs.fed_slots]
         return inputs.token_ids
 
     @torch.inference_mode()
     def _ask_head(self, hidden: torch.Tensor, asked: _Asked) -> torch.Tensor | None:
         """Logits, or the tokens themselves; None on ranks that do not sample."""
-        if isinstance(asked, Search):
-            return self._decoder.find(hidden, asked, self._choice.find)
-        return self._decoder.logits(hidden, asked)
+        if isinstance(asked.search, Search):
+            return self._decoder.find(hidden, asked.search, self._choice)
+        return self._decoder.logits(hidden, asked.search)
 
     def _sample(
         self, given: torch.Tensor | None, inputs: StepInputs, asked: _Asked, *, is_chosen: bool
@@ -268,7 +291,7 @@ class ModelRunner:
             if is_chosen:
                 sampled = self._sampler.take(given, inputs.sample_slots)
             else:
-                edits = self._draws.edits(*rows) if asked is None else None
+                edits = asked.edits if asked.search is None else None  # else they are made
                 with torch.inference_mode():
                     sampled = self._sampler.sample(given, *rows, edits)
         if self.looks_ahead:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parallel.device.base import Device
 from parallel.kernels.host_arrays import to_device
-from parallel.kernels.sampling import IN_TORCH, Edits, TokenChoice, edit_logits
+from parallel.kernels.sampling import IN_TORCH, Edits, TokenChoice
 from workers.plan import SampledToken
 from workers.request import TokenLogprobs
 from workers.slot_draws import LOGPROBS, RANDOM, SlotDraws
@@ -94,7 +94,7 @@ class Sampler:
         logits = logits_SV
         if edits is not None:
             logits = logits_SV.clone() if any_flag & LOGPROBS else logits_SV
-            edit_logits(logits, edits)
+            self._choice.edit(logits, edits, 0)
         token_ids = self._choice.choose(logits, self._draws.draws(slots, positions) if any_flag & RANDOM else None)
         reported, logprobs = [], []
         if any_flag & LOGPROBS:

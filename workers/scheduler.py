@@ -406,11 +406,7 @@ def _may_yield(sequence: Sequence, batch: Batch) -> bool:
 
 
 def _can_run_ahead(sequence: Sequence) -> bool:
-    """Whether a sequence in flight can be in the next plan too: it goes on, unless the token being sampled is its last.
-
-    Penalties need that token on the host before the next one is sampled.
-    """
+    """Whether one in flight can be in the next plan too: it goes on, unless the token being sampled is its last."""
     if not sequence.num_sampling:
         return sequence.num_left > 0
-    num_tokens = sequence.num_tokens + sequence.num_sampling
-    return num_tokens < sequence.max_num_tokens and not sequence.request.sampling.has_penalties
+    return sequence.num_tokens + sequence.num_sampling < sequence.max_num_tokens

@@ -1,13 +1,14 @@
 """By what the sequences in their slots choose tokens: a function of the plans, which each rank of a stage follows."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from parallel.kernels.base import Search, Sift
-from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray
-from workers.logit_edits import SequenceEdits
+from parallel.kernels.sampling import NOISE, Draws, Edits, LastTokens, NoiseArray
+from workers.logit_edits import EditedTokens, SequenceEdits
 from workers.plan import NewSequence, StepPlan
 from workers.request import GREEDY_TEMPERATURE
 
@@ -68,23 +69,29 @@ class SlotDraws:
         self._flagged.discard(slot)
         self._edits.pop(slot, None)
 
-    def add_output(self, slot: int, token_ids: Iterable[int]) -> None:
+    def add_output(self, slot: int, token_ids: Sequence[int]) -> None:
         """Count accepted tokens of a sequence."""
         if (edits := self._edits.get(slot)) is not None:
             edits.add_output(token_ids)
+
+    def add_early(self, slots: Int64Array, positions: Int64Array, token_ids: Sequence[int]) -> None:
+        """Count the tokens before these positions, of which no plan has told yet."""
+        for slot, position, token_id in zip(slots.tolist(), positions.tolist(), token_ids, strict=True):
+            if (edits := self._edits.get(slot)) is not None and edits.lacks_last(position):
+                edits.add_early(token_id)
 
     def flags(self, slots: Int64Array) -> Int64Array:
         """Of each of these slots; empty where none has any."""
         return self._flags[slots] if self._flagged else _NO_FLAGS
 
-    def search(self, slots: Int64Array, positions: Int64Array) -> Search | None:
+    def search(self, slots: Int64Array, positions: Int64Array, edits: Edits | None) -> Search | None:
         """What tells the tokens of these slots without logits; None: some want more of these."""
         flags = int(np.bitwise_or.reduce(self.flags(slots)))
         if flags & (LOGPROBS | LIMITED):
             return None
-        return Search(self._noise(slots, positions) if flags & RANDOM else None, self.edits(slots, positions))
+        return Search(self._noise(slots, positions) if flags & RANDOM else None, edits)
 
-    def sift(self, slots: Int64Array, positions: Int64Array) -> Sift | None:
+    def sift(self, slots: Int64Array, positions: Int64Array, edits: Edits | None) -> Sift | None:
         """What tells which logits of these slots matter; None: all, or none but the largest and what is drawn."""
         flags = self.flags(slots)
         any_flag, is_limited = int(np.bitwise_or.reduce(flags)), flags & LIMITED > 0
@@ -95,25 +102,41 @@ class SlotDraws:
         noise = draws.noise.copy()
         noise["temperature"][is_limited] = 0
         numbers = np.where(is_limited, np.minimum(top_k, _MOST), 1).astype(np.int32)
-        return Sift(noise, numbers, self.edits(slots, positions), draws)
+        return Sift(noise, numbers, edits, draws)
 
-    def edits(self, slots: Int64Array, positions: Int64Array) -> Edits | None:
-        """What is done to the logits of these slots for the tokens at these positions; None: nothing."""
+    @property
+    def has_edits(self) -> bool:
+        """Whether a slot changes its logits."""
+        return bool(self._edits)
+
+    def edits(self, slots: Int64Array, positions: Int64Array, last_S: Tensor | None = None) -> Edits | None:
+        """What is done to the logits of these slots for the tokens at these positions; None: nothing.
+
+        Args:
+            slots: [S], as are the next.
+            positions: the absolute position of the token to be chosen.
+            last_S: int64, on the device: the tokens before those, where some are not counted yet.
+        """
         if not self._edits:
             return None
         num_rows = len(slots)
         sizes, factors = np.zeros(num_rows, np.int64), np.ones(num_rows, np.float32)
-        token_ids, offsets = [], []
+        last_offsets = np.full(num_rows, np.nan, np.float32)
+        tokens: list[EditedTokens] = []
         for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
             if (edits := self._edits.get(slot)) is not None:
-                ids_of_row, offsets_of_row = edits.at(position)
-                token_ids.append(ids_of_row)
-                offsets.append(offsets_of_row)
-                sizes[row], factors[row] = len(ids_of_row), edits.factor
-        if not sizes.any():
+                tokens.append(edits.at(position))
+                sizes[row], factors[row] = len(tokens[-1].ids), edits.factor
+                if edits.lacks_last(position):
+                    last_offsets[row] = edits.first_offset
+        last = None
+        if not np.isnan(last_offsets).all():
+            assert last_S is not None, "each token has been told"
+            last = LastTokens(last_S, last_offsets, np.concatenate([each.offsets_again for each in tokens]))
+        elif not sizes.any():
             return None
-        starts = np.concatenate([[0], sizes.cumsum()])
-        return Edits(starts, np.concatenate(token_ids), factors, np.concatenate(offsets))
+        ids, offsets = np.concatenate([each.ids for each in tokens]), np.concatenate([each.offsets for each in tokens])
+        return Edits(np.concatenate([[0], sizes.cumsum()]), ids, factors, offsets, last)
 
     def num_logprobs(self, slots: Int64Array) -> Int64Array:
         """Alternatives that are reported with the tokens of these slots, where any are."""

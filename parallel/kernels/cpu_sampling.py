@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import DRAW, load_draws, load_largest, load_ranking, to_draw_array
-from parallel.kernels.sampling import Draws, NoiseArray, TokenChoice
+from parallel.kernels.sampling import Draws, NoiseArray, TokenChoice, edit_in_torch
 
 
 def make_native_choice(library: Path | None = None) -> TokenChoice:
@@ -47,7 +47,7 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
         rank_tokens(*ranked, logits.data_ptr(), logits.stride(0), rows.ctypes.data, *sizes, num_threads)
         return totals, values, token_ids
 
-    return TokenChoice(choose, find, rank)
+    return TokenChoice(choose, find, rank, edit_in_torch)
 
 
 def _in_rows(logits_SV: Tensor) -> Tensor:

@@ -46,6 +46,17 @@ class Draws:
     """0: off."""
 
 
+class LastTokens(NamedTuple):
+    """The last token of some rows, which has been chosen, but only the device knows which one it is."""
+
+    token_ids: Tensor
+    """[S] int64, on the device; anything where a row has none."""
+    offsets: npt.NDArray[np.float32]
+    """[S], of `Edits`, where it is none of the row's; NaN: the row has none."""
+    offsets_again: npt.NDArray[np.float32]
+    """[N]: those of the row's tokens, if they are it; where it has none as they are."""
+
+
 class Edits(NamedTuple):
     """What is done to some logits of the rows of a step before tokens are chosen; on the host.
 
@@ -60,6 +71,8 @@ class Edits(NamedTuple):
     """[S], above 0."""
     offsets: npt.NDArray[np.float32]
     """[N]; infinite: the token is forbidden."""
+    last: LastTokens | None = None
+    """One more token of some rows."""
 
 
 class ChooseTokens(Protocol):
@@ -106,12 +119,25 @@ class RankTokens(Protocol):
         """
 
 
+class EditLogits(Protocol):
+    """Changes logits before tokens are chosen."""
+
+    def __call__(self, logits_SV: Tensor, edits: Edits, first_token: int) -> None:
+        """Do so in place. The host does not wait for the device.
+
+        Args:
+            logits_SV: [S, columns] float32.
+            first_token: which the first column is of.
+        """
+
+
 class TokenChoice(NamedTuple):
     """What `kernels/select.py` chooses once per process."""
 
     choose: ChooseTokens
     find: FindTokens
     rank: RankTokens
+    edit: EditLogits
 
 
 def choose_in_torch(logits_SV: Tensor, draws: Draws | None) -> Tensor:
@@ -138,18 +164,38 @@ def rank_in_torch(logits_SV: Tensor, rows: npt.NDArray[np.int64], number: int) -
     return logits_RV.logsumexp(-1), *logits_RV.topk(number, dim=-1)
 
 
-IN_TORCH = TokenChoice(choose_in_torch, find_in_torch, rank_in_torch)
-
-
-def edit_logits(logits_SV: Tensor, edits: Edits, first_token: int = 0) -> None:
-    """Do so to logits [S, columns] float32 of tokens from the first one on. The host does not wait for the device."""
+def edit_in_torch(logits_SV: Tensor, edits: Edits, first_token: int) -> None:
+    """Implements `EditLogits`, on any device."""
     rows, columns = np.repeat(np.arange(len(logits_SV)), np.diff(edits.starts)), edits.token_ids - first_token
     is_here = (columns >= 0) & (columns < logits_SV.shape[1])
     rows_N, columns_N, factors_N, offsets_N = (
         to_device(each[is_here], logits_SV.device) for each in (rows, columns, edits.factors[rows], edits.offsets)
     )
     x_N = logits_SV[rows_N, columns_N]
-    logits_SV[rows_N, columns_N] = torch.where(x_N > 0, x_N / factors_N, x_N * factors_N) - offsets_N
+    if edits.last is not None:
+        again_N = to_device(edits.last.offsets_again[is_here], logits_SV.device)
+        last_N = edits.last.token_ids[rows_N] - first_token
+        offsets_N = torch.where(columns_N == last_N, again_N, offsets_N)
+        _edit_last(logits_SV, edits, edits.last, first_token)  # written first: the row's own may include it
+    logits_SV[rows_N, columns_N] = _edited(x_N, factors_N, offsets_N)
+
+
+def _edit_last(logits_SV: Tensor, edits: Edits, last: LastTokens, first_token: int) -> None:
+    rows = np.flatnonzero(~np.isnan(last.offsets))
+    rows_R, factors_R, offsets_R = (
+        to_device(each, logits_SV.device) for each in (rows, edits.factors[rows], last.offsets[rows])
+    )
+    columns_R = last.token_ids[rows_R] - first_token
+    there_R = columns_R.clamp(0, logits_SV.shape[1] - 1)
+    x_R = logits_SV[rows_R, there_R]
+    logits_SV[rows_R, there_R] = torch.where(columns_R == there_R, _edited(x_R, factors_R, offsets_R), x_R)
+
+
+def _edited(x_N: Tensor, factors_N: Tensor, offsets_N: Tensor) -> Tensor:
+    return torch.where(x_N > 0, x_N / factors_N, x_N * factors_N) - offsets_N
+
+
+IN_TORCH = TokenChoice(choose_in_torch, find_in_torch, rank_in_torch, edit_in_torch)
 
 
 def largest_outputs(out_TO: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,9 @@ def select_sampling(device: torch.device, name: str = "auto") -> TokenChoice:
     except ModuleNotFoundError as error:
         logger.warning("sampling in plain torch, which is slower: %s", error)
         return IN_TORCH
-    return TokenChoice(triton_sampling.choose_in_triton, triton_sampling.find_in_triton, rank_in_torch)
+    return TokenChoice(
+        triton_sampling.choose_in_triton, triton_sampling.find_in_triton, rank_in_torch, triton_sampling.edit_in_triton
+    )
 
 
 def _compiled(kernels: Kernels, device: torch.device, name: str) -> InductorKernels:

@@ -9,18 +9,21 @@ exp(-distance) in units of 2**-42: no order of summation, and so no size of a ti
 """
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from parallel.kernels.host_arrays import to_device
-from parallel.kernels.sampling import Draws, NoiseArray
+from parallel.kernels.sampling import Draws, Edits, NoiseArray
 
 _SLICE = 2048
 """Logits of a row that one program reads."""
 _SEARCH_TILE = 8192
 """Logits that the one program which searches a row has in flight."""
+_EDIT_TILE = 1024
+"""Edits of a row that its program has in flight."""
 _UNITS = tl.constexpr(2.0**42)
 """Of the largest weight; the sum over 2**21 tokens still fits in an int64."""
 _INFINITE = tl.constexpr(0x7F800000)
@@ -46,6 +49,32 @@ def find_in_triton(logits_SV: Tensor, noise: NoiseArray | None, first_token: int
     """Implements `FindTokens`."""
     settings = None if noise is None else _settings(noise, logits_SV.device, None)
     return _find(logits_SV.float(), settings, None, first_token)
+
+
+def edit_in_triton(logits_SV: Tensor, edits: Edits, first_token: int) -> None:
+    """Implements `EditLogits`."""
+    num_rows, num_columns = logits_SV.shape
+    packed, last = to_device(_pack(edits), logits_SV.device), edits.last
+    _edit[num_rows,](
+        *(logits_SV, packed, packed if last is None else last.token_ids, logits_SV.stride(0)),
+        *(num_rows, len(edits.token_ids), num_columns, first_token),
+        TILE=_EDIT_TILE,
+        HAS_LAST=last is not None,
+    )
+
+
+def _pack(edits: Edits) -> npt.NDArray[np.int32]:
+    """All of the host's in one piece: [3, S + 1], starts, factors and offsets of the last tokens; [3, N], ids, offsets
+    and those of tokens that are a last one. Of float32 the bits.
+    """
+    num_rows, num_edits = len(edits.factors), len(edits.token_ids)
+    packed = np.zeros(3 * (num_rows + 1 + num_edits), np.int32)
+    by_row, by_token = packed[: 3 * (num_rows + 1)].reshape(3, -1), packed[3 * (num_rows + 1) :].reshape(3, -1)
+    by_row[0], by_row[1, :-1] = edits.starts, edits.factors.view(np.int32)
+    by_token[0], by_token[1] = edits.token_ids, edits.offsets.view(np.int32)
+    if edits.last is not None:
+        by_row[2, :-1], by_token[2] = edits.last.offsets.view(np.int32), edits.last.offsets_again.view(np.int32)
+    return packed
 
 
 def _find(
@@ -112,6 +141,52 @@ def _find_largest(
     out = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(values + out, value)
     tl.store(places + out, tl.program_id(1) * TILE + place)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_edits", "num_columns", "first_token"])
+def _edit(
+    logits,
+    packed,
+    last_tokens,
+    stride,
+    num_rows,
+    num_edits,
+    num_columns,
+    first_token,
+    TILE: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+):
+    """The edits of a row, each of another logit."""
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    by_row, tokens = packed + row, packed + 3 * (num_rows + 1)
+    factor = tl.load(by_row + num_rows + 1).to(tl.float32, bitcast=True)
+    last_offset = tl.load(by_row + 2 * (num_rows + 1)).to(tl.float32, bitcast=True)
+    last = -1
+    if HAS_LAST:
+        last = tl.where(last_offset == last_offset, tl.load(last_tokens + row), -1)
+    is_among = tl.zeros((TILE,), tl.int32)
+    end = tl.load(by_row + 1)
+    for start in range(tl.load(by_row), end, TILE):
+        place = start + tl.arange(0, TILE)
+        token = tl.load(tokens + place, mask=place < end, other=-1)
+        offset = tl.load(tokens + num_edits + place, mask=place < end, other=0)
+        if HAS_LAST:
+            is_last = token == last
+            offset = tl.where(is_last, tl.load(tokens + 2 * num_edits + place, mask=place < end, other=0), offset)
+            is_among = tl.where(is_last & (place < end), 1, is_among)
+        _edit_some(logits, token - first_token, place < end, num_columns, factor, offset.to(tl.float32, bitcast=True))
+    if HAS_LAST:
+        is_new = (last >= 0) & (tl.max(is_among, 0) == 0)
+        _edit_some(logits, last - first_token, is_new, num_columns, factor, last_offset)
+
+
+@triton.jit
+def _edit_some(logits, columns, is_edited, num_columns, factor, offsets):
+    is_here = is_edited & (columns >= 0) & (columns < num_columns)
+    x = tl.load(logits + columns, mask=is_here, other=0.0)
+    x = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + factor), x * factor)
+    tl.store(logits + columns, x - offsets, mask=is_here)
 
 
 @triton.jit(do_not_specialize=["num_slices"])

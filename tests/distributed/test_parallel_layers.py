@@ -18,7 +18,7 @@ from parallel.description import DecoderDescription
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from parallel.kernels.base import Search, Sift
 from parallel.kernels.reference import ReferenceKernels
-from parallel.kernels.sampling import NOISE, edit_logits, find_in_torch
+from parallel.kernels.sampling import IN_TORCH, NOISE, edit_in_torch, find_in_torch
 from parallel.kernels.select import select_kernels
 from parallel.layer import LayerContext
 from parallel.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, even_parts
@@ -204,7 +204,7 @@ def _run_search(
     x[1] = 0  # all logits are equal
     x[2, 0] = torch.nan
     assert head.draws == head.finds_largest
-    return head.draws, head.find(x, search, find_in_torch) if head.draws else None
+    return head.draws, head.find(x, search, IN_TORCH) if head.draws else None
 
 
 @pytest.mark.parametrize("tp", SIZES)
@@ -232,7 +232,7 @@ def test_ranks_that_each_draw_from_their_own_logits_draw_what_one_does(gloo_pool
             (_, token_ids), *others = gloo_pool.run(_run_search, 40, {}, Search(noise, edits), tp=tp)
             edited = logits.clone()
             if edits is not None:
-                edit_logits(edited, edits)
+                edit_in_torch(edited, edits, 0)
             assert torch.equal(token_ids, find_in_torch(edited, noise, 0)[1])
             assert others == [(True, None)] * (tp - 1)
 
@@ -251,7 +251,7 @@ def _run_tied(mesh: Mesh, vocab_size: int, token_ids: Tensor) -> tuple[Tensor, T
     head = VocabParallelHead(description, tied=embedding, context=context)
     _load(head)
     x = _inputs(size=64).bfloat16()
-    return embedding(token_ids), head(x), head.find(x, Search(None), find_in_torch) if head.finds_largest else None
+    return embedding(token_ids), head(x), head.find(x, Search(None), IN_TORCH) if head.finds_largest else None
 
 
 @pytest.mark.parametrize("vocab_size", [2048, 2047])

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.base import DrawnLinear, PackedLinear, Search, SearchedLinear, Sift, SiftedLinear
-from parallel.kernels.sampling import TokenChoice, edit_logits, gumbel, largest_outputs
+from parallel.kernels.sampling import TokenChoice, edit_in_torch, gumbel, largest_outputs
 
 
 def check_largest(linear: PackedLinear, x_TI: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def check_drawn(linear: PackedLinear, x_TI: Tensor, search: Search, choice: Toke
         scores_T, indices_T = linear.drawn(x_TI, search, first_token)
         out_TO = linear(x_TI)
         if search.edits is not None:
-            edit_logits(out_TO, search.edits, first_token)
+            edit_in_torch(out_TO, search.edits, first_token)
         expected_scores_T, expected_indices_T = choice.find(out_TO, search.noise, first_token)
         torch.testing.assert_close(scores_T, expected_scores_T, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(indices_T, expected_indices_T)
@@ -40,7 +40,7 @@ def check_what_matters(sifted_TO: Tensor, out_TO: Tensor, sift: Sift) -> Tensor:
     """The same, of outputs [T, out] of tokens from 0 on."""
     if sift.edits is not None:
         out_TO = out_TO.clone()
-        edit_logits(out_TO, sift.edits)
+        edit_in_torch(out_TO, sift.edits, 0)
     keys_T2 = torch.from_numpy(sift.noise["key"].copy().view("int32"))
     temperature_T = torch.from_numpy(sift.noise["temperature"].copy())
     scores_TO = out_TO + temperature_T[:, None] * gumbel(keys_T2, out_TO.shape[1])

@@ -27,7 +27,10 @@ CONFIG = {
     "eos_token_id": 2,
 }
 MAX_GRAPH_SIZE = 2
-SAMPLING = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_k=9, top_p=0.9, seed=4, logprobs=2)]
+_DRAWN = SamplingParams(
+    temperature=0.9, top_k=9, top_p=0.9, seed=4, logprobs=2, repetition_penalty=1.4, frequency_penalty=0.5
+)
+SAMPLING = [SamplingParams(temperature=0.0), _DRAWN]
 
 
 def make_runner(folder: Path, device: Device, kernels: Kernels) -> ModelRunner:
@@ -66,11 +69,11 @@ def make_plans() -> list[StepPlan]:
 
 
 def run_overlapped(runner: ModelRunner) -> list[ModelOutput | None]:
-    """A step is started before the one before it is waited for."""
+    """On a GPU a step is started before the one before it is waited for."""
     outputs, waiting = [], []
     for plan in make_plans():
         waiting.append(runner.start(runner.prepare(plan)))
-        if len(waiting) == 2:
+        if len(waiting) == 2 or runner.is_busy_while_computing:
             outputs.append(waiting.pop(0)())
     return [*outputs, *(wait() for wait in waiting)]
 

@@ -12,6 +12,7 @@ from parallel.kernels.sampling import (
     NOISE,
     Draws,
     Edits,
+    LastTokens,
     NoiseArray,
     TokenChoice,
     choose_in_torch,
@@ -151,6 +152,56 @@ def make_edits(num_rows: int, num_tokens: int, scale: float) -> Edits:
         factors=np.resize([1.0, 1.3, 0.5], num_rows).astype(np.float32),
         offsets=offsets.astype(np.float32),
     )
+
+
+def check_edits(choice: TokenChoice, device: torch.device) -> None:
+    """Raises AssertionError where a logit is not exactly what the edits say; of parts of the vocabulary, too."""
+    for num_rows, num_tokens in ((1, 40), (9, 3000), (7, 5)):
+        before = torch.randn(num_rows, 2, num_tokens, generator=torch.Generator().manual_seed(num_rows))[:, 1]
+        for edits in (make_edits(num_rows, num_tokens, 1.0), _with_last(make_edits(num_rows, num_tokens, 1.0))):
+            there = edits if edits.last is None else _moved(edits, edits.last, device)
+            logits, size = before.clone().to(device), -(-num_tokens // 3)
+            for start in range(0, num_tokens, size):
+                choice.edit(logits[:, start : start + size], there, start)
+            assert torch.equal(logits.cpu(), _edited_one_by_one(before, edits))
+    none = Edits(np.zeros(3, np.int64), np.empty(0, np.int64), np.ones(2, np.float32), np.empty(0, np.float32))
+    offsets = np.array([np.nan, 0.5], np.float32)
+    only_last = none._replace(last=LastTokens(torch.tensor([1, 2]), offsets, np.empty(0, np.float32)))
+    assert only_last.last is not None
+    logits = torch.zeros(2, 4, device=device)
+    choice.edit(logits, _moved(only_last, only_last.last, device), 0)
+    assert logits.tolist() == [[0.0] * 4, [0.0, 0.0, -0.5, 0.0]]
+
+
+def _with_last(edits: Edits) -> Edits:
+    """Each second row has a last token; one of its own, or another one."""
+    num_rows, generator = len(edits.factors), np.random.default_rng(0)
+    offsets = np.where(np.arange(num_rows) % 2, np.nan, 0.7).astype(np.float32)
+    starts = edits.starts[:-1].clip(max=len(edits.token_ids) - 1)
+    last = np.where(np.arange(num_rows) % 4, edits.token_ids[starts], 3)
+    again = generator.normal(0, 2, len(edits.token_ids)).astype(np.float32)
+    again = np.where(np.isnan(offsets).repeat(np.diff(edits.starts)), edits.offsets, again)
+    return edits._replace(last=LastTokens(torch.from_numpy(last), offsets, again))
+
+
+def _moved(edits: Edits, last: LastTokens, device: torch.device) -> Edits:
+    return edits._replace(last=last._replace(token_ids=last.token_ids.to(device)))
+
+
+def _edited_one_by_one(logits: Tensor, edits: Edits) -> Tensor:
+    edited = logits.clone()
+    for row, factor in enumerate(edits.factors):
+        span = slice(*edits.starts[row : row + 2])
+        offsets = dict(zip(edits.token_ids[span].tolist(), edits.offsets[span], strict=True))
+        if edits.last is not None and not np.isnan(edits.last.offsets[row]):
+            again = dict(zip(offsets, edits.last.offsets_again[span], strict=True))
+            token = int(edits.last.token_ids[row])
+            offsets[token] = again.get(token, edits.last.offsets[row])
+        for token, offset in offsets.items():
+            if token < logits.shape[1]:
+                x = np.float32(logits[row, token].item())
+                edited[row, token] = float((x / factor if x > 0 else x * factor) - offset)
+    return edited
 
 
 def _without_limits(noise: NoiseArray) -> Draws:

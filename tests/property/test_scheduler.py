@@ -40,7 +40,6 @@ class Drawn:
     num_done: int
     """Tokens that were generated elsewhere."""
     is_failing: bool
-    has_penalties: bool
 
     def build(self, name: str, now_s: float) -> Request:
         """Make the request, with the tokens that it has already unless they end it."""
@@ -49,7 +48,6 @@ class Drawn:
             "max_tokens": self.max_tokens,
             "min_tokens": min(self.min_tokens, self.max_tokens),
             "ignore_eos": self.ignore_eos,
-            "presence_penalty": float(self.has_penalties),  # which the fake model does not have
             "priority": self.priority,
             "deadline_s": None if self.patience_s is None else now_s + self.patience_s,
         }
@@ -71,7 +69,6 @@ drawn_requests = st.builds(
     patience_s=st.sampled_from([None, None, None, 3, 20]),
     num_done=st.sampled_from([0, 0, 0, 1, 3]),
     is_failing=st.sampled_from([False] * 9 + [True]),
-    has_penalties=st.sampled_from([False] * 5 + [True]),
 )
 
 

@@ -154,10 +154,9 @@ class Table(ctypes.Structure):
         numbers: npt.NDArray[np.int32] | None = None,
         draws: npt.NDArray[np.void] | None = None,
     ) -> None:
-        """Of arrays that live until it has been searched; `draws` are of DRAW."""
+        """Of arrays that live until it has been searched; `draws` are of DRAW, and of the edits no token is missing."""
         self.first_token = first_token
-        columns = edits._asdict() if edits is not None else dict.fromkeys(Edits._fields)
-        arrays = {f"edit_{name}": column for name, column in columns.items()}
+        arrays = {f"edit_{name}": getattr(edits, name, None) for name in ("starts", "token_ids", "factors", "offsets")}
         for name, array in (arrays | {"noise": noise, "numbers": numbers, "draws": draws}).items():
             setattr(self, name, None if array is None else array.ctypes.data)
 

@@ -23,7 +23,7 @@ from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.native import packed_linear
 from parallel.kernels.native.build import find_compiler
 from parallel.kernels.native.program import CompiledLayers
-from parallel.kernels.sampling import edit_logits, find_in_torch
+from parallel.kernels.sampling import IN_TORCH, edit_in_torch
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
 from workers.kv_cache import lay_out_caches
@@ -221,7 +221,7 @@ def test_layers_begun_by_other_threads_give_the_same_bits(
                 continue
             assert decoder.finds_largest
             assert decoder.draws
-            expected_ids = decoder.find(hidden, search, find_in_torch)
+            expected_ids = decoder.find(hidden, search, IN_TORCH)
             assert found is not None
             assert expected_ids is not None
             assert torch.equal(found, expected_ids)
@@ -250,7 +250,7 @@ def test_layers_begun_by_other_threads_end_with_draws_from_the_logits_that_matte
         assert found is not None
         assert logits is not None
         if edits is not None:
-            edit_logits(logits, edits)
+            edit_in_torch(logits, edits, 0)
         assert torch.equal(found, choice.choose(logits, draws))
 
 
@@ -276,7 +276,7 @@ def test_only_wanted_tokens_go_past_the_last_attention(name: str, int8_linears: 
             assert torch.equal(hidden, expected[rows_S])
             if found is not None:
                 assert len(found) == len(rows)
-                assert not rows or torch.equal(found, decoder.find(hidden, Search(None), find_in_torch))
+                assert not rows or torch.equal(found, decoder.find(hidden, Search(None), IN_TORCH))
         assert torch.equal(run(decoder, caches, meta), expected)
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.sampling_cases import SamplingCase, make_draws, sampling_cases
+from helpers.sampling_cases import SamplingCase, check_edits, make_draws, sampling_cases
 from torch import Tensor
 
 from parallel.errors import DeviceError
 from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.native import build
-from parallel.kernels.sampling import IN_TORCH, Draws, TokenChoice, choose_in_torch, find_in_torch, rank_in_torch
+from parallel.kernels.sampling import IN_TORCH, Draws, choose_in_torch
 from parallel.kernels.select import select_sampling
 
 CPU = torch.device("cpu")
@@ -39,6 +39,10 @@ def test_compiled_choice_is_that_of_torch(library: Path, num_threads: int, case:
     finally:
         torch.set_num_threads(before)
     case.check(choice, CPU)
+
+
+def test_edits_are_what_they_say() -> None:
+    check_edits(IN_TORCH, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -99,4 +103,4 @@ def test_a_wrong_choice_is_found(wrong: object, draws: Draws | None) -> None:
     case = SamplingCase("wrong", logits, draws)
     case.check(IN_TORCH, CPU)
     with pytest.raises(AssertionError):
-        case.check(TokenChoice(wrong, find_in_torch, rank_in_torch), CPU)  # type: ignore[arg-type]
+        case.check(IN_TORCH._replace(choose=wrong), CPU)  # type: ignore[arg-type]

@@ -41,12 +41,14 @@ def test_operations_between_products_are_right_when_interpreted() -> None:
 
 _SAMPLING = """
 import torch
-from helpers.sampling_cases import sampling_cases
+from helpers.sampling_cases import check_edits, sampling_cases
 from parallel.kernels.sampling import TokenChoice, rank_in_torch
-from parallel.kernels.triton_sampling import choose_in_triton, find_in_triton
+from parallel.kernels.triton_sampling import choose_in_triton, edit_in_triton, find_in_triton
 
+choice, cpu = TokenChoice(choose_in_triton, find_in_triton, rank_in_torch, edit_in_triton), torch.device("cpu")
 for case in sampling_cases():
-    case.check(TokenChoice(choose_in_triton, find_in_triton, rank_in_torch), torch.device("cpu"))
+    case.check(choice, cpu)
+check_edits(choice, cpu)
 """
 
 
@@ -146,12 +148,15 @@ for name, wide, constants in (
 for name, constants in (
     ("_find_largest", dict(TILE=2048, IS_DRAWN=False, IS_LIMITED=False)),
     ("_find_largest", dict(TILE=2048, IS_DRAWN=True, IS_LIMITED=True)),
+    ("_edit", dict(TILE=1024, HAS_LAST=False)),
+    ("_edit", dict(TILE=1024, HAS_LAST=True)),
     ("_merge_largest", dict(SLICES=128)),
     ("_limit", dict(TILE=8192)),
 ):
     kernel = getattr(triton_sampling, name)
-    pointers = dict(logits="*fp32", largest="*fp32", values="*fp32", settings="*fp64", places="*i32")
-    pointers = {of: kind for of, kind in (pointers | dict(token_ids="*i64")).items() if of in kernel.arg_names}
+    pointers = dict(logits="*fp32", largest="*fp32", values="*fp32", settings="*fp64", places="*i32", packed="*i32")
+    pointers |= dict(token_ids="*i64", last_tokens="*i64")
+    pointers = {of: kind for of, kind in pointers.items() if of in kernel.arg_names}
     build(kernel, pointers, constants, (), num_warps=16 if name == "_limit" else 4)
 for tile_rows in (16, 64):
     pointers = dict.fromkeys(("x", "weight", "out"), "*bf16") | dict(starts="*i32", ends="*i32", tile_ends="*i64")

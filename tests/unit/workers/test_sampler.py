@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.device.cpu import CpuDevice
-from parallel.kernels.sampling import edit_logits, gumbel
+from parallel.kernels.sampling import edit_in_torch, gumbel
 from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.errors import InvalidRequestError
 from workers.plan import NewSequence, SampledToken
@@ -249,7 +249,7 @@ def edited(logits: torch.Tensor, slots: SlotDraws, position: int) -> torch.Tenso
     edits = slots.edits(np.array([0]), np.array([position]))
     assert edits is not None
     logits = logits.clone()
-    edit_logits(logits[None], edits)
+    edit_in_torch(logits[None], edits, 0)
     return logits
 
 
@@ -279,6 +279,37 @@ def test_penalties_of_a_resumed_sequence_equal_those_kept_step_by_step() -> None
         stepwise.add_output(0, [token_id])
     resumed.add(new_sequence(output=output, **params))
     assert torch.equal(edited(logits, stepwise, 301), edited(logits, resumed, 301))
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize("is_early", [False, True], ids=["on the device", "early"])
+def test_a_last_token_that_no_plan_has_told_counts_as_one_that_was_told(last: int, is_early: bool) -> None:
+    """It is in the prompt, the output, both or neither; beside a sequence that was told all."""
+    logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(3))
+    params: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.3, "frequency_penalty": 0.7}
+    rows, positions = np.array([0, 1]), np.array([6, 8])
+
+    def edit(*, told: list[int], early: list[int], last_S: torch.Tensor | None = None) -> torch.Tensor:
+        slots = SlotDraws(2)
+        slots.add(new_sequence(0, prompt=(5, 6), output=(7, 7, 7, 8), **params))
+        slots.add(new_sequence(1, (1, 2), (2, 2, 3, 3, 3), min_tokens=9, stop_token_ids=(4, 7), **params))
+        if early:
+            slots.add_early(rows, positions, [0, *early])
+        slots.add_output(1, told)
+        edits = slots.edits(rows, positions, last_S)
+        assert edits is not None
+        edited = logits.clone()
+        edit_in_torch(edited[:, :4], edits, 0)  # in parts, as tensor ranks do
+        edit_in_torch(edited[:, 4:], edits, 4)
+        return edited
+
+    expected = edit(told=[last], early=[])
+    assert not torch.equal(expected[1], edit(told=[0], early=[])[1])
+    if is_early:
+        assert torch.equal(edit(told=[], early=[last]), expected)
+        assert torch.equal(edit(told=[last], early=[last]), expected), "counted once"
+    else:
+        assert torch.equal(edit(told=[], early=[], last_S=torch.tensor([9, last])), expected)
 
 
 def test_min_tokens_forbids_stop_ids_until_it_is_reached() -> None:
@@ -318,7 +349,7 @@ def test_the_largest_logits_alone_are_asked_for_where_top_k_limits_all_that_is_l
     ):
         slots.add(new_sequence(slot, **params))
     three, four = np.arange(3), np.arange(4)
-    assert slots.sift(three[:2], three[:2]) is None, "none is limited"
+    assert slots.sift(three[:2], three[:2], None) is None, "none is limited"
     for more, number in (
         ({"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1}, 9),
         ({"temperature": 0.5, "top_k": 2**31}, 2**31 - 1),
@@ -328,11 +359,11 @@ def test_the_largest_logits_alone_are_asked_for_where_top_k_limits_all_that_is_l
         ({"temperature": 0.5, "top_k": 9, "presence_penalty": 0.1}, 9),
     ):
         slots.add(new_sequence(3, **more))
-        sift = slots.sift(four, four)
+        sift = slots.sift(four, four, None)
         assert (None if sift is None else sift.numbers.tolist()) == (None if number is None else [1, 1, 7, number]), (
             more
         )
-    sift = slots.sift(three, three)
+    sift = slots.sift(three, three, None)
     assert sift is not None
     assert sift.noise["temperature"].tolist() == [0, 0.5, 0]
     assert (sift.noise["key"] == slots.draws(three, three).noise["key"]).all()
@@ -343,7 +374,7 @@ def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with
     one, two = np.array([0]), np.array([0, 1])
     for slot, params in enumerate(({"temperature": 0.0, "top_k": 5}, {"temperature": 0.5})):
         slots.add(new_sequence(slot, **params))
-    for search, temperatures in ((slots.search(one, one), None), (slots.search(two, two), [0.0, 0.5])):
+    for search, temperatures in ((slots.search(one, one, None), None), (slots.search(two, two, None), [0.0, 0.5])):
         assert search is not None
         assert (None if search.noise is None else search.noise["temperature"].tolist()) == temperatures
     for more in (
@@ -353,8 +384,8 @@ def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with
         {"temperature": 0.5, "min_p": 0.1},
     ):
         slots.add(new_sequence(2, **{"temperature": 0.0, **more}))
-        assert slots.search(np.arange(3), np.arange(3)) is None, more
-        assert slots.search(two, two) is not None
+        assert slots.search(np.arange(3), np.arange(3), None) is None, more
+        assert slots.search(two, two, None) is not None
 
 
 @pytest.mark.parametrize(
@@ -381,10 +412,8 @@ def test_penalties_and_forbidden_stop_ids_are_edits_of_logits(
     slots.add(new_sequence(1, prompt=(6, 7), output=(8, 9), **{"temperature": 0.0, **params}))
     slots.add_output(1, [8])
     edits = slots.edits(rows, np.array([5, position]))
-    search = slots.search(rows, np.array([5, position]))
-    assert search is not None
     if expected is None:
-        assert (edits, search.edits) == (None, None)
+        assert edits is None
         return
     assert edits is not None
     ids, factor, offsets = expected
@@ -392,4 +421,3 @@ def test_penalties_and_forbidden_stop_ids_are_edits_of_logits(
     assert edits.token_ids.tolist() == ids
     assert edits.factors.tolist() == [1, factor]
     assert edits.offsets.tolist() == offsets
-    assert all(map(np.array_equal, edits, search.edits or ()))

@@ -883,14 +883,6 @@ def test_what_was_planned_behind_the_last_token_is_dropped() -> None:
     assert not served.scheduler.has_unfinished
 
 
-def test_penalties_wait_for_the_token() -> None:
-    served = ScheduledModel(max_in_flight=2, looks_ahead=True)
-    served.submit("a", prompt(7), presence_penalty=1.0)
-
-    assert served.launch() is not None
-    assert served.launch() is None
-
-
 def test_error_ends_what_was_planned_behind_it() -> None:
     served = ScheduledModel(max_in_flight=2, looks_ahead=True)
     served.model.failing_prompts.add(tuple(prompt(8)))
