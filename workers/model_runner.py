@@ -38,7 +38,7 @@ from workers.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
-_MOST_SAMPLING = SamplingParams(top_p=0.9, logprobs=1)
+_MOST_SAMPLING = SamplingParams(top_p=0.9, logprobs=1, repetition_penalty=1.1)
 """What takes most memory and work of the sampler."""
 
 

@@ -54,13 +54,10 @@ def find_in_triton(logits_SV: Tensor, noise: NoiseArray | None, first_token: int
 def edit_in_triton(logits_SV: Tensor, edits: Edits, first_token: int) -> None:
     """Implements `EditLogits`."""
     num_rows, num_columns = logits_SV.shape
-    packed, last = to_device(_pack(edits), logits_SV.device), edits.last
-    _edit[num_rows,](
-        *(logits_SV, packed, packed if last is None else last.token_ids, logits_SV.stride(0)),
-        *(num_rows, len(edits.token_ids), num_columns, first_token),
-        TILE=_EDIT_TILE,
-        HAS_LAST=last is not None,
-    )
+    packed = to_device(_pack(edits), logits_SV.device)
+    last_tokens = packed[:2].view(torch.int64) if edits.last is None else edits.last.token_ids
+    sizes = num_rows, len(edits.token_ids), num_columns
+    _edit[num_rows,](logits_SV, packed, last_tokens, logits_SV.stride(0), *sizes, first_token, TILE=_EDIT_TILE)
 
 
 def _pack(edits: Edits) -> npt.NDArray[np.int32]:
@@ -68,12 +65,13 @@ def _pack(edits: Edits) -> npt.NDArray[np.int32]:
     and those of tokens that are a last one. Of float32 the bits.
     """
     num_rows, num_edits = len(edits.factors), len(edits.token_ids)
-    packed = np.zeros(3 * (num_rows + 1 + num_edits), np.int32)
+    none = np.full(num_rows, np.nan, np.float32)
+    last_offsets, offsets_again = (none, edits.offsets) if edits.last is None else edits.last[1:]
+    packed = np.empty(3 * (num_rows + 1 + num_edits), np.int32)
     by_row, by_token = packed[: 3 * (num_rows + 1)].reshape(3, -1), packed[3 * (num_rows + 1) :].reshape(3, -1)
-    by_row[0], by_row[1, :-1] = edits.starts, edits.factors.view(np.int32)
-    by_token[0], by_token[1] = edits.token_ids, edits.offsets.view(np.int32)
-    if edits.last is not None:
-        by_row[2, :-1], by_token[2] = edits.last.offsets.view(np.int32), edits.last.offsets_again.view(np.int32)
+    by_row[0], by_token[0] = edits.starts, edits.token_ids
+    by_row[1:, :-1] = edits.factors.view(np.int32), last_offsets.view(np.int32)
+    by_token[1:] = edits.offsets.view(np.int32), offsets_again.view(np.int32)
     return packed
 
 
@@ -154,7 +152,6 @@ def _edit(
     num_columns,
     first_token,
     TILE: tl.constexpr,
-    HAS_LAST: tl.constexpr,
 ):
     """The edits of a row, each of another logit."""
     row = tl.program_id(0)
@@ -162,23 +159,18 @@ def _edit(
     by_row, tokens = packed + row, packed + 3 * (num_rows + 1)
     factor = tl.load(by_row + num_rows + 1).to(tl.float32, bitcast=True)
     last_offset = tl.load(by_row + 2 * (num_rows + 1)).to(tl.float32, bitcast=True)
-    last = -1
-    if HAS_LAST:
-        last = tl.where(last_offset == last_offset, tl.load(last_tokens + row), -1)
+    last = tl.load(last_tokens + row, mask=last_offset == last_offset, other=-1)
     is_among = tl.zeros((TILE,), tl.int32)
     end = tl.load(by_row + 1)
     for start in range(tl.load(by_row), end, TILE):
         place = start + tl.arange(0, TILE)
         token = tl.load(tokens + place, mask=place < end, other=-1)
-        offset = tl.load(tokens + num_edits + place, mask=place < end, other=0)
-        if HAS_LAST:
-            is_last = token == last
-            offset = tl.where(is_last, tl.load(tokens + 2 * num_edits + place, mask=place < end, other=0), offset)
-            is_among = tl.where(is_last & (place < end), 1, is_among)
+        is_last = (token == last) & (place < end)
+        offset = tl.load(tokens + num_edits * tl.where(is_last, 2, 1) + place, mask=place < end, other=0)
+        is_among = tl.where(is_last, 1, is_among)
         _edit_some(logits, token - first_token, place < end, num_columns, factor, offset.to(tl.float32, bitcast=True))
-    if HAS_LAST:
-        is_new = (last >= 0) & (tl.max(is_among, 0) == 0)
-        _edit_some(logits, last - first_token, is_new, num_columns, factor, last_offset)
+    is_new = (last >= 0) & (tl.max(is_among, 0) == 0)
+    _edit_some(logits, last - first_token, is_new, num_columns, factor, last_offset)
 
 
 @triton.jit

@@ -148,8 +148,7 @@ for name, wide, constants in (
 for name, constants in (
     ("_find_largest", dict(TILE=2048, IS_DRAWN=False, IS_LIMITED=False)),
     ("_find_largest", dict(TILE=2048, IS_DRAWN=True, IS_LIMITED=True)),
-    ("_edit", dict(TILE=1024, HAS_LAST=False)),
-    ("_edit", dict(TILE=1024, HAS_LAST=True)),
+    ("_edit", dict(TILE=1024)),
     ("_merge_largest", dict(SLICES=128)),
     ("_limit", dict(TILE=8192)),
 ):
