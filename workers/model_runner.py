@@ -202,13 +202,12 @@ class ModelRunner:
 
     def _ask(self, inputs: StepInputs) -> _Asked:
         """What to ask of the head, the same on every rank of the last stage."""
-        slots, positions = inputs.sample_slots, inputs.sample_positions
-        edits = self._edits(inputs)
-        search = self._draws.search(slots, positions, edits)
+        rows, edits = self._draws.rows(inputs.sample_slots), self._edits(inputs)
+        search = rows.search(inputs.sample_positions, edits)
         if search is not None:
             is_known = self._decoder.finds_largest if search.noise is None else self._decoder.draws
             return _Asked(search if is_known else None, edits)
-        sift = self._draws.sift(slots, positions, edits)
+        sift = rows.sift(inputs.sample_positions, edits)
         return _Asked(sift if sift is not None and self._decoder.sifts(sift) else None, edits)
 
     def _edits(self, inputs: StepInputs) -> Edits | None:

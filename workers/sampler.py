@@ -28,7 +28,8 @@ from parallel.kernels.host_arrays import to_device
 from parallel.kernels.sampling import IN_TORCH, Edits, TokenChoice
 from workers.plan import SampledToken
 from workers.request import TokenLogprobs
-from workers.slot_draws import LOGPROBS, RANDOM, SlotDraws
+from workers.row_draws import LOGPROBS, RANDOM
+from workers.slot_draws import SlotDraws
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -87,18 +88,18 @@ class Sampler:
             positions: [S], the absolute position of the token to be chosen.
             edits: of these rows.
         """
-        flags = self._draws.flags(slots)
-        any_flag = int(np.bitwise_or.reduce(flags))
+        draws = self._draws.rows(slots)
+        any_flag = draws.any_flag
         if any_flag:  # the largest needs no float32
             logits_SV = logits_SV.float()
         logits = logits_SV
         if edits is not None:
             logits = logits_SV.clone() if any_flag & LOGPROBS else logits_SV
             self._choice.edit(logits, edits, 0)
-        token_ids = self._choice.choose(logits, self._draws.draws(slots, positions) if any_flag & RANDOM else None)
+        token_ids = self._choice.choose(logits, draws.draws(positions) if any_flag & RANDOM else None)
         reported, logprobs = [], []
         if any_flag & LOGPROBS:
-            rows = np.flatnonzero(flags & LOGPROBS)
+            rows = np.flatnonzero(draws.flags & LOGPROBS)
             numbers = self._draws.num_logprobs(slots[rows])
             reported = list(zip(rows.tolist(), numbers.tolist(), strict=True))
             logprobs = self._logprobs(logits_SV, token_ids, rows, int(numbers.max()))

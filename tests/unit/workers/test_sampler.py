@@ -13,8 +13,9 @@ from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.errors import InvalidRequestError
 from workers.plan import NewSequence, SampledToken
 from workers.request import MAX_TEMPERATURE, SamplingParams
+from workers.row_draws import noise_keys
 from workers.sampler import Sampler
-from workers.slot_draws import SlotDraws, noise_keys
+from workers.slot_draws import SlotDraws
 
 
 def new_sequence(
@@ -349,7 +350,7 @@ def test_the_largest_logits_alone_are_asked_for_where_top_k_limits_all_that_is_l
     ):
         slots.add(new_sequence(slot, **params))
     three, four = np.arange(3), np.arange(4)
-    assert slots.sift(three[:2], three[:2], None) is None, "none is limited"
+    assert slots.rows(three[:2]).sift(three[:2], None) is None, "none is limited"
     for more, number in (
         ({"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1}, 9),
         ({"temperature": 0.5, "top_k": 2**31}, 2**31 - 1),
@@ -359,14 +360,14 @@ def test_the_largest_logits_alone_are_asked_for_where_top_k_limits_all_that_is_l
         ({"temperature": 0.5, "top_k": 9, "presence_penalty": 0.1}, 9),
     ):
         slots.add(new_sequence(3, **more))
-        sift = slots.sift(four, four, None)
+        sift = slots.rows(four).sift(four, None)
         assert (None if sift is None else sift.numbers.tolist()) == (None if number is None else [1, 1, 7, number]), (
             more
         )
-    sift = slots.sift(three, three, None)
+    sift = slots.rows(three).sift(three, None)
     assert sift is not None
     assert sift.noise["temperature"].tolist() == [0, 0.5, 0]
-    assert (sift.noise["key"] == slots.draws(three, three).noise["key"]).all()
+    assert (sift.noise["key"] == slots.rows(three).draws(three).noise["key"]).all()
 
 
 def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with_noise() -> None:
@@ -374,7 +375,10 @@ def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with
     one, two = np.array([0]), np.array([0, 1])
     for slot, params in enumerate(({"temperature": 0.0, "top_k": 5}, {"temperature": 0.5})):
         slots.add(new_sequence(slot, **params))
-    for search, temperatures in ((slots.search(one, one, None), None), (slots.search(two, two, None), [0.0, 0.5])):
+    for search, temperatures in (
+        (slots.rows(one).search(one, None), None),
+        (slots.rows(two).search(two, None), [0.0, 0.5]),
+    ):
         assert search is not None
         assert (None if search.noise is None else search.noise["temperature"].tolist()) == temperatures
     for more in (
@@ -384,8 +388,8 @@ def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with
         {"temperature": 0.5, "min_p": 0.1},
     ):
         slots.add(new_sequence(2, **{"temperature": 0.0, **more}))
-        assert slots.search(np.arange(3), np.arange(3), None) is None, more
-        assert slots.search(two, two, None) is not None
+        assert slots.rows(np.arange(3)).search(np.arange(3), None) is None, more
+        assert slots.rows(two).search(two, None) is not None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""By what the rows of a step choose tokens; steps that decode the same sequences share all of it but the positions."""
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel.kernels.base import Search, Sift
+from parallel.kernels.sampling import NOISE, Draws, Edits, Float64Array, NoiseArray
+
+UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
+
+RANDOM, EDITED, LOGPROBS, LIMITED = 1, 2, 4, 8
+"""What a row wants more than the largest logit: noise; other logits; log-probabilities; top-k, top-p or min-p."""
+_MOST = np.iinfo(np.int32).max
+
+
+class RowDraws:
+    """Of these rows.
+
+    Args:
+        flags: [S], each the sum of those above.
+        columns: [4, S], temperature, top_k, top_p, min_p; temperature is 0 where the largest logit is taken.
+        seeds: [S].
+    """
+
+    def __init__(self, flags: Int64Array, columns: Float64Array, seeds: UInt64Array) -> None:
+        self.flags = flags
+        self.any_flag = int(np.bitwise_or.reduce(flags))
+        _, self._top_k, self._top_p, self._min_p = columns
+        self._mixed_seeds = _mix(seeds + _GAMMA)
+        self._noise = np.zeros(len(flags), NOISE)
+        """Without the keys, as is the next."""
+        self._noise["temperature"] = columns[0]
+        is_limited = flags & LIMITED > 0
+        self._is_sifted = (
+            bool(self.any_flag & LIMITED) and not self.any_flag & LOGPROBS and bool(self._top_k[is_limited].all())
+        )
+        if self._is_sifted:
+            self._noise_unlimited = self._noise.copy()
+            self._noise_unlimited["temperature"][is_limited] = 0
+            self._numbers = np.where(is_limited, np.minimum(self._top_k, _MOST), 1).astype(np.int32)
+
+    def search(self, positions: Int64Array, edits: Edits | None) -> Search | None:
+        """What tells the tokens at these positions without logits; None: some rows want more of these."""
+        if self.any_flag & (LOGPROBS | LIMITED):
+            return None
+        noise = _with_keys(self._noise, self._keys(positions)) if self.any_flag & RANDOM else None
+        return Search(noise, edits)
+
+    def sift(self, positions: Int64Array, edits: Edits | None) -> Sift | None:
+        """What tells which logits matter; None: all, or none but the largest and what is drawn."""
+        if not self._is_sifted:
+            return None
+        keys = self._keys(positions)
+        return Sift(_with_keys(self._noise_unlimited, keys), self._numbers, edits, self._draws(keys))
+
+    def draws(self, positions: Int64Array) -> Draws:
+        """[S]: how the tokens at these positions are drawn."""
+        return self._draws(self._keys(positions))
+
+    def _draws(self, keys: npt.NDArray[np.uint32]) -> Draws:
+        return Draws(noise=_with_keys(self._noise, keys), top_k=self._top_k, top_p=self._top_p, min_p=self._min_p)
+
+    def _keys(self, positions: Int64Array) -> npt.NDArray[np.uint32]:
+        return _keys(self._mixed_seeds, positions.astype(np.uint64))
+
+
+def noise_keys(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.uint32]:
+    """Return the key [S, 2] of each (seed, position): the same everywhere, independent over both.
+
+    A counter-based generator in the sense of Salmon et al. (SC 2011), with the 64-bit mixer of SplitMix64 (Steele, Lea
+    and Flood, OOPSLA 2014) as its block function.
+    """
+    return _keys(_mix(seeds + _GAMMA), positions)
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_OFFSET = np.uint64(0xD1B54A32D192ED03)
+
+
+def _keys(mixed_seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.uint32]:
+    bits = _mix(mixed_seeds ^ _mix(positions * _GAMMA + _OFFSET))
+    return bits.astype("<u8", copy=False).view("<u4").reshape(-1, 2)
+
+
+def _mix(x: UInt64Array) -> UInt64Array:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _with_keys(noise: NoiseArray, keys: npt.NDArray[np.uint32]) -> NoiseArray:
+    noise = noise.copy()
+    noise["key"] = keys
+    return noise
