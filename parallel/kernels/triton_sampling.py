@@ -1,4 +1,4 @@
-"""The choice of tokens in Triton: two launches where tokens are drawn or not, three more where rows keep some of them.
+"""The choice of tokens in Triton: two launches where tokens are drawn or not, five more where rows keep some of them.
 
 Checked by Triton's interpreter on a CPU; not yet run on a GPU, and not tuned for one. Means what sampling.py means.
 
@@ -6,6 +6,11 @@ The largest logit of a row has distance 0, and any other one (largest - logit) /
 up to which distance tokens are kept. Bits of distances are in the order of the distances, so that a search for the last
 one kept, by bisection over those bits, is exact; nothing is sorted. What adds up are integers, weights of
 exp(-distance) in units of 2**-42: no order of summation, and so no size of a tile or a batch, can change a token.
+
+One program searches a row, and reads it some fifty times. So all programs first gather what may be kept, which is
+little where a model is not undecided: of top-k the tokens that are as large as the k-th of the largest of each run of
+128, since k are at least that large; of top-p those of distance up to log(V / (1 - p)), since the others, of weights
+below (1 - p) / V, weigh less than 1 - p of the largest alone. Where that is too much, it reads all.
 """
 
 import numpy as np
@@ -20,8 +25,12 @@ from parallel.kernels.sampling import Draws, Edits, NoiseArray
 
 _SLICE = 2048
 """Logits of a row that one program reads."""
+_RUN = 128
+"""Logits of which the largest is noted."""
 _SEARCH_TILE = 8192
 """Logits that the one program which searches a row has in flight."""
+_MOST_GATHERED = 8192
+"""Of a row."""
 _EDIT_TILE = 1024
 """Edits of a row that its program has in flight."""
 _UNITS = tl.constexpr(2.0**42)
@@ -36,13 +45,29 @@ def choose_in_triton(logits_SV: Tensor, draws: Draws | None) -> Tensor:
     if draws is None:
         return _find(logits_SV, None, None, 0)[1]
     is_ranked = bool(((draws.top_k > 0) | (draws.top_p < 1)).any())
-    largest_S = _find(logits_SV, None, None, 0)[0] if is_ranked or bool((draws.min_p > 0).any()) else None
     settings = _settings(draws.noise, logits_SV.device, draws)
+    largest_S = None
     if is_ranked:
         num_rows, vocab_size = logits_SV.shape
-        inputs = logits_SV, largest_S, settings, logits_SV.stride(0), num_rows, vocab_size
-        _limit[num_rows,](*inputs, TILE=_SEARCH_TILE, num_warps=16)
+        runs_SR = logits_SV.new_empty(num_rows, triton.cdiv(vocab_size, _SLICE) * (_SLICE // _RUN))
+        largest_S, _ = _find(logits_SV, None, None, 0, runs_SR)
+        _find_limits(logits_SV, largest_S, runs_SR, settings)
+    elif (draws.min_p > 0).any():
+        largest_S, _ = _find(logits_SV, None, None, 0)
     return _find(logits_SV, settings, largest_S, 0)[1]
+
+
+def _find_limits(logits_SV: Tensor, largest_S: Tensor, runs_SR: Tensor, settings: Tensor) -> None:
+    """Lower the limits in the settings to what top-k and top-p keep."""
+    num_rows, vocab_size = logits_SV.shape
+    state = torch.empty(3, num_rows, dtype=torch.int64, device=logits_SV.device)
+    gathered = logits_SV.new_empty(num_rows, _MOST_GATHERED)
+    of_rows, sizes = (largest_S, settings, state), (num_rows, vocab_size)
+    _cut[num_rows,](runs_SR, *of_rows, *sizes, runs_SR.shape[1], TILE=_SLICE)
+    row = logits_SV, logits_SV.stride(0), gathered
+    slices = num_rows, triton.cdiv(vocab_size, _SLICE)
+    _gather[slices](*row, *of_rows, *sizes, TILE=_SLICE, MOST=_MOST_GATHERED)
+    _limit[num_rows,](*row, *of_rows, *sizes, TILE=_SEARCH_TILE, MOST=_MOST_GATHERED, num_warps=16)
 
 
 def find_in_triton(logits_SV: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
@@ -76,9 +101,15 @@ def _pack(edits: Edits) -> npt.NDArray[np.int32]:
 
 
 def _find(
-    logits_SV: Tensor, settings: Tensor | None, largest_S: Tensor | None, first_token: int
+    logits_SV: Tensor,
+    settings: Tensor | None,
+    largest_S: Tensor | None,
+    first_token: int,
+    runs_SR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `FindTokens`; with the largest logits of the rows, of what the settings' limits leave."""
+    """As `FindTokens`; with the largest logits of the rows, of what the settings' limits leave. Where there are no
+    settings, the largest of each run can be noted.
+    """
     num_rows, vocab_size = logits_SV.shape
     num_slices = triton.cdiv(vocab_size, _SLICE)
     values_SC = logits_SV.new_empty(num_rows, num_slices)
@@ -87,8 +118,10 @@ def _find(
     token_ids_S = torch.empty_like(scores_S, dtype=torch.int64)
     _find_largest[num_rows, num_slices](
         *(logits_SV, scores_S if largest_S is None else largest_S, scores_S if settings is None else settings),
-        *(values_SC, places_SC, logits_SV.stride(0), num_rows, vocab_size, first_token),
+        *(values_SC, places_SC, values_SC if runs_SR is None else runs_SR),
+        *(logits_SV.stride(0), num_rows, vocab_size, first_token),
         TILE=_SLICE,
+        RUN=0 if runs_SR is None else _RUN,
         IS_DRAWN=settings is not None,
         IS_LIMITED=largest_S is not None,
     )
@@ -114,11 +147,13 @@ def _find_largest(
     settings,
     values,
     places,
+    runs,
     stride,
     num_rows,
     vocab_size,
     first_token,
     TILE: tl.constexpr,
+    RUN: tl.constexpr,
     IS_DRAWN: tl.constexpr,
     IS_LIMITED: tl.constexpr,
 ):
@@ -126,6 +161,9 @@ def _find_largest(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row * stride + column, mask=column < vocab_size, other=float("-inf"))
+    if RUN > 0:
+        run = (row * tl.num_programs(1) + tl.program_id(1)) * (TILE // RUN) + tl.arange(0, TILE // RUN)
+        tl.store(runs + run, tl.max(tl.reshape(x, (TILE // RUN, RUN)), 1))
     if IS_DRAWN:
         temperature = _setting(settings, 0, num_rows).to(tl.float32)
         if temperature > 0:
@@ -226,35 +264,122 @@ def _distance(x, largest, temperature):
     return tl.abs(tl.div_rn(largest - x, tl.zeros_like(x) + temperature))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _limit(logits, largest, settings, stride, num_rows, vocab_size, TILE: tl.constexpr):
-    """Lower the limit of a row that draws to the last distance that top-k and top-p keep."""
+@triton.jit(do_not_specialize=["num_rows", "num_runs"])
+def _cut(runs, largest, settings, state, num_rows, vocab_size, num_runs, TILE: tl.constexpr):
+    """Up to which distance a row's tokens are gathered, the bits of that, -1 where nothing is to be searched; of how
+    many tokens, and the weight of all, nothing yet.
+    """
     row = tl.program_id(0).to(tl.int64)
     temperature = _setting(settings, 0, num_rows).to(tl.float32)
-    limit = _setting(settings, 1, num_rows)
     top_k = _setting(settings, 2, num_rows)
     top_p = _setting(settings, 3, num_rows)
     most = tl.load(largest + row)
-    logits += row * stride
-    key = tl.full((), _INFINITE, tl.int32)
+    key = tl.full((), -1, tl.int32)
     if (temperature > 0) & (tl.abs(most) < float("inf")):
-        if (top_k > 0) & (top_k < vocab_size):
-            key = _search(logits, most, temperature, vocab_size, key, top_k, False, TILE)
-        if top_p < 1:
-            total, _, _ = _reach(logits, most, temperature, vocab_size, key, True, TILE)
-            target = tl.maximum(top_p * total.to(tl.float64), 1.0)
-            key = _search(logits, most, temperature, vocab_size, key, target, True, TILE)
-    kept = key.to(tl.float32, bitcast=True).to(tl.float64)
-    tl.store(settings + num_rows + row, tl.minimum(limit, kept))
+        if _is_limit(top_k, vocab_size):
+            key = tl.full((), _INFINITE, tl.int32)
+            key = _search(runs + row * num_runs, most, temperature, num_runs, key, top_k, False, TILE)
+        elif top_p < 1:
+            cut = tl.log((vocab_size / (1 - top_p)).to(tl.float32)) + 1e-3  # and what weights are rounded by
+            key = cut.to(tl.int32, bitcast=True)
+    tl.store(state + row, key.to(tl.int64))
+    tl.store(state + num_rows + row, tl.zeros((), tl.int64))
+    tl.store(state + 2 * num_rows + row, tl.zeros((), tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gather(
+    logits,
+    stride,
+    gathered,
+    largest,
+    settings,
+    state,
+    num_rows,
+    vocab_size,
+    TILE: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Put what is within the cut among what is gathered of the row, as far as there is room, in any order; add up how
+    many they are and, where top-k does not limit the row, the weight of all tokens.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cut = tl.load(state + row)
+    if cut >= 0:
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        x = tl.load(logits + row * stride + column, mask=column < vocab_size, other=float("-inf"))
+        distance = _distance(x, tl.load(largest + row), _setting(settings, 0, num_rows).to(tl.float32))
+        is_in = (column < vocab_size) & (distance.to(tl.int32, bitcast=True) <= cut)
+        number = is_in.to(tl.int32)
+        total = tl.sum(number, 0)
+        if total > 0:
+            start = tl.atomic_add(state + num_rows + row, total.to(tl.int64))
+            place = start + tl.cumsum(number, 0) - 1
+            tl.store(gathered + row * MOST + place, x, mask=is_in & (place < MOST))
+        if not _is_limit(_setting(settings, 2, num_rows), vocab_size):
+            weight = tl.sum((tl.exp(-distance) * _UNITS).to(tl.int64), 0)
+            tl.atomic_add(state + 2 * num_rows + row, weight)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _limit(
+    logits,
+    stride,
+    gathered,
+    largest,
+    settings,
+    state,
+    num_rows,
+    vocab_size,
+    TILE: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Lower the limit of a row that draws to the last distance that top-k and top-p keep."""
+    row = tl.program_id(0).to(tl.int64)
+    cut = tl.load(state + row)
+    number = tl.load(state + num_rows + row)
+    if cut >= 0:
+        key = tl.full((), _INFINITE, tl.int32)
+        if number <= MOST:
+            size = number.to(tl.int32)
+            key = _last_kept(gathered + row * MOST, size, largest, settings, state, num_rows, vocab_size, TILE)
+        else:
+            key = _last_kept(logits + row * stride, vocab_size, largest, settings, state, num_rows, vocab_size, TILE)
+        kept = key.to(tl.float32, bitcast=True).to(tl.float64)
+        tl.store(settings + num_rows + row, tl.minimum(_setting(settings, 1, num_rows), kept))
 
 
 @triton.jit
-def _search(logits, most, temperature, vocab_size, high, target, IS_WEIGHT: tl.constexpr, TILE: tl.constexpr):
+def _last_kept(values, size, largest, settings, state, num_rows, vocab_size, TILE: tl.constexpr):
+    """The last key that top-k and then top-p keep of this program's row; these values are all that they may keep."""
+    row = tl.program_id(0)
+    temperature = _setting(settings, 0, num_rows).to(tl.float32)
+    top_k = _setting(settings, 2, num_rows)
+    top_p = _setting(settings, 3, num_rows)
+    most = tl.load(largest + row)
+    total = tl.load(state + 2 * num_rows + row)
+    key = tl.full((), _INFINITE, tl.int32)
+    if _is_limit(top_k, vocab_size):
+        key = _search(values, most, temperature, size, key, top_k, False, TILE)
+        total, _, _ = _reach(values, most, temperature, size, key, True, TILE)
+    if top_p < 1:
+        target = tl.maximum(top_p * total.to(tl.float64), 1.0)
+        key = _search(values, most, temperature, size, key, target, True, TILE)
+    return key
+
+
+@triton.jit
+def _is_limit(top_k, vocab_size):
+    return (top_k > 0) & (top_k < vocab_size)
+
+
+@triton.jit
+def _search(values, most, temperature, size, high, target, IS_WEIGHT: tl.constexpr, TILE: tl.constexpr):
     """The least key such that the tokens up to it reach the target; `high` if none before it does."""
     low = high * 0 - 1
     while high - low > 1:
         middle = low + (high - low) // 2
-        reached, before, after = _reach(logits, most, temperature, vocab_size, middle, IS_WEIGHT, TILE)
+        reached, before, after = _reach(values, most, temperature, size, middle, IS_WEIGHT, TILE)
         is_enough = reached.to(tl.float64) >= target
         high = tl.where(is_enough, before, high)  # to keys that there are: the last step comes soon
         low = tl.where(is_enough, low, after - 1)
@@ -262,14 +387,14 @@ def _search(logits, most, temperature, vocab_size, high, target, IS_WEIGHT: tl.c
 
 
 @triton.jit
-def _reach(logits, most, temperature, vocab_size, key, IS_WEIGHT: tl.constexpr, TILE: tl.constexpr):
+def _reach(values, most, temperature, size, key, IS_WEIGHT: tl.constexpr, TILE: tl.constexpr):
     """(number or weight of the tokens up to this key, their last key, the first key after it)."""
     total = tl.zeros((TILE,), tl.int64)
     before = tl.full((TILE,), -1, tl.int32)
     after = tl.full((TILE,), _INFINITE, tl.int32)
-    for start in range(0, vocab_size, TILE):
-        column = start + tl.arange(0, TILE)
-        x = tl.load(logits + column, mask=column < vocab_size, other=float("-inf"))
+    for start in range(0, size, TILE):
+        place = start + tl.arange(0, TILE)
+        x = tl.load(values + place, mask=place < size, other=float("-inf"))
         distance = _distance(x, most, temperature)
         keys = distance.to(tl.int32, bitcast=True)
         is_in = keys <= key

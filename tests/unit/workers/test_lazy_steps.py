@@ -68,7 +68,7 @@ with tempfile.TemporaryDirectory() as scratch:
         assert cuda.num_waits - num_waits == len(outputs), "for the tokens of each, and for nothing else"
     check_outputs(outputs, expected)
     layers = {"_rms_norm", "_rotate_and_write", "_attend", "_silu_mul"}
-    assert kernels >= {*layers, "_edit", "_limit", "_find_largest"}, kernels
+    assert kernels >= {*layers, "_edit", "_cut", "_gather", "_limit", "_find_largest"}, kernels
 """
 
 
