@@ -50,6 +50,7 @@ _POLL_S = 0.2
 _ADOPT_TIMEOUT_S = 10.0
 _LOAD_TIMEOUT_S = 2.0
 _HEAR_TIMEOUT_S = 1.0  # for a rank, which may hang, to be told that its end is wanted
+_NUM_QUESTIONS = 10  # that a leader leaves unanswered before it is taken for dead
 _DEATH_TIMEOUT_S = 10.0  # for a rank that does not answer to be known as dead, with the reason
 _RANK_ACTOR = ray.remote(RankActor)
 
@@ -328,7 +329,12 @@ class Formation:
                 await asyncio.wait([end], timeout=_DEATH_TIMEOUT_S)
                 return end.result() if end.done() else Outcome(message=f"lost sight of its ranks: {in_a_line(error)}")
             late = start.result() if start.done() else None
-            return late or await end
+            if late is not None or end.done():
+                return late or end.result()
+            silence = asyncio.create_task(self._watch_leader())
+            tasks.append(silence)
+            await asyncio.wait([end, silence], return_when=asyncio.FIRST_COMPLETED)
+            return end.result() if end.done() else silence.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -351,6 +357,23 @@ class Formation:
         finally:
             ready.cancel()
         return None
+
+    async def _watch_leader(self) -> Outcome:
+        """Ask the leader whether it is there, until it does not answer for twice as long as a step may take."""
+        limit_s = 2 * self._spec.model.engine.step_timeout_s
+        num_silent = 0
+        while num_silent < _NUM_QUESTIONS:  # not by a clock: this process may have stood still
+            try:
+                async with asyncio.timeout(limit_s / _NUM_QUESTIONS):
+                    await _await(self._actors[0].load.remote())
+                num_silent = 0
+                await asyncio.sleep(limit_s / _NUM_QUESTIONS)
+            except TimeoutError:
+                num_silent += 1
+            except RayError:  # if it has ended, that is heard elsewhere
+                num_silent += 1
+                await asyncio.sleep(limit_s / _NUM_QUESTIONS)
+        return Outcome(message=f"rank 0 has not answered for {limit_s:g} s")
 
     def _limit_start(self) -> None:
         self._start_by_s = asyncio.get_running_loop().time() + self._spec.model.start_timeout_s

@@ -61,7 +61,12 @@ class Leader:
             recorder=recorder,
         )
         self._load = engine.load
-        self._engine = AsyncEngine(engine, on_step=self._on_step, on_failure=self._on_failure)
+        self._engine = AsyncEngine(
+            engine,
+            on_step=self._on_step,
+            on_failure=self._on_failure,
+            longest_turn_s=2 * config.step_timeout_s,  # the other ranks come before, who know more
+        )
         self._server = ReplicaServer(
             _info(self._spec, config, engine),
             self._engine,

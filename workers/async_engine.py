@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 0.5
 """How often an idle engine looks whether its ranks are there."""
+_NUM_LOOKS = 10
+"""Within the longest turn: looks are counted, not time, for the whole process may have stood still meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,12 @@ class AsyncEngine:
         *,
         on_step: Callable[[StepResult], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
+        longest_turn_s: float | None = None,
     ) -> None:
-        """Both callbacks run on the event loop: one for each step, in order, and one at most when the group fails."""
+        """Both callbacks run on the event loop: one for each step, in order, and one at most when the group fails.
+
+        `longest_turn_s`: a step that lasts longer hangs, and the group has failed; None: nobody looks.
+        """
         self._engine = engine
         self._on_step = on_step
         self._on_failure = on_failure
@@ -63,6 +69,10 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._queues: dict[RequestId, asyncio.Queue[RequestOutput | BaseException]] = {}
         self._failure: BaseException | None = None
+        self._longest_turn_s = longest_turn_s
+        self._num_turn_marks = 0  # odd while the thread is amid a turn
+        self._watch: asyncio.Task[None] | None = None
+        self._is_hung = False
         # As of the last result given to on_step:
         self._resident: dict[bytes, None] = {}
         self._load = engine.load
@@ -71,11 +81,13 @@ class AsyncEngine:
         """Start the thread; results come to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        if self._longest_turn_s is not None:
+            self._watch = self._loop.create_task(self._watch_turns(self._longest_turn_s / _NUM_LOOKS))
 
     async def stop(self) -> None:
         """End every request with ABORT, give out the last results, end the ranks and the thread.
 
-        From now on requests are refused.
+        From now on requests are refused. A thread that hangs is left to itself.
         """
         with self._wake:
             self._is_stopping = True
@@ -84,8 +96,10 @@ class AsyncEngine:
             self._loop = asyncio.get_running_loop()
             self._refuse_rest()
             self._engine.close()
-        elif self._thread.ident is not None:
+        elif self._thread.ident is not None and not self._is_hung:
             await asyncio.to_thread(self._thread.join)
+        if self._watch is not None:
+            self._watch.cancel()
         await asyncio.sleep(0)  # let the results that are on their way arrive
 
     def submit(self, request: Request) -> None:
@@ -180,7 +194,26 @@ class AsyncEngine:
     def _receive_refusal(self, output: RequestOutput) -> None:
         self._receive(StepResult(outputs=[output], stored_block_hashes=[], evicted_block_hashes=[], load=self._load))
 
+    async def _watch_turns(self, interval_s: float) -> None:
+        seen, num_looks = 0, 0
+        while num_looks < _NUM_LOOKS:
+            await asyncio.sleep(interval_s)
+            marks = self._num_turn_marks
+            num_looks = num_looks + 1 if marks == seen and marks % 2 else 0
+            seen = marks
+        self._is_hung = True
+        limit = f"{self._longest_turn_s:g} s"
+        error = GroupFailedError(
+            f"a step has not ended within {limit}; allowed: smaller steps, a larger step_timeout_s"
+        )
+        logger.error("%s", error)
+        self._failure = error
+        self._refuse_rest()
+        self._fail(error)
+
     def _fail(self, error: BaseException) -> None:
+        if self._failure is not error:
+            return  # it is known as hung, and has failed since
         for queue in self._queues.values():
             queue.put_nowait(error)
         if self._on_failure is not None:
@@ -192,14 +225,16 @@ class AsyncEngine:
         compute_here()
         try:
             while (commands := self._wait()) is not None:
+                self._num_turn_marks += 1
                 self._advance(commands)
+                self._num_turn_marks += 1
             self._engine.abort_all()
             while self._has_work:
                 self._publish(self._engine.step())
                 self._has_collected = False
         except BaseException as error:
             logger.exception("the engine failed")
-            self._failure = error
+            self._failure = self._failure or error
             self._refuse_rest()
             self._call(self._fail, error)
         finally:

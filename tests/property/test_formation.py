@@ -100,6 +100,8 @@ class Rank:
                 return 0.5
             case "ready":
                 return self._addresses
+            case "load":
+                return None
         raise AssertionError(method)
 
 

@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError
 from cluster import formation
 from cluster.formation import Formation, FormationSpec
 from cluster.placement import NODE_ID_LABEL, NodeResources
-from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses
+from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
 
 NODES = [
     NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")
@@ -35,6 +35,7 @@ class FakeRank:
         self.ended = FakeMethod(lambda: asyncio.ensure_future(hang()))
         self.progress = FakeMethod(self._progress)
         self.expect_end = FakeMethod(self._expect_end)
+        self.load = FakeMethod(hang)
         self.num_expected = 0
         self.options = lambda **_: self  # of its class, of which it is the only one
         self.remote = lambda _: self
@@ -247,6 +248,34 @@ async def test_a_rank_that_dies_while_it_starts_tells_why(
     async with asyncio.timeout(10):
         outcome = await make_formation(tmp_path, listener, start_timeout_s=60.0).run()
     assert outcome == Outcome(message="no such tensor", is_refusal=True)
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+async def test_a_leader_that_no_longer_answers_is_taken_for_dead(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, breaks: bool
+) -> None:
+    """It answers now and then first, which starts the count anew; at last it hangs, or Ray loses it."""
+    num_asked = 0
+
+    async def load() -> ReplicaLoad:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked % 9 and num_asked < 30:
+            return ReplicaLoad(num_running=0, num_waiting=0, kv_usage=0.0)
+        if breaks:
+            raise ActorUnavailableError("the connection broke", None)
+        await hang()
+        raise AssertionError
+
+    async def ready() -> ReplicaAddresses:
+        return ReplicaAddresses(address="10.0.0.0:1", metrics_address="10.0.0.0:2")
+
+    fake_ray.rank.ready, fake_ray.rank.load = FakeMethod(ready), FakeMethod(load)
+    async with asyncio.timeout(30):
+        outcome = await make_formation(tmp_path, listener, step_timeout_s=0.05).run()
+    assert outcome == Outcome(message="rank 0 has not answered for 0.1 s")
+    assert num_asked == 29 + 10
+    assert fake_ray.killed == [fake_ray.rank]
 
 
 async def test_start_timeout_is_one_from_the_place_to_a_ready_replica(

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -61,6 +62,36 @@ class StuckExecutor(FakeExecutor):
         self.is_stuck.set()
         assert self.release.wait(120)
         super().submit(plan)
+
+
+async def test_a_step_that_does_not_end_fails_the_group(caplog: pytest.LogCaptureFixture) -> None:
+    executor, failures = StuckExecutor(), list[BaseException]()
+    engine = AsyncEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=0.2)
+    engine.start()
+    try:
+        async with asyncio.timeout(30):
+            with pytest.raises(GroupFailedError, match=r"a step has not ended within 0.2 s; allowed: smaller steps"):
+                await collect(engine, "a", [1, 2, 3])
+            with pytest.raises(GroupFailedError, match="a step has not ended"):
+                await collect(engine, "b", [1, 2, 3])
+            await engine.stop()  # though the thread is still there
+        assert not executor.is_closed
+    finally:
+        executor.release.set()
+    await until(lambda: executor.is_closed)  # it was not that stuck
+    await asyncio.sleep(0)
+    assert [str(failure).partition(";")[0] for failure in failures] == ["a step has not ended within 0.2 s"]
+
+
+async def test_steps_may_go_on_for_longer_than_one_may_last() -> None:
+    executor, failures = FakeExecutor(), list[BaseException]()
+    executor.on_submit = lambda _: time.sleep(0.05)  # the model
+    engine = AsyncEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=1.0)
+    engine.start()
+    item = request("a", [1, 2, 3], max_tokens=30)
+    assert (await collect(engine, "a", [1, 2, 3], max_tokens=30)).token_ids == run_alone(item)
+    await engine.stop()
+    assert not failures
 
 
 async def until(condition: Callable[[], bool]) -> None:
