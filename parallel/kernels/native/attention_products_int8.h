@@ -33,15 +33,15 @@ template <class T>
 void quantize_query(const Queries& to, int row, const T* x, int head_dim) {
     const float most = largest_magnitude(x, head_dim);
     const float inverse = 1 / most * MOST_QUERY;
-    Ints total{};
+    Words total{};  // that of several NaN wraps around
     for (int dim = 0; dim < head_dim; dim += LANES) {
         const Ints whole = to_nearest(load(x + dim) * inverse), high = (whole + 128) >> 8;
         store_low_bytes(to.high + int64_t(row) * head_dim + dim, high);
         store_low_bytes(to.low + int64_t(row) * head_dim + dim, whole - (high << 8));
-        total = total + whole;
+        total = total + bit_cast<Words>(whole);
     }
     to.scales[row] = most / MOST_QUERY;
-    to.offsets[row] = int32_t(uint32_t(sum(total)) * 128u);
+    to.offsets[row] = int32_t(uint32_t(sum(bit_cast<Ints>(total))) * 128u);
 }
 
 // The weights of a row times the scales of the values, which may overwrite them; returns what 1 stands for. `count` is

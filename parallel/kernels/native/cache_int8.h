@@ -36,7 +36,8 @@ float quantize_head(int8_t* to, const T* x, int64_t head_dim) {
     const float magnitude = bit_cast<float>(largest_bits), inverse = 1 / magnitude * 127.0f;
     for (int64_t dim = 0; dim < head_dim; dim += LANES) {
         float scaled[LANES];
-        store(scaled, load(x + dim) * inverse);
+        const Floats of_lanes = load(x + dim) * inverse;
+        store(scaled, bit_cast<Floats>(bit_cast<Ints>(of_lanes) & (of_lanes == of_lanes)));  // 0 for a NaN, which is no integer
 #pragma omp simd
         for (int lane = 0; lane < LANES; lane++) to[dim + lane] = int8_t(int32_t(__builtin_rintf(scaled[lane])));
     }

@@ -86,7 +86,8 @@ __attribute__((noinline)) inline void find_noise(float* to, const Noise& noise, 
 // these mean nothing.
 __attribute__((noinline)) inline void bound_noise(float* to, const Noise& noise, int64_t first, int64_t num_runs) {
     constexpr float LAST_DIGITS = 0x1p-13f;  // of a temperature of 1
-    alignas(64) float least[LANES] = {};
+    alignas(64) float least[LANES];
+    store(least, broadcast(0.5f));  // past the runs: something that has a logarithm
     for (int64_t run = 0; run < num_runs; run++) {
         const Words token = tokens_from(first + run * RUN);
         least[run] = -largest(larger(-uniform(noise, token), -uniform(noise, token + uint32_t(LANES))));

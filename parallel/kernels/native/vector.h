@@ -193,6 +193,7 @@ inline Floats silu(Floats x) {
 }
 
 inline float exponential(float x) {
+    if (x != x) return x;  // has no exponent
     const bool is_tiny = x < -87.0f;
     x = is_tiny ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
