@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.native.build import build_library
-from parallel.kernels.native.library import DRAW, load_draws, load_largest, load_ranking, to_draw_array
-from parallel.kernels.sampling import Draws, NoiseArray, TokenChoice, edit_in_torch
+from parallel.kernels.native.library import DRAW, load_draws, load_edits, load_largest, load_ranking, to_draw_array
+from parallel.kernels.sampling import Draws, Edits, NoiseArray, TokenChoice, edit_in_torch
 
 
 def make_native_choice(library: Path | None = None) -> TokenChoice:
     """Of this library, or of this machine's, compiled where needed. On torch's threads. Raises DeviceError."""
     library, num_threads = library or build_library(), torch.get_num_threads()
     find_largest, draw, rank_tokens = load_largest(library), load_draws(library), load_ranking(library)
+    edit_logits = load_edits(library)
 
     def choose(logits_SV: Tensor, draws: Draws | None) -> Tensor:
         if draws is not None:
@@ -47,7 +48,14 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
         rank_tokens(*ranked, logits.data_ptr(), logits.stride(0), rows.ctypes.data, *sizes, num_threads)
         return totals, values, token_ids
 
-    return TokenChoice(choose, find, rank, edit_in_torch)
+    def edit(logits_SV: Tensor, edits: Edits, first_token: int) -> None:
+        if edits.last is not None or logits_SV.stride(1) != 1:
+            edit_in_torch(logits_SV, edits, first_token)
+            return
+        columns = [column.ctypes.data for column in edits[:4]]
+        edit_logits(logits_SV.data_ptr(), logits_SV.stride(0), *logits_SV.shape, *columns, first_token, num_threads)
+
+    return TokenChoice(choose, find, rank, edit)
 
 
 def _in_rows(logits_SV: Tensor) -> Tensor:

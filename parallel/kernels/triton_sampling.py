@@ -82,7 +82,8 @@ def edit_in_triton(logits_SV: Tensor, edits: Edits, first_token: int) -> None:
     packed = to_device(_pack(edits), logits_SV.device)
     last_tokens = packed[:2].view(torch.int64) if edits.last is None else edits.last.token_ids
     sizes = num_rows, len(edits.token_ids), num_columns
-    _edit[num_rows,](logits_SV, packed, last_tokens, logits_SV.stride(0), *sizes, first_token, TILE=_EDIT_TILE)
+    row = logits_SV, packed, last_tokens, logits_SV.stride(0)
+    _edit[num_rows,](*row, *sizes, first_token, TILE=_EDIT_TILE, enable_fp_fusion=False)  # to the bit as in torch
 
 
 def _pack(edits: Edits) -> npt.NDArray[np.int32]:

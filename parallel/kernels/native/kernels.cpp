@@ -2,6 +2,7 @@
 
 #include "cache_int8.h"
 #include "draws.h"
+#include "edits.h"
 #include "elementwise.h"
 #include "exports.h"
 #include "linear.h"
@@ -94,6 +95,13 @@ EXPORT void weft_rank_tokens(float* totals, float* values, int64_t* tokens, cons
     num_threads = threads_for(num_rows * size, num_threads);
     Ranking ranking(totals, values, tokens, logits, row_stride, rows, num_rows, size, number, num_threads);
     on_team(num_threads, Ranking::SECTIONS, [&](Team& team) { ranking.run(team); });
+}
+
+EXPORT void weft_edit_logits(float* logits, int64_t row_stride, int64_t num_rows, int64_t num_columns, const int64_t* starts,
+                             const int64_t* tokens, const float* factors, const float* offsets, int64_t first_token, int num_threads) {
+    on_team(threads_for(16 * starts[num_rows], num_threads), 1, [=](Team& team) {
+        edit_logits(logits, row_stride, num_rows, num_columns, Edits{starts, tokens, factors, offsets}, first_token, team);
+    });
 }
 
 EXPORT int weft_most_rows(void) { return most_rows(); }

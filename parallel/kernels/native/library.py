@@ -321,6 +321,12 @@ def load_draws(library: Path) -> Callable[..., None]:
     return _function(_load(library), "weft_choose_tokens", arguments)
 
 
+def load_edits(library: Path) -> Callable[..., None]:
+    """What is done to some logits of rows; see edits.h. Raises DeviceError when the file cannot be loaded."""
+    arguments = (c_void_p, c_int64, c_int64, c_int64, *(c_void_p,) * 4, c_int64, c_int)
+    return _function(_load(library), "weft_edit_logits", arguments)
+
+
 def load_ranking(library: Path) -> Callable[..., None]:
     """The most probable tokens of rows; see ranking.h. Raises DeviceError when the file cannot be loaded."""
     arguments = (*(c_void_p,) * 4, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int)

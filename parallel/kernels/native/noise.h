@@ -22,15 +22,6 @@ struct RowNoise {
     const Noise* of(int64_t row) const { return of_rows && of_rows[row].temperature > 0 ? of_rows + row : nullptr; }
 };
 
-// What is done to some outputs of rows before noise; mirrored by library.py, and sampling.py says what it means.
-struct Edits {
-    const int64_t* starts = nullptr;  // null: nothing
-    const int64_t* tokens;
-    const float *factors, *offsets;
-
-    bool has(int64_t row) const { return starts && starts[row] < starts[row + 1]; }
-};
-
 inline Words mixed(Words x) {
     x = (x ^ (x >> 16)) * 0x21f0aaadu;
     x = (x ^ (x >> 15)) * 0xd35a2d97u;

@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include "edits.h"
 #include "matrix.h"
 #include "matrix_int8.h"
 
@@ -85,11 +86,6 @@ inline void make_screen(const Screen& screen, const BFloat16* weight, int64_t nu
             screen.norms[output] = rounded_up(norm(rest, num_in)) + screen.errors[output];  // so that it is at least |w| as well
         }
     });
-}
-
-// No less for a larger x, and to the bit as sampling.py has it: the product is rounded before the offset is taken off.
-inline float edited(float x, float factor, float offset) {
-    return (x > 0 ? x / factor : float(double(x) * double(factor))) - offset;
 }
 
 // Those edits by panels, of the tokens from the first one on.

@@ -41,8 +41,9 @@ def test_compiled_choice_is_that_of_torch(library: Path, num_threads: int, case:
     case.check(choice, CPU)
 
 
-def test_edits_are_what_they_say() -> None:
-    check_edits(IN_TORCH, CPU)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_edits_are_what_they_say(library: Path, is_compiled: bool) -> None:
+    check_edits(make_native_choice(library) if is_compiled else IN_TORCH, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
