@@ -10,6 +10,7 @@
 #pragma once
 
 #include <functional>
+#include <numeric>
 #include <vector>
 
 #include "noise.h"
@@ -231,7 +232,8 @@ class Drawing {
         Tally& tally = tallies_[place(row, part)];
         tally.assign(NUM_TALLIES * NUM_BUCKETS, 0);
         const bool is_number = draws_[row].limits_number(size_);
-        for_each_run(row, part, is_number ? INFINITY : WEIGHTLESS, [&](const float* distances, int64_t count, int64_t) {
+        const double least = is_number ? -INFINITY : least_within(row, last_that_top_p_keeps(row));
+        for_each_run(row, part, is_number ? INFINITY : WEIGHTLESS, [&](const float* distances, int64_t count, int64_t begin) {
             alignas(64) float weights[RUN];
             alignas(64) int32_t buckets[RUN];
             alignas(64) int64_t added[RUN];
@@ -239,11 +241,18 @@ class Drawing {
                 std::fill_n(weights, RUN, 1.0f);
             else
                 weigh(weights, distances, RUN);
-            find_buckets(buckets, distances);
             for (int i = 0; i < RUN; i++) added[i] = int64_t(weights[i]);
+            if (double(most_of_runs_of(row)[begin / RUN]) < least) {
+                tally[NUM_BUCKETS - 1] += std::accumulate(added, added + RUN, int64_t(0));
+                return;
+            }
+            find_buckets(buckets, distances);
             for (int64_t i = 0; i < count; i++) tally[size_t(i % NUM_TALLIES * NUM_BUCKETS + buckets[i])] += added[i];
         });
     }
+
+    // No less than it: as many tokens as there are, all past it, weigh less than 1 - p of the largest.
+    float last_that_top_p_keeps(int64_t row) const { return float(std::log(double(size_) / (1 - draws_[row].top_p))) + 0x1p-10f; }
 
     Border find_border(int64_t row) const {
         Tally total(NUM_BUCKETS, 0);
