@@ -1,5 +1,7 @@
 """By what the rows of a step choose tokens; steps that decode the same sequences share all of it but the positions."""
 
+from functools import cached_property
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,19 +28,8 @@ class RowDraws:
     def __init__(self, flags: Int64Array, columns: Float64Array, seeds: UInt64Array) -> None:
         self.flags = flags
         self.any_flag = int(np.bitwise_or.reduce(flags))
-        _, self._top_k, self._top_p, self._min_p = columns
-        self._mixed_seeds = _mix(seeds + _GAMMA)
-        self._noise = np.zeros(len(flags), NOISE)
-        """Without the keys, as is the next."""
-        self._noise["temperature"] = columns[0]
-        is_limited = flags & LIMITED > 0
-        self._is_sifted = (
-            bool(self.any_flag & LIMITED) and not self.any_flag & LOGPROBS and bool(self._top_k[is_limited].all())
-        )
-        if self._is_sifted:
-            self._noise_unlimited = self._noise.copy()
-            self._noise_unlimited["temperature"][is_limited] = 0
-            self._numbers = np.where(is_limited, np.minimum(self._top_k, _MOST), 1).astype(np.int32)
+        self._temperature, self._top_k, self._top_p, self._min_p = columns
+        self._seeds = seeds
 
     def search(self, positions: Int64Array, edits: Edits | None) -> Search | None:
         """What tells the tokens at these positions without logits; None: some rows want more of these."""
@@ -49,10 +40,11 @@ class RowDraws:
 
     def sift(self, positions: Int64Array, edits: Edits | None) -> Sift | None:
         """What tells which logits matter; None: all, or none but the largest and what is drawn."""
-        if not self._is_sifted:
+        if self._sifted is None:
             return None
+        noise, numbers = self._sifted
         keys = self._keys(positions)
-        return Sift(_with_keys(self._noise_unlimited, keys), self._numbers, edits, self._draws(keys))
+        return Sift(_with_keys(noise, keys), numbers, edits, self._draws(keys))
 
     def draws(self, positions: Int64Array) -> Draws:
         """[S]: how the tokens at these positions are drawn."""
@@ -63,6 +55,27 @@ class RowDraws:
 
     def _keys(self, positions: Int64Array) -> npt.NDArray[np.uint32]:
         return _keys(self._mixed_seeds, positions.astype(np.uint64))
+
+    @cached_property
+    def _mixed_seeds(self) -> UInt64Array:
+        return _mix(self._seeds + _GAMMA)
+
+    @cached_property
+    def _noise(self) -> NoiseArray:
+        """Without the keys."""
+        noise = np.zeros(len(self.flags), NOISE)
+        noise["temperature"] = self._temperature
+        return noise
+
+    @cached_property
+    def _sifted(self) -> tuple[NoiseArray, npt.NDArray[np.int32]] | None:
+        """Noise without the keys, and numbers, of a `Sift`."""
+        is_limited = self.flags & LIMITED > 0
+        if self.any_flag & LOGPROBS or not is_limited.any() or not self._top_k[is_limited].all():
+            return None
+        noise = self._noise.copy()
+        noise["temperature"][is_limited] = 0
+        return noise, np.where(is_limited, np.minimum(self._top_k, _MOST), 1).astype(np.int32)
 
 
 def noise_keys(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.uint32]:
