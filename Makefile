@@ -1,6 +1,7 @@
 # make demo    a serving cluster on this machine, real prompts through gRPC, then a clean stop
 # make serve   the same cluster, left running (stop it with: .venv/bin/weft stop)
 # make test    everything that this machine can test
+# make sanitize  the tests of the compiled CPU kernels, with these watched for what C++ does not define; needs GCC
 #
 # TORCH chooses the build of torch, PYTHON the interpreter: make demo PYTHON=python3.12
 
@@ -13,7 +14,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # Tests start hundreds of processes: each would compile all of Weft's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test lint format proto clean
+.PHONY: demo serve test sanitize lint format proto clean
 
 demo: $(VENV)/.runtime
 	@$(BIN)/weft demo
@@ -26,6 +27,12 @@ test: lint
 	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property tests/deploy tests/distributed
 	@$(BIN)/python -m pytest tests/gpu
 	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e
+
+SANITIZED := $(addprefix tests/unit/parallel/test_,native_kernels.py sampling_kernels.py int8_linear.py int8_cache.py compiled_layers.py kernels_cpu.py)
+
+sanitize: $(VENV)/.dev
+	@LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  $(BIN)/python -m pytest --sanitize -p no:cacheprovider -k 'not (table and (40 or 150)) and not library_is_compiled' $(SANITIZED)
 
 lint: $(VENV)/.dev
 	@if command -v npm >/dev/null; then npm install --ignore-scripts --no-audit --no-fund --no-package-lock --silent; fi

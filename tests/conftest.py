@@ -24,6 +24,23 @@ def shared() -> Path:
     return SHARED
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See `make sanitize`."""
+    parser.addoption("--sanitize", action="store_true", help="compile the CPU kernels with sanitizers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the kernels so that an access or an operation which C++ does not define ends the process."""
+    if not config.getoption("sanitize"):
+        return
+    from parallel.kernels.native import build
+
+    os.environ.pop("LD_PRELOAD", None)  # it has this process, and the compiler goes without
+    checks = "address,undefined,float-cast-overflow"
+    build._FLAGS += ("-O2", f"-fsanitize={checks}", "-fno-sanitize-recover=all", "-D_GLIBCXX_ASSERTIONS")
+    build._TIMEOUT_S = 1800.0
+
+
 LONGEST = ("tests/distributed/", "tests/unit/parallel/test_triton_kernels.py")
 """A minute or more each, as one: begun last by one of several processes, they would leave the others without work."""
 
