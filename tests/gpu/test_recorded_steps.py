@@ -46,7 +46,9 @@ def test_a_whole_step_is_started_without_a_wait(max_size: int) -> None:
     )
     runner = _load(config, Mesh.single(), None, None)
     runner.allocate(200)
-    wanted = SamplingParams(temperature=0.8, top_p=0.9, top_k=5, seed=3, logprobs=2, min_tokens=9)
+    wanted = SamplingParams(
+        temperature=0.8, top_p=0.9, top_k=5, seed=3, logprobs=2, min_tokens=9, repetition_penalty=1.2
+    )
     for number in (0, 2):  # what is compiled or set up once is in the first two
         prompts = [NewSequence(slot, [1, 2, 3, 4], 4, wanted, [2]) for slot in range(3)]
         plans = [
