@@ -15,14 +15,19 @@ _LEAST_FACTOR, _LARGEST_FACTOR = 1e-9, 1e9
 """Of the repetition penalty: logits that are divided by less, or multiplied by more, may become infinite."""
 
 
-class EditedTokens(NamedTuple):
-    """The ids whose logits a sequence changes, each once; good until its next token is counted."""
+class RowEdits(NamedTuple):
+    """A row of `Edits`; good until the sequence's next token is counted."""
 
     ids: Int64Array
     offsets: Float32Array
-    """Of each; see `Edits`."""
     offsets_again: Float32Array
-    """Of each, once it is the output's next token."""
+    factor: float
+    last_offset: float | None
+    """None: its last token is counted, or does not matter."""
+
+
+_NO_IDS, _NO_OFFSETS = np.empty(0, np.int64), np.empty(0, np.float32)
+NO_EDITS = RowEdits(_NO_IDS, _NO_OFFSETS, _NO_OFFSETS, 1.0, None)
 
 
 class SequenceEdits:
@@ -30,11 +35,10 @@ class SequenceEdits:
 
     def __init__(self, new: NewSequence) -> None:
         params = new.sampling
-        self.factor = min(max(params.repetition_penalty, _LEAST_FACTOR), _LARGEST_FACTOR)
-        """Of `Edits`."""
+        self._factor = min(max(params.repetition_penalty, _LEAST_FACTOR), _LARGEST_FACTOR)
         self._has_penalties = params.has_penalties
         self._presence_penalty, self._frequency_penalty = params.presence_penalty, params.frequency_penalty
-        self.first_offset = self._offset(1)
+        self._first_offset = self._offset(1)
         """What a token loses that is once in the output."""
         self._stop_ids = np.array(new.stop_token_ids, np.int64)
         self._is_stop_id = frozenset(new.stop_token_ids)
@@ -78,19 +82,22 @@ class SequenceEdits:
         """Whether the token before this position is not counted yet, and matters."""
         return self._has_penalties and self._num_tokens < position
 
-    def at(self, position: int) -> EditedTokens:
+    def at(self, position: int) -> RowEdits:
         """Where the token at this position is chosen."""
         num = len(self._places)
-        ids, (offsets, again) = self._ids[:num], self._offsets[:, :num]
-        if not self.lacks_last(position):
-            again = offsets
+        ids, offsets = self._ids[:num], self._offsets[0, :num]
+        again, last_offset = offsets, None
+        if self.lacks_last(position):
+            again, last_offset = self._offsets[1, :num], self._first_offset
         if position >= self._stops_from or not len(self._stop_ids):
-            return EditedTokens(ids, offsets, again)
+            return RowEdits(ids, offsets, again, self._factor, last_offset)
         is_other, forbidden = ~self._is_stop[:num], np.full(len(self._stop_ids), np.inf, np.float32)
-        return EditedTokens(
+        return RowEdits(
             np.concatenate([ids[is_other], self._stop_ids]),
             np.concatenate([offsets[is_other], forbidden]),
             np.concatenate([again[is_other], forbidden]),
+            self._factor,
+            last_offset,
         )
 
     def _place(self, token_id: int) -> int:
@@ -103,7 +110,7 @@ class SequenceEdits:
                 )
             self._counts.append(0)
             self._ids[place], self._is_stop[place] = token_id, token_id in self._is_stop_id
-            self._offsets[:, place] = 0, self._offset(1)
+            self._offsets[:, place] = 0, self._first_offset
         return place
 
     def _offset(self, count: int) -> float:

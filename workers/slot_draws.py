@@ -1,13 +1,14 @@
 """By what the sequences in their slots choose tokens: a function of the plans, which each rank of a stage follows."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from parallel.kernels.sampling import Edits, LastTokens
-from workers.logit_edits import EditedTokens, SequenceEdits
+from workers.logit_edits import NO_EDITS, SequenceEdits
 from workers.plan import NewSequence, StepPlan
 from workers.request import GREEDY_TEMPERATURE
 from workers.row_draws import EDITED, LIMITED, LOGPROBS, RANDOM, RowDraws
@@ -94,24 +95,25 @@ class SlotDraws:
         """
         if not self._edits:
             return None
-        num_rows = len(slots)
-        sizes, factors = np.zeros(num_rows, np.int64), np.ones(num_rows, np.float32)
-        last_offsets = np.full(num_rows, np.nan, np.float32)
-        tokens: list[EditedTokens] = []
-        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-            if (edits := self._edits.get(slot)) is not None:
-                tokens.append(edits.at(position))
-                sizes[row], factors[row] = len(tokens[-1].ids), edits.factor
-                if edits.lacks_last(position):
-                    last_offsets[row] = edits.first_offset
+        of_rows = [
+            NO_EDITS if (edits := self._edits.get(slot)) is None else edits.at(position)
+            for slot, position in zip(slots.tolist(), positions.tolist(), strict=True)
+        ]
+        ids, offsets, offsets_again, factors, last_offsets = zip(*of_rows, strict=True)
+        starts = [*accumulate(map(len, ids), initial=0)]
         last = None
-        if not np.isnan(last_offsets).all():
+        if any(last_offset is not None for last_offset in last_offsets):
             assert last_S is not None, "each token has been told"
-            last = LastTokens(last_S, last_offsets, np.concatenate([each.offsets_again for each in tokens]))
-        elif not sizes.any():
+            last = LastTokens(last_S, np.array(last_offsets, np.float32), np.concatenate(offsets_again))
+        elif not starts[-1]:
             return None
-        ids, offsets = np.concatenate([each.ids for each in tokens]), np.concatenate([each.offsets for each in tokens])
-        return Edits(np.concatenate([[0], sizes.cumsum()]), ids, factors, offsets, last)
+        return Edits(
+            np.array(starts, np.int64),
+            np.concatenate(ids),
+            np.array(factors, np.float32),
+            np.concatenate(offsets),
+            last,
+        )
 
     def num_logprobs(self, slots: Int64Array) -> Int64Array:
         """Alternatives that are reported with the tokens of these slots, where any are."""
