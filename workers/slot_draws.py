@@ -93,7 +93,7 @@ class SlotDraws:
             positions: the absolute position of the token to be chosen.
             last_S: int64, on the device: the tokens before those, where some are not counted yet.
         """
-        if not self._edits:
+        if not self._edits or not len(slots):
             return None
         of_rows = [
             NO_EDITS if (edits := self._edits.get(slot)) is None else edits.at(position)

@@ -335,6 +335,7 @@ def test_a_slot_taken_again_forgets_its_last_sequence() -> None:
     slots, rows = SlotDraws(1), (np.array([0]), np.array([1]))
     slots.add(new_sequence(temperature=2.0, top_p=0.5, logprobs=1, repetition_penalty=2.0))
     assert slots.edits(*rows) is not None
+    assert slots.edits(rows[0][:0], rows[1][:0]) is None, "nobody samples"
     slots.remove(0)
     slots.add(new_sequence(temperature=0.0))
     assert slots.edits(*rows) is None
