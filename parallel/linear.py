@@ -5,13 +5,13 @@ inputs, and its results are partial sums that one all-reduce completes. A pair o
 between, costs that one all-reduce.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from parallel.collectives import all_reduce
-from parallel.kernels.base import PackedLinear
+from parallel.kernels.base import GatedLinear, PackedLinear
 from parallel.layer import LayerContext
 from parallel.shard import Piece, ShardedParameter, even_range, kv_head_range, replicated
 
@@ -61,6 +61,11 @@ class ColumnParallelLinear:
         assert self._weight_OI is not None, "finish_loading is called once"
         self._linear = self._context.pack_linear(self._weight_OI, self._bias_O)
         self._weight_OI = self._bias_O = None
+
+    @property
+    def gated(self) -> Callable[[Tensor], Tensor] | None:
+        """`GatedLinear.gated` of gate and up, if the kernels have it; after `finish_loading`."""
+        return self._linear.gated if isinstance(self._linear, GatedLinear) else None
 
     def _pieces(self, prefix: str, leaf: str, tail: tuple[int, ...]) -> tuple[Piece, ...]:
         pieces = []

@@ -1,11 +1,11 @@
 """The feed-forward block: what leads in is column-parallel, what leads out row-parallel; one all-reduce."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from parallel.activation import activation_function
-from parallel.description import DecoderDescription
+from parallel.description import Activation, DecoderDescription
 from parallel.layer import LayerContext
 from parallel.linear import ColumnParallelLinear, PartialRowParallelLinear, RowParallelLinear, even_parts
 from parallel.shard import ShardedParameter
@@ -30,14 +30,16 @@ class MLP:
         self._down = (PartialRowParallelLinear if is_partial else RowParallelLinear)(
             inner_size, hidden_size, has_bias=description.mlp_bias, context=context, what="intermediate_size"
         )
+        self._is_swiglu = description.is_mlp_gated and description.activation is Activation.SILU
         if description.is_mlp_gated:
             self._activate = context.kernels.gated(description.activation)
         else:
             self._activate = activation_function(description.activation)
+        self._into_activated: Callable[[Tensor], Tensor] = lambda x_TE: self._activate(self._into(x_TE))
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, E] -> [T, E], complete on every rank of the axis, or this rank's summand where it is partial."""
-        return self._down(self._activate(self._into(x_TE)))
+        return self._down(self._into_activated(x_TE))
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """Those of gate, up and down."""
@@ -47,4 +49,6 @@ class MLP:
     def finish_loading(self) -> None:
         """Lay out the matrices."""
         self._into.finish_loading()
+        if self._is_swiglu and (gated := self._into.gated) is not None:
+            self._into_activated = gated
         self._down.finish_loading()

@@ -358,6 +358,14 @@ class PackedLinear(Protocol):
 
 
 @runtime_checkable
+class GatedLinear(PackedLinear, Protocol):
+    """One that can do `Kernels.silu_mul` before it writes its outputs."""
+
+    def gated(self, x_TI: Tensor) -> Tensor:
+        """[T, in] -> [T, out / 2]: silu(first half) * second half of the outputs."""
+
+
+@runtime_checkable
 class SearchedLinear(PackedLinear, Protocol):
     """One that can tell the largest of its outputs without writing them all."""
 

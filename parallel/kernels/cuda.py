@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from parallel.errors import DeviceError
-from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
+from parallel.kernels.base import (
+    AttentionMeta,
+    AttentionParams,
+    ExpertWeights,
+    LayerCache,
+    PackedExperts,
+    PackedLinear,
+    RunLayers,
+)
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
 from parallel.kernels.cuda_pieces import CutAttention
@@ -34,6 +42,7 @@ class CudaKernels(ReferenceKernels):
         attention_backend: what attends where it can; "auto": the first that there is of FlashAttention on Hopper,
             FlashInfer, and our own Triton kernels, which also take what the libraries do not.
         max_graph_size: sequences of the largest decode step that is recorded as a CUDA graph; 0: no step is recorded.
+        multiplies_rows: products of one row are ours; else torch's, which its compiler sees.
 
     Raises DeviceError when the backend is not known or cannot be had.
     """
@@ -41,17 +50,42 @@ class CudaKernels(ReferenceKernels):
     name = "cuda"
 
     def __init__(
-        self, device: torch.device, attention_backend: str = "auto", *, max_graph_size: int = TOKEN_BUCKETS[-1]
+        self,
+        device: torch.device,
+        attention_backend: str = "auto",
+        *,
+        max_graph_size: int = TOKEN_BUCKETS[-1],
+        multiplies_rows: bool = True,
     ) -> None:
         self._max_graph_size = max_graph_size
         self._library = _find_library(device, attention_backend)
-        self._attention: Any = _import_triton("attention")
+        self._attention: Any = _import_triton("triton_attention")
         if attention_backend == "triton" and self._attention is None:
             raise DeviceError("attention backend 'triton' is not installed; allowed here: auto")
         without_library = "torch" if self._attention is None else "triton"
         self.attention_backend = without_library if self._library is None else self._library.name
-        self._elementwise: Any = _import_triton("elementwise")
+        self._elementwise: Any = _import_triton("triton_elementwise")
+        self._linear: Any = _import_triton("cuda_linear")
+        self._multiplies_rows = multiplies_rows
         self._cut_attention = CutAttention(self._attend)
+
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+        """See `Kernels.pack_linear`."""
+        if self._linear is None or not self._multiplies_rows:
+            return super().pack_linear(weight_OI, bias_O)
+        packed: PackedLinear = self._linear.CudaLinear(weight_OI, bias_O, self.silu_mul)
+        return packed
+
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
+        """See `Kernels.pack_head`."""
+        return self.pack_linear(weight_VE, bias_V)
+
+    def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> PackedLinear:
+        """See `Kernels.quantize_linear`."""
+        if self._linear is None:
+            return super().quantize_linear(weight_OI, bias_O)
+        packed: PackedLinear = self._linear.CudaInt8Linear(weight_OI, bias_O, self.silu_mul)
+        return packed
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
@@ -177,11 +211,11 @@ def _find_library(device: torch.device, backend: str) -> FlashAttention | FlashI
 
 
 def _import_triton(name: str) -> Any:
-    """The Triton kernels of this name; None: torch came without Triton."""
+    """The module of this name, which needs Triton; None: torch came without it."""
     try:
-        return importlib.import_module(f"parallel.kernels.triton_{name}")
+        return importlib.import_module(f"parallel.kernels.{name}")
     except ModuleNotFoundError as error:
-        logger.warning("%s in plain torch, which is slower: %s", name, error)
+        logger.warning("plain torch, which is slower, in place of %s: %s", name, error)
         return None
 
 

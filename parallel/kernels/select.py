@@ -53,7 +53,9 @@ def select_kernels(
             f"attention backend is {attention_backend!r} with kernels {name!r} on {device}; allowed: auto"
         )
     if is_cuda:
-        kernels: Kernels = CudaKernels(device, attention_backend, max_graph_size=max_graph_size)
+        kernels: Kernels = CudaKernels(
+            device, attention_backend, max_graph_size=max_graph_size, multiplies_rows=not compiles
+        )
     else:
         kernels = _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cuda_buckets import num_partitions, partition_size
+from parallel.kernels.triton_launch import launch_options, wait_for_input
 
 MAX_HEAD_DIM = 256
 """Larger heads do not fit in the shared memory of a multiprocessor."""
 
 _TILE_BYTES = 16384
-"""Of one tile of keys, in shared memory: there are two tiles (keys and values), each in two stages."""
+"""Of one tile of keys, in shared memory: there are two tiles (keys and values), each twice."""
 _PREFILL_BYTES = 128
 """Rows of a prefill tile times the size of a number: 64 rows in bfloat16."""
 _MIN_SIZE = 16  # of each side of a product in tensor cores
@@ -42,6 +43,8 @@ class Tiles(NamedTuple):
     """Query heads of a key-value head, filled up."""
     num_queries: int
     num_keys: int
+    num_stages: int
+    """A decode of few rows computes a tile while the next two are on their way."""
 
 
 def choose_tiles(head_dim: int, num_group: int, element_size: int, *, is_prefill: bool, has_bias: bool) -> Tiles:
@@ -51,7 +54,8 @@ def choose_tiles(head_dim: int, num_group: int, element_size: int, *, is_prefill
     rows = max(_PREFILL_BYTES // element_size if is_prefill else _MIN_SIZE, group)
     most_keys = 64 if has_bias else 128  # biases of a tile lie in shared memory too: of 128 keys, 105 KB in all
     num_keys = max(_MIN_SIZE, min(most_keys, _TILE_BYTES // (head * element_size)))
-    return Tiles(head, group, rows // group, num_keys)
+    num_stages = 3 if rows <= 2 * _MIN_SIZE and not is_prefill and not has_bias else 2
+    return Tiles(head, group, rows // group, num_keys, num_stages)
 
 
 def triton_attention(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
@@ -87,6 +91,7 @@ def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: Atten
         HEAD=triton.next_power_of_2(head_dim),
         TILE_PARTS=16,
         HAS_WINDOW=params.sliding_window is not None,
+        **launch_options(out_TNH.device),
     )
 
 
@@ -160,7 +165,8 @@ def _launch(
         IS_BY_DISTANCE=params.is_bias_by_distance,
         HAS_SINKS=sinks is not None,
         num_warps=4,
-        num_stages=2,
+        num_stages=tiles.num_stages,
+        **launch_options(out.device),
     )
 
 
@@ -208,8 +214,10 @@ def _attend(
     HAS_BIAS: tl.constexpr,
     IS_BY_DISTANCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """One tile of rows of one key-value head, over the whole context or one partition of it."""
+    wait_for_input(IS_EARLY)
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -250,14 +258,22 @@ def _attend(
         table = block_tables + seq.to(tl.int64) * table_stride
         keys += kv_head * k_head_stride
         values += kv_head * v_head_stride
+        key = begin + tl.arange(0, TILE_KEYS)
+        next_block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
         for start in range(begin, end, TILE_KEYS):
             key = start + tl.arange(0, TILE_KEYS)
             is_key = key < end
-            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            block = next_block.to(tl.int64)  # known a tile ahead, so that keys can be asked for without waiting for it
+            next_block = tl.load(table + (key + TILE_KEYS) // BLOCK_SIZE, mask=key + TILE_KEYS < end, other=0)
             slot = key % BLOCK_SIZE
             k_tile = tl.load(
                 keys + (block * k_block_stride + slot * k_slot_stride)[None, :] + dim[:, None],
                 mask=is_key[None, :] & is_dim[:, None],
+                other=0.0,
+            )
+            v_tile = tl.load(
+                values + (block * v_block_stride + slot * v_slot_stride)[:, None] + dim[None, :],
+                mask=is_key[:, None] & is_dim[None, :],
                 other=0.0,
             )
             scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale
@@ -271,11 +287,6 @@ def _attend(
                 scores += tl.load(bias + head[:, None] * bias_stride + column, mask=is_column, other=0.0)
             scores = _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW=HAS_WINDOW)
             weights, shrink, total, largest = _soften(scores, total, largest)
-            v_tile = tl.load(
-                values + (block * v_block_stride + slot * v_slot_stride)[:, None] + dim[None, :],
-                mask=is_key[:, None] & is_dim[None, :],
-                other=0.0,
-            )
             mean = tl.dot(weights.to(v_tile.dtype), v_tile, mean * shrink[:, None], input_precision="ieee")
         mean = mean / total[:, None]
         if IS_PARTIAL:
@@ -363,8 +374,10 @@ def _merge(
     HEAD: tl.constexpr,
     TILE_PARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """The mean of one head's partitions, weighted by their sums; only those that hold keys are read."""
+    wait_for_input(IS_EARLY)
     seq = tl.program_id(0)
     row = seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     context_len = tl.load(context_lens + seq)

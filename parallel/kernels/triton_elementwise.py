@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel.kernels.base import LayerCache
+from parallel.kernels.triton_launch import launch_options, wait_for_input
 
 _TILE = 1024
 
@@ -29,7 +30,9 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
     num_tokens, size = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
     out_TI = gate_up_T2I.new_empty(num_tokens, size)
     if num_tokens:
-        _silu_mul[num_tokens, triton.cdiv(size, _TILE)](gate_up_T2I, out_TI, gate_up_T2I.stride(0), size, TILE=_TILE)
+        _silu_mul[num_tokens, triton.cdiv(size, _TILE)](
+            gate_up_T2I, out_TI, gate_up_T2I.stride(0), size, TILE=_TILE, **launch_options(out_TI.device)
+        )
     return out_TI
 
 
@@ -57,6 +60,7 @@ def rotary(
             HEADS=heads,
             TILE=triton.next_power_of_2(half),
             IS_INTERLEAVED=is_interleaved,
+            **launch_options(q_TNH.device),
         )
     return q_TNH, k_TKH
 
@@ -79,6 +83,7 @@ def write_cache(k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T:
             head_dim,
             BLOCK_SIZE=cache.k_BPKH.shape[1],
             TILE=_TILE,
+            **launch_options(k_TKH.device),
         )
 
 
@@ -125,6 +130,7 @@ def rotate_and_write(
             HEAD=triton.next_power_of_2(head_dim),
             IS_INTERLEAVED=is_interleaved,
             HAS_REST=2 * half < head_dim,
+            **launch_options(q_TNH.device),
         )
     return q_TNH
 
@@ -151,6 +157,7 @@ def _norm(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float
             TILE=tile,
             HAS_RESIDUAL=residual_TE is not None,
             num_warps=min(16, max(1, tile // 512)),
+            **launch_options(x_TE.device),
         )
     return out
 
@@ -170,8 +177,10 @@ def _rms_norm(
     size,
     TILE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """One row: a token, or a head of one."""
+    wait_for_input(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     column = tl.arange(0, TILE)
@@ -189,8 +198,9 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, stride, size, TILE: tl.constexpr):
+def _silu_mul(gate_up, out, stride, size, TILE: tl.constexpr, IS_EARLY: tl.constexpr):
     """A tile of one row."""
+    wait_for_input(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = column < size
@@ -218,8 +228,10 @@ def _rotary(
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """Some heads of one token: the first tiles are of queries, the others of keys."""
+    wait_for_input(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     cos += token * cos_stride
@@ -269,8 +281,10 @@ def _rotate_and_write(
     HEAD: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """Some heads of one token: the first tiles are of queries, the others of keys and values."""
+    wait_for_input(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     cos += token * cos_stride
@@ -342,8 +356,10 @@ def _write_cache(
     head_dim,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """A tile of all heads of one token, key and value."""
+    wait_for_input(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     element = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -39,6 +39,20 @@ def test_operations_between_products_are_right_when_interpreted() -> None:
     interpret(_ELEMENTWISE)
 
 
+_LINEAR = """
+import torch
+from helpers.linear_cases import linear_cases
+
+for case in linear_cases():
+    for dtype in (torch.float32, torch.float16):
+        case.check(dtype, torch.device("cpu"))
+"""
+
+
+def test_linear_layers_are_right_when_interpreted() -> None:
+    interpret(_LINEAR)
+
+
 _SAMPLING = """
 import torch
 from helpers.sampling_cases import check_edits, sampling_cases
@@ -100,33 +114,38 @@ _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from parallel.kernels import triton_attention, triton_elementwise, triton_grouped_linear, triton_sampling
+from parallel.kernels import triton_int8_linear, triton_linear
 
 capability = {capability}
 
 
 def build(kernel, pointers, constants, floats, **options):
+    if "IS_EARLY" in kernel.arg_names:
+        constants = constants | dict(IS_EARLY=capability >= 90)  # older ones have no such instructions
     signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(floats, "fp32")
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def attend(is_prefill, head_dim, num_group, dtype):
+def attend(is_prefill, head_dim, num_group, dtype, has_features=True):
     numbers = dict.fromkeys(("q", "keys", "values", "out"), f"*{dtype}")
     pointers = numbers | dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
     pointers |= dict.fromkeys(("sums", "bias", "sinks"), "*fp32") | ({} if is_prefill else {"out": "*fp32"})
     size = dict(bf16=2, fp32=4)[dtype]
-    tiles = triton_attention.choose_tiles(head_dim, num_group, size, is_prefill=is_prefill, has_bias=True)
+    tiles = triton_attention.choose_tiles(head_dim, num_group, size, is_prefill=is_prefill, has_bias=has_features)
     sizes = dict(BLOCK_SIZE=16, HEAD=tiles.head, GROUP=tiles.group, TILE_Q=tiles.num_queries, TILE_KEYS=tiles.num_keys)
-    features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "IS_BY_DISTANCE", "HAS_SINKS"), True)
+    features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "IS_BY_DISTANCE", "HAS_SINKS"), has_features)
     constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=not is_prefill)
     return build(
-        triton_attention._attend, pointers, constants, ("scale", "soft_cap"), num_warps=4, num_stages=2
+        triton_attention._attend, pointers, constants, ("scale", "soft_cap"), num_warps=4, num_stages=tiles.num_stages
     )
 
 
 for of in ((False, 128, 4), (True, 128, 4), (False, 8, 1), (True, 80, 71)):
     assert attend(*of, "bf16").metadata.shared <= 99 * 1024, "the smallest shared memory of the GPUs since Ampere"
 assert attend(True, 256, 8, "fp32").metadata.shared <= 99 * 1024
+for of in ((128, 4, "bf16"), (256, 32, "fp32"), (80, 71, "bf16")):
+    assert attend(False, *of, has_features=False).metadata.shared <= 99 * 1024
 build(
     triton_attention._merge,
     dict(parts="*fp32", sums="*fp32", out="*bf16", context_lens="*i32"),
@@ -164,6 +183,24 @@ for name, constants in (
     pointers |= dict(token_ids="*i64", last_tokens="*i64", state="*i64", runs="*fp32", gathered="*fp32")
     pointers = {of: kind for of, kind in pointers.items() if of in kernel.arg_names}
     build(kernel, pointers, constants, (), num_warps=16 if name == "_limit" else 4)
+for num_in, is_gated in ((4096, False), (14336, False), (900, True), (4096, True)):
+    tiles = triton_linear.choose_tiles(num_in, 2, is_gated=is_gated)
+    sizes = dict(NUM_IN=num_in, TILE_OUT=tiles.num_out, TILE_IN=tiles.num_in, HAS_BIAS=True, IS_GATED=is_gated)
+    pointers = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+    build(triton_linear._multiply_row, pointers, sizes, ())
+pointers = dict(x="*bf16", integers="*i8", scales="*fp32")
+build(triton_int8_linear._quantize, pointers, dict(TILE=16384), (), num_warps=16)
+floats = dict.fromkeys(("scales", "weight_scales"), "*fp32")
+build(
+    triton_int8_linear._scale, floats | dict(sums="*i32", bias="*bf16", out="*bf16"), dict(TILE=1024, HAS_BIAS=True), ()
+)
+for num_rows, is_gated in ((1, False), (1, True), (64, True)):
+    tiles = triton_int8_linear.choose_tiles(num_rows, is_gated=is_gated)
+    sizes = dict(TILE_ROWS=tiles.num_rows, TILE_OUT=tiles.num_out, TILE_IN=tiles.num_in)
+    constants = sizes | dict(NUM_IN=4096, HAS_BIAS=True, IS_GATED=is_gated)
+    pointers = floats | dict(x="*i8", weight="*i8", bias="*bf16", out="*bf16")
+    built = build(triton_int8_linear._multiply, pointers, constants, (), num_stages=tiles.num_stages)
+    assert built.metadata.shared <= 99 * 1024
 for tile_rows in (16, 64):
     pointers = dict.fromkeys(("x", "weight", "out"), "*bf16") | dict(starts="*i32", ends="*i32", tile_ends="*i64")
     sizes = dict(TILE_ROWS=tile_rows, TILE_OUT=64, TILE_IN=32, EXPERTS=128)

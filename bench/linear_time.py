@@ -1,0 +1,138 @@
+"""How long the products of a decode step take by themselves, and what reading their weights takes.
+
+python -m bench.linear_time [--model llama3-8b] [--device auto] [--rows 1,4,16,64] [--json FILE]
+
+For each matrix of a layer, gate and up with SiLU-mul: the kernels' products, those of plain torch, and the same in 8
+bits. So many copies of a matrix are multiplied one after the other that no cache holds them. On a GPU they are recorded
+as a CUDA graph, as the engine does: the host has no part in the time. Not yet run there.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench.load.geometries import find_model
+from bench.load.hardware import best_s, measure_ceiling
+from bench.load.report import append_line, check_line_file
+from bench.machine import describe_machine, describe_torch
+from parallel.description import DecoderDescription
+from parallel.device.base import Device
+from parallel.device.select import select_device
+from parallel.dtypes import resolve_dtype
+from parallel.families.registry import describe_model
+from parallel.kernels.base import GatedLinear, Kernels, PackedLinear
+from parallel.kernels.cuda_graphs import CudaGraphs, Result
+from parallel.kernels.cuda_pieces import Cut, call_at_once
+from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.select import select_kernels
+
+_UNCACHED_BYTES = 512 << 20
+"""More than the caches of the devices hold."""
+_MOST_COPIES = 320
+"""Of matrices so small that they stay in a cache anyway."""
+Multiply = Callable[[Tensor], Tensor]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table and one line of JSON."""
+    options = _parse(arguments)
+    if options.json is not None:
+        check_line_file(options.json)
+    folder, device = find_model(options.model), select_device(options.device)
+    dtype = resolve_dtype(options.dtype, folder, device)
+    kernels = select_kernels(device.torch_device, dtype)
+    rate = measure_ceiling(device, dtype).read_bytes_per_s
+    columns = "torch", "ours", "least", "torch, 8 bits", "ours, 8 bits", "least, 8 bits"
+    table, results = Table("matrix", "rows", *(f"{column}, us" for column in columns)), []
+    for name, (num_out, num_in) in _shapes(describe_model(folder)).items():
+        least_s = num_out * num_in * dtype.itemsize / rate, num_out * num_in / rate
+        for num_rows in options.rows:
+            times_s = [
+                _measure(device, of, (num_out, num_in), num_rows, dtype, is_int8=is_int8, is_gated=name == "gate, up")
+                for is_int8 in (False, True)
+                for of in (ReferenceKernels(), kernels)
+            ]
+            row_s = *times_s[:2], least_s[0], *times_s[2:], least_s[1]
+            results.append({"matrix": name, "rows": num_rows, **dict(zip(columns, row_s, strict=True))})
+            table.add_row(name, str(num_rows), *(f"{each * 1e6:.1f}" for each in row_s))
+    Console().print(table)
+    found = {"benchmark": "linear_time", "model": options.model, "dtype": str(dtype), "read_bytes_per_s": rate}
+    text = json.dumps({**found, "results": results, **describe_machine(), **describe_torch()})
+    print(text)
+    if options.json is not None:
+        append_line(text, options.json)
+
+
+def _shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]:
+    """[out, in] of a layer's matrices."""
+    hidden, inner = description.hidden_size, description.intermediate_size
+    num_heads, num_kv_heads = description.num_heads, description.num_kv_heads
+    return {
+        "q, k, v": ((num_heads + 2 * num_kv_heads) * description.head_dim, hidden),
+        "output": (hidden, num_heads * description.head_dim),
+        "gate, up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (description.vocab_size, hidden),
+    }
+
+
+@torch.inference_mode()
+def _measure(
+    device: Device,
+    kernels: Kernels,
+    shape: tuple[int, int],
+    num_rows: int,
+    dtype: torch.dtype,
+    *,
+    is_int8: bool,
+    is_gated: bool,
+) -> float:
+    """Seconds of one product, the best of some rounds."""
+    num_out, num_in = shape
+    x_TI = torch.randn(num_rows, num_in, device=device.torch_device).to(dtype)
+    pack = kernels.quantize_linear if is_int8 else kernels.pack_linear
+    num_bytes = num_out * num_in * (1 if is_int8 else dtype.itemsize)
+    num_copies = min(_MOST_COPIES, -(-_UNCACHED_BYTES // num_bytes))
+    products = []
+    for _ in range(num_copies):
+        weight_OI = kernels.empty_linear(num_out, num_in, dtype).normal_().to(device.torch_device)
+        linear = pack(weight_OI, None)
+        products.append(_gated(linear, kernels) if is_gated else linear)
+
+    def multiply(cut: Cut = call_at_once) -> Result:
+        for product in products:
+            out_TO = product(x_TI)
+        return out_TO, out_TO
+
+    work: Callable[[], object] = multiply
+    if device.works_by_itself:
+        work = CudaGraphs().record(multiply, None).replay
+    return best_s(device, work) / num_copies
+
+
+def _gated(linear: PackedLinear, kernels: Kernels) -> Multiply:
+    return linear.gated if isinstance(linear, GatedLinear) else lambda x_TI: kernels.silu_mul(linear(x_TI))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama3-8b", help="as `weft bench offline` takes it (%(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--rows", type=_numbers, default=[1, 4, 16, 64], help="(1,4,16,64)")
+    parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
+    return parser.parse_args(arguments)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
