@@ -37,8 +37,9 @@ STEPS = (
     ((1, 7), (12, 40), (4, 4)),
     ((40, 100),),
     ((1, 8), (1, 13), (3, 103)),
+    ((1, 35),),
 )
-"""(query, context) of the sequences of each step: three that decode, in two sizes, and four with chunks, in three."""
+"""(query, context) of the sequences of each step: four that decode, in three sizes, and four with chunks, in three."""
 
 
 def check_decoder(

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from helpers.lazy_cuda import DeviceTensor, LazyCuda
+from parallel.kernels import triton_launch
 
 
 @contextmanager
@@ -27,6 +28,7 @@ def interpreted_on(cuda: LazyCuda) -> Iterator[set[str]]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(InterpretedFunction, "run", launch)
+        monkeypatch.setattr(triton_launch, "_can_start_early", lambda _: False)  # that is not interpreted
         yield names
 
 

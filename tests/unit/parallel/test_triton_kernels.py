@@ -102,7 +102,7 @@ class Kernels(CudaKernels):
 
 with tempfile.TemporaryDirectory() as folder:
     decoder = check_decoder(Kernels(torch.device("cpu")), Path(folder), torch.device("cpu"), tolerance=1e-4)
-    assert len(decoder._run._graphs) == 2 + 3
+    assert len(decoder._run._graphs) == 3 + 3
 """
 
 

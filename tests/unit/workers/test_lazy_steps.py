@@ -67,13 +67,13 @@ with tempfile.TemporaryDirectory() as scratch:
         outputs = run_overlapped(runner)
         assert cuda.num_waits - num_waits == len(outputs), "for the tokens of each, and for nothing else"
     check_outputs(outputs, expected)
-    layers = {"_rms_norm", "_rotate_and_write", "_attend", "_silu_mul"}
+    layers = {"_rms_norm", "_rotate_and_write", "_attend", "_silu_mul", "_multiply_row"}
     assert kernels >= {*layers, "_edit", "_cut", "_gather", "_limit", "_find_largest"}, kernels
 """
 
 
 def test_steps_of_the_kernels_for_cuda_give_the_tokens_of_a_cpu() -> None:
-    """Everything that a step on a GPU is, but products, which are torch's, and the GPU."""
+    """Everything that a step on a GPU is, but products of several rows, which are torch's, and the GPU."""
     interpret(_WHOLE)
 
 
