@@ -20,17 +20,20 @@ class IncrementalDetokenizer:
     def __init__(
         self,
         table: TokenTable,
+        prompt_token_ids: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """A stop string that is complete before `min_tokens` tokens does not count."""
+        """The text goes on where that of the prompt ends. A stop string that is complete before `min_tokens` tokens
+        does not count.
+        """
         self._table = table
         self._skips_special = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._is_first = True
+        self._is_first = not any(map(self._piece, prompt_token_ids))
         self._stops = [_StopString(text) for text in stop]
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens

@@ -265,6 +265,7 @@ class Engine:
         sampling = request.sampling
         detokenizer = IncrementalDetokenizer(
             self._tokens,
+            request.prompt_token_ids,
             skip_special_tokens=sampling.skip_special_tokens,
             stop=sampling.stop,
             include_stop_str=sampling.include_stop_str_in_output,

@@ -70,6 +70,21 @@ def test_any_split_of_a_text_starts_like_decode(name: str, skip: bool, shared: P
         assert "".join(deltas) == tokenizer.decode(rest, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_text_goes_on_where_the_prompt_ends(name: str, skip: bool, shared: Path) -> None:
+    """Word by word, also where nothing but special tokens is before it."""
+    tokenizer = Tokenizer.from_file(str(shared / "tokenizers" / name / "tokenizer.json"))
+    table = load_token_table(shared / "tokenizers" / name)
+    special = next(iter(tokenizer.get_added_tokens_decoder()))
+    words = tokenizer.encode("Once upon a time, there was  a cat.\n\n It sat.", add_special_tokens=False).ids
+    token_ids = [special, *words, special]
+    whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
+    for start in range(1, len(token_ids)):
+        deltas, _ = stream(table, token_ids[start:], prompt_token_ids=token_ids[:start], skip_special_tokens=skip)
+        assert tokenizer.decode(token_ids[:start], skip_special_tokens=skip) + "".join(deltas) == whole
+
+
 def test_a_character_is_never_split() -> None:
     deltas, _ = stream(byte_table(), list("né 你😀".encode()))
     assert deltas == ["n", "", "é", " ", "", "", "你", "", "", "", "😀", ""]
