@@ -32,8 +32,8 @@ from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
 
-_UNCACHED_BYTES = 512 << 20
-"""More than the caches of the devices hold."""
+_CPU_BYTES, _GPU_BYTES = 512 << 20, 4 << 30
+"""More than caches hold; on a GPU enough that launch and wait of a round, 10 us, are little of it."""
 _MOST_COPIES = 320
 """Of matrices so small that they stay in a cache anyway."""
 Multiply = Callable[[Tensor], Tensor]
@@ -98,10 +98,11 @@ def _measure(
     x_TI = torch.randn(num_rows, num_in, device=device.torch_device).to(dtype)
     pack = kernels.quantize_linear if is_int8 else kernels.pack_linear
     num_bytes = num_out * num_in * (1 if is_int8 else dtype.itemsize)
-    num_copies = min(_MOST_COPIES, -(-_UNCACHED_BYTES // num_bytes))
+    all_bytes = _GPU_BYTES if device.works_by_itself else _CPU_BYTES
+    num_copies = min(_MOST_COPIES, -(-all_bytes // num_bytes))
     products = []
     for _ in range(num_copies):
-        weight_OI = kernels.empty_linear(num_out, num_in, dtype).normal_().to(device.torch_device)
+        weight_OI = kernels.empty_linear(num_out, num_in, dtype).to(device.torch_device).normal_()
         linear = pack(weight_OI, None)
         products.append(_gated(linear, kernels) if is_gated else linear)
 

@@ -15,10 +15,11 @@ Which step has which bucket is said in cuda_buckets.py. The recording itself was
 collectives and the following of caches are tested with recordings that call the layers, or their operations, again.
 """
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -189,7 +190,7 @@ class CudaGraphs:
             current.wait_stream(self._stream)
         parts: list[Callable[[], None]] = []
         try:
-            with ExitStack() as piece:
+            with _without_collector(), ExitStack() as piece:
 
                 def begin() -> None:
                     graph = torch.cuda.CUDAGraph()
@@ -219,6 +220,18 @@ class CudaGraphs:
                 part()
 
         return Recording(replay, result, memory)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's collector may come upon compiled kernels, and to unload one breaks off what is being recorded."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Graph(NamedTuple):

@@ -25,7 +25,8 @@ def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
     """
     x_RI = x_RI.float()
     most_R1 = x_RI.abs().amax(1, keepdim=True).clamp_min(_LEAST)
-    return (x_RI * (most_R1.reciprocal() * _MOST)).round().to(torch.int8), most_R1 / _MOST
+    scales_R1 = most_R1 / torch.full_like(most_R1, _MOST)  # by a number, CUDA multiplies with its rounded inverse
+    return (x_RI * (most_R1.reciprocal() * _MOST)).round().to(torch.int8), scales_R1
 
 
 class Int8Linear:

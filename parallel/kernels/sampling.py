@@ -161,7 +161,9 @@ def find_in_torch(logits_SV: Tensor, noise: NoiseArray | None, first_token: int)
 def rank_in_torch(logits_SV: Tensor, rows: npt.NDArray[np.int64], number: int) -> tuple[Tensor, Tensor, Tensor]:
     """Implements `RankTokens`, on any device."""
     logits_RV = logits_SV[to_device(rows, logits_SV.device)]
-    return logits_RV.logsumexp(-1), *logits_RV.topk(number, dim=-1)
+    # in the order in which CUDA adds up, which the number of rows decides, a float32 would be another
+    sums_RV = logits_RV.double() if logits_RV.is_cuda else logits_RV
+    return sums_RV.logsumexp(-1).to(logits_RV.dtype), *logits_RV.topk(number, dim=-1)
 
 
 def edit_in_torch(logits_SV: Tensor, edits: Edits, first_token: int) -> None:

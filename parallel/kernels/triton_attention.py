@@ -31,6 +31,9 @@ _TILE_BYTES = 16384
 """Of one tile of keys, in shared memory: there are two tiles (keys and values), each twice."""
 _PREFILL_BYTES = 128
 """Rows of a prefill tile times the size of a number: 64 rows in bfloat16."""
+_MOST_PROGRAMS = 8192
+"""Of a decode: where there are more partitions each program has several. A recorded step has partitions for the longest
+context of its bucket; a program that finds none takes about 0.7 us of one of 400 places (computed for an H100)."""
 _MIN_SIZE = 16  # of each side of a product in tensor cores
 
 
@@ -72,7 +75,8 @@ def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: Atten
     num_seqs, (num_heads, head_dim), num_kv_heads = meta.num_decodes, q_TNH.shape[1:], cache.k_BPKH.shape[2]
     size = partition_size(num_seqs, meta.max_context_len)
     num_parts = num_partitions(meta.max_context_len, params.sliding_window, size)
-    tiles, grid = _tiles(q_TNH, cache, params, is_prefill=False), (num_seqs, num_kv_heads, num_parts)
+    tiles = _tiles(q_TNH, cache, params, is_prefill=False)
+    grid = num_seqs, num_kv_heads, min(num_parts, max(1, _MOST_PROGRAMS // (num_seqs * num_kv_heads)))
     if num_parts == 1:
         _launch(grid, tiles, q_TNH, cache, meta, params, out_TNH, size=size)
         return
@@ -141,6 +145,7 @@ def _launch(
         params.soft_cap or 0.0,
         params.sliding_window or 0,
         size,
+        1 if sums is None else sums.shape[2],
         meta.num_decodes,
         len(meta.context_lens),
         num_heads,
@@ -170,7 +175,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["num_decodes", "num_seqs", "table_stride"])
+@triton.jit(do_not_specialize=["num_parts", "num_decodes", "num_seqs", "table_stride"])
 def _attend(
     q,  # [T, N, H]
     keys,  # [B, P, K, H]
@@ -186,6 +191,7 @@ def _attend(
     soft_cap,
     window,
     partition_size,
+    num_parts,
     num_decodes,
     num_seqs,
     num_heads,
@@ -216,25 +222,27 @@ def _attend(
     HAS_SINKS: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
-    """One tile of rows of one key-value head, over the whole context or one partition of it."""
-    wait_for_input(IS_EARLY)
+    """One tile of rows of one key-value head, over the whole context or some partitions of it.
+
+    Where queries are and how long contexts, no kernel of a layer writes: that is read before the wait.
+    """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    part = tl.program_id(2)
     seq = tile
     if IS_PREFILL:
         seq = _sequence_of_tile(query_starts, tile, num_decodes, num_seqs, TILE_Q)
     query_start = tl.load(query_starts + seq)
     num_queries = tl.load(query_starts + seq + 1) - query_start
     context_len = tl.load(context_lens + seq)
+    wait_for_input(IS_EARLY)
     first_query = 0
+    num_used = 1
     if IS_PREFILL:
         first_query = (tile - (query_start - num_decodes) // TILE_Q - (seq - num_decodes)) * TILE_Q
+    else:
+        num_used = _num_used(context_len, partition_size, window, HAS_WINDOW)
     position = context_len - num_queries + first_query  # of the first query of the tile
-    begin, end = _find_span(
-        position, context_len, window, partition_size, part, TILE_Q=TILE_Q, IS_PREFILL=IS_PREFILL, HAS_WINDOW=HAS_WINDOW
-    )
-    if (first_query < num_queries) & (begin < end):
+    if first_query < num_queries:
         row = tl.arange(0, TILE_Q * GROUP)
         query = first_query + row // GROUP
         head = kv_head * num_group + row % GROUP
@@ -248,57 +256,73 @@ def _attend(
             other=0.0,
         )
         row_position = context_len - num_queries + query
-        largest = tl.full((TILE_Q * GROUP,), float("-inf"), tl.float32)
-        total = tl.zeros((TILE_Q * GROUP,), tl.float32)
-        if HAS_SINKS:  # noqa: SIM102  # known when it is compiled, the other not
-            if part == 0:
-                largest = tl.load(sinks + head, mask=is_row, other=0.0)
-                total = tl.full((TILE_Q * GROUP,), 1.0, tl.float32)
-        mean = tl.zeros((TILE_Q * GROUP, HEAD), tl.float32)
         table = block_tables + seq.to(tl.int64) * table_stride
         keys += kv_head * k_head_stride
         values += kv_head * v_head_stride
-        key = begin + tl.arange(0, TILE_KEYS)
-        next_block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
-        for start in range(begin, end, TILE_KEYS):
-            key = start + tl.arange(0, TILE_KEYS)
-            is_key = key < end
-            block = next_block.to(tl.int64)  # known a tile ahead, so that keys can be asked for without waiting for it
-            next_block = tl.load(table + (key + TILE_KEYS) // BLOCK_SIZE, mask=key + TILE_KEYS < end, other=0)
-            slot = key % BLOCK_SIZE
-            k_tile = tl.load(
-                keys + (block * k_block_stride + slot * k_slot_stride)[None, :] + dim[:, None],
-                mask=is_key[None, :] & is_dim[:, None],
-                other=0.0,
+        for part in range(tl.program_id(2), num_used, tl.num_programs(2)):
+            begin, end = _find_span(
+                *(position, context_len, window, partition_size, part),
+                TILE_Q=TILE_Q,
+                IS_PREFILL=IS_PREFILL,
+                HAS_WINDOW=HAS_WINDOW,
             )
-            v_tile = tl.load(
-                values + (block * v_block_stride + slot * v_slot_stride)[:, None] + dim[None, :],
-                mask=is_key[:, None] & is_dim[None, :],
-                other=0.0,
+            largest = tl.full((TILE_Q * GROUP,), float("-inf"), tl.float32)
+            total = tl.zeros((TILE_Q * GROUP,), tl.float32)
+            if HAS_SINKS:  # noqa: SIM102  # known when it is compiled, the other not
+                if part == 0:
+                    largest = tl.load(sinks + head, mask=is_row, other=0.0)
+                    total = tl.full((TILE_Q * GROUP,), 1.0, tl.float32)
+            mean = tl.zeros((TILE_Q * GROUP, HEAD), tl.float32)
+            key = begin + tl.arange(0, TILE_KEYS)
+            next_block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+            for start in range(begin, end, TILE_KEYS):
+                key = start + tl.arange(0, TILE_KEYS)
+                is_key = key < end
+                block = next_block.to(tl.int64)  # known a tile ahead, so that keys are asked for without waiting for it
+                next_block = tl.load(table + (key + TILE_KEYS) // BLOCK_SIZE, mask=key + TILE_KEYS < end, other=0)
+                slot = key % BLOCK_SIZE
+                k_tile = tl.load(
+                    keys + (block * k_block_stride + slot * k_slot_stride)[None, :] + dim[:, None],
+                    mask=is_key[None, :] & is_dim[:, None],
+                    other=0.0,
+                )
+                v_tile = tl.load(
+                    values + (block * v_block_stride + slot * v_slot_stride)[:, None] + dim[None, :],
+                    mask=is_key[:, None] & is_dim[None, :],
+                    other=0.0,
+                )
+                scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale
+                if HAS_CAP:
+                    scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
+                if HAS_BIAS:
+                    column = key[None, :] + tl.zeros_like(row)[:, None]
+                    if IS_BY_DISTANCE:
+                        column += num_columns - 1 - row_position[:, None]
+                    is_column = is_row[:, None] & is_key[None, :] & (column < num_columns)
+                    scores += tl.load(bias + head[:, None] * bias_stride + column, mask=is_column, other=0.0)
+                scores = _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW=HAS_WINDOW)
+                weights, shrink, total, largest = _soften(scores, total, largest)
+                mean = tl.dot(weights.to(v_tile.dtype), v_tile, mean * shrink[:, None], input_precision="ieee")
+            mean = mean / total[:, None]
+            if IS_PARTIAL:
+                place = (seq.to(tl.int64) * num_heads + head) * num_parts + part
+                tl.store(sums + place, largest + tl.log(total), mask=is_row)
+            else:
+                place = token * num_heads + head
+            tl.store(
+                out + place[:, None] * head_dim + dim[None, :],
+                mean.to(out.dtype.element_ty),
+                mask=is_row[:, None] & is_dim[None, :],
             )
-            scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale
-            if HAS_CAP:
-                scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
-            if HAS_BIAS:
-                column = key[None, :] + tl.zeros_like(row)[:, None]
-                if IS_BY_DISTANCE:
-                    column += num_columns - 1 - row_position[:, None]
-                is_column = is_row[:, None] & is_key[None, :] & (column < num_columns)
-                scores += tl.load(bias + head[:, None] * bias_stride + column, mask=is_column, other=0.0)
-            scores = _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW=HAS_WINDOW)
-            weights, shrink, total, largest = _soften(scores, total, largest)
-            mean = tl.dot(weights.to(v_tile.dtype), v_tile, mean * shrink[:, None], input_precision="ieee")
-        mean = mean / total[:, None]
-        if IS_PARTIAL:
-            place = (seq.to(tl.int64) * num_heads + head) * tl.num_programs(2) + part
-            tl.store(sums + place, largest + tl.log(total), mask=is_row)
-        else:
-            place = token * num_heads + head
-        tl.store(
-            out + place[:, None] * head_dim + dim[None, :],
-            mean.to(out.dtype.element_ty),
-            mask=is_row[:, None] & is_dim[None, :],
-        )
+
+
+@triton.jit
+def _num_used(context_len, partition_size, window, HAS_WINDOW: tl.constexpr):
+    """Partitions that hold keys of a decoding sequence; of none where it has no context."""
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(context_len - window, 0)
+    return tl.cdiv(context_len, partition_size) - begin // partition_size
 
 
 @triton.jit
@@ -381,10 +405,7 @@ def _merge(
     seq = tl.program_id(0)
     row = seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     context_len = tl.load(context_lens + seq)
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(context_len - window, 0)
-    num_used = (context_len - 1) // partition_size - begin // partition_size + 1
+    num_used = _num_used(context_len, partition_size, window, HAS_WINDOW)
     dim = tl.arange(0, HEAD)
     is_dim = dim < head_dim
     largest = float("-inf")

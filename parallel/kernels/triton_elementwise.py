@@ -179,12 +179,13 @@ def _rms_norm(
     HAS_RESIDUAL: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
-    """One row: a token, or a head of one."""
-    wait_for_input(IS_EARLY)
+    """One row: a token, or a head of one. Nobody writes the weight, which is read before the wait."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // num_heads, row % num_heads
     column = tl.arange(0, TILE)
     is_column = column < size
+    factors = tl.load(weight + head * weight_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    wait_for_input(IS_EARLY)
     values = tl.load(x + token * x_stride + head * x_head_stride + column, mask=is_column, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         place = residual + token * residual_stride + column
@@ -193,7 +194,6 @@ def _rms_norm(
         tl.store(place, rounded, mask=is_column)
         values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    factors = tl.load(weight + head * weight_stride + column, mask=is_column, other=0.0).to(tl.float32)
     tl.store(out + row * size + column, (values * scale * factors).to(out.dtype.element_ty), mask=is_column)
 
 

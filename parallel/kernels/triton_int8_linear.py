@@ -31,7 +31,7 @@ def choose_tiles(num_rows: int, *, is_gated: bool) -> Tiles:
     """Those for so many rows: of few, which are bound by reading the weight, several pieces of it are under way."""
     if num_rows <= 16:
         return Tiles(16, 16, 256 if is_gated else 512, 4)
-    return Tiles(64, 64, 128, 3)
+    return Tiles(64, 64, 128, 3) if is_gated else Tiles(64, 32, 256, 4)
 
 
 def quantize_rows(x_TI: Tensor, *, num_rows: int | None = None) -> tuple[Tensor, Tensor]:

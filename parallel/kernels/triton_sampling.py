@@ -41,7 +41,6 @@ _INFINITE = tl.constexpr(0x7F800000)
 
 def choose_in_triton(logits_SV: Tensor, draws: Draws | None) -> Tensor:
     """Implements `ChooseTokens`."""
-    logits_SV = logits_SV.float()
     if draws is None:
         return _find(logits_SV, None, None, 0)[1]
     is_ranked = bool(((draws.top_k > 0) | (draws.top_p < 1)).any())
@@ -49,7 +48,8 @@ def choose_in_triton(logits_SV: Tensor, draws: Draws | None) -> Tensor:
     largest_S = None
     if is_ranked:
         num_rows, vocab_size = logits_SV.shape
-        runs_SR = logits_SV.new_empty(num_rows, triton.cdiv(vocab_size, _SLICE) * (_SLICE // _RUN))
+        num_runs = triton.cdiv(vocab_size, _SLICE) * (_SLICE // _RUN)
+        runs_SR = logits_SV.new_empty(num_rows, num_runs, dtype=torch.float32)
         largest_S, _ = _find(logits_SV, None, None, 0, runs_SR)
         _find_limits(logits_SV, largest_S, runs_SR, settings)
     elif (draws.min_p > 0).any():
@@ -61,7 +61,7 @@ def _find_limits(logits_SV: Tensor, largest_S: Tensor, runs_SR: Tensor, settings
     """Lower the limits in the settings to what top-k and top-p keep."""
     num_rows, vocab_size = logits_SV.shape
     state = torch.empty(3, num_rows, dtype=torch.int64, device=logits_SV.device)
-    gathered = logits_SV.new_empty(num_rows, _MOST_GATHERED)
+    gathered = logits_SV.new_empty(num_rows, _MOST_GATHERED, dtype=torch.float32)
     of_rows, sizes = (largest_S, settings, state), (num_rows, vocab_size)
     _cut[num_rows,](runs_SR, *of_rows, *sizes, runs_SR.shape[1], TILE=_SLICE)
     row = logits_SV, logits_SV.stride(0), gathered
@@ -73,7 +73,7 @@ def _find_limits(logits_SV: Tensor, largest_S: Tensor, runs_SR: Tensor, settings
 def find_in_triton(logits_SV: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
     """Implements `FindTokens`."""
     settings = None if noise is None else _settings(noise, logits_SV.device, None)
-    return _find(logits_SV.float(), settings, None, first_token)
+    return _find(logits_SV, settings, None, first_token)
 
 
 def edit_in_triton(logits_SV: Tensor, edits: Edits, first_token: int) -> None:
@@ -113,9 +113,9 @@ def _find(
     """
     num_rows, vocab_size = logits_SV.shape
     num_slices = triton.cdiv(vocab_size, _SLICE)
-    values_SC = logits_SV.new_empty(num_rows, num_slices)
+    values_SC = logits_SV.new_empty(num_rows, num_slices, dtype=torch.float32)
     places_SC = torch.empty_like(values_SC, dtype=torch.int32)
-    scores_S = logits_SV.new_empty(num_rows)
+    scores_S = logits_SV.new_empty(num_rows, dtype=torch.float32)
     token_ids_S = torch.empty_like(scores_S, dtype=torch.int64)
     _find_largest[num_rows, num_slices](
         *(logits_SV, scores_S if largest_S is None else largest_S, scores_S if settings is None else settings),
@@ -161,7 +161,7 @@ def _find_largest(
     """The first largest of a slice of a row, of what a draw keeps and with what it adds; +inf for a NaN."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + row * stride + column, mask=column < vocab_size, other=float("-inf"))
+    x = tl.load(logits + row * stride + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
     if RUN > 0:
         run = (row * tl.num_programs(1) + tl.program_id(1)) * (TILE // RUN) + tl.arange(0, TILE // RUN)
         tl.store(runs + run, tl.max(tl.reshape(x, (TILE // RUN, RUN)), 1))
@@ -308,7 +308,7 @@ def _gather(
     cut = tl.load(state + row)
     if cut >= 0:
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        x = tl.load(logits + row * stride + column, mask=column < vocab_size, other=float("-inf"))
+        x = tl.load(logits + row * stride + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
         distance = _distance(x, tl.load(largest + row), _setting(settings, 0, num_rows).to(tl.float32))
         is_in = (column < vocab_size) & (distance.to(tl.int32, bitcast=True) <= cut)
         number = is_in.to(tl.int32)
@@ -395,7 +395,7 @@ def _reach(values, most, temperature, size, key, IS_WEIGHT: tl.constexpr, TILE: 
     after = tl.full((TILE,), _INFINITE, tl.int32)
     for start in range(0, size, TILE):
         place = start + tl.arange(0, TILE)
-        x = tl.load(values + place, mask=place < size, other=float("-inf"))
+        x = tl.load(values + place, mask=place < size, other=float("-inf")).to(tl.float32)
         distance = _distance(x, most, temperature)
         keys = distance.to(tl.int32, bitcast=True)
         is_in = keys <= key

@@ -10,6 +10,7 @@ from helpers.triton_programs import interpret, run_with_triton
 _ATTENTION = """
 import torch
 from helpers.attention_cases import attention_cases
+from parallel.kernels import triton_attention as kernels
 from parallel.kernels.triton_attention import triton_attention
 
 cpu = torch.device("cpu")
@@ -17,6 +18,10 @@ for case in attention_cases():
     case.check(triton_attention, torch.float32, cpu)
     if case.name in ("head 96", "partitions", "all"):
         case.check(triton_attention, torch.float16, cpu)
+kernels._MOST_PROGRAMS = 1  # each has all partitions of a sequence
+for case in attention_cases():
+    if case.name in ("partitions", "all"):
+        case.check(triton_attention, torch.float32, cpu)
 """
 
 
