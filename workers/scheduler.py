@@ -317,6 +317,8 @@ class Scheduler:
             if displaces and not (victim and victim.order[0] > sequence.order[0]):
                 self._must_settle = self._looks_ahead  # for one that could give way, which next_to_start has seen
                 return
+            if victim is not None:
+                self._cache.retract(victim)  # if it is in this step, nobody will compute what it would have filled
             if not roster.find_room(sequence, reserve, displaces=displaces):
                 return
             if victim is not None:

@@ -32,6 +32,8 @@ class Drawn:
 
     shared: int
     own: list[int]
+    num_said: int
+    """Tokens that end the prompt, and that the model gives after those before: others may be computing them."""
     max_tokens: int
     min_tokens: int
     ignore_eos: bool
@@ -44,6 +46,8 @@ class Drawn:
     def build(self, name: str, now_s: float) -> Request:
         """Make the request, with the tokens that it has already unless they end it."""
         prompt = [7] * self.shared + self.own
+        if self.num_said:
+            prompt += run_alone(make_request(name, prompt, max_tokens=self.num_said))
         fields: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "min_tokens": min(self.min_tokens, self.max_tokens),
@@ -62,6 +66,7 @@ drawn_requests = st.builds(
     Drawn,
     shared=st.integers(0, 8),
     own=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    num_said=st.sampled_from([0, 0, 1, 4]),
     max_tokens=st.integers(1, 24),
     min_tokens=st.integers(0, 4),
     ignore_eos=st.booleans(),
@@ -83,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(6, 14),
         block_size=st.integers(1, 4),
         plans=st.sampled_from([(1, False), (2, False), (3, False), (2, True), (2, True), (2, True)]),
-        max_num_seqs=st.integers(2, 5),
+        max_num_seqs=st.integers(1, 5),
         extra_budget=st.integers(0, 12),
         prefill_chunk_tokens=st.none() | st.integers(1, 6),
         enable_prefix_caching=st.booleans(),

@@ -610,6 +610,22 @@ def test_same_level_displaces_nobody(policy: str, priority: int) -> None:
     assert later.status is SequenceStatus.WAITING
 
 
+@pytest.mark.parametrize(("own", "chunk"), [([], 3), ([next_token(prompt(3)), 9], None)], ids=["prefills", "decodes"])
+def test_sequence_does_not_start_from_what_the_one_that_it_displaces_would_have_computed(
+    own: list[int], chunk: int | None
+) -> None:
+    served = ScheduledModel(max_num_seqs=1, policy="priority", prefill_chunk_tokens=chunk)
+    served.submit("late", prompt(3) if own else prompt(4), priority=5, max_tokens=8)
+    served.step()
+    request = make_request("early", [*prompt(3), *own] if own else prompt(5), priority=0, max_tokens=8)
+    served.add(request)
+
+    served.run()
+
+    assert served.scheduler.counters.num_preemptions == 1
+    assert served.tokens["early"] == run_alone(request)
+
+
 def test_displaced_sequence_loses_its_blocks_to_one_that_needs_them() -> None:
     served = ScheduledModel(num_blocks=16, max_num_seqs=1, policy="priority", enable_prefix_caching=False)
     ordinary = served.submit("ordinary", prompt(16), max_tokens=6, priority=2)
