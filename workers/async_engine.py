@@ -67,7 +67,7 @@ class AsyncEngine:
         self._is_stopping = False  # no more commands are taken
         self._has_collected = False  # a step, of which nobody was told yet
         self._wake = threading.Condition()
-        self._queues: dict[RequestId, asyncio.Queue[RequestOutput | BaseException]] = {}
+        self._queues: dict[RequestId, asyncio.Queue[RequestOutput | BaseException]] = {}  # until the last output
         self._failure: BaseException | None = None
         self._longest_turn_s = longest_turn_s
         self._num_turn_marks = 0  # odd while the thread is amid a turn
@@ -96,8 +96,9 @@ class AsyncEngine:
             self._loop = asyncio.get_running_loop()
             self._refuse_rest()
             self._engine.close()
-        elif self._thread.ident is not None and not self._is_hung:
-            await asyncio.to_thread(self._thread.join)
+        else:
+            while self._thread.is_alive() and not self._is_hung:
+                await asyncio.to_thread(self._thread.join, IDLE_CHECK_S)
         if self._watch is not None:
             self._watch.cancel()
         await asyncio.sleep(0)  # let the results that are on their way arrive
@@ -136,7 +137,6 @@ class AsyncEngine:
                     raise output.error
                 yield output
         finally:
-            del self._queues[request.request_id]
             if not has_ended:
                 self.abort(request.request_id)
 
@@ -185,7 +185,8 @@ class AsyncEngine:
             self._resident.pop(block_hash, None)
         self._load = result.load
         for output in result.outputs:
-            queue = self._queues.get(output.request_id)
+            is_last = output.finish is not None or output.error is not None
+            queue = (self._queues.pop if is_last else self._queues.get)(output.request_id, None)
             if queue is not None:
                 queue.put_nowait(output)
         if self._on_step is not None:
@@ -198,6 +199,8 @@ class AsyncEngine:
         seen, num_looks = 0, 0
         while num_looks < _NUM_LOOKS:
             await asyncio.sleep(interval_s)
+            if self._failure is not None:
+                return
             marks = self._num_turn_marks
             num_looks = num_looks + 1 if marks == seen and marks % 2 else 0
             seen = marks
@@ -216,6 +219,7 @@ class AsyncEngine:
             return  # it is known as hung, and has failed since
         for queue in self._queues.values():
             queue.put_nowait(error)
+        self._queues.clear()
         if self._on_failure is not None:
             self._on_failure(error)
 
@@ -230,8 +234,10 @@ class AsyncEngine:
                 self._num_turn_marks += 1
             self._engine.abort_all()
             while self._has_work:
+                self._num_turn_marks += 1
                 self._publish(self._engine.step())
                 self._has_collected = False
+                self._num_turn_marks += 1
         except BaseException as error:
             logger.exception("the engine failed")
             self._failure = self._failure or error

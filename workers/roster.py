@@ -159,6 +159,10 @@ class Roster:
                 return False
         return True
 
+    def fits_displacing(self, sequence: Sequence, reserve: int) -> bool:
+        """Return whether a waiting sequence would `find_room` by displacing another."""
+        return self._find_prefix(sequence, reserve + self._num_left_by_displacement) is not None
+
     def start(self, sequence: Sequence, now_s: float) -> None:
         """Give a slot to the first that waits, which holds the blocks of what is computed of it."""
         first = self._waiting.pop(now_s)
@@ -231,16 +235,21 @@ class Roster:
         assert self.running == sorted(self.running, key=_order), "running sequences are not in order"
         assert self._waiting.num_tokens == sum(sequence.num_tokens for sequence in self._waiting)
 
-    def _take_blocks(self, sequence: Sequence, reserve: int) -> bool:
+    def _find_prefix(self, sequence: Sequence, reserve: int) -> list[int] | None:
+        """What a waiting sequence can share, nothing if it kept its blocks; None where it does not fit."""
         cache = self._cache
         if sequence in self._suspended:
-            return cache.fits_rest(sequence, reserve=reserve)
+            return [] if cache.fits_rest(sequence, reserve=reserve) else None
         prefix = cache.match_prefix(sequence)
-        if not cache.fits(sequence, prefix, reserve=reserve):
-            return False
-        cache.share(sequence, prefix)
-        sequence.num_computed_tokens = sequence.num_scheduled_tokens = sequence.num_full_blocks * cache.block_size
-        return True
+        return prefix if cache.fits(sequence, prefix, reserve=reserve) else None
+
+    def _take_blocks(self, sequence: Sequence, reserve: int) -> bool:
+        prefix = self._find_prefix(sequence, reserve)
+        if prefix is not None and sequence not in self._suspended:
+            self._cache.share(sequence, prefix)
+            num_shared = sequence.num_full_blocks * self._cache.block_size
+            sequence.num_computed_tokens = sequence.num_scheduled_tokens = num_shared
+        return prefix is not None
 
     def _release_slot(self, sequence: Sequence) -> None:
         self._free_slots.append(sequence.slot)

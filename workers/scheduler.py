@@ -315,7 +315,8 @@ class Scheduler:
                 victims = roster.in_yield_order(roster.running) if victims is None else victims
                 victim = next((candidate for candidate in victims if _may_yield(candidate, batch)), None)
             if displaces and not (victim and victim.order[0] > sequence.order[0]):
-                self._must_settle = self._looks_ahead  # for one that could give way, which next_to_start has seen
+                # one could give way, which next_to_start has seen, but is in flight
+                self._must_settle = self._looks_ahead and roster.fits_displacing(sequence, reserve)
                 return
             if victim is not None:
                 self._cache.retract(victim)  # if it is in this step, nobody will compute what it would have filled

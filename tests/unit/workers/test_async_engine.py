@@ -83,6 +83,46 @@ async def test_a_step_that_does_not_end_fails_the_group(caplog: pytest.LogCaptur
     assert [str(failure).partition(";")[0] for failure in failures] == ["a step has not ended within 0.2 s"]
 
 
+async def test_stop_leaves_a_step_that_hangs_to_itself() -> None:
+    executor, failures = StuckExecutor(), list[BaseException]()
+    engine = AsyncEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=0.2)
+    engine.start()
+    engine.submit(request("a", [1, 2, 3]))
+    try:
+        async with asyncio.timeout(30):
+            await asyncio.to_thread(executor.is_stuck.wait)
+            await engine.stop()  # before anybody knows
+        assert [str(failure).partition(";")[0] for failure in failures] == ["a step has not ended within 0.2 s"]
+    finally:
+        executor.release.set()
+    await until(lambda: executor.is_closed)
+
+
+async def test_id_is_in_use_until_the_request_has_ended() -> None:
+    async with started(FakeExecutor()) as engine:
+        first = engine.generate(request("a", [1, 2, 3], max_tokens=100))
+        await anext(first)
+        await first.aclose()
+        with pytest.raises(InvalidRequestError, match="request id 'a' is in use"):
+            await collect(engine, "a", [4, 5])
+        await until(lambda: not engine._queues)
+        assert (await collect(engine, "a", [4, 5])).token_ids == run_alone(request("a", [4, 5]))
+
+
+async def test_what_has_failed_does_not_hang_besides() -> None:
+    executor, failures = FakeExecutor(), list[BaseException]()
+    engine = AsyncEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=0.05)
+    engine.start()
+    executor.failure = GroupFailedError("rank 1 died")
+    with pytest.raises(GroupFailedError, match="rank 1 died"):
+        await collect(engine, "a", [1, 2, 3])
+    assert engine._watch is not None
+    async with asyncio.timeout(30):
+        await engine._watch
+    assert failures == [executor.failure]
+    await engine.stop()
+
+
 async def test_steps_may_go_on_for_longer_than_one_may_last() -> None:
     executor, failures = FakeExecutor(), list[BaseException]()
     executor.on_submit = lambda _: time.sleep(0.05)  # the model

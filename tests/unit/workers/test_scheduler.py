@@ -645,6 +645,19 @@ def test_displaced_sequence_loses_its_blocks_to_one_that_needs_them() -> None:
     assert served.tokens["ordinary"] == run_alone(ordinary.request)
 
 
+def test_plans_run_ahead_though_one_waits_that_cannot_displace_anybody() -> None:
+    served = ScheduledModel(num_blocks=84, max_num_seqs=2, max_in_flight=2, looks_ahead=True, policy="priority")
+    for name in ("a", "b"):
+        served.submit(name, prompt(3), priority=5, max_tokens=60)
+    served.step()
+    served.submit("large", prompt(160), max_tokens=4)  # half of the pool would not stay free
+    while len(served.tokens["a"]) < 40:
+        while served.launch() is not None:
+            pass
+        assert len(served.flights) == 2
+        served.collect()
+
+
 def test_nobody_is_displaced_where_that_fills_the_pool() -> None:
     served = ScheduledModel(num_blocks=8, max_num_seqs=1, policy="priority")
     served.submit("ordinary", prompt(10), max_tokens=6, priority=1)
