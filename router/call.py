@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from weft.v1 import inference_pb2 as pb
@@ -77,6 +77,15 @@ class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     finished: pb.Finished | None = None
 
 
+class TokenName(NamedTuple):
+    """What a token reads as on its own."""
+
+    data: bytes
+    """UTF-8; of a token that is only a part of a character, that part."""
+    is_special: bool = False
+    """It is written out here, and `skip_special_tokens` leaves it out of a text."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
     """A model as ListModels tells it."""
@@ -101,7 +110,7 @@ class Dispatch(Protocol):
     async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
 
-    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
+    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
         """Return what each token reads as on its own. For the tokens of an answer, whose deltas tell `text`: ids are
         not checked, and no place is needed."""
 

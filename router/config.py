@@ -130,7 +130,7 @@ class FailoverConfig:
     """How long a request looks for a replica; 0: it takes one that is there, or none."""
 
     max_attempts: int = 4
-    """Replicas that may break under one request before it fails."""
+    """With so many replicas that broke under it a request fails; those that leave as planned do not count."""
     new_request_wait_s: float = 10.0
     """How long a request that has not begun waits for a ready replica."""
     cold_start_wait_s: float = 900.0

@@ -21,6 +21,8 @@ MAX_MESSAGES = 8192
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
 MAX_LOGPROBS = 20
 MAX_REQUEST_ID_CHARS = 128
+MAX_TEMPERATURE = 1e36
+"""The engine's own limit."""
 
 _DEFAULTS: Mapping[str, float | int] = {
     "temperature": 1.0,
@@ -113,15 +115,7 @@ def check_call(call: GenerateCall) -> None:
         raise InvalidRequestError(
             f"the request has {num_prompts} prompts; allowed: one of text, chat and token_ids", field="prompt"
         )
-    if len(call.request_id) > MAX_REQUEST_ID_CHARS:
-        raise InvalidRequestError(
-            f"request_id has {len(call.request_id)} characters; allowed: at most {MAX_REQUEST_ID_CHARS}",
-            field="request_id",
-        )
-    if not call.request_id.isprintable():  # it is in the log as it is
-        raise InvalidRequestError(
-            "request_id holds a line break, or another character that cannot be printed", field="request_id"
-        )
+    check_request_id("request_id", call.request_id)
     if len(call.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequestError(
             f"cache_salt has {len(call.cache_salt)} characters; allowed: at most {MAX_CACHE_SALT_CHARS}",
@@ -135,6 +129,14 @@ def check_call(call: GenerateCall) -> None:
         if target_s is not None and not 0 < target_s < math.inf:
             raise _refused(name, target_s, "a finite number, more than 0")
     check_sampling(call.sampling)
+
+
+def check_request_id(name: str, request_id: str, max_chars: int = MAX_REQUEST_ID_CHARS) -> None:
+    """Check the id that a client chose; `name` is what it calls that. Raises InvalidRequestError."""
+    if len(request_id) > max_chars:
+        raise InvalidRequestError(f"{name} has {len(request_id)} characters; allowed: at most {max_chars}", field=name)
+    if not request_id.isprintable():  # it is in the log as it is
+        raise InvalidRequestError(f"{name} holds a line break, or another character that cannot be printed", field=name)
 
 
 def check_chat(chat: Conversation) -> None:
@@ -170,7 +172,7 @@ def check_template_kwargs_size(num_bytes: int) -> None:
 
 def check_sampling(sampling: pb.SamplingParams) -> None:
     """Check every value that the client set. Raises InvalidRequestError."""
-    _check(sampling, "temperature", 0, math.inf, "a finite number, at least 0")
+    _check(sampling, "temperature", 0, MAX_TEMPERATURE, f"0 to {MAX_TEMPERATURE:g}")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         raise _refused("top_p", sampling.top_p, "more than 0, at most 1")
     _check(sampling, "top_k", -1, math.inf, "at least 1, or 0 or -1 for off")

@@ -11,7 +11,7 @@ from typing import TypeVar
 from weft.v1 import inference_pb2 as pb
 
 from router.admission import Admission
-from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard
+from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard, TokenName
 from router.config import RouterConfig
 from router.convert import (
     check_call,
@@ -102,13 +102,15 @@ class Dispatcher:
                         yield delta
                 finally:
                     flight.close()
-        except RouterError as error:
-            outcome = "rate_limited" if isinstance(error, RateLimitedError) else error.code.name.lower()
+        except Exception as error:
+            outcome = _outcome_of(error)
+            call.request.failure = call.request.failure or outcome
             span.fail(str(error))
             raise
         except (asyncio.CancelledError, GeneratorExit):
             # gRPC cancels at the deadline too, a little before or after this clock says so.
-            outcome = outcome or ("deadline_exceeded" if _is_near(deadline_s) else "cancelled")
+            left = "deadline_exceeded" if _is_near(deadline_s) else "cancelled"
+            outcome = outcome or call.request.failure or left
             raise
         finally:
             meter.end(outcome or "internal", is_finished=outcome in _FINISHED)
@@ -140,7 +142,7 @@ class Dispatcher:
             check_token_ids("token_ids", token_ids, route.vocab_size or tokenizer.vocab_size)
             return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens)
 
-    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
+    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
         """Return what each token of an answer reads as on its own. The answer had its place; its names need none."""
         return await self._names.of(await self._pool.get(text), token_ids)
 
@@ -225,6 +227,12 @@ class Dispatcher:
             router_id=self._config.router_id,
             retry_after_s=lambda: self._admission.retry_after_s,
         )
+
+
+def _outcome_of(error: Exception) -> str:
+    if isinstance(error, RateLimitedError):
+        return "rate_limited"
+    return error.code.name.lower() if isinstance(error, RouterError) else "internal"
 
 
 def _deadline(timeout_s: float | None) -> float | None:

@@ -187,8 +187,8 @@ class Flight:
                     finished = self._finish(received.ending)
                 case replica_pb2.RequestFailed():
                     self._after_failure(part, received.ending)
-                case ReplicaLost():
-                    self._after_break(part, received.ending.reason)
+                case ReplicaLost(reason=reason, was_leaving=was_leaving):
+                    self._after_loss(part, reason, was_leaving=was_leaving)
                 case _:
                     assert_never(received.ending)
             if finished is not None or received.token_ids or received.text:
@@ -335,21 +335,23 @@ class Flight:
 
     # When it goes wrong
 
-    def _after_break(self, part: _Part, reason: str) -> None:
-        """Note a broken part; the loop places the request anew, unless too many broke."""
+    def _after_loss(self, part: _Part, reason: str, *, was_leaving: bool) -> None:
+        """Note a part that its replica did not finish; the loop places the request anew, unless too many broke.
+
+        A replica that leaves as planned hands back what it has when its time is over, and has not broken.
+        """
         self._hashes = None
         if part.first_s is not None:
             self._lost_prefill_s += part.first_s - part.submitted_s
             self._lost_decode_s += part.last_s - part.first_s
+        replica_id, num_tokens = part.link.replica_id, len(self._generated)
+        if was_leaving:
+            logger.info("request %s: replica %s left after %d tokens: %s", part.wire_id, replica_id, num_tokens, reason)
+            self._placing.note_move(replica_id)
+            return
         self._metrics.failovers.labels(self._route.name).inc()
-        logger.warning(
-            "request %s: replica %s broke after %d tokens: %s",
-            part.wire_id,
-            part.link.replica_id,
-            len(self._generated),
-            reason,
-        )
-        self._placing.note_break(part.link.replica_id, reason)
+        logger.warning("request %s: replica %s broke after %d tokens: %s", part.wire_id, replica_id, num_tokens, reason)
+        self._placing.note_break(replica_id, reason)
 
     def _after_failure(self, part: _Part, failed: replica_pb2.RequestFailed) -> None:
         """Raise what the failure means to the client, or return when another replica may do better."""
@@ -362,7 +364,7 @@ class Flight:
                 self._placing.note_leaving(part.link.replica_id)
             case grpc.StatusCode.UNAVAILABLE:
                 self._placing.note_leaving(part.link.replica_id)
-                self._after_break(part, failed.message)
+                self._after_loss(part, failed.message, was_leaving=part.link.is_leaving)
             case grpc.StatusCode.INVALID_ARGUMENT:
                 raise InvalidRequestError(failed.message)
             case grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -12,6 +12,8 @@ class ReplicaLost:
     """The end of a request's part on a replica whose stream broke."""
 
     reason: str
+    was_leaving: bool = False
+    """It had been said before that the replica goes away."""
 
 
 Ending = replica_pb2.RequestFinished | replica_pb2.RequestFailed | ReplicaLost
@@ -53,9 +55,9 @@ class Inbox:
         self._wake()
         return self._ending is not None
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, *, was_leaving: bool = False) -> None:
         """Note that the stream broke."""
-        self._ending = ReplicaLost(reason=reason)
+        self._ending = ReplicaLost(reason=reason, was_leaving=was_leaving)
         self._wake()
 
     def expire(self) -> None:

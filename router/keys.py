@@ -71,9 +71,14 @@ class Bucket:
 
 @dataclass(slots=True)
 class OneRequest:
-    """A request as its client sent it: it counts once, however many calls it has become."""
+    """A request as its client sent it, however many calls it has become.
+
+    It counts once, and has failed as soon as one of its calls has.
+    """
 
     is_counted: bool = False
+    failure: str = ""
+    """The outcome of the first call that failed; that of those too which are ended for it."""
 
 
 class Tenant:

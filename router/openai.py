@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.call import Dispatch
-from router.convert import MAX_REQUEST_ID_CHARS
+from router.convert import MAX_REQUEST_ID_CHARS, check_request_id
 from router.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, RouterError
 from router.keys import KeyRing, OneRequest, Tenant
 from router.openai_exchange import Exchange, json_response
@@ -165,7 +165,10 @@ class _Front:
         timeout_s = self._admit(request).timeout_s
         asked = parse_detokenize_request(await _read_body(request, self._max_body_bytes))
         work = self._dispatch.detokenize(asked.model or "", asked.tokens, skip_special_tokens=False)
-        return json_response({"prompt": await _within(timeout_s, work)})
+        try:
+            return json_response({"prompt": await _within(timeout_s, work)})
+        except InvalidRequestError as error:
+            raise error.renamed("token_ids", "tokens") from error
 
     async def list_models(self, request: Request) -> Response:
         self._identify(request)
@@ -208,11 +211,7 @@ class _Front:
         """Who asks, and what the headers say besides. Raises UnauthenticatedError, InvalidRequestError."""
         trace_context = read_context(request.headers.items()) if self._reads_trace_context else ()
         request_id = request.headers.get(_ID_HEADER) or uuid.uuid4().hex
-        if len(request_id) > _MAX_REQUEST_ID_CHARS:
-            raise InvalidRequestError(
-                f"{_ID_HEADER} has {len(request_id)} characters; allowed: at most {_MAX_REQUEST_ID_CHARS}",
-                field=_ID_HEADER,
-            )
+        check_request_id(_ID_HEADER, request_id, _MAX_REQUEST_ID_CHARS)
         request.state.request_id = request_id
         tenant = self._identify(request)
         return _Caller(

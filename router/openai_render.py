@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from weft.v1 import inference_pb2 as pb
 
-from router.call import Dispatch, GenerateCall, GenerateDelta, ModelCard
+from router.call import Dispatch, GenerateCall, GenerateDelta, ModelCard, TokenName
 from router.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -22,6 +22,7 @@ from router.errors import (
     UnauthenticatedError,
 )
 from router.model_text import ModelText
+from router.text_pieces import TextPieces
 
 Json = dict[str, Any]
 
@@ -48,14 +49,15 @@ RETRY_HEADERS = ("retry-after", "retry-after-ms")
 class Choice:
     """One choice of an answer, as it grows."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, sampling: pb.SamplingParams) -> None:
         self.index = index
         self.has_begun = False
         self.text: list[str] = []
         self.logprobs: Json = {}
         """As they are answered."""
-        self.text_offset = 0
-        """Characters of the tokens rendered so far."""
+        skips_special = sampling.skip_special_tokens or not sampling.HasField("skip_special_tokens")
+        self.pieces = TextPieces(skips_special=skips_special)
+        """Of the tokens rendered so far."""
         self.num_prompt_tokens = 0
         self.num_tokens = 0
         """Rendered so far, in a stream."""
@@ -92,7 +94,7 @@ class Renderer(ABC):
         self._include_usage = include_usage
         self._include_usage_so_far = include_usage_so_far
         self._dispatch = dispatch
-        self._choices = [Choice(index) for index in range(len(calls))]
+        self._choices = [Choice(index, call.sampling) for index, call in enumerate(calls)]
         self._model = ""
 
     @abstractmethod
@@ -178,7 +180,7 @@ class Renderer(ABC):
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in of_prompts)},
         }
 
-    async def _token_names(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> dict[int, str]:
+    async def _token_names(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> dict[int, TokenName]:
         token_ids = {each.token_id for position in logprobs for each in (position.chosen, *position.top)}
         return await self._dispatch.token_names(choice.model_text, token_ids)
 
@@ -222,15 +224,16 @@ class CompletionRenderer(Renderer):
 
     async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
         names = await self._token_names(choice, logprobs)
-        tokens = [names[position.chosen.token_id] for position in logprobs]
-        offsets = []
-        for token in tokens:
-            offsets.append(choice.text_offset)
-            choice.text_offset += len(token)
-        top: list[dict[str, float]] = [{} for _ in logprobs]
-        for alternatives, position in zip(top, logprobs, strict=True):
-            for each in (*position.top, position.chosen):  # two tokens may have one name: the more probable one counts
-                alternatives.setdefault(names[each.token_id], _json_logprob(each))
+        tokens, offsets, top = [], [], []
+        for number, position in enumerate(logprobs, start=1):
+            is_last = number == len(logprobs) and choice.finished is not None
+            alternatives: dict[str, float] = {}
+            for each in (*position.top, position.chosen):  # two tokens may add the same: the more probable one counts
+                piece = choice.pieces.peek(names[each.token_id], is_last=is_last)
+                alternatives.setdefault(piece, _json_logprob(each))
+            top.append(alternatives)
+            offsets.append(choice.pieces.offset)
+            tokens.append(choice.pieces.push(names[position.chosen.token_id], is_last=is_last))
         return {
             "tokens": tokens,
             "token_logprobs": [_json_logprob(position.chosen) for position in logprobs],
@@ -277,8 +280,8 @@ class ChatRenderer(Renderer):
         names = await self._token_names(choice, logprobs)
 
         def entry(each: pb.Logprob) -> Json:
-            name = names[each.token_id]
-            return {"token": name, "logprob": _json_logprob(each), "bytes": _name_bytes(name)}
+            data = names[each.token_id].data
+            return {"token": data.decode(errors="replace"), "logprob": _json_logprob(each), "bytes": list(data)}
 
         content = [
             _encode(entry(position.chosen) | {"top_logprobs": [entry(each) for each in position.top]})
@@ -352,8 +355,3 @@ def _encode(value: Json) -> msgspec.Raw:
 
 def _json_logprob(each: pb.Logprob) -> float:
     return max(each.logprob, _LOWEST_LOGPROB)
-
-
-def _name_bytes(name: str) -> list[int] | None:
-    """Return the UTF-8 bytes of a token's name; None for a part of a character, whose bytes are not known here."""
-    return None if "�" in name else list(name.encode())

@@ -24,7 +24,7 @@ class Placing:
         self._config = config
         self._model = model
         self._retry_after_s = retry_after_s
-        self._has_tokens = False
+        self._has_begun = False
         self._breaks: list[str] = []
         self._full: set[ReplicaId] = set()
         self._leaving: set[ReplicaId] = set()
@@ -34,7 +34,7 @@ class Placing:
     @property
     def has_begun(self) -> bool:
         """A replica has worked on it."""
-        return self._has_tokens or bool(self._breaks)
+        return self._has_begun
 
     @property
     def _limit_s(self) -> float:
@@ -78,7 +78,7 @@ class Placing:
 
     def note_tokens(self) -> None:
         """Its replica gives tokens."""
-        self._has_tokens = True
+        self._has_begun = True
         self._seeking_since_s = None
 
     def note_full(self, replica_id: ReplicaId) -> None:
@@ -89,12 +89,18 @@ class Placing:
         """A replica refused it because it goes away."""
         self._leaving.add(replica_id)
 
+    def note_move(self, replica_id: ReplicaId) -> None:
+        """A replica that goes away, as it had said, handed it back. However often: without tokens its wait goes on."""
+        self._has_begun = True
+        self._leaving.add(replica_id)
+
     def note_break(self, replica_id: ReplicaId, reason: str) -> None:
         """A replica broke under it.
 
         Raises:
             ReplicaFailedError: too many have.
         """
+        self._has_begun = True
         self._breaks.append(f"{replica_id} ({reason})")
         if len(self._breaks) >= self._config.max_attempts:
             raise ReplicaFailedError(

@@ -255,7 +255,7 @@ class ReplicaLink(ReplicaBook):
         inboxes, self._inboxes = self._inboxes, {}
         self._break_silence()
         for inbox in inboxes.values():
-            inbox.lose(reason)
+            inbox.lose(reason, was_leaving=self.is_leaving)
         self.note_disconnected()
 
     def _send(self, message: replica_pb2.ConnectRequest) -> None:

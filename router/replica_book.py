@@ -58,8 +58,12 @@ class ReplicaBook:
     @property
     def is_ready(self) -> bool:
         """Connected, with a snapshot, and not about to leave."""
-        is_leaving = self.is_draining or self._is_dismissed or self._is_retired
-        return self.state is LinkState.READY and not is_leaving
+        return self.state is LinkState.READY and not self.is_leaving and not self._is_retired
+
+    @property
+    def is_leaving(self) -> bool:
+        """The replica says that it goes away, or the controller does."""
+        return self.is_draining or self._is_dismissed
 
     def note_snapshot(self, hashes: Iterable[bytes] | None) -> None:
         """The replica's first frame begins: these blocks are there; None: they are hashed otherwise than elsewhere."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import islice
 from weakref import WeakKeyDictionary
 
+from router.call import TokenName
 from router.tokenizer_pool import Tokenizer, TokenizerPool
 
 _MAX_TOKEN_NAMES = 65_536
@@ -18,10 +19,10 @@ class TokenNames:
 
     def __init__(self, pool: TokenizerPool) -> None:
         self._pool = pool
-        self._kept: WeakKeyDictionary[Tokenizer, dict[int, str]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Tokenizer, dict[int, TokenName]] = WeakKeyDictionary()
 
-    async def of(self, tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[int, str]:
-        """Return the name of each token id. A token that is only a part of a character is named "�"."""
+    async def of(self, tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[int, TokenName]:
+        """Return the name of each token id."""
         kept = self._kept.setdefault(tokenizer, {})
         wanted = set(token_ids)
         known = {token_id: kept[token_id] for token_id in wanted if token_id in kept}
@@ -35,12 +36,5 @@ class TokenNames:
         return known | found
 
 
-def _read_names(tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[int, str]:
-    return {token_id: _read_name(tokenizer, token_id) for token_id in token_ids}
-
-
-def _read_name(tokenizer: Tokenizer, token_id: int) -> str:
-    # A decoder may drop the space before the first word of a text, so the name is what the token adds to itself.
-    once = tokenizer.decode((token_id,), skip_special_tokens=False)
-    twice = tokenizer.decode((token_id, token_id), skip_special_tokens=False)
-    return twice[len(once) :]
+def _read_names(tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[int, TokenName]:
+    return {token_id: tokenizer.token_name(token_id) for token_id in token_ids}

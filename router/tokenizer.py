@@ -6,20 +6,24 @@ Everything here is synchronous and safe to use from several threads; dispatch.py
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Self
 
 from tokenizers import Tokenizer
+from weft.tokenizer.byte_level import BYTE_OF_CHAR
 from weft.tokenizer.declared import read_json_object
 from weft.tokenizer.errors import TokenizerError
 from weft.tokenizer.load import DECLARING_FILES, TOKENIZER_FILES, load_tokenizer
 
-from router.call import Conversation
+from router.call import Conversation, TokenName
 from router.chat_template import TEMPLATE_FILES, ChatTemplate, load_chat_template
 from router.errors import InvalidRequestError, ModelFilesError
 from router.generation_config import GenerationDefaults, read_generation_defaults
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 _DIGEST_VERSION = "1"
 """Another one where the digest is made otherwise: a router of another version cannot compare it then."""
@@ -42,6 +46,7 @@ class ModelTokenizer:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._generation_defaults = generation_defaults or GenerationDefaults()
+        self._special_ids = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -97,6 +102,15 @@ class ModelTokenizer:
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
+    def token_name(self, token_id: int) -> TokenName:
+        """Return what a token reads as on its own; nothing for an id without an entry."""
+        # A decoder may drop the space before the first word of a text, so the name is what the token adds to itself.
+        once = self.decode((token_id,), skip_special_tokens=False)
+        name = self.decode((token_id, token_id), skip_special_tokens=False)[len(once) :]
+        written = self._tokenizer.id_to_token(token_id) or ""
+        data = _written_bytes(written) if "\ufffd" in name else name.encode()
+        return TokenName(data, is_special=token_id in self._special_ids)
+
     def render_chat(self, chat: Conversation) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to and with what opens the assistant's turn.
 
@@ -114,6 +128,17 @@ class ModelTokenizer:
 def is_alike(digest: str, other: str) -> bool:
     """Whether two digests say no difference; those that versions of Weft have made in different ways do not."""
     return digest == other or digest.partition("-")[0] != other.partition("-")[0]
+
+
+def _written_bytes(token: str) -> bytes:
+    """Return the bytes of a token with a part of a character, from how the vocabulary writes it: one byte as <0xE2>, or
+    each byte as a character."""
+    if _BYTE_TOKEN.fullmatch(token):
+        return bytes.fromhex(token[3:5])
+    try:
+        return bytes([BYTE_OF_CHAR[char] for char in token])
+    except KeyError:  # it is whole, and holds U+FFFD itself
+        return token.encode()
 
 
 def _digest(folder: Path, defaults: GenerationDefaults) -> str:

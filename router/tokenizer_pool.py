@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
-from router.call import Conversation
+from router.call import Conversation, TokenName
 from router.generation_config import GenerationDefaults
 from router.model_text import ModelText
 
@@ -43,6 +43,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
+
+    def token_name(self, token_id: int) -> TokenName:
+        """Return what a token reads as on its own; nothing for an id without an entry."""
 
     def render_chat(self, chat: Conversation) -> tuple[int, ...]:
         """Return the token ids of a conversation, ready for the assistant's answer."""

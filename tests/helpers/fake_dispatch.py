@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from weft.v1 import inference_pb2 as pb
 
-from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard
+from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard, TokenName
 from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
 from router.model_text import ModelText
 
@@ -62,8 +62,9 @@ class FakeDispatch:
         text = bytes(token_id for token_id in token_ids if token_id < EOS).decode(errors="replace")
         return text if skip_special_tokens else text + "<eos>" * list(token_ids).count(EOS)
 
-    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
-        return {each: await self.detokenize("", (each,), skip_special_tokens=False) for each in token_ids}
+    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
+        eos = TokenName(b"<eos>", is_special=True)
+        return {each: eos if each == EOS else TokenName(bytes([each])) for each in token_ids}
 
     async def prompt_text(self, text: ModelText, token_ids: Sequence[int]) -> str:
         return await self.detokenize("", token_ids, skip_special_tokens=False)

@@ -14,7 +14,7 @@ from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 
 from router.app import BoundAddresses, run_router
-from router.call import Conversation
+from router.call import Conversation, TokenName
 from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
 from router.errors import InvalidRequestError
 from router.generation_config import GenerationDefaults
@@ -42,6 +42,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode()
+
+    def token_name(self, token_id: int) -> TokenName:
+        return TokenName(self.decode((token_id,)).encode())
 
     def render_chat(self, chat: Conversation) -> tuple[int, ...]:
         for message in chat.messages:

@@ -22,7 +22,9 @@ from weft.v1 import inference_pb2 as pb
 from weft.v1.replica_pb2 import Submit
 
 from router.config import AdmissionConfig, FailoverConfig, MetricsConfig
+from router.convert import MAX_TEMPERATURE
 from router.keys import hash_key
+from workers.request import MAX_TEMPERATURE as ENGINE_MAX_TEMPERATURE
 
 Fronts = dict[str, Front]
 
@@ -343,7 +345,8 @@ async def test_tokens_of_text_and_back() -> None:
                 await getattr(router.stub, name)(request)
             answer = await http.post(f"/{name.lower()}", json=body)
             assert answer.status_code == code
-            assert answer.json()["error"]["message"] == refused.value.details()
+            said = (refused.value.details() or "").replace("token_ids", "tokens")  # as either front calls the field
+            assert answer.json()["error"]["message"] == said
 
 
 async def test_tenants_share_no_prefix() -> None:
@@ -390,7 +393,8 @@ BAD_REQUESTS = {
     ),
     "many stop ids": (hello(stop_token_ids=[1] * 1025), None, "stop_token_ids has 1025 ids; allowed: at most 1024"),
     "long salt": (hello(cache_salt="s" * 1025), None, "cache_salt has 1025 characters; allowed: at most 1024"),
-    "temperature": (hello(temperature=-1), None, "temperature is -1.0; allowed: a finite number, at least 0"),
+    "temperature": (hello(temperature=-1), None, "temperature is -1.0; allowed: 0 to 1e+36"),
+    "hot": (hello(temperature=3e38), None, "temperature is 3e+38; allowed: 0 to 1e+36"),
     "top_p 0": (hello(top_p=0), None, "top_p is 0.0; allowed: more than 0, at most 1"),
     "top_p 2": (hello(top_p=2), None, "top_p is 2.0; allowed: more than 0, at most 1"),
     "top_k": (hello(top_k=-2), None, "top_k is -2; allowed: at least 1, or 0 or -1 for off"),
@@ -442,6 +446,26 @@ async def test_what_does_not_fit_into_the_context_has_a_code_that_clients_know()
             assert (error["code"], error["param"]) == ("context_length_exceeded", param)
         error = (await http.post("/completions", json={"prompt": [300]})).json()["error"]
         assert (error["code"], error["param"]) == (None, "prompt")
+
+
+async def test_param_is_what_an_http_client_calls_the_field() -> None:
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", timeout=20, verify=False) as http,
+    ):
+        await router.wait_ready(1)
+        for path, body, param, message in (
+            ("/detokenize", {"tokens": [1, 300]}, "tokens", "tokens[1] is 300; allowed: 0 to 299, the model's"),
+            ("/detokenize", {"tokens": [1] * 513}, "tokens", "there are 513 tokens; allowed: at most 512, the model's"),
+            ("/v1/completions", {"prompt": "a", "temperature": 3e38}, "temperature", "temperature is 3e+38; allowed:"),
+        ):
+            error = (await http.post(path, json=body)).json()["error"]
+            assert (error["param"], error["message"][: len(message)]) == (param, message)
+
+
+def test_router_and_engine_refuse_the_same_temperatures() -> None:
+    assert MAX_TEMPERATURE == ENGINE_MAX_TEMPERATURE
 
 
 @each_front

@@ -213,6 +213,34 @@ async def test_draining_replica_keeps_its_requests_and_gets_no_new_ones() -> Non
     assert (len(first.submits), len(second.submits)) == (1, 2)
 
 
+@pytest.mark.parametrize("how", ["stream breaks", "request is refused"])
+async def test_replicas_that_leave_as_planned_are_not_taken_for_broken(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack:
+        old = [await stack.enter_async_context(FakeReplica(f"r{i}", paused=True)) for i in range(6)]
+        config = router_config(*(replica.address for replica in old), metrics_port=0)
+        router = await stack.enter_async_context(running_router(config))
+        await router.wait_ready(6)
+        answering = await start(router, text_request("hello", max_tokens=30), *old)
+        while len(old) > 1:
+            await until(lambda: any(replica.num_requests for replica in old))
+            leaving = holder(*old)
+            old.remove(leaving)
+            await leaving.step(2)
+            leaving.drain()
+            await router.wait_ready(len(old))
+            if how == "stream breaks":
+                leaving.break_streams()
+            else:
+                leaving.fail_requests(grpc.StatusCode.UNAVAILABLE, "the replica goes away")
+        old[0].resume()
+        check_whole(await answering, "hello", max_tokens=30)
+        assert config.failover.max_attempts < 5
+        assert await router.metric("weft_router_failovers_total", model="tiny") == 0
+    assert not [record for record in caplog.records if record.name == "router.flight"]
+
+
 @pytest.mark.parametrize("policy", PolicyName)
 async def test_every_request_ends_once_and_whole_under_random_failures(policy: PolicyName, tmp_path: Path) -> None:
     rng = random.Random(policy)

@@ -133,7 +133,7 @@ def test_values_that_would_be_refused_of_a_client_are_left_out(caplog: pytest.Lo
 
     assert defaults.sampling == {"top_k": 3}
     assert [record.getMessage() for record in caplog.records] == [
-        "generation_config.json: temperature is nan; allowed: a finite number, at least 0; ignored",
+        "generation_config.json: temperature is nan; allowed: 0 to 1e+36; ignored",
         "generation_config.json: top_p is 0.0; allowed: more than 0, at most 1; ignored",
         "generation_config.json: repetition_penalty is 0.0; allowed: a finite number, more than 0; ignored",
     ]

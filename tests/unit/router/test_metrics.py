@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import grpc
+import httpx
 import pytest
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import poll, router_config, running_router, text_request
@@ -11,7 +12,7 @@ from weft.v1 import inference_pb2 as pb
 
 from router.breaker import Breaker
 from router.call import GenerateCall
-from router.config import BreakerConfig, MetricsConfig
+from router.config import AdmissionConfig, BreakerConfig, MetricsConfig
 from router.directory import ModelRoute
 from router.keys import KeyEntry, Tenant
 from router.load import LoadEstimate
@@ -250,3 +251,28 @@ def test_only_what_was_served_counts_for_the_autoscaler(metrics: RouterMetrics, 
     serve(metrics, clock, warm, ttft_s=0.1, outcome="internal")
     serve(metrics, clock, warm, ttft_s=0.1, outcome="cancelled")
     assert warm.num_finished == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "num_failed"),
+    [
+        ({"prompt": "hi", "n": 3}, "resource_exhausted", 3),
+        ({"prompt": "hi", "n": 3, "stream": True}, "resource_exhausted", 3),
+        ({"prompt": [[1], [300]]}, "invalid_argument", 0),
+    ],
+)
+async def test_choices_that_end_because_another_one_failed_count_as_that_one(
+    body: dict[str, object], outcome: str, num_failed: int
+) -> None:
+    admission = AdmissionConfig(max_in_flight=1, max_queued=1)
+    async with FakeReplica("a", paused=True) as a:
+        config = router_config(a.address, http_port=0, metrics_port=0, admission=admission)
+        async with running_router(config) as router, httpx.AsyncClient(verify=False) as http:
+            await router.wait_ready(1)
+            answer = await http.post(f"http://{router.addresses.http}/v1/completions", json=body)
+            assert answer.status_code in (400, 429)
+            num_choices = num_failed or 2
+            assert await router.outcomes(num_choices) == {outcome: num_choices}
+            tenants = await router.series("weft_router_tenant_requests_total")
+            assert {labels["outcome"] for labels, _ in tenants} == {outcome}
+            assert await router.metric("weft_router_slo_requests_total", model="tiny", result="failed") == num_failed

@@ -17,7 +17,7 @@ import uvicorn
 from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
 from weft.v1 import inference_pb2 as pb
 
-from router.call import ChatMessage, Conversation
+from router.call import ChatMessage, Conversation, TokenName
 from router.errors import (
     DeadlineError,
     NoReplicaError,
@@ -213,7 +213,7 @@ async def test_openai_chat_stream_helper_accumulates(client: openai.AsyncOpenAI)
 
 
 async def test_openai_chat_logprobs(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
-    dispatch.reply = "Aé"
+    dispatch.reply = text = "Aé"
     answer = await client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2
     )
@@ -222,8 +222,10 @@ async def test_openai_chat_logprobs(client: openai.AsyncOpenAI, dispatch: FakeDi
     content = answer.choices[0].logprobs.content
     assert content is not None
     assert [(entry.token, entry.bytes) for entry in content] == [
-        ("A", [65]), ("�", None), ("�", None), ("<eos>", list(b"<eos>"))
+        ("A", [65]), ("�", [0xC3]), ("�", [0xA9]), ("<eos>", list(b"<eos>"))
     ]  # fmt: skip
+    assert b"".join(bytes(entry.bytes or ()) for entry in content[:-1]).decode() == text
+    assert [(top.token, top.bytes) for top in content[1].top_logprobs] == [("�", [0xC3]), ("�", [0xC4])]
     assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("A", -0.5), ("B", -1.5)]
 
 
@@ -236,6 +238,19 @@ async def test_openai_completion_logprobs(client: openai.AsyncOpenAI) -> None:
     assert logprobs.token_logprobs == [-0.5] * 3
     assert logprobs.top_logprobs == [{"H": -0.5}, {"e": -0.5}, {"l": -0.5}]
     assert logprobs.text_offset == [0, 1, 2]
+
+
+async def test_character_of_several_tokens_comes_with_the_last_of_them(
+    client: openai.AsyncOpenAI, dispatch: FakeDispatch
+) -> None:
+    dispatch.reply = "a 😀b"
+    (choice,) = (await client.completions.create(model=MODEL, prompt="Hi", logprobs=2)).choices
+
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["a", " ", "", "", "", "😀", "b", "<eos>"]
+    assert choice.logprobs.text_offset == [0, 1, 2, 2, 2, 2, 3, 4]
+    assert choice.logprobs.top_logprobs is not None
+    assert choice.logprobs.top_logprobs[5] == {"😀": -0.5, "😁": -1.5}
 
 
 async def test_openai_streamed_logprobs_equal_whole_ones(client: openai.AsyncOpenAI) -> None:
@@ -254,9 +269,9 @@ async def test_logprobs_of_a_whole_answer_are_rendered_as_they_come(
 ) -> None:
     named = asyncio.Event()
 
-    async def token_names(text: ModelText, token_ids: Collection[int]) -> dict[int, str]:
+    async def token_names(text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
         named.set()
-        return dict.fromkeys(token_ids, "a")
+        return dict.fromkeys(token_ids, TokenName(b"a"))
 
     monkeypatch.setattr(dispatch, "token_names", token_names)
     dispatch.hold_after = 1
@@ -887,6 +902,13 @@ async def test_long_request_id_is_refused_with_its_own_length(http: httpx.AsyncC
         response = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "i" * num_chars})
         assert response.status_code == status
     assert response.json()["error"]["message"] == "X-Request-Id has 113 characters; allowed: at most 112"
+
+
+async def test_request_id_that_cannot_be_printed_is_refused_by_the_name_of_its_header(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "a\tb"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "X-Request-Id")
+    assert error["message"].startswith("X-Request-Id holds a line break, or another character")
 
 
 async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient) -> None:

@@ -101,6 +101,26 @@ def test_request_that_waits_for_nothing_takes_what_is_there(has_begun: bool) -> 
         placing.find(route_to(*books), 0.2)
 
 
+def test_any_number_of_replicas_may_leave_as_they_had_said() -> None:
+    placing = seeking()
+    for number in range(10):
+        placing.note_move(ReplicaId(f"old-{number}"))
+    books = [ready(A), ready(B)]
+    assert list(placing.find(route_to(*books), 1.0)) == books
+    placing.note_move(A)
+    assert list(placing.find(route_to(*books), 1.0)) == books[1:]
+
+
+def test_request_that_is_handed_back_again_and_again_without_tokens_gives_up() -> None:
+    placing, route = seeking(), route_to(ready(A))
+    for now_s in range(61):
+        placing.seek(now_s)
+        if placing.find(route, now_s):
+            placing.note_move(A)
+    with pytest.raises(NoReplicaError, match="ready for 60 s"):
+        placing.find(route, 61.0)
+
+
 def test_so_many_replicas_may_break_under_a_request() -> None:
     placing = seeking()
     placing.note_break(A, "gone")

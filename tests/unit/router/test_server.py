@@ -34,8 +34,8 @@ def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
 
 BAD_INPUTS = {
     "no prompt": (pb.GenerateRequest(model="tiny"), "the request has no prompt; allowed: text, chat or token_ids"),
-    "temperature nan": (sampled(temperature=NAN), "temperature is nan; allowed: a finite number, at least 0"),
-    "temperature inf": (sampled(temperature=float("inf")), "temperature is inf; allowed: a finite number"),
+    "temperature nan": (sampled(temperature=NAN), "temperature is nan; allowed: 0 to 1e+36"),
+    "temperature inf": (sampled(temperature=float("inf")), "temperature is inf; allowed: 0 to 1e+36"),
     "target nan": (tiny(target_tpot_s=NAN), "target_tpot_s is nan; allowed: a finite number, more than 0"),
     "target inf": (tiny(target_tpot_s=float("inf")), "target_tpot_s is inf; allowed: a finite number, more than 0"),
     "top_p nan": (sampled(top_p=NAN), "top_p is nan; allowed: more than 0, at most 1"),

@@ -1,0 +1,40 @@
+"""What each token adds to a text, and where: joined, the pieces are the text."""
+
+import pytest
+
+from router.call import TokenName
+from router.text_pieces import TextPieces
+
+EOS = TokenName(b"<eos>", is_special=True)
+
+
+def cut(*tokens: TokenName | bytes, skips_special: bool = True, is_over: bool = True) -> list[tuple[str, int]]:
+    """Return the pieces and their offsets."""
+    pieces = TextPieces(skips_special=skips_special)
+    found = []
+    for number, token in enumerate(tokens, start=1):
+        offset, name = pieces.offset, token if isinstance(token, TokenName) else TokenName(token)
+        found.append((pieces.push(name, is_last=is_over and number == len(tokens)), offset))
+    return found
+
+
+def test_character_is_in_the_piece_of_its_last_token_and_all_of_them_begin_where_it_does() -> None:
+    assert cut(b"a\xf0", b"\x9f\x98", b"\x80b", b"c") == [("a", 0), ("", 1), ("😀b", 1), ("c", 3)]
+
+
+@pytest.mark.parametrize(("is_over", "last"), [(True, "�"), (False, "")])
+def test_character_that_is_cut_is_seen_when_the_text_is_over(is_over: bool, last: str) -> None:
+    assert cut(b"a", b"\xf0\x9f", is_over=is_over) == [("a", 0), (last, 1)]
+
+
+@pytest.mark.parametrize(("skips_special", "offset"), [(True, 1), (False, 6)])
+def test_special_token_has_its_name_whether_it_is_in_the_text_or_not(skips_special: bool, offset: int) -> None:
+    assert cut(b"a", EOS, b"b", skips_special=skips_special) == [("a", 0), ("<eos>", 1), ("b", offset)]
+
+
+def test_look_at_another_token_changes_nothing() -> None:
+    pieces = TextPieces(skips_special=True)
+    pieces.push(TokenName(b"\xf0\x9f\x98"))
+    assert [pieces.peek(TokenName(data)) for data in (b"\x81", b"", b"x")] == ["😁", "", "�x"]
+    assert pieces.offset == 0
+    assert pieces.push(TokenName(b"\x80")) == "😀"
