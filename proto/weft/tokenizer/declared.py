@@ -48,8 +48,9 @@ class DeclaredTokens:
                 free = range(tokenizer.get_vocab_size(with_added_tokens=True), token_id)
                 tokenizer.add_special_tokens([f"<|reserved_token_{id}|>" for id in free])
             tokenizer.add_special_tokens([token]) if token.special else tokenizer.add_tokens([token])
+        placed = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         known = [text for text in sorted(self.special) if tokenizer.token_to_id(text) is not None]
-        tokenizer.add_special_tokens(known)
+        tokenizer.add_special_tokens([_as_special(placed.get(text) or AddedToken(text)) for text in known])
 
     def frame(self, tokenizer: Tokenizer) -> None:
         """Put the tokens around a prompt that `add_bos_token` and `add_eos_token` ask for.
@@ -71,6 +72,12 @@ class DeclaredTokens:
         if not self.config.get(f"add_{name}_token") or token is None or tokenizer.token_to_id(token) is None:
             return []
         return [token]
+
+
+def _as_special(token: AddedToken) -> AddedToken:
+    """Return the same, taken literally and left out of texts; the white space that it takes in stays its own."""
+    flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
+    return AddedToken(token.content, **flags, special=True, normalized=False)
 
 
 def _read_frame(tokenizer: Tokenizer) -> tuple[list[str], list[str]]:

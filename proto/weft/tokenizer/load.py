@@ -5,7 +5,7 @@ The vocabulary is the first of these that is there:
     tokenizer.json                   the form of the `tokenizers` package, read as it is
     tokenizer.model, spiece.model    SentencePiece, or a tiktoken vocabulary under the same name (Llama 3)
     *.tiktoken                       tiktoken
-    vocab.json and merges.txt        byte-level BPE as GPT-2 wrote it
+    vocab.json and merges.txt        byte-level BPE; split as by GPT-2, or as by Qwen 2 where the config names its class
 
 What the other JSON files say of single tokens is added to it (declared.py). No code of the folder is run.
 """
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from weft.tokenizer.declared import DeclaredTokens, read_declared_tokens
 from weft.tokenizer.errors import TokenizerError
 from weft.tokenizer.sentencepiece import convert_sentencepiece
-from weft.tokenizer.tiktoken import convert_tiktoken, is_tiktoken
+from weft.tokenizer.tiktoken import convert_tiktoken, is_tiktoken, split_as
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "*.tiktoken", "vocab.json", "merges.txt")
 """Files that hold a vocabulary, as patterns."""
@@ -61,7 +61,7 @@ def _read_vocabulary(folder: Path, declared: DeclaredTokens, *, encodes: bool) -
         if file.is_file():
             return _convert(file, declared)
     if (vocabulary := folder / "vocab.json").is_file() and (merges := folder / "merges.txt").is_file():
-        return _read_byte_level(vocabulary, merges)
+        return _read_byte_level(vocabulary, merges, declared.config)
     raise TokenizerError(
         f"{folder} has no tokenizer; looked for {', '.join(TOKENIZER_FILES[:-2])}, or vocab.json with merges.txt"
     )
@@ -112,11 +112,14 @@ def _is_each_part_prefixed(config: Mapping[str, Any]) -> bool:
     return bool(config.get("legacy", "auto_map" in config))
 
 
-def _read_byte_level(vocabulary: Path, merges: Path) -> Tokenizer:
+def _read_byte_level(vocabulary: Path, merges: Path, config: Mapping[str, Any]) -> Tokenizer:
     try:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
     except Exception as error:  # the package raises bare Exception
         raise TokenizerError(f"{vocabulary} and {merges.name} are not a vocabulary and its merges: {error}") from error
+    if str(config.get("tokenizer_class")).startswith("Qwen2"):
+        split_as(tokenizer, "qwen.tiktoken")
+        return tokenizer
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -92,6 +92,15 @@ def convert_tiktoken(data: bytes, *, name: str, names: Mapping[int, str]) -> Tok
     ranks = _parse(data)
     tokens = sorted(ranks, key=ranks.__getitem__)
     tokenizer = Tokenizer(models.BPE(vocab=ranks, merges=derive_merges(tokens, ranks.keys()), ignore_merges=True))
+    split_as(tokenizer, name)
+    if not names:
+        tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in kind.special])
+    return tokenizer
+
+
+def split_as(tokenizer: Tokenizer, name: str) -> None:
+    """Let a tokenizer of bytes split a text as that of the file called `name`, one of KINDS."""
+    kind = KINDS[name]
     if kind.is_nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -101,9 +110,6 @@ def convert_tiktoken(data: bytes, *, name: str, names: Mapping[int, str]) -> Tok
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    if not names:
-        tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in kind.special])
-    return tokenizer
 
 
 def _parse(data: bytes) -> dict[str, int]:

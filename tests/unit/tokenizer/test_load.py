@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers.streaming import differing_streams
 from helpers.texts import made_texts, prompts
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from weft.tokenizer.errors import TokenizerError
 from weft.tokenizer.load import load_tokenizer
 
@@ -90,6 +90,36 @@ def test_vocabulary_and_merges_equal_the_tokenizer_json(shared: Path, tmp_path: 
     assert ids == [encoding.ids for encoding in original.encode_batch_fast(texts)]
     assert tokenizer.decode_batch(ids) == original.decode_batch(ids)
     assert differing_streams(tokenizer, ids) == []
+
+
+def test_vocabulary_and_merges_of_qwen_are_split_as_qwen_does(shared: Path, tmp_path: Path) -> None:
+    original = load_tokenizer(shared / "tokenizers/qwen").tokenizer
+    original.model.save(str(tmp_path))
+    places = {id: {"content": token.content} for id, token in original.get_added_tokens_decoder().items()}
+    write_json(tmp_path, tokenizer_config={"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": places})
+    texts = prompts(shared, 1000) + made_texts(("<|im_end|>",))
+
+    tokenizer = load_tokenizer(tmp_path).tokenizer
+
+    assert [of.ids for of in tokenizer.encode_batch_fast(texts)] == [of.ids for of in original.encode_batch_fast(texts)]
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+@pytest.mark.parametrize("place", ["tokenizer.json", "added_tokens_decoder"])
+def test_special_token_that_is_named_keeps_what_it_takes_in(flag: str, place: str, tmp_path: Path) -> None:
+    token = AddedToken("<x>", special=True, normalized=False, **{flag: True})
+    tokenizer = load_tokenizer(write_letters(tmp_path, " ", "<x>")).tokenizer
+    config: dict[str, Any] = {"eos_token": "<x>"}
+    if place == "tokenizer.json":
+        tokenizer.add_special_tokens([token])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+    else:
+        config["added_tokens_decoder"] = {"4": {"content": "<x>", "special": True, flag: True}}
+
+    loaded = load_tokenizer(write_json(tmp_path, tokenizer_config=config)).tokenizer
+
+    (kept,) = loaded.get_added_tokens_decoder().values()
+    assert [name for name in ("lstrip", "rstrip", "single_word") if getattr(kept, name)] == [flag]
 
 
 @pytest.mark.parametrize(
