@@ -272,6 +272,13 @@ class DecoderDescription:
             self._check_experts(self.moe)
 
     @property
+    def seen_flops(self) -> int:
+        """Multiplications and additions in a layer for each token that a token sees: scores and sums of all heads."""
+        latent = self.latent_kv
+        width = 2 * self.head_dim if latent is None else 2 * latent.rank + latent.rotary_dim
+        return 2 * self.num_heads * width
+
+    @property
     def has_dense_layers(self) -> bool:
         """Whether any layer has the plain MLP."""
         return self.moe is None or bool(self.moe.dense_layers)

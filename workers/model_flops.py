@@ -18,7 +18,7 @@ class ModelFlops:
         self._token_flops = 2 * (weights.matrix_elements + weights.expert_elements * weights.expert_share)
         self._sampled_flops = 2 * weights.head_elements
         windows = Counter(description.sliding_windows[i] for i in decoder.layer_indices)
-        key_flops = 4 * description.num_heads * description.head_dim / decoder.mesh.tp.size
+        key_flops = description.seen_flops / decoder.mesh.tp.size
         self._layers = [(window, num_layers * key_flops) for window, num_layers in windows.items()]
         """The operations of one token that sees one other, over the layers of each window."""
 

@@ -61,7 +61,7 @@ class ModelCost:
             weights=decoder.weight_sizes,
             windows=description.sliding_windows,
             kv_bytes=decoder.cache_entry.num_elements * decoder.cache_entry.dtype.itemsize,
-            attention_flops=4 * description.num_heads * description.head_dim,
+            attention_flops=description.seen_flops,
         )
 
     def bytes_read(self, work: Work) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_model
 
 from bench.load.model_cost import ModelCost, Work
 from bench.load.records import Usage
@@ -99,6 +100,15 @@ def test_a_run_counts_what_the_benchmark_says_of_it(config: dict[str, Any], tmp_
     assert stats.model_read_bytes == pytest.approx(cost.bytes_read(work))
     assert stats.model_flops == pytest.approx(cost.flops(work))
     assert stats.model_busy_s > 0
+
+
+def test_attention_over_latents_counts_as_it_is_done() -> None:
+    description = describe_model(tiny_model("deepseek_v2"))
+    latent = description.latent_kv
+    assert latent is not None
+    # of each head a score of the latent and of what is rotated, and its part in the sum of latents
+    assert description.seen_flops == 2 * description.num_heads * (latent.rank + latent.rotary_dim + latent.rank)
+    assert ModelCost.of(description, torch.float32).attention_flops == description.seen_flops
 
 
 class ScreenedHead:
