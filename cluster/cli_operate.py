@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done.")]
 _Timeout = Annotated[float, typer.Option(min=0, help="With --wait: seconds.")]
 _WAIT_S = 1800.0
+_MAX_TAIL_KB = 1 << 30
 
 
 def register(app: typer.Typer) -> None:
@@ -119,7 +120,9 @@ def logs(
         ),
     ] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is logged from now on.")] = False,
-    tail_kb: Annotated[int, typer.Option(min=0, help="Of each log, at most so many KiB from its end.")] = 64,
+    tail_kb: Annotated[
+        int, typer.Option(min=0, max=_MAX_TAIL_KB, help="Of each log, at most so many KiB from its end.")
+    ] = 64,
 ) -> None:
     """Print what processes have logged, on whichever node, those that died of late included."""
     from cluster.show_logs import show_logs

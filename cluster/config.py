@@ -6,6 +6,7 @@ that belong to the engine and the router are those packages' own dataclasses, so
 
 import dataclasses
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -288,10 +289,26 @@ class ClusterFile(Section):
     ray: RaySection = RaySection()
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads YAML 1.1 with the floats of YAML 1.2: 1e-05, as Helm writes it, would be a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(text: str) -> Any:
+    """Return what a YAML text says. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def load_cluster_file(path: Path) -> dict[str, Any]:
     """Return the YAML file's mapping, not yet checked. Raises ClusterConfigError when it cannot be read."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ClusterConfigError(f"{path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

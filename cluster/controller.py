@@ -75,13 +75,24 @@ class Controller:
         self._shared_ports: list[SharedPort] = []
         self._nodes: NodeRequest | None = None
         """None: the Ray cluster is this machine."""
+        self._goes_on = False
         self._loop: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
         if _is_successor():
             self._resuming = asyncio.get_running_loop().create_task(self._resume())
 
-    async def start(self) -> str:
-        """Begin to serve what the spec says, and return the control address. Raises ClusterError or ModelError."""
+    async def start(self, *, takes_over: bool = False) -> tuple[str, bool]:
+        """Begin to serve what the spec says.
+
+        Args:
+            takes_over: where a controller before was lost with its machine, go on with what was wanted of it instead.
+
+        Returns:
+            The control address, and whether a service goes on as it was.
+
+        Raises:
+            ClusterError, ModelError: the message says what stopped it.
+        """
         if self._resuming is not None:  # Ray repeats the call where the first life ended before it had answered
             await self._resuming
         if self._has_stopped.is_set():
@@ -92,11 +103,12 @@ class Controller:
             listener, address = bind_control_port(self._spec.host, port, self._spec.inner_tls)
             self._create(saved, address)
             assert self._state is not None
-            if not self._state.is_stopping:  # else the one before was lost with its machine while it stopped
+            self._goes_on = takes_over and saved.has_service
+            if not self._goes_on and not self._state.is_stopping:  # the one before was lost while it stopped
                 await self._state.apply(self._spec.models)
             await self._begin(listener)
         assert self._service is not None
-        return self._service.address
+        return self._service.address, self._goes_on
 
     async def stopped(self) -> None:
         """Wait until the service was shut down; the actor ends soon after."""
@@ -133,6 +145,7 @@ class Controller:
                 await asyncio.sleep(_RETRY_S / 4)
 
     def _create(self, saved: SavedState, address: str) -> None:
+        is_successor = saved.has_service
         saved = replace(saved, control_port=split_host_port(address)[1])
         if saved.controller is not None:  # of the life before
             self._logs.note([_log_of(saved.controller)])
@@ -153,7 +166,7 @@ class Controller:
         recording = None if self._recorder is None else ScalingRecording(self._recorder)
         self._scaling = Scaling(self._state, demand, recording=recording)
         if self._spec.ray_address is not None:
-            self._nodes = NodeRequest(ask_ray, is_successor=saved.num_restarts > 0)
+            self._nodes = NodeRequest(ask_ray, is_successor=is_successor)
         self._service = ControlServer(
             self._state,
             self._logs,

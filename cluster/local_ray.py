@@ -5,6 +5,7 @@ Only what was started here is ended. `ray stop` is never called, for it would en
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import ray
 from ray._private import node as ray_node
 from ray._private import services as ray_services
@@ -32,6 +34,14 @@ _START_ATTEMPTS = 2
 """Once in hundreds of starts Ray's node, just begun, left no trace, and Ray gave it up after 30 seconds."""
 
 _JOIN_TIMEOUT_S = 10.0
+
+_TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_REFUSED_TOKEN = "InvalidAuthToken"
+"""In what Ray says of a cluster that wants another token, or one at all."""
+_TOKEN_HINT = (
+    "it wants the token that it was started with; allowed: RAY_AUTH_MODE=token with that in RAY_AUTH_TOKEN or "
+    "~/.ray/auth_token"
+)
 
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Ray replaces 127.0.0.1 by an outside address on Linux; the rest of 127.0.0.0/8 is loopback as well, and is kept."""
@@ -65,6 +75,7 @@ def start_local_ray(*, log_to_driver: bool) -> None:
     """Start a Ray of one node, whose address is a loopback one. Raises RayError."""
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
+    _choose_token()
     _quieten()
     give_way()  # Ray's own processes inherit it
     for attempt in range(1, _START_ATTEMPTS + 1):
@@ -87,14 +98,27 @@ def start_local_ray(*, log_to_driver: bool) -> None:
                 logger.warning("a local Ray did not start, and is started again: %s (%s)", error, processes)
 
 
+def _choose_token() -> None:
+    """Give Ray a token for this service, where the user says nothing of one.
+
+    Else Ray writes one to ~/.ray/auth_token, for which every later `ray start` of this user would ask all who join it.
+    """
+    if not os.environ.keys() & set(_TOKEN_VARIABLES):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
 def join_ray(address: str, *, log_to_driver: bool) -> None:
     """Connect to a running Ray cluster. Raises RayError."""
     _quieten()
     try:
         _check_reachable(address)
+        if _wants_token(address) and not _bring_token():
+            raise PermissionError(_TOKEN_HINT)
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver, logging_level=logging.ERROR)
     except Exception as error:  # as above
-        raise RayError(f"the Ray cluster at {address!r} cannot be joined: {error}") from error
+        was_refused = _REFUSED_TOKEN in f"{error} {error.__cause__}"
+        reason = _TOKEN_HINT if was_refused else error
+        raise RayError(f"the Ray cluster at {address!r} cannot be joined: {reason}") from error
 
 
 def _check_reachable(address: str) -> None:
@@ -102,6 +126,31 @@ def _check_reachable(address: str) -> None:
     place = address.removeprefix("ray://")
     if ":" in place:  # else "auto", or whatever Ray makes of it
         socket.create_connection(split_host_port(place), timeout=_JOIN_TIMEOUT_S).close()
+
+
+def _wants_token(address: str) -> bool:
+    """Whether the cluster at host:port refuses who brings no token. Ray itself would try for 20 seconds."""
+    if address.startswith("ray://") or ":" not in address:  # "auto": Ray brings its token by itself
+        return False
+    with grpc.insecure_channel(address) as channel:
+        ask: Any = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", timeout=_JOIN_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    return False
+
+
+def _bring_token() -> bool:
+    """Have Ray send the token that this user has, as it does by itself for "auto"; whether there is one.
+
+    Not to a cluster that wants none: this process would refuse the processes there, which have none.
+    """
+    try:
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    except ImportError:  # before Ray 2.60, which does what RAY_AUTH_MODE says
+        return True
+    return bool(maybe_enable_token_auth_if_token_available(warn_if_disabled=False))
 
 
 def leave_ray() -> None:

@@ -1,7 +1,9 @@
 """From what a user names - a folder, a packaged model, a hub id - to a folder on this machine."""
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.errors import ModelNotFoundError
@@ -24,18 +26,41 @@ def resolve_model(source: str, *, commit: str | None = None) -> Path:
         commit: of the hub's repository, the name of the folder that was fetched before; None: the last one there.
 
     Raises:
-        ModelNotFoundError: no such folder or packaged model, or the hub does not give it.
+        ModelNotFoundError: no such folder or packaged model, it may not be read, or the hub does not give it.
     """
     if source in PACKAGED:
         return _require_config(PACKAGED[source], source)
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return _require_config(folder.resolve(), source)
-    if folder.exists():
-        raise ModelNotFoundError(f"model {source!r} is a file; allowed: {_ALLOWED}")
+    folder = find_folder(source)
+    if folder is not None:
+        return _require_config(folder, source)
     if _HUB_ID.fullmatch(source) is None:
         raise ModelNotFoundError(f"model {source!r} is no folder here; allowed: {_ALLOWED}")
     return _fetch(source, commit)
+
+
+def find_folder(source: str) -> Path | None:
+    """Return the folder of this machine that the user named, with no link in its path; None: a packaged model, or none.
+
+    Raises:
+        ModelNotFoundError: it is a file, or cannot be looked at.
+    """
+    if source in PACKAGED:
+        return None
+    with _readable(source):
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            return folder.resolve()
+        if folder.exists():
+            raise ModelNotFoundError(f"model {source!r} is a file; allowed: {_ALLOWED}")
+    return None
+
+
+def absolute_source(source: str) -> str:
+    """Return what names the same model in another working folder. Links stay links: who goes on resolves them.
+
+    Raises ModelNotFoundError as `find_folder`.
+    """
+    return source if find_folder(source) is None else os.path.abspath(Path(source).expanduser())
 
 
 def read_text_files(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -88,8 +113,20 @@ def _small_files() -> list[str]:
     return ["*.json", "*.jinja", *TOKENIZER_FILES]
 
 
+@contextmanager
+def _readable(source: str) -> Iterator[None]:
+    """Tell what is wrong with a name that the system does not take, or with a folder that may not be entered."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:  # the latter two of the user in ~user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelNotFoundError(f"model {source!r} cannot be read: {reason}; allowed: {_ALLOWED}") from error
+
+
 def _require_config(folder: Path, source: str) -> Path:
-    if not (folder / "config.json").is_file():
+    with _readable(source):
+        has_config = (folder / "config.json").is_file()
+    if not has_config:
         raise ModelNotFoundError(f"model {source!r}: {folder} has no config.json; allowed: {_ALLOWED}")
     return folder
 

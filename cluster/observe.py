@@ -5,7 +5,7 @@ covers exactly what happened between them. Who fetches and shows them is top.py.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -184,19 +184,20 @@ class Window:
         self._observations.append(observation)
         while len(self._observations) > 2 and self._observations[1].time_s <= observation.time_s - self._length_s:
             self._observations.popleft()
-        return take_snapshot(self._observations[0], observation)
+        return take_snapshot(*self._observations)
 
 
-def take_snapshot(first: Observation, last: Observation) -> Snapshot:
-    """Return the state at `last`, and what happened since `first`."""
+def take_snapshot(*looks: Observation) -> Snapshot:
+    """Return the state at the last of these looks, and what happened since the first one."""
+    first, last = looks[0], looks[-1]
     status = last.status
     groups = [group for model in status.models for group in model.groups]
-    routers = [_Delta(first, last, router.metrics_address) for router in status.routers]
+    routers = [_Delta(looks, router.metrics_address) for router in status.routers]
     return Snapshot(
         uptime_s=status.uptime_s,
         window_s=last.time_s - first.time_s,
         models=[_model_view(model, routers) for model in status.models],
-        groups=[_group_view(group, _Delta(first, last, group.metrics_address)) for group in groups],
+        groups=[_group_view(group, _Delta(looks, group.metrics_address)) for group in groups],
         routers=[_router_view(router, delta) for router, delta in zip(status.routers, routers, strict=True)],
         nodes=[_node_view(node, groups) for node in status.nodes],
     )
@@ -220,9 +221,14 @@ def percentile(buckets: Mapping[float, float], fraction: float) -> float | None:
 
 
 class _Delta:
-    """What one metrics page says now, and what has changed since; a page that restarted counts from zero."""
+    """What one metrics page says now, and what has changed since it was first seen; after a restart, since zero.
 
-    def __init__(self, first: Observation, last: Observation, address: str) -> None:
+    What it counted before it was seen may be years old, and is no part of any rate.
+    """
+
+    def __init__(self, looks: Sequence[Observation], address: str) -> None:
+        last = looks[-1]
+        first = next((look for look in looks if address in look.pages), last)
         self.seconds = last.time_s - first.time_s
         self.has_answered = address in last.pages
         self._last = last.pages.get(address, _EMPTY)

@@ -11,9 +11,10 @@ from rich.console import Console
 from weft.addresses import family_of
 from weft.v1 import control_pb2
 
-from cluster.config import build_spec, load_cluster_file
+from cluster.config import ModelSpec, build_spec, load_cluster_file, read_yaml
 from cluster.control_client import ControlClient
 from cluster.errors import ClusterConfigError, ControllerError
+from cluster.models import absolute_source
 from cluster.status_view import ChangeView, bounds, state_name
 
 _POLL_S = 0.2
@@ -32,13 +33,15 @@ def apply_file(client: ControlClient, path: Path, console: Console, *, dry_run: 
 
     Raises:
         ClusterConfigError: a setting is unknown or wrong.
+        ModelNotFoundError: a folder cannot be looked at.
         ControllerError: a model cannot be had or split as wanted, nobody answers, or it is not done in time.
     """
     settings = load_cluster_file(path)
-    build_spec(settings)  # a fault is told without a controller too
+    spec = build_spec(settings)  # a fault is told without a controller too
     if "models" not in settings:  # an empty file would put the default model in place of everything
         raise ClusterConfigError(f"{path}: no models; allowed: a file that names every model to be served")
-    changes = client.apply(_with_absolute_paths(settings), dry_run=dry_run)
+    models = [_as_served(section, model) for section, model in zip(settings["models"], spec.models, strict=True)]
+    changes = client.apply({**settings, "models": models}, dry_run=dry_run)
     for change in changes:
         _print_change(console, change)
     if all(change.kind == control_pb2.CHANGE_KIND_IGNORED for change in changes):
@@ -140,7 +143,7 @@ def is_as_wanted(model: control_pb2.ModelStatus) -> bool:
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Return "dotted.path=value" as a nested mapping, values read as YAML. Raises ClusterConfigError."""
+    """Return "dotted.path=value" as a nested mapping, values read as YAML. Raises as `apply_file`."""
     settings: dict[str, Any] = {}
     for text in texts:
         path, equals, value = text.partition("=")
@@ -155,10 +158,11 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
                     f"--set {path}: {parent} is {section!r} by another --set; allowed: one of them"
                 )
         try:
-            section[last] = yaml.safe_load(value)
+            section[last] = read_yaml(value)
         except yaml.YAMLError as error:
             raise ClusterConfigError(f"--set {path} is {value!r}; allowed: a YAML value") from error
-    return settings if "path" not in settings else {**settings, "path": _absolute(settings["path"])}
+    source = settings.get("path")
+    return {**settings, "path": absolute_source(source)} if isinstance(source, str) else settings
 
 
 def _wait(
@@ -204,14 +208,6 @@ def _print_change(console: Console, change: control_pb2.Change) -> None:
         console.print(f"    {line}", highlight=False, markup=False)
 
 
-def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    """The controller runs in another folder."""
-    if "models" not in settings:
-        return settings
-    models = [{**model, "path": _absolute(model["path"])} if "path" in model else model for model in settings["models"]]
-    return {**settings, "models": models}
-
-
-def _absolute(path: object) -> object:
-    folder = Path(str(path)).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else path
+def _as_served(section: dict[str, Any], model: ModelSpec) -> dict[str, Any]:
+    """Return a model's settings for a controller in another folder, with the name that its path gives it here."""
+    return {**section, "path": absolute_source(model.source), "name": model.name}

@@ -4,25 +4,26 @@ Imports no torch. Weights are checked by the ranks, which tell the controller wh
 """
 
 import errno
+import os
 import socket
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 from weft.addresses import family_of
 
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import ModelNotFoundError, StartError
-from cluster.models import resolve_model
+from cluster.models import find_folder, resolve_model
 from cluster.revision_files import RevisionText, digest_files
 from parallel.families.registry import describe_model
 from parallel.shard import check_split
+from router.config import RouterConfig
 from router.errors import ModelFilesError, RouterConfigError
 from router.spans import check_tracing
 from workers.errors import EngineConfigError
 
 
 def check_spec(spec: ClusterSpec) -> ClusterSpec:
-    """Return the spec with folders made absolute.
+    """Return the spec with folders and the router's files made absolute.
 
     Raises:
         ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
@@ -37,7 +38,7 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
         raise StartError(str(error)) from error
     if spec.ray_address is None:
         _check_ports(spec)
-    return replace(spec, models=models)
+    return replace(spec, models=models, router=_with_absolute_files(spec.router))
 
 
 def check_model(model: ModelSpec) -> ModelSpec:
@@ -60,7 +61,7 @@ def check_model(model: ModelSpec) -> ModelSpec:
         raise EngineConfigError(
             f"max_context is {wanted}; allowed: at most that of the model, {description.max_context}"
         )
-    if Path(model.source).expanduser().is_dir():
+    if find_folder(model.source) is not None:
         # The name is kept where it is the last part of the path, which may be another one now.
         section = model.section.model_copy(update={"path": str(folder), "name": model.name})
         return section.to_spec(model.engine.hash_key)
@@ -91,6 +92,15 @@ def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
         digest=tokenizer.digest,
         files=digest_files(folder),
     )
+
+
+def _with_absolute_files(router: RouterConfig) -> RouterConfig:
+    """On a Ray cluster the router runs in another folder."""
+    tls = router.tls
+    if tls is not None:
+        tls = replace(tls, **{name: os.path.abspath(path) for name, path in asdict(tls).items() if path is not None})
+    api_keys = None if router.api_keys is None else os.path.abspath(router.api_keys)
+    return replace(router, tls=tls, api_keys=api_keys)
 
 
 def _check_ports(spec: ClusterSpec) -> None:

@@ -82,6 +82,8 @@ class SavedState:
     groups: tuple[GroupRecord, ...] = ()
     next_numbers: dict[str, int] = field(default_factory=dict)
     """Of the next group of each model, served now or earlier: a group id is used once."""
+    next_revisions: dict[str, int] = field(default_factory=dict)
+    """Of each model that was served earlier and is not now, which it begins with when it is served again."""
     drained_nodes: tuple[str, ...] = ()
     stop_left_s: float | None = None
     """Until the service is to have stopped, from `saved_s` on. None: it serves on."""
@@ -92,6 +94,11 @@ class SavedState:
     ended_controller: str | None = None
     """Id of the actor whose service was stopped to its end; a later life of the same one has nothing to do. All else is
     forgotten then, and whoever has another id begins with nothing."""
+
+    @property
+    def has_service(self) -> bool:
+        """Whether there is a controller before whose service goes on."""
+        return self.control_port is not None
 
     def left_of(self, left_s: float, now_s: float) -> float:
         """Return what is left at a time of the wall clock of what was left when this was saved; never more."""

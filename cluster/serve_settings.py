@@ -13,6 +13,7 @@ _FLAG_NAMES = {
     "router.policy": "--policy",
     "recording.folder": "--record-decisions",
     "models[0].path": "--model",
+    "models[0].stream_interval_s": "--stream-interval",
     "models[0].scheduler.policy": "--scheduling-policy",
     "models[0].cache.dtype": "--kv-cache-dtype",
     "models[0].cache.cpu_cache_bytes": "--cpu-cache-gb",

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _STOPPED_TIMEOUT_S = 5.0
+_GOES_ON = "this Ray cluster has a service already, which goes on as it is; `weft apply` changes it"
 
 OnStatus = Callable[[control_pb2.GetStatusResponse], None]
 
@@ -75,7 +76,7 @@ class Service:
             if running is not None:
                 return running
             created = _create_controller(spec, is_local=is_local, log_level=log_level)
-            address = ray.get(created.start.remote())
+            address, goes_on = ray.get(created.start.remote(takes_over=takes_over))
         except BaseException as error:
             if created is not None:
                 ray.kill(created)  # on a cluster that was joined it would stay
@@ -91,7 +92,9 @@ class Service:
                 case RayError():
                     raise StartError(f"the controller did not start: {error}") from error
             raise
-        return cls(control_address=address, tls=spec.inner_tls, controller=created)
+        if goes_on:
+            logger.warning(_GOES_ON)
+        return cls(control_address=address, tls=spec.inner_tls, controller=created, was_taken_over=goes_on)
 
     def status(self) -> control_pb2.GetStatusResponse:
         """Return the present state. Raises ControllerError."""
@@ -160,10 +163,10 @@ def _take_over(tls: InnerTls | None) -> Service | None:
     """Return the service that the cluster has, whose `weft serve` has gone; None where it has none."""
     try:
         controller: Any = ray.get_actor(CONTROLLER_NAME)
-        address = ray.get(controller.start.remote())
+        address, _ = ray.get(controller.start.remote())
     except (ValueError, RayActorError, ActorUnschedulableError):  # there is none, or it went down with its node
         return None
-    logger.warning("this Ray cluster has a service already, which goes on as it is; `weft apply` changes it")
+    logger.warning(_GOES_ON)
     return Service(control_address=address, tls=tls, controller=controller, was_taken_over=True)
 
 

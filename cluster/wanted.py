@@ -7,6 +7,7 @@ means is decided in plan_groups.py; wanted_models.py keeps them, wanted_state.py
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from cluster.config import ModelSection, ModelSpec, build_section, check_replicas
@@ -19,7 +20,7 @@ class Revision:
     """One version of a model's settings; groups are of one revision for life."""
 
     number: int
-    """Unique for the model, 1 first."""
+    """Unique for the model's name, 1 first."""
     section: ModelSection
     """Complete, with the name and, where it is one, the absolute folder."""
     text: RevisionText | None = None
@@ -85,11 +86,14 @@ _SCALING = ("replicas", "min_replicas", "max_replicas", "autoscaling")
 """Settings that no rank knows of."""
 
 
-def apply(models: Models, specs: Sequence[ModelSpec]) -> tuple[dict[str, WantedModel], list[Change]]:
+def apply(
+    models: Models, specs: Sequence[ModelSpec], *, next_revisions: Mapping[str, int] = MappingProxyType({})
+) -> tuple[dict[str, WantedModel], list[Change]]:
     """Want exactly these models; also say what that changes. Applied again, it changes nothing.
 
     Settings that are those of the revision before go back to it, so its groups that still run are kept. The number of
-    replicas of a model that scales by itself stays as it is, but for its bounds.
+    replicas of a model that scales by itself stays as it is, but for its bounds. A model that is added begins with its
+    number of `next_revisions`, where it was served before: groups of then, which may live yet, are of older revisions.
     """
     wanted: dict[str, WantedModel] = {}
     changes: list[Change] = []
@@ -97,7 +101,8 @@ def apply(models: Models, specs: Sequence[ModelSpec]) -> tuple[dict[str, WantedM
         section = spec.section.model_copy(update={"name": spec.name})
         before = models.get(spec.name)
         if before is None:
-            wanted[spec.name] = WantedModel(hash_key=spec.engine.hash_key, current=Revision(number=1, section=section))
+            first = Revision(number=next_revisions.get(spec.name, 1), section=section)
+            wanted[spec.name] = WantedModel(hash_key=spec.engine.hash_key, current=first, next_number=first.number + 1)
             changes.append(Change(kind=ChangeKind.ADD, name=spec.name, details=(_shape(section),)))
             continue
         section = _with_replicas_of(before, section)

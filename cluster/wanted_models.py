@@ -36,16 +36,25 @@ _MAX_CHECKS = 5
 class WantedModels:
     """All of them. Methods are called on one event loop."""
 
-    def __init__(self, saved: Models, *, on_change: Callable[[], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        saved: Models,
+        *,
+        next_revisions: Mapping[str, int],
+        on_change: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
         """Go on from what was saved.
 
         Args:
             saved: what a controller before wanted; folders that it has not read are read now, which blocks.
+            next_revisions: numbers with which models begin that were served under it and are no longer.
             on_change: saves what is wanted; a change is made when it returns.
             clock: monotonic seconds.
         """
         unread = {name: model for name, model in saved.items() if model.current.text is None}
         self.current = with_texts(saved, {name: read_text(model.spec) for name, model in unread.items()}, before={})
+        self.next_revisions = dict(next_revisions)
         self.scalings: dict[str, LastScaling] = {}
         """The last one of each model, under this controller."""
         self._is_closed = False
@@ -71,7 +80,7 @@ class WantedModels:
         self.check_open()
         checked = await asyncio.to_thread(lambda: [check_model(spec) for spec in specs])
         texts = await asyncio.to_thread(lambda: {spec.name: read_text(spec) for spec in checked})
-        wanted, changes = apply(self.current, checked)
+        wanted, changes = apply(self.current, checked, next_revisions=self.next_revisions)
         if changes and not dry_run:
             self._want(with_texts(wanted, texts, before=self.current), changes)
         return changes
@@ -133,6 +142,8 @@ class WantedModels:
         self.check_open()  # others went on while models were read
         for model in wanted.values():
             check_section(model.current.section)  # what is saved must be read by a successor
+        removed = self.current.keys() - wanted.keys()
+        self.next_revisions |= {name: self.current[name].next_number for name in removed}
         self.current = dict(wanted)
         for change in changes:
             logger.info("%s %s: %s", change.kind, change.name, "; ".join(change.details))

@@ -107,7 +107,9 @@ class WantedState:
         self._stop_by_s: float | None = None
         if saved.stop_left_s is not None:
             self._stop_by_s = clock() + saved.left_of(saved.stop_left_s, wall_clock())
-        self._wanted = WantedModels(saved.models, on_change=self._note_wanted, clock=clock)
+        self._wanted = WantedModels(
+            saved.models, next_revisions=saved.next_revisions, on_change=self._note_wanted, clock=clock
+        )
         self._next_numbers = dict(saved.next_numbers)
         self._drained_nodes = frozenset(saved.drained_nodes)
         self.is_stopped = False
@@ -195,7 +197,8 @@ class WantedState:
         node_id = ""
         if not groups:
             nodes = await asyncio.to_thread(self._nodes)
-            node_id = self._find_node(target, nodes).node_id
+            replicas = ", ".join(sorted(group.replica_id or group.group_id for group in self._groups)) or "none"
+            node_id = _find_node(target, nodes, missing=f"no replica or node is {target!r}; replicas: {replicas}")
             self._drained_nodes = self._drained_nodes & {node.node_id for node in nodes} | {node_id}
             groups = [group for group in self._groups if node_id in group.node_ids]
         for group in groups:
@@ -208,7 +211,8 @@ class WantedState:
     async def undrain(self, target: str) -> str:
         """Place groups on a node again; return its Ray id. Raises NotServedError or StoppingError."""
         self._wanted.check_open()
-        node_id = self._find_node(target, await asyncio.to_thread(self._nodes)).node_id
+        nodes = await asyncio.to_thread(self._nodes)
+        node_id = _find_node(target, nodes, missing=f"no node is {target!r}, and only a node's drain can be undone")
         self._drained_nodes -= {node_id}
         self._save()
         self._changed.set()
@@ -376,14 +380,6 @@ class WantedState:
         self._save()
         self._changed.set()
 
-    def _find_node(self, target: str, nodes: Sequence[NodeResources]) -> NodeResources:
-        found = [node for node in nodes if target in (node.node_id, node.address)]
-        if len(found) != 1:
-            replicas = ", ".join(sorted(group.replica_id or group.group_id for group in self._groups)) or "none"
-            addresses = ", ".join(sorted(node.address for node in nodes)) or "none"
-            raise NotServedError(f"no replica or node is {target!r}; replicas: {replicas}; nodes: {addresses}")
-        return found[0]
-
     def _router_ports(self) -> dict[str, RouterPorts]:
         return {router.router_id: router.ports for router in self._routers}
 
@@ -394,9 +390,25 @@ class WantedState:
             models=self._models,
             groups=tuple(group.record for group in self._groups),
             next_numbers=self._next_numbers,
+            next_revisions=self._wanted.next_revisions,
             drained_nodes=tuple(sorted(self._drained_nodes)),
             stop_left_s=None if self._stop_by_s is None else max(0.0, self._stop_by_s - self._clock()),
             saved_s=self._wall_clock(),
         )
         self._save_state(self._saved)
         self._is_saved = True
+
+
+def _find_node(target: str, nodes: Sequence[NodeResources], *, missing: str) -> str:
+    """Return the Ray id of the node of this id or address. Raises NotServedError, which says `missing` where none is.
+
+    Two nodes may have one address: Ray lets a machine be several.
+    """
+    found = [node.node_id for node in nodes if target in (node.node_id, node.address)]
+    if len(found) > 1:
+        raise NotServedError(
+            f"several nodes are at {target}; allowed: one of their Ray ids, {', '.join(sorted(found))}"
+        )
+    if not found:
+        raise NotServedError(f"{missing}; nodes: {', '.join(sorted(node.address for node in nodes)) or 'none'}")
+    return found[0]

@@ -29,7 +29,7 @@ from helpers.kube_api import KubeApi, kube_api
 from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
 
 from cluster.cli import app
-from cluster.config import ClusterSpec, build_spec
+from cluster.config import ClusterSpec, build_spec, read_yaml
 from cluster.placement import Placement
 from router import __main__ as router_main
 from router.config import RouterConfig, TraceProtocol, TracingConfig
@@ -42,7 +42,7 @@ CUSTOM_KINDS = ("RayCluster", "ServiceMonitor", "ScrapeConfig", "PrometheusRule"
 
 def cluster_spec(objects: list[Any]) -> ClusterSpec:
     """What the head would serve."""
-    return build_spec(yaml.safe_load(find(objects, "ConfigMap", "demo-weft")["data"]["cluster.yaml"]))
+    return build_spec(read_yaml(find(objects, "ConfigMap", "demo-weft")["data"]["cluster.yaml"]))
 
 
 def router_config(objects: list[Any]) -> RouterConfig:

@@ -75,6 +75,11 @@ def test_what_is_no_address_is_refused(arguments: list[str]) -> None:
     assert f"{arguments[-2]}: {arguments[-1]!r} is no address; allowed: host:port" in str(refused)
 
 
+def test_more_of_a_log_than_a_message_can_ask_for_is_refused() -> None:
+    refused = CliRunner().invoke(weft, ["logs", "--tail-kb", str(2**54), "--control", "127.0.0.1:1"])
+    assert (refused.exit_code, "--tail-kb" in refused.output) == (2, True)
+
+
 def test_given_flags_are_those_that_differ_from_their_defaults() -> None:
     assert given(Size()) == {}
     assert given(Size(width=3, height=0.0)) == {"height": 0.0}

@@ -236,3 +236,11 @@ def test_file_is_read_and_an_empty_one_means_the_defaults(tmp_path: Path) -> Non
     assert load_cluster_file(path) == {}
     path.write_text("models:\n  - path: weft-tiny\n    replicas: 2\n")
     assert build_spec(load_cluster_file(path)).models[0].replicas == 2
+
+
+@pytest.mark.parametrize("text", ["1e-05", "1e-5", "1.0E-5", ".1e-4", "+0.00001"])
+def test_small_numbers_may_be_written_as_helm_and_people_do(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"tracing: {{endpoint: 'http://otel:4317', sample_ratio: {text}}}\nmodels: [{{name: 1e5m}}]\n")
+    spec = build_spec(load_cluster_file(path))
+    assert (spec.router.tracing.sample_ratio, spec.models[0].name) == (1e-5, "1e5m")

@@ -3,9 +3,14 @@
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
+import grpc
 import pytest
+from ray._private.authentication import authentication_token_setup
 
 from cluster import local_ray
 from cluster.errors import RayError
@@ -29,6 +34,7 @@ def test_no_signal_interrupts_the_end_of_ray(number: signal.Signals, monkeypatch
 def test_an_address_where_nothing_listens_is_told_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(local_ray.ray, "init", lambda **settings: asked.append(settings["address"]))
+    monkeypatch.setattr(local_ray, "_wants_token", lambda address: False)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -40,6 +46,79 @@ def test_an_address_where_nothing_listens_is_told_before_ray_waits_for_it(monkey
         for somebody in (address, f"ray://{address}", "auto"):
             local_ray.join_ray(somebody, log_to_driver=False)
     assert asked == [address, f"ray://{address}", "auto"]
+
+
+@contextmanager
+def head_of_ray(*, wants_token: bool) -> Iterator[str]:
+    """Serve as Ray's head does for whoever brings no token; yields its address."""
+
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        if wants_token:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: Authentication token is missing")
+        return b""
+
+    handlers = {"GetClusterId": grpc.unary_unary_rpc_method_handler(answer)}
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """That of this process, where nobody has said anything."""
+    variables: dict[str, str] = {}
+    monkeypatch.setattr(local_ray.os, "environ", variables)
+    return variables
+
+
+@pytest.mark.parametrize(
+    ("wants_token", "has_token", "expected"),
+    [(True, True, ["token", "joined"]), (False, True, ["joined"]), (True, False, ["token"])],
+)
+def test_a_token_is_brought_to_a_cluster_that_wants_one_only(
+    wants_token: bool, has_token: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def bring_token(**settings: object) -> bool:
+        seen.append("token")
+        return has_token
+
+    monkeypatch.setattr(authentication_token_setup, "maybe_enable_token_auth_if_token_available", bring_token)
+    monkeypatch.setattr(local_ray.ray, "init", lambda **settings: seen.append("joined"))
+    with head_of_ray(wants_token=wants_token) as address:
+        if wants_token and not has_token:
+            with pytest.raises(RayError, match=r"it wants the token .*RAY_AUTH_MODE=token .*~/\.ray/auth_token"):
+                local_ray.join_ray(address, log_to_driver=False)
+        else:
+            local_ray.join_ray(address, log_to_driver=False)
+    assert seen == expected
+
+
+def test_a_token_that_the_cluster_refuses_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: object) -> None:
+        raise ConnectionError("Failed to connect") from RuntimeError("InvalidAuthToken: it is incorrect")
+
+    monkeypatch.setattr(local_ray.ray, "init", init)
+    with pytest.raises(RayError, match="cannot be joined: it wants the token"):
+        local_ray.join_ray("auto", log_to_driver=False)
+
+
+@pytest.mark.parametrize("said", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": "/token"}])
+def test_a_ray_of_its_own_has_a_token_that_is_in_no_file(
+    said: dict[str, str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_ray, "give_way", lambda: None)
+    monkeypatch.setattr(local_ray.ray, "init", lambda **settings: None)
+    environment |= said
+    local_ray.start_local_ray(log_to_driver=False)
+    assert len(environment.get("RAY_AUTH_TOKEN", "")) == (0 if said else 64)
+    assert said.items() <= environment.items()
 
 
 class Process:
@@ -63,6 +142,7 @@ class Node:
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])
+@pytest.mark.usefixtures("environment")
 def test_a_ray_that_does_not_come_up_is_started_again(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts, told = [], []
 
@@ -74,7 +154,6 @@ def test_a_ray_that_does_not_come_up_is_started_again(num_failures: int, monkeyp
     monkeypatch.setattr(local_ray.ray_node, "Node", Node)
     monkeypatch.setattr(Node, "num_ended", 0)
     monkeypatch.setattr(local_ray, "give_way", lambda: None)
-    monkeypatch.setattr(local_ray.os, "environ", {})
     monkeypatch.setattr(local_ray.ray, "init", start)
     monkeypatch.setattr(local_ray.logger, "warning", lambda message, *args: told.append(message % args))
     if num_failures < 2:

@@ -4,7 +4,7 @@ import pytest
 
 from cluster import models
 from cluster.errors import ModelNotFoundError
-from cluster.models import resolve_model
+from cluster.models import absolute_source, resolve_model
 
 
 @pytest.fixture
@@ -27,6 +27,21 @@ def test_packaged_name_is_found_wherever_the_program_runs(folder: Path, monkeypa
     assert resolve_model("weft-tiny") == folder
 
 
+def test_packaged_name_is_not_the_folder_that_happens_to_be_called_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "weft-tiny").mkdir()
+    monkeypatch.chdir(folder)
+    assert absolute_source("weft-tiny") == "weft-tiny"
+
+
+def test_absolute_folder_keeps_its_links(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "current").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    assert absolute_source("current/.") == f"{folder}/current"
+    assert absolute_source("org/model") == "org/model"
+
+
 @pytest.mark.parametrize("source", ["/no/such/folder", "weft-huge", "./here", "a/b/c"])
 def test_unknown_name_says_what_is_allowed(source: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"is no folder here; allowed: a folder .* 'weft-tiny', or a hub id"):
@@ -41,3 +56,19 @@ def test_file_is_no_model(folder: Path) -> None:
 def test_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("source", ["~nosuchuser/x", "~a\0b", "a" * 300])
+def test_name_that_the_system_does_not_take_is_refused_with_its_reason(source: str) -> None:
+    for look in (resolve_model, absolute_source):
+        with pytest.raises(ModelNotFoundError, match=r"cannot be read: (Could not|embedded null|File name too long)"):
+            look(source)
+
+
+def test_folder_that_may_not_be_entered_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_file(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))  # the user who runs tests may be root
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    with pytest.raises(ModelNotFoundError, match="cannot be read: Permission denied; allowed"):
+        resolve_model(str(folder))

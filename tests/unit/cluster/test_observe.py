@@ -108,6 +108,16 @@ def test_page_that_does_not_answer_leaves_gaps_and_no_lies() -> None:
     assert (model.requests_per_s, model.output_tokens_per_s, model.prompt_tokens_per_s) == (None, None, None)
 
 
+def test_page_that_did_not_answer_at_first_counts_from_where_it_was_first_seen() -> None:
+    window = Window(30.0)
+    window.add(Observation(time_s=0, status=status(), pages={}))
+    rates = [
+        window.add(look(time_s, counters("weft_router_", generation_tokens=tokens))).models[0].output_tokens_per_s
+        for time_s, tokens in ((2, 1_000_000), (4, 1_000_100), (8, 1_000_300))
+    ]
+    assert rates == [0, 50, 50]
+
+
 def test_page_that_is_of_somebody_else_is_left_out() -> None:
     pages = parse_pages({ROUTER: b"weft_requests_running 3\n", REPLICA: b"<html>", "other:1": b"\xff"})
     assert {address: page.total("weft_requests_running") for address, page in pages.items()} == {ROUTER: 3}

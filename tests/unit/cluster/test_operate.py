@@ -1,6 +1,7 @@
 """The operator's commands against a controller that says what a test wants."""
 
 import io
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -12,11 +13,15 @@ from rich.console import Console
 from weft.v1 import control_pb2
 
 from cluster.cli import app
+from cluster.config import build_spec, load_cluster_file
 from cluster.control_client import ControlClient
 from cluster.errors import ClusterConfigError, ControllerError
 from cluster.log_reader import LogReader, LogSource, read_piece
+from cluster.models import PACKAGED
 from cluster.operate import apply_file, drain_target, is_as_wanted, parse_settings, roll_model, scale_model, this_node
+from cluster.preflight import check_model
 from cluster.show_logs import LineSplitter, show_logs
+from cluster.wanted import apply
 
 READY, STARTING = control_pb2.GROUP_STATE_READY, control_pb2.GROUP_STATE_STARTING
 FAILED = control_pb2.GROUP_STATE_FAILED
@@ -179,6 +184,24 @@ def test_apply_tells_each_change(console: Console, out: io.StringIO, tmp_path: P
     apply_file(fake.client, file, console, dry_run=True, wait_s=None)
     assert fake.calls[0][0]["models"][0]["path"] == str(tmp_path)
     assert out.getvalue().splitlines() == ["+ add m", "    1 x", "- remove n", "! ignored, read at start only: host"]
+
+
+def test_apply_of_the_file_that_is_served_changes_nothing(
+    console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(PACKAGED["weft-tiny"], tmp_path / "tiny-v1")
+    for link in ("current", "weft-tiny"):
+        (tmp_path / link).symlink_to("tiny-v1")
+    file = tmp_path / "cluster.yaml"
+    file.write_text("models: [{path: current}, {path: weft-tiny}, {name: other}]\n")
+    monkeypatch.chdir(tmp_path)
+    served = [check_model(model) for model in build_spec(load_cluster_file(file)).models]
+    fake = FakeClient()
+    apply_file(fake.client, file, console, dry_run=False, wait_s=None)
+    monkeypatch.chdir("/")  # of the controller
+    sent = [check_model(model) for model in build_spec(fake.calls[0][0]).models]
+    assert [model.name for model in served] == ["current", "weft-tiny", "other"]
+    assert apply(apply({}, served)[0], sent)[1] == []
 
 
 def test_faulty_file_is_refused_before_anybody_is_asked(console: Console, tmp_path: Path) -> None:

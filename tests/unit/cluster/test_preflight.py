@@ -10,6 +10,7 @@ from cluster.config import ClusterSpec, build_spec
 from cluster.errors import ModelNotFoundError, StartError
 from cluster.preflight import check_spec
 from parallel.errors import ConfigError, ParallelismError, UnsupportedModelError
+from router.tls import TlsFiles
 from workers.errors import EngineConfigError
 
 CONFIG = {
@@ -42,6 +43,16 @@ def test_good_model_passes_and_its_folder_becomes_absolute(folder: Path, monkeyp
     monkeypatch.chdir(folder.parent)
     checked = check_spec(spec(Path(folder.name), tensor_parallel=4, pipeline_parallel=2))
     assert checked.models[0].source == checked.models[0].engine.model == str(folder)
+
+
+def test_files_of_the_router_are_those_of_this_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    files = {"api_keys": "keys.yaml", "tls": {"cert_file": "tls.crt", "key_file": "/etc/tls.key"}}
+    router = check_spec(
+        build_spec({"models": [{"path": str(folder)}], **ANY_PORTS, "router": {**ANY_PORTS["router"], **files}})
+    ).router
+    assert router.api_keys == f"{folder}/keys.yaml"
+    assert router.tls == TlsFiles(cert_file=f"{folder}/tls.crt", key_file="/etc/tls.key")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 from weft.recording import RecordingConfig
 
@@ -17,15 +18,32 @@ from cluster.serve_settings import merge_settings
 GROUPS = (ModelFlags, CacheFlags, NetworkFlags)
 
 
-def test_every_flag_changes_a_setting_of_its_own() -> None:
+def setting_paths(*groups: type) -> dict[str, list[str]]:
+    """By the names of the fields."""
     paths = {}
-    for group in GROUPS:
+    for group in groups:
         hints = get_type_hints(group, include_extras=True)
         for field in fields(group):
             paths[field.name] = [each.path for each in hints[field.name].__metadata__ if isinstance(each, Setting)]
+    return paths
+
+
+def test_every_flag_changes_a_setting_of_its_own() -> None:
+    paths = setting_paths(*GROUPS)
     assert paths.pop("take_over") == [], "what is done with what runs already is no setting"
     assert all(len(each) == 1 for each in paths.values())
     assert len({each[0] for each in paths.values()}) == len(paths)
+
+
+def test_flag_that_a_file_refuses_is_told_by_a_name_that_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("models: [{}]\n")
+    commands: Any = get_command(app)
+    options = {name for each in commands.commands["serve"].params for name in each.opts}
+    for (path,) in setting_paths(ModelFlags, CacheFlags).values():
+        with pytest.raises(ClusterConfigError) as refused:
+            merge_settings(str(file), {path: 1})
+        assert str(refused.value).split()[0] in options
 
 
 def test_only_flags_that_are_given_count() -> None:

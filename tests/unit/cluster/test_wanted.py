@@ -88,6 +88,12 @@ def test_model_that_is_not_named_is_removed() -> None:
     assert list(models) == ["b"]
 
 
+def test_model_that_is_added_again_goes_on_counting_revisions() -> None:
+    models, _ = apply({}, [model("a"), model("b")], next_revisions={"a": 3})
+    assert [models[name].current.number for name in ("a", "b")] == [3, 1]
+    assert roll(models, "a", models["a"].current.section)[0]["a"].current.number == 4
+
+
 def test_scale_keeps_bounds() -> None:
     models = wanted(model(replicas=2, min_replicas=1, max_replicas=4))
     assert scale(models, "m", 4)["m"].replicas == 4

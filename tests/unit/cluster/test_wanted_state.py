@@ -567,6 +567,27 @@ async def test_scale_up_forms_and_scale_down_drains_the_newest(bench: Bench) -> 
     assert bench.replicas() == ["m-0.1", "m-3.1"]  # an id is used once
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+async def test_groups_of_a_model_that_was_removed_are_not_kept_when_it_is_added_again(
+    bench: Bench, restarts: int
+) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.settle()
+    await bench.state.apply(bench.specs({"name": "other"}))
+    for _ in range(restarts):
+        bench.restart()
+    await bench.state.apply(bench.specs({"name": "other"}, {"replicas": 1, "max_context": 128}))
+    bench.state.reconcile()
+    await turns()
+    for life in bench.forms.lives:
+        if life.adopts:
+            life.be_adopted()
+    await bench.settle()
+    (group,) = bench.model().groups
+    assert (group.group_id, group.revision, group.state) == ("m-1", 2, control_pb2.GROUP_STATE_READY)
+    assert bench.forms.of("m-1.1").model.engine.max_context == 128
+
+
 async def test_rollout_replaces_one_group_after_the_other_and_undo_keeps_what_still_runs(bench: Bench) -> None:
     await bench.apply({"replicas": 2})
     await bench.settle()
@@ -690,6 +711,22 @@ async def test_drained_node_loses_its_groups_and_gets_none_until_it_is_undone(be
     assert not bench.state.drained_nodes
     with pytest.raises(NotServedError, match=r"'x'; replicas: .*; nodes: 10\.0\.0\.0, 10\.0\.0\.1"):
         await bench.state.drain("x", None)
+
+
+async def test_only_the_drain_of_a_node_can_be_undone(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    with pytest.raises(NotServedError) as refused:
+        await bench.state.undrain("m-0.1")
+    told = "no node is 'm-0.1', and only a node's drain can be undone; nodes: 10.0.0.0, 10.0.0.1"
+    assert str(refused.value) == told
+
+
+async def test_nodes_at_one_address_are_told_apart_by_their_ids(bench: Bench) -> None:
+    bench.nodes = [replace(node, address="10.0.0.0") for node in bench.nodes]
+    for change in (bench.state.drain("10.0.0.0", None), bench.state.undrain("10.0.0.0")):
+        with pytest.raises(NotServedError, match=r"several nodes are at 10\.0\.0\.0; allowed: .* node-a, node-b"):
+            await change
+    assert await bench.state.drain("node-b", None) == ([], "node-b")
 
 
 async def test_group_that_starts_on_a_node_that_is_drained_leaves_and_another_is_formed(bench: Bench) -> None:
@@ -872,6 +909,7 @@ async def test_state_that_an_older_controller_saved_is_read(bench: Bench) -> Non
     saved = json.loads(bench.saved)
     for group in saved["groups"]:
         del group["was_ready"], group["node_ids"]
+    del saved["next_revisions"]
     bench.saved = json.dumps(saved).encode()
     bench.restart()
     bench.state.reconcile()
