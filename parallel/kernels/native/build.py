@@ -36,17 +36,22 @@ def build_library(cache: Path | None = None) -> Path:
     """The compiled library; compiled now where the cache has none for these sources, this compiler and this CPU.
 
     Of several processes that want it at once, one compiles and the others wait for it. Raises DeviceError when there is
-    no compiler or it fails.
+    no compiler, it fails, or the cache cannot be written.
     """
     compiler = find_compiler()
     cache = cache or default_cache()
     library = cache / f"weft_kernels_{_key(compiler)}.so"
     if library.exists():
         return library
-    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(library.with_suffix(".lock")):
-        if not library.exists():
-            _build(compiler, library)
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(library.with_suffix(".lock")):
+            if not library.exists():
+                _build(compiler, library)
+    except OSError as error:
+        raise DeviceError(
+            f"compiled kernels cannot be kept in {cache}: {error}; allowed: a home folder that can be written"
+        ) from error
     return library
 
 

@@ -420,6 +420,17 @@ def test_without_a_compiler_auto_falls_back_and_native_is_refused(
     assert not multiplies_bfloat16(CPU)
 
 
+def test_a_cache_that_cannot_be_written_is_told_and_auto_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(build, "default_cache", lambda: tmp_path / "file" / "weft")
+    with pytest.raises(DeviceError, match=r"cannot be kept in .*: .*Not a directory.*; allowed: a home folder"):
+        build.build_library()
+    assert isinstance(select_kernels(CPU, torch.bfloat16), CpuKernels)
+    assert "compiled kernels cannot be kept" in caplog.text
+
+
 def test_products_of_bfloat16_are_told_by_what_was_compiled(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parallel.kernels.select.build_library", lambda: library)
     has_programs = load_programs(library) is not None
