@@ -16,7 +16,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ from workers.request import FinishReason, Request, RequestId, SamplingParams
 from workers.scheduler import Scheduler
 
 ALL_POLICIES = ",".join(SchedulingPolicy)
+_DEFAULT_RATE = 8.0
+"""Requests a second, without a trace's times."""
 _VOCAB_SIZE = 32_000
 _BLOCK_SIZE = 16
 
@@ -189,7 +191,7 @@ class Simulation:
             urgent_s=math.fsum(urgent) / max(1, len(urgent)),
             ttft_s=_distribution(at_s - jobs[name].at_s for name, at_s in self._first_tokens_s.items()),
             wait_s=self._waited_s,
-            output_rate=num_out / (self.now_s - min(job.at_s for job in jobs.values())),
+            output_rate=num_out / max(1e-9, self.now_s - min(job.at_s for job in jobs.values())),
             num_expired=self._num_expired,
             num_preemptions=counters.num_preemptions,
             recomputed_share=counters.num_recomputed_tokens / self._num_computed,
@@ -207,14 +209,21 @@ def _distribution(values: Iterable[float]) -> Distribution:
 # The requests
 
 
+def draw_times(rate: float, rng: random.Random) -> Iterator[float]:
+    """When requests arrive at random, so many per second on average (Poisson), without end."""
+    at_s = 0.0
+    while True:
+        at_s += rng.expovariate(rate)
+        yield at_s
+
+
 def draw_jobs(num_jobs: int, *, rate: float, seed: int) -> list[Job]:
     """Make requests with heavy tails that arrive at random: prompts log-normal (median 300 tokens), outputs Pareto of
     exponent 1.2 from 20 tokens, cut at 4,000 and 2,000.
     """
     rng = random.Random(seed)
-    jobs, at_s = [], 0.0
-    for _ in range(num_jobs):
-        at_s += rng.expovariate(rate)
+    jobs = []
+    for at_s in itertools.islice(draw_times(rate, rng), num_jobs):
         num_in = max(1, min(4000, round(rng.lognormvariate(math.log(300), 1.0))))
         num_out = min(2000, round(20 * rng.paretovariate(1.2)))
         prompt = draw_ids(rng, num_in, _VOCAB_SIZE)
@@ -223,22 +232,27 @@ def draw_jobs(num_jobs: int, *, rate: float, seed: int) -> list[Job]:
 
 
 def read_jobs(path: Path, num_jobs: int, *, rate: float | None, seed: int) -> list[Job]:
-    """Return the first requests of a trace, its times stretched to this many requests per second."""
+    """Return the first requests of a trace, its times stretched to this many requests per second.
+
+    Requests of a trace without times arrive at random.
+    """
     rng = random.Random(seed)
-    sessions = read_trace(path, limits=TraceLimits(), vocab_size=_VOCAB_SIZE, seed=seed)
-    found = [(session.at_s or 0.0, session.calls[0]) for session in itertools.islice(sessions, num_jobs)]
-    first_s, last_s = found[0][0], found[-1][0]
-    stretch = 1.0 if rate is None else len(found) / rate / max(1e-9, last_s - first_s)
+    trace = read_trace(path, limits=TraceLimits(), vocab_size=_VOCAB_SIZE, seed=seed)
+    sessions = list(itertools.islice(trace, num_jobs))
+    recorded_s = [session.at_s for session in sessions if session.at_s is not None]
+    times_s = _stretch(recorded_s, rate) if recorded_s else draw_times(rate or _DEFAULT_RATE, rng)
     return [
-        Job(
-            at_s=(at_s - first_s) * stretch,
-            prompt=tuple(call.prompt),
-            num_out=call.num_out,
-            priority=rng.randrange(3),
-        )
-        for at_s, call in found
+        Job(at_s=at_s, prompt=tuple(call.prompt), num_out=call.num_out, priority=rng.randrange(3))
+        for at_s, (call,) in zip(times_s, (session.calls for session in sessions), strict=False)
         if isinstance(call.prompt, tuple)
     ]
+
+
+def _stretch(times_s: Sequence[float], rate: float | None) -> list[float]:
+    """From the first on, so many per second; None: as fast as they were."""
+    first_s, last_s = times_s[0], times_s[-1]
+    stretch = 1.0 if rate is None else len(times_s) / rate / max(1e-9, last_s - first_s)
+    return [(at_s - first_s) * stretch for at_s in times_s]
 
 
 def with_deadlines(jobs: Sequence[Job], cost: StepCost, *, factors: Sequence[float], seed: int) -> list[Job]:
@@ -259,7 +273,7 @@ class Options:
     trace: Path | None
     num_requests: int
     rate: float | None
-    """Requests per second; None: those of the trace, or 8."""
+    """Requests per second; None: those of the trace, or 8 where it has no times."""
     policies: tuple[SchedulingPolicy, ...]
     num_seqs: int
     num_blocks: int
@@ -273,6 +287,7 @@ class Options:
 def simulate(options: Options) -> None:
     """Run every policy on the same requests; print a table and one line of JSON. Raises BenchConfigError."""
     logging.getLogger("workers.roster").setLevel(logging.ERROR)  # it warns of each preemption
+    _check_cost(options.cost)
     jobs = _jobs(options)
     outcomes = []
     for policy in options.policies:
@@ -298,9 +313,16 @@ def parse_policies(names: str) -> tuple[SchedulingPolicy, ...]:
         raise BenchConfigError(f"--policy is {names!r}; allowed, with commas: {', '.join(SchedulingPolicy)}") from None
 
 
+def _check_cost(cost: StepCost) -> None:
+    """Raises BenchConfigError where a request takes no time alone: it would have no slowdown."""
+    if not cost.step_s + cost.token_s > 0:
+        seen = f"--step-ms is {cost.step_s * 1e3:g} and --token-us is {cost.token_s * 1e6:g}"
+        raise BenchConfigError(f"{seen}; allowed: one of them more than 0")
+
+
 def _jobs(options: Options) -> list[Job]:
     if options.trace is None:
-        jobs = draw_jobs(options.num_requests, rate=options.rate or 8.0, seed=options.seed)
+        jobs = draw_jobs(options.num_requests, rate=options.rate or _DEFAULT_RATE, seed=options.seed)
     else:
         jobs = read_jobs(options.trace, options.num_requests, rate=options.rate, seed=options.seed)
     if options.has_deadlines:

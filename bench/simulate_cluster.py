@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take
 from bench.load.flag_groups import ClusterFlags
 from bench.load.statistics import Distribution
 from bench.machine import describe_machine
-from bench.simulate import Options
+from bench.simulate import Options, draw_times
 from bench.simulated_cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
 from bench.simulated_controller import Autoscaling, FleetSettings
 from bench.simulated_replica import ReplicaSettings
@@ -37,7 +37,7 @@ from workers.config import SchedulerConfig
 
 _VOCAB_SIZE = 32_000
 _DEFAULT_RATE = 2.0
-"""Requests a second for each replica, without a trace."""
+"""Requests a second for each replica, without a trace's times."""
 _CONVERSATIONS = DatasetOptions(
     kind=DatasetKind.SESSIONS,
     inputs=Lengths(low=32, high=512),
@@ -64,7 +64,7 @@ class ClusterOptions:
     num_requests: int
     """Of each copy."""
     rate: float | None
-    """Requests a second, of all copies together; None: those of the trace, or 2 a replica."""
+    """Requests a second, of all copies together; None: those of the trace, or 2 a replica where it has no times."""
     policies: tuple[PolicyName, ...]
     num_routers: int
     max_in_flight: int
@@ -180,36 +180,48 @@ def _settings(options: ClusterOptions, policy: PolicyName) -> ClusterSettings:
 def make_arrivals(options: ClusterOptions) -> Iterator[Session]:
     """Return sessions in the order of their times, made as they are wanted."""
     if options.trace is None:
-        rate = options.rate or _DEFAULT_RATE * options.fleet.replicas
-        return _conversations(options.num_requests, rate, options.seed)
+        return _conversations(options.num_requests, _rate(options), options.seed)
     return _copies(options, options.trace)
 
 
+def _rate(options: ClusterOptions) -> float:
+    """Requests a second, where no trace says when."""
+    return options.rate or _DEFAULT_RATE * options.fleet.replicas
+
+
 def _conversations(num_requests: int, rate: float, seed: int) -> Iterator[Session]:
-    rng, at_s = random.Random(seed), 0.0
     sessions = make_sessions(_CONVERSATIONS, vocab_size=_VOCAB_SIZE, seed=seed)
-    for session in take_calls(sessions, num_requests):
-        at_s += rng.expovariate(rate / _MEAN_TURNS)
-        yield dataclasses.replace(session, at_s=at_s)
+    return _at_times(draw_times(rate / _MEAN_TURNS, random.Random(seed)), take_calls(sessions, num_requests))
 
 
 def _copies(options: ClusterOptions, trace: Path) -> Iterator[Session]:
-    def read(number: int, limits: TraceLimits) -> Iterator[tuple[float, Session]]:
+    def read(number: int, limits: TraceLimits) -> Iterator[Session]:
         sessions = read_trace(trace, limits=limits, vocab_size=_VOCAB_SIZE, seed=options.seed + number)
-        return ((session.at_s or 0.0, session) for session in itertools.islice(sessions, options.num_requests))
+        return itertools.islice(sessions, options.num_requests)
 
-    times_s = [at_s for at_s, _ in read(0, TraceLimits(max_input_tokens=1))]
-    span_s = max(1e-9, times_s[-1] - times_s[0])
-    stretch = 1.0 if options.rate is None else len(times_s) * options.num_copies / options.rate / span_s
+    recorded_s = [session.at_s for session in read(0, TraceLimits(max_input_tokens=1)) if session.at_s is not None]
+    times_s = _recorded_times(options, recorded_s) if recorded_s else _drawn_times(options)
+    copies = [_at_times(each, read(number, options.limits)) for number, each in enumerate(times_s)]
+    return heapq.merge(*copies, key=lambda session: session.at_s or 0.0)
+
+
+def _recorded_times(options: ClusterOptions, recorded_s: Sequence[float]) -> list[list[float]]:
+    """Of each copy: those of the trace from 0 on, a little later in all copies but the first."""
+    span_s = max(1e-9, recorded_s[-1] - recorded_s[0])
+    stretch = 1.0 if options.rate is None else len(recorded_s) * options.num_copies / options.rate / span_s
     rng = random.Random(options.seed)
     shifts_s = [0.0, *(rng.uniform(0, _LARGEST_SHIFT * span_s) for _ in range(options.num_copies - 1))]
+    return [[(at_s + (shift_s - recorded_s[0])) * stretch for at_s in recorded_s] for shift_s in shifts_s]
 
-    def copy(number: int) -> Iterator[Session]:
-        shift_s = shifts_s[number] - times_s[0]
-        for at_s, session in read(number, options.limits):
-            yield dataclasses.replace(session, at_s=(at_s + shift_s) * stretch)
 
-    return heapq.merge(*map(copy, range(options.num_copies)), key=lambda session: session.at_s or 0.0)
+def _drawn_times(options: ClusterOptions) -> list[Iterator[float]]:
+    """Of each copy: at random."""
+    rate = _rate(options) / options.num_copies
+    return [draw_times(rate, random.Random(options.seed + number)) for number in range(options.num_copies)]
+
+
+def _at_times(times_s: Iterable[float], sessions: Iterable[Session]) -> Iterator[Session]:
+    return (dataclasses.replace(session, at_s=at_s) for at_s, session in zip(times_s, sessions, strict=False))
 
 
 # The table

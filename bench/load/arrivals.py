@@ -25,6 +25,11 @@ class OpenLoop:
                 f"--burstiness is {self.burstiness:g}; allowed: more than 0 (1: Poisson; less: bursts; inf: even)"
             )
 
+    @property
+    def is_at_once(self) -> bool:
+        """All sessions are due at the start."""
+        return math.isinf(self.rate)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:

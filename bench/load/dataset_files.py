@@ -16,8 +16,8 @@ what it would have found. Mooncake's traces have this form (arXiv:2407.00079). E
 
 import gzip
 import json
-import math
 import random
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -137,11 +137,11 @@ def _prompts_of(record: Mapping[str, Any], where: str) -> list[Prompt]:
     """One prompt; of a conversation one for each recorded reply, and one for what has no reply yet."""
     match record:
         case {"prompt": str(text)} if text:
-            return [text]
+            return [_whole(text, where)]
         case {"token_ids": [*token_ids]} if token_ids and all(map(_is_token_id, token_ids)):
             return [tuple(token_ids)]
         case {"messages": [*messages]} if messages and all(map(_is_message, messages)):
-            said = tuple({"role": message["role"], "content": message["content"]} for message in messages)
+            said = tuple({name: _whole(message[name], where) for name in ("role", "content")} for message in messages)
             ends = [index for index, message in enumerate(said) if index and message["role"] == "assistant"]
             if said[-1]["role"] != "assistant":
                 ends.append(len(said))
@@ -149,6 +149,16 @@ def _prompts_of(record: Mapping[str, Any], where: str) -> list[Prompt]:
         case _:
             allowed = '"prompt" with a text, "token_ids" from 0 on, or "messages" with role and content, both texts'
             raise BenchConfigError(f"{where}: has {sorted(record)}; allowed: {allowed}")
+
+
+def _whole(text: str, where: str) -> str:
+    """The text, which can be encoded: JSON may have half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"{text[error.start]!r}, half of a surrogate pair"
+        raise BenchConfigError(f"{where}: a text has {half}; allowed: both halves") from error
+    return text
 
 
 def _is_token_id(value: object) -> bool:
@@ -170,21 +180,21 @@ def _trace_line(record: Mapping[str, Any], where: str, limits: TraceLimits) -> _
     return _TraceLine(
         num_in=limits.num_in(_number(record, "input_length", where)),
         num_out=limits.num_out(_number(record, "output_length", where)),
-        hash_ids=tuple(hash_ids),
+        hash_ids=tuple(_whole(each, where) if isinstance(each, str) else each for each in hash_ids),
         at_s=_milliseconds(record, where) / 1000 if "timestamp" in record else None,
     )
 
 
 def _number(record: Mapping[str, Any], name: str, where: str, *, least: int = 0) -> int:
     value = record.get(name)
-    if type(value) is not int or value < least:
-        raise BenchConfigError(f"{where}: {name} is {value!r}; allowed: a whole number, at least {least}")
+    if type(value) is not int or not least <= value < 2**31:
+        raise BenchConfigError(f"{where}: {name} is {value!r}; allowed: a whole number, at least {least}, below 2**31")
     return value
 
 
 def _milliseconds(record: Mapping[str, Any], where: str) -> float:
     value = record["timestamp"]
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise BenchConfigError(f"{where}: timestamp is {value!r}; allowed: milliseconds, at least 0")
     return float(value)
 
@@ -205,6 +215,8 @@ def _read_object(line: str, where: str) -> Mapping[str, Any]:
         record = json.loads(line)
     except ValueError as error:
         raise BenchConfigError(f"{where}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise BenchConfigError(f"{where}: is nested too deeply: {error}") from error
     if not isinstance(record, dict):
         raise BenchConfigError(f"{where}: is a {type(record).__name__}; allowed: a JSON object")
     return record

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 from bench.errors import BenchConfigError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay, draw_offsets
@@ -71,6 +71,8 @@ class Driver:
             if isinstance(load, ClosedLoop):
                 for _ in range(load.concurrency):
                     tasks.create_task(self._work(sessions, end_s))
+            if isinstance(load, OpenLoop) and load.is_at_once and end_s is not None:
+                arrivals = takewhile(lambda _: self._clock() < end_s, arrivals)  # all are due at the start
             await self._send_all(arrivals, start_s, end_s, tasks)
         return self.so_far()
 

@@ -24,6 +24,8 @@ def run_engine(
 ) -> list[CallRecord]:
     """Run all sessions to their end; the calls of one follow each other without a pause.
 
+    First calls count as sent at the start, later ones at the end of the one before, even while they wait to be let in.
+
     Args:
         engine: with nothing in it.
         sessions: prompts are token ids.
@@ -39,10 +41,19 @@ def run_engine(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
+class _Ready:
+    """A call that waits to be let in."""
+
     session: Session
     index: int
     """Of the call in its session."""
+    since_s: float
+    """The start, or the end of the call before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    ready: _Ready
     record: CallRecord
 
 
@@ -51,7 +62,8 @@ class _Feed:
         self, engine: Engine, sessions: Sequence[Session], sampling: SamplingParams, cache_salt: str, clock: Clock
     ) -> None:
         self._engine = engine
-        self._waiting = deque((session, 0) for session in sessions)
+        start_s = clock()
+        self._waiting = deque(_Ready(session=session, index=0, since_s=start_s) for session in sessions)
         self._sampling = sampling
         self._cache_salt = cache_salt
         self._clock = clock
@@ -62,7 +74,7 @@ class _Feed:
         num_queued = 0
         while self._waiting or self._open:
             while self._waiting and num_queued < _MAX_QUEUED:
-                self._add(*self._waiting.popleft())
+                self._add(self._waiting.popleft())
                 num_queued += 1
             self._engine.launch()
             result = self._engine.take_result()  # of the step before, while this one runs
@@ -73,11 +85,11 @@ class _Feed:
             self._engine.collect()
         return self._records
 
-    def _add(self, session: Session, index: int) -> None:
-        call: Call = session.calls[index]
+    def _add(self, ready: _Ready) -> None:
+        call: Call = ready.session.calls[ready.index]
         assert isinstance(call.prompt, tuple), "prompts are token ids here"
         request_id = RequestId(f"{self._cache_salt} {len(self._records)}")
-        record = CallRecord(num_asked=call.num_out, due_s=None, sent_s=self._clock())
+        record = CallRecord(num_asked=call.num_out, due_s=None, sent_s=ready.since_s)
         self._engine.add_request(
             Request(
                 request_id=request_id,
@@ -87,7 +99,7 @@ class _Feed:
             )
         )
         self._records.append(record)
-        self._open[request_id] = _Open(session=session, index=index, record=record)
+        self._open[request_id] = _Open(ready=ready, record=record)
 
     def _take(self, output: RequestOutput, now_s: float) -> None:
         entry = self._open[output.request_id]
@@ -104,5 +116,6 @@ class _Feed:
                 completion_tokens=usage.completion_tokens,
             )
             del self._open[output.request_id]
-            if entry.index + 1 < len(entry.session.calls):
-                self._waiting.append((entry.session, entry.index + 1))
+            session, index = entry.ready.session, entry.ready.index + 1
+            if index < len(session.calls):
+                self._waiting.append(_Ready(session=session, index=index, since_s=now_s))

@@ -41,7 +41,7 @@ def load_name(load: Load) -> str:
     match load:
         case OpenLoop():
             shape = {math.inf: "evenly", 1.0: "Poisson"}.get(load.burstiness, f"gamma, burstiness {load.burstiness:g}")
-            return "all at once" if math.isinf(load.rate) else f"{load.rate:g} arrivals/s, {shape}"
+            return "all at once" if load.is_at_once else f"{load.rate:g} arrivals/s, {shape}"
         case Replay():
             return "times of the trace" + ("" if load.speed == 1 else f", {load.speed:g} times as fast")
         case ClosedLoop():
@@ -89,7 +89,7 @@ def warnings(point: Point) -> list[str]:
     summary = point.summary
     found = []
     lag = summary.lag_s
-    is_at_once = isinstance(point.load, OpenLoop) and math.isinf(point.load.rate)
+    is_at_once = isinstance(point.load, OpenLoop) and point.load.is_at_once
     if lag is not None and lag.p99 > MAX_LAG_S and not is_at_once:
         found.append(
             f"the load generator fell behind: requests were sent up to {_ms(lag.max)} ms late (p99 {_ms(lag.p99)} ms)"
@@ -271,7 +271,7 @@ def _sweep_table(points: Sequence[Point]) -> Table:
 def _short_name(load: Load) -> str:
     match load:
         case OpenLoop():
-            return "at once" if math.isinf(load.rate) else f"{load.rate:g}/s"
+            return "at once" if load.is_at_once else f"{load.rate:g}/s"
         case Replay():
             return "trace"
         case ClosedLoop():

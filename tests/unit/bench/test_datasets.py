@@ -181,11 +181,16 @@ def test_mooncake_trace_shares_as_much_as_its_hash_ids(shared: Path) -> None:
         ('{"prompt": "a", "output_length": -1}', r":1: output_length is -1; allowed: a whole number, at least 1"),
         ('{"prompt": "a", "output_length": 0}', r":1: output_length is 0"),
         ('{"prompt": "a", "output_length": true}', r":1: output_length is True"),
+        (f'{{"prompt": "a", "output_length": {2**31}}}', r":1: output_length is 2147483648; .* below 2\*\*31"),
         ('{"prompt": ""}', r":1: has \['prompt'\]"),
         ('{"token_ids": [1, "two"]}', r":1: has \['token_ids'\]; allowed: .* from 0 on"),
         ('{"token_ids": [1, -2]}', r":1: has \['token_ids'\]"),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', r":1: has \['messages'\]"),
         ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', r"role and content, both texts"),
+        ('{"prompt": "a"}\n{"prompt": "bad \\ud83d half"}', r":2: a text has '\\ud83d', half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "\\ude00"}]}', r":1: a text has '\\ude00', half of"),
+        ('{"messages": [{"role": "\\ud83d", "content": "a"}]}', r":1: a text has '\\ud83d', half of"),
+        ('{"prompt": "a"}\n' + "[" * 100_000, r":2: is nested too deeply"),
     ],
 )
 def test_wrong_lines_of_prompts_are_told(tmp_path: Path, text: str, message: str) -> None:
@@ -206,6 +211,9 @@ def test_wrong_traces_are_told(tmp_path: Path) -> None:
         ("nested ids", [{**line, "hash_ids": [[5]]}], r":1: hash_ids is \[\[5\]\]"),
         ("time as text", [{**line, "timestamp": "3"}], r":1: timestamp is '3'; allowed: milliseconds"),
         ("never", [{**line, "timestamp": float("inf")}], r":1: timestamp is inf"),
+        ("too late", [line | {"timestamp": 0}, {**line, "timestamp": 10**400}], r":2: timestamp is 10+; allowed"),
+        ("too long", [{**line, "input_length": 10**400}], r":1: input_length is 10+; allowed"),
+        ("half a character", [{**line, "hash_ids": ["\ud83d"]}], r":1: a text has '\\ud83d', half of"),
     ):
         file = write_lines(tmp_path / name, *records)
         with pytest.raises(BenchConfigError, match=message):
@@ -218,6 +226,13 @@ def test_requests_of_a_trace_come_in_the_order_of_their_times(tmp_path: Path) ->
     records = [{"timestamp": at, "input_length": int(at), "output_length": 1} for at in (7, 2.5, 4)]
     found = sessions(9, kind=DatasetKind.TRACE, file=write_lines(tmp_path / "trace", *records))
     assert [(session.at_s, len(ids(session))) for session in found] == [(0.0025, 2), (0.004, 4), (0.007, 7)]
+
+
+def test_whole_characters_may_be_escaped(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "prompts.jsonl", {"prompt": "\N{GRINNING FACE}", "note": "\ud83d"})
+    assert "\\ud83d\\ude00" in file.read_text()
+    (session,) = sessions(1, kind=DatasetKind.PROMPTS, file=file)
+    assert session.calls[0].prompt == "\N{GRINNING FACE}"
 
 
 def test_empty_lines_are_passed_over(tmp_path: Path) -> None:

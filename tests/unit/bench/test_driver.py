@@ -112,6 +112,30 @@ async def test_infinite_rate_sends_all_at_once(time: VirtualTime) -> None:
     assert {at_s for at_s, _ in service.sent} == {0.0}
 
 
+async def test_infinite_rate_sends_until_the_duration_is_over(time: VirtualTime) -> None:
+    def slow() -> Iterator[Session]:
+        """Each session takes a second to make."""
+        for session in single(100):
+            time.now_s += 1.0
+            yield session
+
+    service = FakeService(time, answer_s=50.0)
+    run = await drive(time, service, OpenLoop(rate=math.inf), slow(), duration_s=4.5)
+    assert [record.sent_s for record in run.records] == [1.0, 2.0, 3.0, 4.0]
+    assert all(record.is_answered for record in run.records)
+
+
+async def test_finite_rate_sends_late_what_was_due_before_the_duration_was_over(time: VirtualTime) -> None:
+    def slow() -> Iterator[Session]:
+        """Each session takes two seconds to make."""
+        for session in single(100):
+            time.now_s += 2.0
+            yield session
+
+    run = await drive(time, FakeService(time), OpenLoop(rate=1, burstiness=math.inf), slow(), duration_s=3.0)
+    assert [record.sent_s for record in run.records] == [2.0, 4.0, 6.0]
+
+
 async def test_late_requests_show_their_lag_and_stay_due_when_they_were(time: VirtualTime) -> None:
     def slow() -> Iterator[Session]:
         """The third session takes five seconds to make."""

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError
-from bench.simulate import Job, Outcome, Simulation, StepCost, draw_jobs, with_deadlines
+from bench.simulate import Job, Outcome, Simulation, StepCost, draw_jobs, read_jobs, with_deadlines
 from cluster.cli import app
 from workers.config import SchedulerConfig, SchedulingPolicy
 
@@ -73,6 +75,49 @@ def test_same_seed_gives_the_same_outcome(policy: SchedulingPolicy) -> None:
     outcomes = [simulate(policy, draw_jobs(100, rate=14.0, seed=5), num_seqs=4, num_blocks=400) for _ in range(2)]
 
     assert outcomes[0] == outcomes[1]
+
+
+def write_trace(file: Path, *times_ms: int | None) -> Path:
+    length = {"input_length": 20, "output_length": 2}
+    lines = [length if time_ms is None else {**length, "timestamp": time_ms} for time_ms in times_ms]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+@pytest.mark.parametrize(("rate", "gap_s"), [(2.0, 0.5), (None, 0.125)])
+def test_requests_of_a_trace_without_times_arrive_at_random(tmp_path: Path, rate: float | None, gap_s: float) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", *[None] * 1000)
+
+    jobs = read_jobs(trace, 2000, rate=rate, seed=1)
+
+    gaps_s = [later.at_s - earlier.at_s for earlier, later in pairwise(jobs)]
+    assert len(jobs) == 1000
+    assert min(gaps_s) > 0
+    assert sum(gaps_s) / len(gaps_s) == pytest.approx(gap_s, rel=0.1)
+    assert sum(each > gap_s for each in gaps_s) / len(gaps_s) == pytest.approx(0.3679, abs=0.05)  # 1 / e
+    assert jobs == read_jobs(trace, 2000, rate=rate, seed=1)
+
+
+@pytest.mark.parametrize(("rate", "times_s"), [(None, [0.0, 1.0, 4.0]), (1.5, [0.0, 0.5, 2.0])])
+def test_times_of_a_trace_are_stretched_to_the_rate(tmp_path: Path, rate: float | None, times_s: list[float]) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", 3000, 4000, 7000)
+    assert [job.at_s for job in read_jobs(trace, 2000, rate=rate, seed=1)] == pytest.approx(times_s)
+
+
+def test_requests_that_take_no_time_alone_are_refused() -> None:
+    arguments = ["simulate", "--step-ms", "0", "--token-us", "0", "--context-ns", "40", "--requests", "10"]
+    with pytest.raises(BenchConfigError, match="--step-ms is 0 and --token-us is 0; allowed: one of them more than 0"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_one_request_may_take_less_time_than_the_clock_can_tell() -> None:
+    outcome = Simulation(
+        [Job(at_s=1e6, prompt=(1,), num_out=1)],
+        SchedulerConfig(),
+        StepCost(step_s=1e-15, token_s=0.0, context_token_s=0.0),
+        num_blocks=8,
+    ).run()
+    assert outcome.completion_s.max == 0
 
 
 def test_every_policy_is_simulated_unless_told_otherwise() -> None:

@@ -237,6 +237,20 @@ def test_command_prints_a_table_and_one_line_of_json(tmp_path: Path) -> None:
     assert outcomes[0]["duration_s"] == pytest.approx(3.0, abs=1.0)
 
 
+@pytest.mark.parametrize(("arguments", "duration_s"), [(["--rate", "20"], 30), ([], 100)])
+def test_requests_of_a_trace_without_times_arrive_at_random(
+    tmp_path: Path, arguments: list[str], duration_s: float
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(json.dumps({"input_length": 60, "output_length": 4}) for _ in range(200)))
+
+    flags = ["--replicas", "3", "--router-policy", "round_robin", "--trace", str(trace), "--copies", "3"]
+    (outcome,) = json.loads(run_command(*flags, *arguments)[-1])["outcomes"]
+
+    assert outcome["ends"] == {"stop": 600}
+    assert outcome["duration_s"] == pytest.approx(duration_s, rel=0.2)
+
+
 def test_every_routing_policy_is_simulated_unless_told_otherwise() -> None:
     outcomes = json.loads(run_command("--replicas", "2", "--requests", "10")[-1])["outcomes"]
     assert [outcome["policy"] for outcome in outcomes] == list(PolicyName)
