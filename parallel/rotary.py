@@ -33,18 +33,24 @@ from parallel.position_description import (
 # Everything is computed in float32, in the order in which the models were trained: at position 32,768 one rounding of
 # a frequency moves an angle by 0.002.
 
+_BLOCK_ROWS = 1 << 14
+"""Positions computed at once: what stands beside the tables of a long context is small."""
+
 
 class RotaryTable:
     """Cosines and sines of the positions 0 .. max_context - 1; 8 bytes per position and pair of dims."""
 
     def __init__(self, description: RotaryDescription, max_context: int, *, device: torch.device) -> None:
         # on the CPU whatever the device, so that all ranks and machines turn alike
-        inv_freq = inverse_frequencies(description, max_context)
-        positions = torch.arange(max_context, dtype=torch.float32)
-        angles = positions[:, None] * inv_freq
-        factor = _attention_factor(description)
-        self.angles = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+        cos_PR = torch.empty(max_context, description.dim // 2, dtype=torch.float32, device=device)
+        self.angles = cos_PR, torch.empty_like(cos_PR)
         """Cosines and sines, float32 [max_context, R] each."""
+        factor = _attention_factor(description)
+        for first in range(0, max_context, _BLOCK_ROWS):
+            positions_B = torch.arange(first, min(first + _BLOCK_ROWS, max_context))
+            angles_BR = positions_B.float()[:, None] * inverse_frequencies(description, max_context, positions_B)
+            for table, values in zip(self.angles, (angles_BR.cos(), angles_BR.sin()), strict=True):
+                table[first : first + _BLOCK_ROWS] = values if factor == 1.0 else values.mul_(factor)
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, float32 [T, R] each, R = dim / 2; positions are int64 on the table's device."""
@@ -68,8 +74,13 @@ class LayerRotations:
         return [() if table is None else table(positions_T) for table in self._tables]
 
 
-def inverse_frequencies(description: RotaryDescription, max_context: int) -> Tensor:
-    """Angle per position of each pair of dims: float32 [R], or [max_context, R] where it depends on the position."""
+def inverse_frequencies(description: RotaryDescription, max_context: int, positions_B: Tensor) -> Tensor:
+    """Angle per position of each pair of dims: float32 [R], or [B, R] where it depends on the position.
+
+    Args:
+        max_context: of all positions.
+        positions_B: int64, ascending.
+    """
     scaling = description.scaling
     plain = _plain(description)
     match scaling:
@@ -78,7 +89,7 @@ def inverse_frequencies(description: RotaryDescription, max_context: int) -> Ten
         case LinearScaling():
             return plain / scaling.factor
         case DynamicScaling():
-            return _dynamic(description, scaling, max_context)
+            return _dynamic(description, scaling, positions_B)
         case YarnScaling():
             return _yarn(description, scaling)
         case LongRopeScaling():
@@ -108,16 +119,16 @@ def _plain(description: RotaryDescription) -> Tensor:
     return frequencies
 
 
-def _dynamic(description: RotaryDescription, scaling: DynamicScaling, max_context: int) -> Tensor:
-    """[max_context, R]: one row per position, that of a sequence which ends there."""
+def _dynamic(description: RotaryDescription, scaling: DynamicScaling, positions_B: Tensor) -> Tensor:
+    """[B, R]: one row per position, that of a sequence which ends there."""
     original, factor = scaling.original_context, scaling.factor
-    num_plain = min(original, max_context)
-    lengths_P = torch.arange(num_plain + 1, max_context + 1)
+    lengths_P = positions_B[positions_B >= original] + 1
     stretch_P = factor * lengths_P / original - (factor - 1)
     # raised in float64: torch rounds a single number, which the models saw, and a vector of them differently
     growth_P = stretch_P.double() ** (description.dim / (description.dim - 2))
     bases_P = description.theta * growth_P.float()
     stretched_PR = 1.0 / (bases_P[:, None] ** _exponents(description))
+    num_plain = len(positions_B) - len(lengths_P)
     return torch.cat([_plain(description).expand(num_plain, -1), stretched_PR])
 
 

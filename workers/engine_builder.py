@@ -53,15 +53,22 @@ def build_engine(
 
 
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
-    """Return the ids that end a text: those of generation_config.json, else those of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / name).get("eos_token_id")
+    """Return the ids that end a text: of generation_config.json, else of config.json, else of its `text_config`."""
+    config = _read_json(folder / "config.json")
+    text_config = config.get("text_config")
+    places = {
+        "generation_config.json": _read_json(folder / "generation_config.json"),
+        "config.json": config,
+        "config.json: text_config": text_config if isinstance(text_config, dict) else {},
+    }
+    for place, values in places.items():
+        ids = values.get("eos_token_id")
         if isinstance(ids, int):
             return frozenset([ids])
         if isinstance(ids, list) and all(isinstance(token_id, int) for token_id in ids):
             return frozenset(ids)
         if ids is not None:
-            raise ConfigError(f"{folder / name}: eos_token_id is {ids!r}; allowed: an id or a list of ids")
+            raise ConfigError(f"{folder / place}: eos_token_id is {ids!r}; allowed: an id or a list of ids")
     return frozenset()
 
 

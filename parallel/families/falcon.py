@@ -67,6 +67,12 @@ def _residual(fields: Fields) -> ResidualKind:
     return ResidualKind.SEQUENTIAL
 
 
+def _own_names(description: DecoderDescription) -> dict[str, str]:
+    if description.residual is not ResidualKind.PARALLEL:
+        return {}
+    return {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+
+
 FALCON = Family(
     model_type="falcon",
     describe=describe,
@@ -83,5 +89,5 @@ FALCON = Family(
         "mlp.down": "mlp.dense_4h_to_h",
     },
     fusions={"self_attention.query_key_value": grouped_qkv},
-    aliases={"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"},
+    own_names=_own_names,
 )

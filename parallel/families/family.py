@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from parallel.description import DecoderDescription
 from parallel.families.fields import Fields
@@ -22,12 +22,20 @@ class Family:
     A tensor that is called other than its module and "weight" or "bias" has an entry of its own, which counts more.
     "*" is the number of an expert; a name without it, for the experts, is that of one tensor with all of them.
     """
+    own_names: Callable[[DecoderDescription], Mapping[str, str]] | None = None
+    """What some of its models have in place of `module_names`."""
     fusions: Mapping[str, Fuse] = field(default_factory=dict)
     """Modules of the checkpoint, below a layer, that hold several of the decoder's, and how."""
     transposed: frozenset[str] = frozenset()
     """Modules of the checkpoint, below a layer, whose weight is stored [in, out]."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Parts of names -> what some checkpoints have in their place."""
+
+    def named_for(self, description: DecoderDescription) -> "Family":
+        """The same with the names of one of its models."""
+        if self.own_names is None:
+            return self
+        return replace(self, module_names={**self.module_names, **self.own_names(description)})
 
     def tensor_name(self, name: str) -> str:
         """The checkpoint's name for a tensor of the decoder: "layers.3.mlp.up.weight" -> "model.layers.3.mlp..."."""

@@ -50,7 +50,10 @@ def describe(fields: Fields) -> DecoderDescription:
 
 def describe_nested(fields: Fields) -> DecoderDescription:
     """Read the config of a Gemma 3 model with vision: its text model."""
-    return replace(describe(fields.nested("text_config").with_defaults(model_type="gemma3_text")), family="gemma3")
+    text = fields.nested("text_config").with_defaults(
+        model_type="gemma3_text", quantization_config=fields.value("quantization_config")
+    )
+    return replace(describe(text), family="gemma3")
 
 
 def _read_sliding(fields: Fields, head_dim: int) -> RotaryDescription:
@@ -65,5 +68,5 @@ GEMMA3 = Family(
     model_type="gemma3",
     describe=describe_nested,
     module_names={name: part.replace("model.", "model.language_model.", 1) for name, part in SANDWICH_NAMES.items()},
-    aliases={"model.language_model.": "language_model.model."},
+    aliases={"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 )

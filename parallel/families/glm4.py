@@ -14,7 +14,7 @@ _ROPE = Rope(default_partial=0.5, is_interleaved=True)
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a GLM-4 config; `attention_bias` is of queries, keys and values."""
-    fields = fields.with_defaults(head_dim=128, num_key_value_heads=2)
+    fields = fields.with_defaults(head_dim=128, num_key_value_heads=2, max_position_embeddings=131_072)
     return replace(
         describe_common(fields, rope=_ROPE, default_eps=1.5625e-7),
         norm_place=NormPlace.BOTH,

@@ -12,7 +12,7 @@ def describe(fields: Fields) -> DecoderDescription:
     """Read a Granite config."""
     attention_bias = fields.boolean("attention_bias", False)
     return replace(
-        describe_common(fields),
+        describe_common(fields.with_defaults(max_position_embeddings=2048)),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=fields.boolean("mlp_bias", False),

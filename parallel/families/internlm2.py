@@ -12,7 +12,8 @@ from parallel.families.layout import grouped_qkv
 def describe(fields: Fields) -> DecoderDescription:
     """Read an InternLM 2 config; `bias` is of the attention."""
     has_bias = fields.boolean("bias", True)
-    return replace(describe_common(fields), qkv_bias=has_bias, output_bias=has_bias)
+    description = describe_common(fields.with_defaults(max_position_embeddings=2048))
+    return replace(description, qkv_bias=has_bias, output_bias=has_bias)
 
 
 INTERNLM2 = Family(

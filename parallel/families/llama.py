@@ -9,7 +9,11 @@ from parallel.families.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderDescription:
-    """Read a Llama config; `attention_bias` puts biases on all four projections of the attention."""
+    """Read a Llama config; `attention_bias` puts biases on all four projections of the attention.
+
+    The first ones give the context as `max_sequence_length`.
+    """
+    fields = fields.renamed(max_position_embeddings="max_sequence_length").with_defaults(max_position_embeddings=2048)
     attention_bias = fields.boolean("attention_bias", False)
     return replace(
         describe_common(fields),

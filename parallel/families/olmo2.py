@@ -12,7 +12,7 @@ def describe(fields: Fields) -> DecoderDescription:
     """Read an OLMo 2 config."""
     attention_bias = fields.boolean("attention_bias", False)
     return replace(
-        describe_common(fields, default_eps=1e-5),
+        describe_common(fields.with_defaults(max_position_embeddings=2048), default_eps=1e-5),
         norm_place=NormPlace.AFTER,
         qk_norm=QKNorm(kind=NormKind.RMS, scope=QKNormScope.ALL_HEADS),
         qkv_bias=attention_bias,

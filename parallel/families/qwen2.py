@@ -10,6 +10,7 @@ from parallel.families.fields import Fields
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a Qwen2 config."""
+    fields = fields.with_defaults(max_position_embeddings=32_768)
     return replace(describe_common(fields), sliding_windows=read_upper_windows(fields), qkv_bias=True)
 
 

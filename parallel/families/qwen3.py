@@ -12,7 +12,7 @@ def describe(fields: Fields) -> DecoderDescription:
     """Read a Qwen3 config; `attention_bias` puts biases on all four projections of the attention."""
     attention_bias = fields.boolean("attention_bias", False)
     return replace(
-        describe_common(fields.with_defaults(head_dim=128)),
+        describe_common(fields.with_defaults(head_dim=128, max_position_embeddings=32_768)),
         sliding_windows=read_upper_windows(fields),
         qkv_bias=attention_bias,
         output_bias=attention_bias,

@@ -26,7 +26,7 @@ from parallel.families.gptj import GPTJ
 from parallel.families.granite import GRANITE
 from parallel.families.internlm2 import INTERNLM2
 from parallel.families.llama import LLAMA
-from parallel.families.mistral import MISTRAL
+from parallel.families.mistral import MINISTRAL, MISTRAL
 from parallel.families.mixtral import MIXTRAL
 from parallel.families.mpt import MPT
 from parallel.families.olmo2 import OLMO2
@@ -43,6 +43,7 @@ from parallel.families.starcoder2 import STARCODER2
 _ALL = (
     LLAMA,
     MISTRAL,
+    MINISTRAL,
     QWEN2,
     QWEN3,
     GEMMA,
@@ -98,8 +99,8 @@ def describe_config(config: Mapping[str, Any], *, source: str) -> DecoderDescrip
 
 
 def family_of(description: DecoderDescription) -> Family:
-    """The family that read a description."""
-    return FAMILIES[description.family]
+    """The family that read a description, with the names that checkpoints of this model have."""
+    return FAMILIES[description.family].named_for(description)
 
 
 def _find_family(fields: Fields) -> Family:

@@ -14,7 +14,7 @@ _QK_NORM = QKNorm(kind=NormKind.LAYER_WITHOUT_BIAS, scope=QKNormScope.OWN_HEAD)
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a StableLM config."""
-    fields = fields.renamed(partial_rotary_factor="rope_pct")
+    fields = fields.renamed(partial_rotary_factor="rope_pct").with_defaults(max_position_embeddings=4096)
     is_parallel = fields.boolean("use_parallel_residual", False)
     return replace(
         describe_common(fields, rope=_ROPE, eps_name="layer_norm_eps", default_eps=1e-5),

@@ -33,6 +33,15 @@ def test_sizes_alone_make_a_model(model_type: str) -> None:
     assert (description.num_layers, description.num_heads, description.hidden_size) == (4, 8, 64)
 
 
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"gemma3", "bloom", "mpt", "internlm2", "baichuan"}))
+def test_context_that_is_not_said_is_that_of_transformers(model_type: str) -> None:
+    import transformers
+
+    expected = transformers.AutoConfig.for_model(model_type).max_position_embeddings
+    required = {"rotary_dim": 8, "num_experts_per_tok": 6}
+    assert _describe(model_type, max_position_embeddings=None, **required).max_context == expected
+
+
 @pytest.mark.parametrize("activation", [{"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}, {}])
 def test_first_gemma_means_tanh_whatever_it_says(activation: dict[str, str]) -> None:
     assert _describe("gemma", **activation).activation is Activation.GELU_TANH
@@ -78,6 +87,14 @@ def test_gemma3_of_the_hub_has_its_text_model_nested() -> None:
     assert (sliding.theta, sliding.scaling) == (10_000.0, None)
     assert full.theta == 1_000_000.0
     assert full.scaling is not None
+
+
+def test_quantized_gemma3_of_the_hub_is_refused_as_its_text_model_is() -> None:
+    packing = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    for config in ({"text_config": text, **packing}, {"text_config": {**text, **packing}}):
+        with pytest.raises(UnsupportedModelError, match="test: quantization_config has method 'gptq'"):
+            describe_config({"model_type": "gemma3", **config}, source="test")
 
 
 def test_old_and_new_rotary_fields_of_gemma3_agree() -> None:

@@ -76,6 +76,11 @@ def test_only_qwen3_norms_queries_and_keys(model_type: str, has_norm: bool) -> N
         ("mistral", {"sliding_window": 32}, [32] * 4),
         ("mistral", {"sliding_window": None}, [None] * 4),
         ("mistral", {}, [4096] * 4),  # what the class of transformers fills in
+        ("ministral", {}, [4096] * 4),
+        *(
+            (name, {"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"] * 2}, [None, 32] * 2)
+            for name in ("mistral", "ministral")  # which are the same, so given
+        ),
         ("qwen2", {"sliding_window": 32, "max_window_layers": 1}, [None] * 4),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1}, [None] * 4),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, [None, 32, 32, 32]),
@@ -94,6 +99,11 @@ def test_only_qwen3_norms_queries_and_keys(model_type: str, has_norm: bool) -> N
 )
 def test_sliding_windows_are_per_layer(model_type: str, values: dict[str, Any], windows: list[int | None]) -> None:
     assert list(_describe(model_type, **values).sliding_windows) == windows
+
+
+def test_first_llamas_name_the_context_in_their_own_way() -> None:
+    assert _describe(max_position_embeddings=None, max_sequence_length=512).max_context == 512
+    assert _describe(max_sequence_length=512).max_context == 256
 
 
 @pytest.mark.parametrize(("value", "is_tied"), [(True, True), (False, False), (None, False)])
@@ -150,7 +160,10 @@ def test_contradictory_layer_types_are_refused(values: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "bert"}, "test: model_type is 'bert'; supported: .*llama, mistral, .*qwen2, .*qwen3"),
+        (
+            {"model_type": "bert"},
+            "test: model_type is 'bert'; supported: .*llama, ministral, mistral, .*qwen2, .*qwen3",
+        ),
         ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; supported: silu, swish, gelu, "),
         ({"quantization_config": {"quant_method": "gptq"}}, "method 'gptq'; supported: weights not quantized"),
         ({"quantization_config": {"quant_method": "fp8"}}, "method 'fp8'; .* not quantized, or 'fp8' in deepseek_v3, "),

@@ -54,12 +54,12 @@ def test_transformers_loads_it_and_its_logits_are_varied(tmp_path: Path, family:
     assert (choices == tokens[0]).sum() < 20  # it does not only repeat
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "bloom", "opt", "stablelm"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "bloom", "opt", "stablelm", "falcon"])
 def test_transformers_finds_every_tensor_of_other_layouts(tmp_path: Path, family: str) -> None:
     import transformers
 
     sizes = {"n_embd": 64, "n_layer": 3, "n_head": 8, "ffn_dim": 96, "qk_layernorm": True, "num_key_value_heads": 8}
-    sizes["intermediate_size"] = 256 if family in ("gpt2", "bloom") else 96
+    sizes["intermediate_size"] = 256 if family in ("gpt2", "bloom", "falcon") else 96
     write_random_model(tmp_path, _config(family, pad_token_id=0, **sizes), 0, torch.float32)
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -67,6 +67,16 @@ def test_transformers_finds_every_tensor_of_other_layouts(tmp_path: Path, family
 
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert 0.5 < logits.std() < 8.0
+
+
+@pytest.mark.parametrize("num_norms", [1, 2])
+def test_transformers_finds_the_norms_of_newer_falcons(tmp_path: Path, num_norms: int) -> None:
+    options = {"new_decoder_architecture": True, "num_ln_in_parallel_attn": num_norms, "intermediate_size": 256}
+    write_random_model(tmp_path, _config("falcon", **options), 0, torch.float32)
+
+    _, info = transformers_model(tmp_path)
+
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from parallel import rotary
 from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.registry import describe_config
@@ -147,6 +149,53 @@ def test_angles_depend_on_the_position_alone(kind: str) -> None:
     alone, _ = table(torch.tensor([2048]))
 
     assert torch.equal(together[2], alone[0])
+
+
+TABLES = {**KINDS, "dynamic-beyond": _config(max_positions=300, rope_type="dynamic", factor=4.0, head_dim=128)}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_tables_made_in_blocks_have_the_bits_of_those_made_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    description = _describe(TABLES[kind]).rotaries[0]
+    num_positions = 1000
+    tables = {}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several cut a power up, and the rest of a vector is rounded differently
+    for block_rows in (64, 2000):
+        monkeypatch.setattr(rotary, "_BLOCK_ROWS", block_rows)
+        tables[block_rows] = RotaryTable(description, num_positions, device=CPU).angles
+    torch.set_num_threads(num_threads)
+
+    assert all(torch.equal(blocks, whole) for blocks, whole in zip(*tables.values(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn", "dynamic-beyond"])
+def test_only_the_tables_themselves_are_as_large_as_they(kind: str) -> None:
+    description = _describe(TABLES[kind]).rotaries[0]
+    with _Made() as made:
+        table = RotaryTable(description, 1 << 16, device=CPU)
+
+    table_bytes = table.angles[0].nbytes
+    assert sorted(made.storages.values())[-2:] == [table_bytes] * 2
+    assert sorted(made.storages.values())[-3] <= table_bytes // 4
+
+
+class _Made(TorchDispatchMode):
+    """What tensors are made while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, int] = {}
+        """Number -> bytes."""
+        self._kept: list[torch.Tensor] = []  # else a later one may have the same address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._kept.append(result)
+            storage = result.untyped_storage()
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return result
 
 
 @pytest.mark.parametrize(

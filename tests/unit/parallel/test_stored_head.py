@@ -71,6 +71,17 @@ def test_head_that_differs_is_read(tmp_path: Path, tensors: dict[str, Tensor], f
     assert torch.equal(held["head.weight"], head)
 
 
+def test_head_of_a_gemma3_with_vision_is_read_under_the_name_that_transformers_writes(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model("gemma3"), tmp_path / "model"))
+    file = folder / SAFETENSORS.single
+    stored = load_file(file)
+    embedding = next(tensor for name, tensor in stored.items() if name.endswith("embed_tokens.weight"))
+    head = _changed(embedding, 1.0)
+    save_file(stored | {"language_model.lm_head.weight": head}, file)
+
+    assert torch.equal(_load(folder, ONE_RANK)["head.weight"], head)
+
+
 @pytest.mark.parametrize("form", ["safetensors", "files", "bin"])
 @pytest.mark.parametrize(("change", "dtype"), [(0.0, torch.float32), (1e-6, torch.bfloat16)])
 def test_head_with_the_values_of_the_embedding_is_held_once(

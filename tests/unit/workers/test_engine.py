@@ -398,6 +398,8 @@ def test_finished_sequences_are_forgotten() -> None:
         ({}, {"eos_token_id": [3]}, {3}),
         (None, {"eos_token_id": 2}, {2}),
         (None, {}, set()),
+        (None, {"text_config": {"eos_token_id": [1, 106]}}, {1, 106}),
+        ({}, {"eos_token_id": 2, "text_config": {"eos_token_id": 1}}, {2}),
     ],
 )
 def test_eos_ids_come_from_the_generation_config_first(
