@@ -4,9 +4,10 @@ What a request is and how it is answered is the application's business (openai.p
 """
 
 import asyncio
+from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.config import ClientConfig
 
@@ -25,6 +26,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """
 
     limits = ClientConfig()
+    _answered: RequestResponseCycle | None = None
+    """What is being answered, while requests behind it wait."""
     _is_in_head = True
     _is_in_body = False
     _is_continuing = False
@@ -43,7 +46,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._stop_body_timer()
         self._stop_write_timer()
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """See uvicorn, which tells only the newest request that its client left."""
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
 from router.call import Conversation, TokenName
+from router.errors import OverloadedError
 from router.generation_config import GenerationDefaults
 from router.model_text import ModelText
 
@@ -25,6 +26,10 @@ T = TypeVar("T")
 
 _LONG_TEXT = 100_000
 """Characters; more may take seconds to encode."""
+_MOST_LONG = 64 << 20
+"""Characters of long texts that wait at once, or are encoded: each may take four bytes."""
+_LONG_RATE = 1.5e6
+"""Characters that are encoded in a second, about."""
 
 
 class Tokenizer(Protocol):
@@ -86,6 +91,8 @@ class TokenizerPool:
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
         """By the identity of their texts: a folder may have other files later."""
         self._encodings: dict[tuple[int, int, bool], _Encoding] = {}
+        self._num_long = 0
+        """Characters of long texts that are there."""
 
     async def get(self, text: ModelText) -> Tokenizer:
         """Return a revision's tokenizer, loading it where it is not: once for revisions whose tokens are alike.
@@ -130,6 +137,9 @@ class TokenizerPool:
         """Return a prompt's token ids; a conversation frames itself, whatever `add_special_tokens` says.
 
         Calls that wait at the same time for the same object, as the choices of one request do, have it encoded once.
+
+        Raises:
+            OverloadedError: the text is long, and those that wait are too many.
         """
         key = (id(tokenizer), id(prompt), add_special_tokens)
         encoding = self._encodings.get(key)
@@ -147,10 +157,24 @@ class TokenizerPool:
 
     async def _encode(self, tokenizer: Tokenizer, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
         num_characters = len(prompt) if isinstance(prompt, str) else sum(len(each.content) for each in prompt.messages)
-        threads = self._long_thread if num_characters > _LONG_TEXT else self._threads
-        if isinstance(prompt, str):
-            return await _run_in(threads, tokenizer.encode, prompt, add_special_tokens)
-        return await _run_in(threads, tokenizer.render_chat, prompt)
+
+        def encode() -> tuple[int, ...]:
+            if isinstance(prompt, str):
+                return tokenizer.encode(prompt, add_special_tokens)
+            return tokenizer.render_chat(prompt)
+
+        if num_characters <= _LONG_TEXT:
+            return await _run_in(self._threads, encode)
+        if self._num_long + num_characters > _MOST_LONG:
+            raise OverloadedError(
+                f"texts of {self._num_long} characters wait to be encoded; allowed: {_MOST_LONG} at once",
+                retry_after_s=self._num_long / _LONG_RATE,
+            )
+        self._num_long += num_characters
+        try:
+            return await _run_in(self._long_thread, encode)
+        finally:
+            self._num_long -= num_characters
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function in one of the threads. Once begun it goes on, also when its caller has left."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from helpers.router_harness import BOS, ByteTokenizer
 
-from router.errors import ModelFilesError
+from router import tokenizer_pool
+from router.errors import ModelFilesError, OverloadedError
 from router.model_text import ModelText
 from router.tokenizer_pool import TokenizerPool
 
@@ -178,6 +179,20 @@ async def test_long_texts_leave_the_threads_to_the_rest_also_when_a_caller_has_g
     assert await asyncio.wait_for(pool.run(len, "abc"), 10) == 3
     tokenizer.may_end.set()
     assert [len(ids) for ids in await asyncio.gather(*long[1:])] == [200_001, 200_001], "and one that begins each"
+    pool.close()
+
+
+async def test_long_texts_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_pool, "_MOST_LONG", 500_000)
+    tokenizer = SlowTokenizer()
+    pool = TokenizerPool(lambda _: tokenizer, num_threads=1)
+    waiting = [asyncio.create_task(pool.encode(tokenizer, letter * 200_000)) for letter in "ab"]
+    assert await asyncio.to_thread(tokenizer.has_begun.wait, 10)
+    with pytest.raises(OverloadedError, match="texts of 400000 characters wait to be encoded; allowed: 500000 at once"):
+        await pool.encode(tokenizer, "c" * 200_000)
+    tokenizer.may_end.set()
+    await asyncio.gather(*waiting)
+    assert len(await pool.encode(tokenizer, "c" * 200_000)) == 200_001
     pool.close()
 
 
