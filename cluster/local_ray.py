@@ -19,6 +19,7 @@ import grpc
 import ray
 from ray._private import node as ray_node
 from ray._private import services as ray_services
+from ray._private import worker as ray_worker
 from weft.addresses import split_host_port
 
 from cluster import late_agent
@@ -151,6 +152,12 @@ def _bring_token() -> bool:
     except ImportError:  # before Ray 2.60, which does what RAY_AUTH_MODE says
         return True
     return bool(maybe_enable_token_auth_if_token_available(warn_if_disabled=False))
+
+
+def has_local_ray_died() -> bool:
+    """Whether processes of the Ray that was started here have ended, as by a signal to all of them."""
+    node = ray_worker._global_node
+    return node is not None and bool(node.dead_processes())
 
 
 def leave_ray() -> None:

@@ -7,6 +7,7 @@ whether the controller lives.
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from cluster.config import ClusterSpec
 from cluster.control_client import ControlClient
 from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
 from cluster.errors import ControllerError, StartError
-from cluster.local_ray import join_ray, leave_ray, start_local_ray
+from cluster.local_ray import has_local_ray_died, join_ray, leave_ray, start_local_ray
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.spares import SpareKind, spare_options
@@ -143,8 +144,18 @@ class Service:
         return True
 
     def shut_down(self, grace_s: float) -> None:
-        """Finish the requests in flight, at most `grace_s`, and stop routers, groups and the controller."""
-        self.client.shut_down(grace_s)
+        """Finish the requests in flight, at most `grace_s`, and stop routers, groups and the controller.
+
+        Where a signal has reached the processes of a local Ray as well, nobody is left to wait for.
+        """
+        with ThreadPoolExecutor(1) as thread:
+            stopping = thread.submit(self.client.shut_down, grace_s)
+            while not wait([stopping], timeout=_POLL_S).done:
+                if has_local_ray_died():
+                    self.client.close()  # which ends the call
+                    logger.warning("Ray has ended first; requests in flight are lost")
+                    return
+            stopping.result()
         ray.wait([self._stopped], timeout=_STOPPED_TIMEOUT_S)  # Ray complains of a call that is open when it ends
 
     def close(self) -> None:

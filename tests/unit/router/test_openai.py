@@ -661,6 +661,8 @@ async def test_every_form_of_prompt(
         ({"best_of": 4}, "best_of", "best_of is 4"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
         ({"guided_json": {"type": "object"}}, "guided_json", "not supported yet"),
+        ({"regex": "a+"}, "regex", "not supported yet"),
+        ({"ebnf": "root ::= 'a'"}, "ebnf", "not supported yet"),
         ({"add_special_tokens": False}, "add_special_tokens", "allowed: True"),
     ],
 )
