@@ -27,6 +27,7 @@ from helpers.engines import (
 )
 from helpers.gloo_pool import GlooPool, RankFailedError
 from helpers.tiny_models import FAMILIES, load_original, tiny_model
+from weft.tokenizer.load import load_tokenizer
 
 from parallel.families.registry import describe_model
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -121,6 +122,7 @@ Case = tuple[list[int], list[int], str | None]
 
 def golden_cases(folder: Path) -> list[Case]:
     """Six short prompts and a long one, decided clearly at every token; at least 64 tokens, or up to the stop."""
+    tokenizer = load_tokenizer(folder).tokenizer
     with open(folder / "golden_greedy.jsonl") as lines:
         records = [json.loads(line) for line in lines]
     clear = [record for record in records if record["min_top1_top2_logprob_gap"] >= CLEAR_GAP]
@@ -129,9 +131,11 @@ def golden_cases(folder: Path) -> list[Case]:
     assert len(short) == 6
     cases: list[Case] = []
     for record in short + long:
-        is_whole = len(record["output_ids"]) <= NUM_TOKENS
-        text = record["text"] if is_whole else None
-        cases.append((record["prompt_ids"], record["output_ids"][:NUM_TOKENS], text))
+        prompt, output, text = record["prompt_ids"], record["output_ids"], None
+        if len(output) <= NUM_TOKENS:
+            text = tokenizer.decode(prompt + output).removeprefix(tokenizer.decode(prompt))  # with its first space
+            assert text.strip() == record["text"].strip()
+        cases.append((prompt, output[:NUM_TOKENS], text))
     return cases
 
 

@@ -37,7 +37,7 @@ class Echo:
         return Loaded(packages={"echo": "1"}, dtype="float32")
     def run(self, job):
         if sys.argv[1] == "dies":
-            sys.stderr.write("out of memory")
+            print("out of memory", file=sys.stderr, flush=True)
             os._exit(3)
         first = 7 if sys.argv[1] == "differs" else 0
         tokens = [[first] + [0] * (n - 1) for n in job.num_out]
