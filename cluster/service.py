@@ -148,14 +148,15 @@ class Service:
 
         Where a signal has reached the processes of a local Ray as well, nobody is left to wait for.
         """
-        with ThreadPoolExecutor(1) as thread:
-            stopping = thread.submit(self.client.shut_down, grace_s)
-            while not wait([stopping], timeout=_POLL_S).done:
-                if has_local_ray_died():
-                    self.client.close()  # which ends the call
-                    logger.warning("Ray has ended first; requests in flight are lost")
-                    return
-            stopping.result()
+        thread = ThreadPoolExecutor(1)
+        stopping = thread.submit(self.client.shut_down, grace_s)
+        thread.shutdown(wait=False)  # who is interrupted does not wait for the call, which `close` ends
+        while not wait([stopping], timeout=_POLL_S).done:
+            if has_local_ray_died():
+                self.client.close()
+                logger.warning("Ray has ended first; requests in flight are lost")
+                return
+        stopping.result()
         ray.wait([self._stopped], timeout=_STOPPED_TIMEOUT_S)  # Ray complains of a call that is open when it ends
 
     def close(self) -> None:

@@ -23,9 +23,24 @@ class SilentClient:
         self.is_closed.set()
 
 
+def test_who_interrupts_a_shut_down_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(service_module, "has_local_ray_died", interrupt)
+    client = SilentClient()
+    service = Service.__new__(Service)
+    service.client = client  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        service.shut_down(60.0)
+    assert not client.is_closed.is_set()
+    client.close()
+
+
 def test_shut_down_waits_for_nobody_where_a_local_ray_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "has_local_ray_died", lambda: True)
+    client = SilentClient()
     service = Service.__new__(Service)
-    service.client = SilentClient()  # type: ignore[assignment]
+    service.client = client  # type: ignore[assignment]
     service.shut_down(60.0)
-    assert service.client.is_closed.is_set()  # type: ignore[attr-defined]
+    assert client.is_closed.is_set()
