@@ -196,11 +196,12 @@ class PagedAttention {
     void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
         const int head_dim = HEAD_DIM ? HEAD_DIM : layout_.head_dim;
         const int rows_a_head = tile.num_queries * group_, num_rows = tile.num_kv_heads * rows_a_head;
-        const int begin = first_token(tile, partition), end = end_token(tile, partition);
+        const Span seen = tokens_of(tile, partition);
+        const int begin = first_of_run(seen.begin);
         const int64_t scores_stride = PARTITION + LANES;
         float* scores = scratch.scores.room(size_t(num_rows) * scores_stride);
 
-        for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int num_tokens) {
+        for_each_run(tile, begin, seen, [&](int64_t offset, int64_t next, int token, int num_tokens) {
             for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
                 float* const of_head = scores + head * rows_a_head * scores_stride + token;
                 score_keys<HEAD_DIM>(tensors_.keys + offset, token_stride_, num_tokens,
@@ -211,9 +212,9 @@ class PagedAttention {
                     scale_tokens(of_head, scores_stride, rows_a_head, scales(tensors_.keys, tile, begin + token, head), num_tokens);
             }
         });
-        soften(tile, 0, num_rows, {begin, end}, scores, scores_stride, 1, running);
+        soften(tile, 0, num_rows, {begin, seen.end}, scores, scores_stride, 1, running);
         std::fill(totals, totals + size_t(num_rows) * head_dim, 0.0f);
-        for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int num_tokens) {
+        for_each_run(tile, begin, seen, [&](int64_t offset, int64_t next, int token, int num_tokens) {
             for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
                 if (next >= 0) prefetch(tensors_.values + next + head * head_dim, token_stride_, head_dim);
                 float* const weights = scores + head * rows_a_head * scores_stride + token;
@@ -236,31 +237,34 @@ class PagedAttention {
     PackedTokens pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const;
 
     // As attend_packed, one row a head: attention_single.h.
-    void attend_single_rows(const Tile& tile, int begin, int end, const T* q, Scratch& scratch, Running* running, float* totals);
-    void ask_ahead(Upcoming& upcoming, const Tile& tile, int begin, int end, bool is_asked, Scratch& scratch) const;
+    void attend_single_rows(const Tile& tile, Span seen, const T* q, Scratch& scratch, Running* running, float* totals);
+    void ask_ahead(Upcoming& upcoming, const Tile& tile, Span seen, bool is_asked, Scratch& scratch) const;
     void add_tokens(Upcoming& upcoming, const T* half, const Tile& tile, int begin, int end) const;
     const T* gather_keys(const int64_t* offsets, int head, Scratch& scratch) const;
 #endif
 
     // The tokens of a partition that the tile sees.
-    int first_token(const Tile& tile, int partition) const {
-        return std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query));
-    }
-
-    int end_token(const Tile& tile, int partition) const {
+    Span tokens_of(const Tile& tile, int partition) const {
         const int last_query = tile.first_query + tile.num_queries - 1;
-        return std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1);
+        return {std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query)),
+                std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1)};
     }
 
-    // Where the tile's first head of each token begins; those past the last one are the last one again.
-    void find_tokens(const Tile& tile, int begin, int end, int num_tokens, int64_t* offsets) const {
-        int i = 0;
-        for (int token = begin; token < end;) {
+    // Where scores begin whose first token that is seen is `token`: a window begins anywhere, and what a row sees has to lie in
+    // the same lanes and pairs for a single token, a chunk, and the rows beside it in one.
+    static int first_of_run(int token) { return token / Softmax<T>::RUN * Softmax<T>::RUN; }
+
+    // Where the tile's first head of each of num_tokens tokens from `begin` on begins; those that are not seen, whose blocks may
+    // be another's by now, are the first or the last one that is.
+    void find_tokens(const Tile& tile, int begin, Span seen, int num_tokens, int64_t* offsets) const {
+        int i = seen.begin - begin;
+        for (int token = seen.begin; token < seen.end;) {
             const int64_t first = place(tile, token);
-            const int block_end = std::min(end, token - token % layout_.block_size + layout_.block_size);
+            const int block_end = std::min(seen.end, token - token % layout_.block_size + layout_.block_size);
             for (int j = 0; token < block_end; token++, j++) offsets[i++] = first + j * token_stride_;
         }
-        for (; i < num_tokens; i++) offsets[i] = offsets[end - begin - 1];
+        std::fill_n(offsets, seen.begin - begin, offsets[seen.begin - begin]);
+        for (; i < num_tokens; i++) offsets[i] = offsets[seen.end - begin - 1];
     }
 
     // As attend_partition, by integers: attention_int8.h.
@@ -310,14 +314,14 @@ class PagedAttention {
     }
 
     // Calls visit(offset of the first token's first head, the same of the next run or -1, token - begin, tokens) for runs
-    // of at most LANES tokens that lie in one block.
+    // of at most LANES seen tokens that lie in one block.
     template <class Visit>
-    void for_each_run(const Tile& tile, int begin, int end, Visit visit) const {
-        for (int token = begin; token < end;) {
+    void for_each_run(const Tile& tile, int begin, Span seen, Visit visit) const {
+        for (int token = seen.begin; token < seen.end;) {
             const int room = layout_.block_size - token % layout_.block_size;
-            const int num_tokens = std::min({LANES, room, end - token});
+            const int num_tokens = std::min({LANES, room, seen.end - token});
             const int next = token + num_tokens;
-            visit(place(tile, token), next < end ? place(tile, next) : -1, token - begin, num_tokens);
+            visit(place(tile, token), next < seen.end ? place(tile, next) : -1, token - begin, num_tokens);
             token = next;
         }
     }

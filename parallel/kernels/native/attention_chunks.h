@@ -24,8 +24,8 @@ void PagedAttention<T, C>::for_each_block(const Bundle& bundle, const Open& open
         Span open_tokens{0, 0};
         for_each_piece(bundle, [&](const Tile& piece, int first_row) {
             const int num_rows = piece.num_queries * group_;
-            const Span seen{first_token(piece, partition), end_token(piece, partition)};
-            const int begin = seen.begin / PANEL * PANEL;
+            const Span seen = tokens_of(piece, partition);
+            const int begin = first_of_run(seen.begin);
             if (seen.begin >= seen.end) return;
             if (seen.begin != open_tokens.begin || seen.end != open_tokens.end || !is_same(opened, piece, seen)) {
                 close();

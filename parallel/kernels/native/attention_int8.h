@@ -9,9 +9,8 @@ namespace weft {
 template <class T, class C>
 void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, const T* q, float* scores, Running* running, float* totals) {
     const int head_dim = layout_.head_dim, rows = tile.num_queries * group_, num_rows = tile.num_kv_heads * rows;
-    const int begin = std::max(partition * PARTITION, queries_.first_seen(tile.sequence, tile.first_query));
-    const int last_query = tile.first_query + tile.num_queries - 1;
-    const int end = std::min((partition + 1) * PARTITION, queries_.position(tile.sequence, last_query) + 1);
+    const Span seen = tokens_of(tile, partition);
+    const int begin = first_of_run(seen.begin), end = seen.end;
     int8::AttentionScratch& scratch = int8::AttentionScratch::of_this_thread();
     const size_t rows_size = size_t(num_rows + ROOM) * head_dim;
     int8_t* const parts = scratch.queries.room(2 * rows_size);
@@ -36,9 +35,11 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
     };
     const auto soften_heads = [&](int first, int count) {
         soften(tile, first * rows, count * rows, {begin, end}, scores + size_t(first) * rows * scales_stride, scales_stride, 1, running + first * rows);
-        // behind the last token is what was there before, which may be the NaN of another request
-        for (int head = first; head < first + count; head++)
+        // before the first token and behind the last one is what was there before, which may be the NaN of another request
+        for (int head = first; head < first + count; head++) {
+            std::fill_n(value_scales + head * scales_stride, seen.begin - begin, 0.0f);
             std::fill_n(value_scales + head * scales_stride + end - begin, LANES, 0.0f);
+        }
         for (int row = first * rows; row < (first + count) * rows; row++) {
             float* const of_row = scores + size_t(row) * scales_stride;
             uint8_t *const to_high = high + size_t(row) * weights_stride, *const to_low = low + size_t(row) * weights_stride;
@@ -53,8 +54,8 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
         int8_t* const packed_keys = scratch.packed.room(2 * tile.num_kv_heads * head_size);
         int8_t* const packed_values = packed_keys + tile.num_kv_heads * head_size;
         int64_t offsets[PARTITION];
-        find_tokens(tile, begin, end, num_tokens, offsets);
-        for_each_run(tile, begin, end, [&](int64_t, int64_t, int token, int count) { take_scales(token, count); });
+        find_tokens(tile, begin, seen, num_tokens, offsets);
+        for_each_run(tile, begin, seen, [&](int64_t, int64_t, int token, int count) { take_scales(token, count); });
         int8::pack_keys(packed_keys, tensors_.keys, offsets, num_tokens, tile.num_kv_heads, head_dim);
         int8::pack_values(packed_values, tensors_.values, offsets, num_tokens, tile.num_kv_heads, head_dim);
         const TileScope scope(std::min(rows, TILE), std::min(rows, TILE));
@@ -68,7 +69,7 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
         }
     } else {
         const auto score = [&](auto known_head_dim) {
-            for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int count) {
+            for_each_run(tile, begin, seen, [&](int64_t offset, int64_t next, int token, int count) {
                 take_scales(token, count);
                 for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
                     if (next >= 0) prefetch(tensors_.keys + next + head * head_dim, token_stride_, head_dim);
@@ -80,7 +81,7 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
             });
         };
         const auto add = [&](auto known_head_dim) {
-            for_each_run(tile, begin, end, [&](int64_t offset, int64_t next, int token, int count) {
+            for_each_run(tile, begin, seen, [&](int64_t offset, int64_t next, int token, int count) {
                 for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
                     if (next >= 0) prefetch(tensors_.values + next + head * head_dim, token_stride_, head_dim);
                     const size_t row = size_t(head) * rows, place = row * weights_stride + token;
@@ -119,16 +120,15 @@ void PagedAttention<T, C>::attend_integers(const Bundle& bundle, int num_rows, c
     float* const products = Scratch::of_this_thread().part.room(head_dim);
     int8_t *keys = nullptr, *values = nullptr;
     const auto open = [&](const Tile& piece, int begin, Span seen) {
-        const int num_tokens = (seen.end - begin + int8::TOKENS - 1) / int8::TOKENS * int8::TOKENS, num_unseen = seen.begin - begin;
+        const int num_tokens = (seen.end - begin + int8::TOKENS - 1) / int8::TOKENS * int8::TOKENS;
         keys = scratch.packed.room(2 * size_t(num_tokens) * head_dim), values = keys + size_t(num_tokens) * head_dim;
         int64_t offsets[PARTITION];
-        find_tokens(piece, seen.begin, seen.end, num_tokens - num_unseen, offsets + num_unseen);
-        std::fill_n(offsets, num_unseen, offsets[num_unseen]);
-        std::fill_n(key_scales, num_unseen, 0.0f);
+        find_tokens(piece, begin, seen, num_tokens, offsets);
+        std::fill_n(key_scales, seen.begin - begin, 0.0f);
         std::fill_n(value_scales, num_tokens, 0.0f);
-        for_each_run(piece, seen.begin, seen.end, [&](int64_t, int64_t, int token, int count) {
-            std::copy_n(scales(tensors_.keys, piece, seen.begin + token), count, key_scales + num_unseen + token);
-            std::copy_n(scales(tensors_.values, piece, seen.begin + token), count, value_scales + num_unseen + token);
+        for_each_run(piece, begin, seen, [&](int64_t, int64_t, int token, int count) {
+            std::copy_n(scales(tensors_.keys, piece, begin + token), count, key_scales + token);
+            std::copy_n(scales(tensors_.values, piece, begin + token), count, value_scales + token);
         });
         int8::pack_keys(keys, tensors_.keys, offsets, num_tokens, 1, head_dim);
         int8::pack_values(values, tensors_.values, offsets, num_tokens, 1, head_dim);

@@ -11,10 +11,11 @@ namespace weft {
 template <class T, class C>
 inline void PagedAttention<T, C>::attend_packed(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
     const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
-    const Span tokens{first_token(tile, partition), end_token(tile, partition)};
-    if (rows == 1) return attend_single_rows(tile, tokens.begin, tokens.end, q, scratch, running, totals);
+    const Span seen = tokens_of(tile, partition);
+    const int begin = first_of_run(seen.begin);
+    if (rows == 1) return attend_single_rows(tile, seen, q, scratch, running, totals);
     std::fill_n(running, tile.num_kv_heads * rows, Running{});
-    const PackedTokens packed = pack(tile, tokens.begin, tokens, scratch);
+    const PackedTokens packed = pack(tile, begin, seen, scratch);
     [[maybe_unused]] const TileScope scope = TileScope::of_rows(std::min(rows, TILE));
     Blocks& blocks = Blocks::of_this_thread();
     for (int head = 0; head < tile.num_kv_heads; head++) {
@@ -22,7 +23,7 @@ inline void PagedAttention<T, C>::attend_packed(const Tile& tile, int partition,
         blocks.open({packed.keys + part, packed.values + part, packed.num_tokens, head_dim});
         for (int row = head * rows; row < (head + 1) * rows; row += BLOCK_ROWS) {
             const int64_t place = int64_t(row) * head_dim;
-            add_block(tile, row, std::min(BLOCK_ROWS, (head + 1) * rows - row), tokens.begin, {0, packed.num_tokens}, q + place, running + row, totals + place);
+            add_block(tile, row, std::min(BLOCK_ROWS, (head + 1) * rows - row), begin, {0, packed.num_tokens}, q + place, running + row, totals + place);
         }
         blocks.close();
     }
@@ -44,12 +45,11 @@ inline void PagedAttention<T, C>::add_block(const Tile& tile, int row, int num_r
 // Tokens from `begin` on, of which the tile sees `seen`.
 template <class T, class C>
 inline PackedTokens PagedAttention<T, C>::pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const {
-    const int num_tokens = (seen.end - begin + PANEL - 1) / PANEL * PANEL, num_unseen = seen.begin - begin;
+    const int num_tokens = (seen.end - begin + PANEL - 1) / PANEL * PANEL;
     const int64_t size = int64_t(tile.num_kv_heads) * num_tokens * layout_.head_dim;
     BFloat16* const packed = scratch.packed.room(2 * size);
     int64_t offsets[PARTITION];
-    find_tokens(tile, seen.begin, seen.end, num_tokens - num_unseen, offsets + num_unseen);
-    std::fill_n(offsets, num_unseen, offsets[num_unseen]);
+    find_tokens(tile, begin, seen, num_tokens, offsets);
     pack_keys(packed, tensors_.keys, tensors_.values, offsets, num_tokens, tile.num_kv_heads, layout_.head_dim);
     pack_values(packed + size, tensors_.values, offsets, num_tokens, tile.num_kv_heads, layout_.head_dim);
     return {packed, packed + size, num_tokens, layout_.head_dim};

@@ -11,19 +11,19 @@ constexpr int AHEAD = STEP;  // tokens that are asked for before they are read
 constexpr int TOGETHER = 4;  // tokens whose values are added, of all heads, before those after them: about as they lie in memory
 
 template <class T, class C>
-void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int end, const T* q, Scratch& scratch, Running* running,
-                                              float* totals) {
-    const int head_dim = layout_.head_dim, heads = tile.num_kv_heads, count = end - begin;
+void PagedAttention<T, C>::attend_single_rows(const Tile& tile, Span seen, const T* q, Scratch& scratch, Running* running, float* totals) {
+    const int head_dim = layout_.head_dim, heads = tile.num_kv_heads;
+    const int begin = first_of_run(seen.begin), count = seen.end - begin, num_unseen = seen.begin - begin;
     const int num_tokens = (count + TILE - 1) / TILE * TILE;
     int64_t offsets[PARTITION];
-    find_tokens(tile, begin, end, num_tokens, offsets);
+    find_tokens(tile, begin, seen, num_tokens, offsets);
     float* scores = scratch.scores.room(size_t(heads) * PARTITION);
     Upcoming upcoming;
     const bool is_asked = scratch.asked == tensors_.keys + offsets[0];
-    ask_ahead(upcoming, tile, begin, end, is_asked, scratch);
+    ask_ahead(upcoming, tile, seen, is_asked, scratch);
     [[maybe_unused]] const TileScope scope = TileScope::of_columns(1);
-    for (int token = 0; token < num_tokens; token += TILE) {
-        const bool is_together = (begin + token) % layout_.block_size + TILE <= layout_.block_size;
+    for (int token = num_unseen / TILE * TILE; token < num_tokens; token += TILE) {
+        const bool is_together = token >= num_unseen && (begin + token) % layout_.block_size + TILE <= layout_.block_size;
         const int pace = !is_asked && token < AHEAD ? 2 : 1;
         for (int head = 0; head < heads; head++) {
             const T* keys = is_together ? tensors_.keys + offsets[token] + head * head_dim : gather_keys(offsets + token, head, scratch);
@@ -31,11 +31,11 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int e
             score_row(scores + head * PARTITION + token, keys, stride, q + head * head_dim, head_dim, upcoming, pace);
         }
     }
-    soften(tile, 0, heads, {begin, end}, scores, PARTITION, params_.scale, running);
+    soften(tile, 0, heads, {begin, seen.end}, scores, PARTITION, params_.scale, running);
     for (int head = 0; head < heads; head++) round_weights(scores + head * PARTITION, (count + STEP - 1) / STEP * STEP);
     std::fill(totals, totals + size_t(heads) * head_dim, 0.0f);
     const int together = may_use_tiles() ? STEP : TOGETHER;
-    for (int token = 0; token < count; token += together)
+    for (int token = num_unseen / together * together; token < count; token += together)
         for (int head = 0; head < heads; head++) {
             const float* weights = scores + head * PARTITION + token;
             const T* values = tensors_.values + head * head_dim;
@@ -57,24 +57,24 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, int begin, int e
 // What is read in the order in which it is: keys, values, and the first keys that this thread is likely to read after them.
 // is_asked: the first keys here were asked for so.
 template <class T, class C>
-void PagedAttention<T, C>::ask_ahead(Upcoming& upcoming, const Tile& tile, int begin, int end, bool is_asked, Scratch& scratch) const {
-    add_tokens(upcoming, tensors_.keys, tile, is_asked ? std::min(begin + AHEAD, end) : begin, end);
-    add_tokens(upcoming, tensors_.values, tile, begin, end);
-    const int following = begin / PARTITION + 1;
+void PagedAttention<T, C>::ask_ahead(Upcoming& upcoming, const Tile& tile, Span seen, bool is_asked, Scratch& scratch) const {
+    add_tokens(upcoming, tensors_.keys, tile, is_asked ? std::min(seen.begin + AHEAD, seen.end) : seen.begin, seen.end);
+    add_tokens(upcoming, tensors_.values, tile, seen.begin, seen.end);
+    const int following = seen.begin / PARTITION + 1;
     const bool is_last = following == tile.first_partition + tile.num_partitions;
     const Tile* const next = is_last ? scratch.next : &tile;
     scratch.asked = nullptr;
     if (!next) return;
-    const int partition = is_last ? next->first_partition : following, first = first_token(*next, partition);
-    add_tokens(upcoming, tensors_.keys, *next, first, std::min(first + AHEAD, end_token(*next, partition)));
-    scratch.asked = tensors_.keys + place(*next, first);
+    const Span first = tokens_of(*next, is_last ? next->first_partition : following);
+    add_tokens(upcoming, tensors_.keys, *next, first.begin, std::min(first.begin + AHEAD, first.end));
+    scratch.asked = tensors_.keys + place(*next, first.begin);
 }
 
 // Tokens [begin, end) of a half, as far as the tile reads them.
 template <class T, class C>
 void PagedAttention<T, C>::add_tokens(Upcoming& upcoming, const T* half, const Tile& tile, int begin, int end) const {
     const int64_t size = int64_t(tile.num_kv_heads) * layout_.head_dim;
-    for_each_run(tile, begin, end, [&](int64_t offset, int64_t, int, int num_tokens) {
+    for_each_run(tile, begin, {begin, end}, [&](int64_t offset, int64_t, int, int num_tokens) {
         if (size == token_stride_) return upcoming.add(half + offset, num_tokens * size);
         for (int i = 0; i < num_tokens; i++) upcoming.add(half + offset + i * token_stride_, size);
     });

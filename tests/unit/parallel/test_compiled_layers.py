@@ -345,10 +345,12 @@ def has_dot_products(kernels: NativeCpuKernels, *, is_int8: bool = False) -> boo
         ({"head_dim": 64}, False, True),
         ({"intermediate_size": 300}, True, False),
         ({"head_dim": 64}, True, True),
+        (COMPILED["mistral"], False, False),
+        (COMPILED["mistral"] | {"head_dim": 64, "sliding_window": 270}, True, True),
     ],
-    ids=["bf16", "heads of 48 in a program", "int8 cache", "int8 linears of any size", "int8"],
+    ids=["bf16", "heads of 48 in a program", "int8 cache", "int8 linears of any size", "int8", "window", "int8, window"],
 )
-@pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265]])
+@pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265], [560, *[1] * 40]], ids=len)
 def test_no_bit_depends_on_how_a_prompt_is_cut(
     chunks: list[int], changes: dict[str, Any], int8_linears: bool, int8_cache: bool, tmp_path: Path
 ) -> None:

@@ -195,8 +195,11 @@ def test_caps_biases_and_sinks_equal_reference(kernels: Kernels, head_dim: int) 
         check(kernels, step, step.meta, 6, params)
 
 
+@pytest.mark.parametrize("window", [None, 70, 333])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_result_does_not_depend_on_the_rest_of_the_step(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_a_result_does_not_depend_on_the_rest_of_the_step(
+    kernels: Kernels, dtype: torch.dtype, window: int | None
+) -> None:
     """A chunk by chunks or token by token, and a prefix read for several sequences at once: the same bits."""
     if not isinstance(kernels, NativeCpuKernels):
         pytest.skip("torch groups decodes by their lengths")
@@ -206,7 +209,7 @@ def test_a_result_does_not_depend_on_the_rest_of_the_step(kernels: Kernels, dtyp
         step = Step([(1, 600)], num_kv_heads=num_kv_heads, head_dim=64, block_size=16, dtype=dtype)
         _, cache = step.write(kernels)
         q = torch.cat([step.queries(num_heads)] * 8)
-        params = AttentionParams(scale=0.125)
+        params = AttentionParams(scale=0.125, sliding_window=window)
         alone = kernels.attention(q[:1], cache, step.meta, params)
         many = _repeated(step.meta, 8)
         for row in kernels.attention(q, cache, many, params):  # two whole partitions are shared

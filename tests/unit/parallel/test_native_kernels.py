@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.largest_outputs import check_drawn, check_largest, check_sifted
-from helpers.paged_layout import make_layout, meta_of_one
+from helpers.paged_layout import make_layout, meta_of_one, without_unseen_blocks
 from helpers.sampling_cases import make_draws, make_edits
 
 from parallel.errors import DeviceError
@@ -141,8 +141,28 @@ def test_a_row_has_the_bits_it_has_among_others(
                 q[row : row + 1], layout.cache, meta_of_one(meta, row), params
             )
             torch.testing.assert_close(alone[0], expected[row], rtol=2e-2, atol=2e-2)
-            if window is None:  # a window's first token is a partition's, and each row has its own
-                assert torch.equal(alone[0], chunk[row])
+            assert torch.equal(alone[0], chunk[row])
+
+
+@pytest.mark.usefixtures("dot_products")
+@pytest.mark.parametrize("num_heads", [2, 8])
+@pytest.mark.parametrize(("window", "block_size"), [(41, 16), (300, 12)])
+def test_a_window_that_begins_anywhere_changes_no_bit(
+    operations: dict[torch.dtype, Operations], num_heads: int, window: int, block_size: int
+) -> None:
+    """Each token of a chunk sees from another one on; enough of them that a sum in another order would show."""
+    num_tokens, first = 400, 300
+    spans = [*[(1, first + token + 1) for token in range(num_tokens)], (num_tokens, first + num_tokens)]
+    layout = make_layout(spans, num_kv_heads=2, head_dim=64, block_size=block_size, dtype=torch.bfloat16)
+    layout.meta.block_tables[:] = layout.meta.block_tables[num_tokens].clone()
+    meta = without_unseen_blocks(layout.meta, window, block_size=block_size)
+    q = torch.randn(num_tokens, num_heads, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    params = AttentionParams(scale=0.2, sliding_window=window)
+    kernels = NativeCpuKernels(operations, None, 2)
+    chunk = kernels.attention(q, layout.cache, meta_of_one(meta, num_tokens), params)
+    for token in range(num_tokens):
+        alone = kernels.attention(q[token : token + 1], layout.cache, meta_of_one(meta, token), params)
+        assert torch.equal(alone[0], chunk[token])
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 16, 17, 33, 64, 65, 100, 700])
