@@ -348,7 +348,15 @@ def has_dot_products(kernels: NativeCpuKernels, *, is_int8: bool = False) -> boo
         (COMPILED["mistral"], False, False),
         (COMPILED["mistral"] | {"head_dim": 64, "sliding_window": 270}, True, True),
     ],
-    ids=["bf16", "heads of 48 in a program", "int8 cache", "int8 linears of any size", "int8", "window", "int8, window"],
+    ids=[
+        "bf16",
+        "heads of 48 in a program",
+        "int8 cache",
+        "int8 linears of any size",
+        "int8",
+        "window",
+        "int8, window",
+    ],
 )
 @pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265], [560, *[1] * 40]], ids=len)
 def test_no_bit_depends_on_how_a_prompt_is_cut(
