@@ -6,6 +6,7 @@ Only what was started here is ended. `ray stop` is never called, for it would en
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -198,7 +199,7 @@ def _only_what_is_used(*, log_to_driver: bool) -> Iterator[list[Any]]:
     """Let Ray's head come up without its autoscaler and dashboard, and without the reader of logs if nobody listens.
 
     Nothing here asks them, and `ray.init`, which has no settings for that, would wait for the dashboard to come up. Nor
-    has it any for its node's agents. Yields the nodes that are made meanwhile.
+    has it any for its node's agents, or for its processes' group. Yields the nodes that are made meanwhile.
     """
     nodes: list[Any] = []
     module: Any = ray_node
@@ -220,10 +221,14 @@ def _only_what_is_used(*, log_to_driver: bool) -> Iterator[list[Any]]:
             if log_to_driver:
                 super().start_log_monitor()
 
-    def start_with_late_agents(command: Sequence[str], *args: object, **settings: object) -> object:
-        return start_process([with_late_agent(word) for word in command], *args, **settings)
+    # A signal to this process's group, as `timeout` sends it, is for this process, which then ends the others in order.
+    # They end with it anyway.
+    prefix = [setsid] if (setsid := shutil.which("setsid")) else []
 
-    module.Node, services.start_ray_process = LocalNode, start_with_late_agents
+    def start(command: Sequence[str], *args: object, **settings: object) -> object:
+        return start_process([*prefix, *map(with_late_agent, command)], *args, **settings)
+
+    module.Node, services.start_ray_process = LocalNode, start
     try:
         yield nodes
     finally:

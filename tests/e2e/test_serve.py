@@ -120,11 +120,13 @@ def test_service_on_an_ipv6_address_serves_answers_and_stops(model_folder: Path,
 
 
 @contextmanager
-def foreground_service(*arguments: str) -> Iterator[str]:
-    """Run `weft serve` for the length of the block, and end it as Ctrl-C does; yields what it said."""
+def foreground_service(*arguments: str) -> Iterator[tuple[str, int]]:
+    """Run `weft serve` until the block has ended it; yields what it said, and its process group."""
     with nothing_left() as pids:
         command = (*WEFT, "serve", *arguments, *ANY_PORTS, "--control-port", "0")
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process:
             assert process.stdout is not None
             shown = ""
             while "Stop it with" not in shown:
@@ -133,15 +135,16 @@ def foreground_service(*arguments: str) -> Iterator[str]:
                 shown += line
             pids |= {process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
             try:
-                yield shown
-            finally:
+                yield shown, process.pid
+            except BaseException:
                 process.send_signal(signal.SIGINT)
+                raise
             assert process.wait(timeout=120) == 0
             assert process.stdout.read().splitlines()[-1] == "Stopped."
 
 
 def test_routers_share_their_ports_and_one_outlives_the_other(model_folder: Path) -> None:
-    with foreground_service(str(model_folder), "--routers", "2") as shown:
+    with foreground_service(str(model_folder), "--routers", "2") as (shown, process_group):
         (grpc_address,) = re.findall(r"gRPC +(\S+)", shown)
         (http_address,) = re.findall(r"http://(\S+)/v1", shown)
         pages = re.findall(r"http://(\S+)/metrics", shown)
@@ -174,6 +177,11 @@ def test_routers_share_their_ports_and_one_outlives_the_other(model_folder: Path
 
         wait_until(is_back, "the router came back")
         wait_until(have_both_served, "both routers had requests again")
+        with Client(grpc_address) as client:
+            deltas = client.generate("Once upon a time", max_tokens=400, ignore_eos=True)
+            next(deltas)
+            os.killpg(process_group, signal.SIGTERM)  # as `timeout` does; what is begun is finished
+            assert [delta.finish.reason for delta in deltas if delta.finish] == ["length"]
 
 
 def test_corrupt_weights_are_told_in_one_line(model_folder: Path, tmp_path: Path) -> None:
