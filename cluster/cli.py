@@ -173,6 +173,7 @@ def generate(
     chat_template_kwargs: TemplateKwargs = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
     max_tokens: Annotated[int | None, typer.Option(help="At most this many tokens.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="At least this many tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
     top_k: Annotated[int | None, typer.Option()] = None,
@@ -183,6 +184,10 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option()] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: each token's log-probability, and so many of the likeliest.")
+    ] = None,
+    priority: Annotated[int | None, typer.Option(help="Lower is served first, under the policy `priority`.")] = None,
     target_ttft: Annotated[
         float | None, typer.Option(help="Seconds: counts as goodput with a first token by then.")
     ] = (None),
@@ -197,11 +202,14 @@ def generate(
         raise ClusterConfigError("--system: a prompt that is no chat has none; allowed: with --chat")
     if chat_template_kwargs is not None and not chat:
         raise ClusterConfigError("--chat-template-kwargs: a prompt that is no chat has none; allowed: with --chat")
+    if logprobs is not None and not as_json:
+        raise ClusterConfigError("--logprobs: text does not show them; allowed: with --json")
     options: dict[str, Any] = {
         "chat_template_kwargs": read_object("--chat-template-kwargs", chat_template_kwargs),
         "target_ttft_s": target_ttft,
         "target_tpot_s": target_tpot,
         "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
@@ -212,6 +220,8 @@ def generate(
         "frequency_penalty": frequency_penalty,
         "stop": stop or None,
         "ignore_eos": ignore_eos or None,
+        "logprobs": logprobs,
+        "priority": priority,
     }
     check_address("--router", router)
     run_generate(

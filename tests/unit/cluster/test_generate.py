@@ -63,6 +63,21 @@ async def test_targets_go_with_the_request(caplog: pytest.LogCaptureFixture) -> 
     assert '"target_ttft_s":60.5,"target_tpot_s":0.25' in line
 
 
+async def test_how_to_sample_and_when_go_with_the_request() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        flags = ["--min-tokens", "1", "--max-tokens", "2", "--logprobs", "1", "--priority", "-3", "--json"]
+        command = ["generate", "hi", "--router", router.addresses.grpc, *flags]
+        result = await asyncio.to_thread(CliRunner().invoke, app, command)
+        assert result.exit_code == 0
+    (submit,) = a.submits
+    assert (submit.sampling.min_tokens, submit.sampling.logprobs, submit.priority) == (1, 1, -3)
+
+
+def test_log_probabilities_that_nothing_would_show_are_refused() -> None:
+    result = CliRunner().invoke(app, ["generate", "hi", "--logprobs", "1", "--router", "127.0.0.1:1"])
+    assert "--logprobs: text does not show them; allowed: with --json" in str(result.exception)
+
+
 def test_system_message_of_no_chat_is_refused() -> None:
     result = CliRunner().invoke(app, ["generate", "hi", "--system", "Be kind.", "--router", "127.0.0.1:1"])
     assert "--system: a prompt that is no chat has none" in str(result.exception)
