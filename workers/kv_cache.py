@@ -135,8 +135,17 @@ def block_rows(decoder: Decoder, planes: Tensor, *, num_blocks: int) -> Tensor:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that the system hands out page by page when they are first written; torch.zeros would write them all."""
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Zeros that the system hands out page by page when they are first written; torch.zeros would write them all.
+
+    Raises EngineConfigError: the system would not hand out so many.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise EngineConfigError(
+            f"the KV cache asks for {num_bytes} bytes of this host ({error}); allowed: fewer than its memory has"
+        ) from error
     zeros = torch.frombuffer(pages, dtype=dtype)
     use_huge_pages(zeros)
     return zeros.view(shape)

@@ -22,6 +22,7 @@ from workers.kv_cache import (
     check_dtype,
     choose_num_blocks,
     lay_out_caches,
+    lazy_zeros,
 )
 
 # 2 (k, v) * 3 layers * 16 tokens * 2 heads * 8 dims * 4 bytes
@@ -201,3 +202,9 @@ def test_keys_that_are_values_are_stored_once() -> None:
     assert keys.shape == (5, 16, 1, 8)
     keys.copy_(torch.rand(keys.shape))
     assert torch.equal(values, keys)
+
+
+@pytest.mark.parametrize("num_elements", [2**62, 2**64])
+def test_memory_that_no_host_has_is_a_wrong_setting(num_elements: int) -> None:
+    with pytest.raises(EngineConfigError, match=rf"asks for {2 * num_elements} bytes of this host .* fewer than"):
+        lazy_zeros((num_elements,), torch.bfloat16)
