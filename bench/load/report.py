@@ -16,7 +16,7 @@ from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
 from bench.load.serve import Outcome, Point, ServeOptions
 from bench.load.statistics import Distribution, Summary, describe_errors
-from bench.load.utilization import Utilization
+from bench.load.utilization import Peak, Utilization
 from bench.machine import describe_machine, describe_torch
 
 if TYPE_CHECKING:
@@ -71,14 +71,18 @@ def print_sweep(console: Console, points: Sequence[Point]) -> None:
         console.print(_sweep_table(points))
 
 
-def print_ranks_unknown(console: Console, outcome: Outcome) -> None:
-    """What is missing from what was told of the ranks, and why."""
+def print_limits(console: Console, outcome: Outcome) -> None:
+    """What MBU and FLOPs are shares of; and what is missing from what was told of the ranks, and why."""
+    peak = outcome.peak or Peak()
+    rates = {"MBU": (peak.read_bytes_per_s, "GB/s"), "FLOPs": (peak.flops_per_s, "GFLOP/s")}
+    known = [f"{name} of {rate / 1e9:.1f} {unit}" for name, (rate, unit) in rates.items() if rate is not None]
+    if known and any(point.utilization is not None for point in outcome.points):
+        console.print(f"Shares: {', '.join(known)}", highlight=False)
     if outcome.ranks_unknown:
         num_unknown = sum(point.utilization is None for point in outcome.points)
         missing, why = f"what the ranks did in {num_unknown} of {len(outcome.points)} loads", outcome.ranks_unknown
-    elif outcome.peak is not None and outcome.peak.unknown:
-        rates = {"MBU": outcome.peak.read_bytes_per_s, "the FLOPs' share": outcome.peak.flops_per_s}
-        missing, why = " and ".join(name for name, rate in rates.items() if rate is None), outcome.peak.unknown
+    elif peak.unknown:
+        missing, why = " and ".join(name for name, (rate, _) in rates.items() if rate is None), peak.unknown
     else:
         return
     console.print(f"Not known: {missing}: {why}", highlight=False, markup=False)

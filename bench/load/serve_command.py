@@ -13,7 +13,7 @@ from bench.load.flag_groups import RankFlags
 from bench.load.flags import find_control
 from bench.load.plots import check_plots, plot_sweep
 from bench.load.progress import ServeProgress
-from bench.load.report import append_line, check_line_file, print_ranks_unknown, print_sweep, serve_line, warn_idle
+from bench.load.report import append_line, check_line_file, print_limits, print_sweep, serve_line, warn_idle
 from bench.load.serve import Outcome, ServeOptions, measure
 from bench.load.service_ranks import ServiceRanks
 from cluster.cli_connection import connect
@@ -61,7 +61,7 @@ def _tell(
     options: ServeOptions, outcome: Outcome, console: Console, *, json_file: Path | None, plot: Path | None
 ) -> None:
     print_sweep(console, outcome.points)
-    print_ranks_unknown(console, outcome)
+    print_limits(console, outcome)
     if json_file is not None:
         append_line(serve_line(options, outcome), json_file)
     if plot is not None:

@@ -18,7 +18,7 @@ from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.flag_groups import RankFlags
 from bench.load.flags import find_control, parse_peak
 from bench.load.rank_observer import RankObserver
-from bench.load.report import print_point, print_ranks_unknown, serve_line
+from bench.load.report import print_limits, print_point, serve_line
 from bench.load.sender import Protocol, Target
 from bench.load.serve import Outcome, ServeOptions, measure
 from bench.load.service_ranks import ServiceRanks
@@ -155,7 +155,7 @@ def told(outcome: Outcome) -> str:
     console = Console(width=300, file=StringIO())
     for point in outcome.points:
         print_point(console, point)
-    print_ranks_unknown(console, outcome)
+    print_limits(console, outcome)
     return cast(StringIO, console.file).getvalue()
 
 
@@ -172,6 +172,7 @@ async def test_each_load_has_what_the_ranks_did_in_it() -> None:
     text = told(outcome)
     assert "at 12.0 GB/s and 45 GFLOP/s; MBU " in text
     assert "peak memory 1.00 GB since the start; 2.00 J per output token" in text
+    assert "Shares: MBU of 20.0 GB/s, FLOPs of " in text
     assert "Not known" not in text
 
 
