@@ -6,7 +6,6 @@ that belong to the engine and the router are those packages' own dataclasses, so
 
 import dataclasses
 import json
-import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 from weft.addresses import join_host_port
 from weft.recording import RecordingConfig
+from weft.yaml_text import read_yaml
 
 from cluster.autoscaler import AutoscalerConfig
 from cluster.defaults import DEFAULT_CONTROL_METRICS_PORT, DEFAULT_CONTROL_PORT, DEFAULT_HOST
@@ -287,22 +287,6 @@ class ClusterFile(Section):
     inner_tls: InnerTls | None = None
     """Mutual TLS between routers, replicas, the controller and the `weft` command; null: plain text."""
     ray: RaySection = RaySection()
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.1 with the floats of YAML 1.2: 1e-05, as Helm writes it, would be a string."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
-def read_yaml(text: str) -> Any:
-    """Return what a YAML text says. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)
 
 
 def load_cluster_file(path: Path) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import yaml
 from rich.console import Console
 from weft.addresses import family_of
 from weft.v1 import control_pb2
+from weft.yaml_text import read_yaml
 
-from cluster.config import ModelSpec, build_spec, load_cluster_file, read_yaml
+from cluster.config import ModelSpec, build_spec, load_cluster_file
 from cluster.control_client import ControlClient
 from cluster.errors import ClusterConfigError, ControllerError
 from cluster.models import absolute_source

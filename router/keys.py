@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 import yaml
+from weft.yaml_text import read_yaml
 
 from router.errors import RateLimitedError, RouterConfigError, UnauthenticatedError
 
@@ -169,7 +170,7 @@ class KeyRing:
 
     def _read(self) -> Mapping[str, Tenant]:
         try:
-            entries = msgspec.convert(yaml.safe_load(self._path.read_bytes()), _File).keys
+            entries = msgspec.convert(read_yaml(self._path.read_bytes()), _File).keys
         except Exception as error:  # yaml lets out whatever a text makes its parts raise, such as ValueError
             raise RouterConfigError(f"the API keys in {self._path} cannot be read: {error}") from error
         for entry in entries:

@@ -27,9 +27,10 @@ from helpers.chart import (
 )
 from helpers.kube_api import KubeApi, kube_api
 from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
+from weft.yaml_text import read_yaml
 
 from cluster.cli import app
-from cluster.config import ClusterSpec, build_spec, read_yaml
+from cluster.config import ClusterSpec, build_spec
 from cluster.placement import Placement
 from router import __main__ as router_main
 from router.config import RouterConfig, TraceProtocol, TracingConfig

@@ -244,3 +244,26 @@ def test_small_numbers_may_be_written_as_helm_and_people_do(tmp_path: Path, text
     path.write_text(f"tracing: {{endpoint: 'http://otel:4317', sample_ratio: {text}}}\nmodels: [{{name: 1e5m}}]\n")
     spec = build_spec(load_cluster_file(path))
     assert (spec.router.tracing.sample_ratio, spec.models[0].name) == (1e-5, "1e5m")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("models:\n- replicas: 1\n  replicas: 2\n", r"the key 'replicas' comes twice .*line 3, column 3"),
+        ("models: [{}]\nrouter: {}\nmodels: []\n", "the key 'models' comes twice"),
+    ],
+)
+def test_a_key_that_comes_twice_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterConfigError, match=rf"cluster\.yaml: not YAML: {said}"):
+        load_cluster_file(path)
+
+
+def test_what_is_merged_may_be_said_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("models:\n- &one {path: weft-tiny, name: a, replicas: 2}\n- {<<: *one, name: b}\n")
+    assert [(model.name, model.replicas) for model in build_spec(load_cluster_file(path)).models] == [
+        ("a", 2),
+        ("b", 2),
+    ]

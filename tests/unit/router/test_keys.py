@@ -126,6 +126,7 @@ def test_spaces_of_cached_prefixes_cannot_meet(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("keys: [", "cannot be read"),
+        ("keys: []\nkeys: []", "cannot be read: the key 'keys' comes twice"),
         ("keys: [{name: 2026-02-30}]", "cannot be read: day is out of range"),
         ("keys: !!bool perhaps", "cannot be read"),
         pytest.param("keys: " + "[" * 5000, "cannot be read: maximum recursion depth", id="deep"),
@@ -183,7 +184,7 @@ async def test_nobody_waits_while_the_file_is_read_again(
         assert may_read.wait(10)
         return {"keys": [{"name": "bob", "sha256": hash_key("wk-bob")}]}
 
-    monkeypatch.setattr("router.keys.yaml.safe_load", read)
+    monkeypatch.setattr("router.keys.read_yaml", read)
     monkeypatch.setattr("router.keys._RELOAD_S", 0.01)
     write({}, {"name": "bob", "sha256": hash_key("wk-bob")})
     following = asyncio.create_task(keys.follow())
