@@ -91,6 +91,8 @@ def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:
     """Return what the flags of `weft simulate` mean for a cluster. Raises BenchConfigError."""
     if options.has_deadlines or len(options.policies) > 1:
         raise BenchConfigError("--deadlines, or more than one --policy; allowed: without --replicas")
+    if options.trace is None and (flags.copies != 1 or flags.length_scale != 1):
+        raise BenchConfigError("--copies, --length-scale: allowed with --trace")
     assert flags.replicas is not None
     autoscaling = _parse_autoscaling(flags)
     most_replicas = flags.replicas if autoscaling is None else autoscaling.max_replicas

@@ -3,6 +3,7 @@
 Whatever goes wrong is one clear line on stderr: exit code 2 for a wrong flag or file, 1 for everything else.
 """
 
+import errno
 import json
 import logging
 import sys
@@ -69,6 +70,10 @@ def run_and_report(command: Callable[[], object]) -> None:
     except ClusterConfigError as error:
         _fail(error, 2)
     except (ClusterError, ModelError, EngineError, RouterError) as error:
+        _fail(error, 1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
         _fail(error, 1)
     except KeyboardInterrupt:
         sys.exit(130)

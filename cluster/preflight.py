@@ -7,8 +7,10 @@ import errno
 import os
 import socket
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from weft.addresses import family_of
+from weft.recording import RecordingConfig
 
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import ModelNotFoundError, StartError
@@ -27,7 +29,8 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
 
     Raises:
         ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
-        StartError: a port is taken, tracing is on and not installed, or the inner TLS files cannot be used.
+        StartError: a port is taken, the folder of recordings cannot be made, tracing is on and not installed, or the
+            inner TLS files cannot be used.
     """
     models = tuple(check_model(model) for model in spec.models)
     try:
@@ -38,6 +41,7 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
         raise StartError(str(error)) from error
     if spec.ray_address is None:
         _check_ports(spec)
+        _check_recording(spec.router.recording)
     return replace(spec, models=models, router=_with_absolute_files(spec.router))
 
 
@@ -123,6 +127,17 @@ def _check_ports(spec: ClusterSpec) -> None:
             raise StartError(
                 f"host: {spec.host!r} with {name} {port}: {error}; allowed: an address of this node"
             ) from error
+
+
+def _check_recording(recording: RecordingConfig) -> None:
+    if recording.folder is None:
+        return
+    try:
+        Path(recording.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(
+            f"recording.folder: {recording.folder} cannot be made: {error.strerror}; allowed: a folder"
+        ) from error
 
 
 def _bind(host: str, port: int) -> None:

@@ -52,6 +52,7 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
 
     Raises:
         ClusterError, ModelError, EngineConfigError: it did not come up, or it broke.
+        KeyboardInterrupt: a signal stopped it before it was ready.
     """
     import_for_good("cluster.service")  # Ray: only those who serve pay for its import
     from cluster.service import Service
@@ -63,12 +64,15 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
                 _run(service, console, stays=stays, grace_s=spec.router.grace_s)
         except KeyboardInterrupt:
             console.print("Stopped before it was ready.")
+            raise
 
 
 def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None:
     console.file = cast("IO[str]", _LastingOutput(console.file))
+    was_ready = False
     try:
         _wait_until_ready(service, console, stays=stays)
+        was_ready = True
         print_addresses(console, service.status(), service.control_address, service.tls)
         changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=_WATCH_S):
@@ -78,6 +82,8 @@ def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None
         console.print("Stopping ...")
         with suppress(KeyboardInterrupt):  # a second one: nobody waits any longer
             service.shut_down(grace_s)
+        if not was_ready:
+            raise
     if stays:
         console.print("Stopped.")
 

@@ -69,6 +69,23 @@ def write_random_model(
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; allowed: a new or an empty folder")
+    try:
+        _fill(folder, description, config, seed, dtype, tokenizer, max_shard_bytes)
+    except BaseException:
+        for file in folder.iterdir():  # or the next try would find it not empty
+            file.unlink()
+        raise
+
+
+def _fill(
+    folder: Path,
+    description: DecoderDescription,
+    config: Mapping[str, Any],
+    seed: int,
+    dtype: torch.dtype,
+    tokenizer: Path | None,
+    max_shard_bytes: int,
+) -> None:
     special_ids = _copy_tokenizer(tokenizer, folder) if tokenizer is not None else {}
     special_ids |= {name: config[name] for name in _SPECIAL_IDS if config.get(name) is not None}
     _write_weights(folder, _list_tensors(description), seed, dtype, max_shard_bytes)

@@ -33,6 +33,8 @@ class CacheConfig:
             raise EngineConfigError(f"the cache's dtype is {self.dtype!r}; allowed: 'auto', 'int8'")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise EngineConfigError(f"num_blocks is {self.num_blocks}; allowed: at least 2")
+        if self.cpu_cache_bytes < 1:
+            raise EngineConfigError(f"cpu_cache_bytes is {self.cpu_cache_bytes}; allowed: at least 1")
         if not 0 < self.memory_fraction <= 1:
             raise EngineConfigError(f"memory_fraction is {self.memory_fraction}; allowed: more than 0, at most 1")
         if self.host_cache_bytes < 0:

@@ -61,7 +61,10 @@ def plot_sweep(points: Sequence[Point], folder: Path, *, title: str) -> Path:
         axes.legend()
     figure.suptitle(title)
     file = folder / ("concurrency_sweep.png" if is_closed else "rate_sweep.png")
-    figure.savefig(file, dpi=120)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise BenchError(f"{file} cannot be written: {error.strerror}") from error
     return file
 
 

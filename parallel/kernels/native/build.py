@@ -153,5 +153,11 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DeviceError(f"{command[0]} did not run: {error}") from error
     if done.returncode != 0:
-        raise DeviceError(f"{command[0]} failed with status {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise DeviceError(f"{command[0]} failed with status {done.returncode}: {_most_telling(done.stderr)}")
     return done.stdout
+
+
+def _most_telling(output: str) -> str:
+    """Of a compiler's output, the first lines that speak of an error, else the last ones."""
+    lines = output.strip().splitlines()
+    return "\n".join([line for line in lines if "error" in line or "No space" in line][:5] or lines[-5:])

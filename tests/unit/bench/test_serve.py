@@ -1,6 +1,7 @@
 """`weft bench serve` on a real router over fake replicas: both fronts see the same, and errors are told apart."""
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -382,6 +383,18 @@ async def test_loads_without_a_number_are_apart_from_the_line(
         line, crosses = axes.lines[:2]
         assert list(line.get_xdata()) == [1.0, 4.0]
         assert (list(crosses.get_xdata()), crosses.get_linestyle()) == ([point.summary.request_rate], "None")
+
+
+async def test_plot_that_cannot_be_written_is_told(
+    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_the_disk(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    points = (await measure(options(target(router, Protocol.GRPC), num_requests=2))).points
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fill_the_disk)
+    with pytest.raises(BenchError, match=r"concurrency_sweep\.png cannot be written: No space left on device"):
+        plot_sweep(points, tmp_path, title="t")
 
 
 async def test_requests_at_a_time_are_whole(

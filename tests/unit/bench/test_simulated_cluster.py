@@ -266,6 +266,7 @@ def test_every_routing_policy_is_simulated_unless_told_otherwise() -> None:
         (["--replicas", "2", "--fail", "soon:1"], "'soon:1'; allowed: seconds:replica"),
         (["--replicas", "2", "--fail", "1:2"], "'1:2'; allowed: seconds:replica, such as 60:0; replicas are 0 to 1"),
         (["--replicas", "2", "--autoscale", "1:3", "--fail", "1:3"], "replicas are 0 to 2"),
+        (["--replicas", "2", "--copies", "3"], "--copies, --length-scale: allowed with --trace"),
         (["--replicas", "2", "--policy", "fcfs,mlfq"], "more than one --policy; allowed: without --replicas"),
     ],
 )

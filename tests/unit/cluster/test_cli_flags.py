@@ -1,5 +1,7 @@
 """Groups of flags as parameters of a command."""
 
+import errno
+import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -10,6 +12,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from cluster.cli import app as weft
+from cluster.cli import run_and_report
 from cluster.cli_flags import given, with_flags
 from cluster.errors import ClusterConfigError
 
@@ -83,3 +86,12 @@ def test_more_of_a_log_than_a_message_can_ask_for_is_refused() -> None:
 def test_given_flags_are_those_that_differ_from_their_defaults() -> None:
     assert given(Size()) == {}
     assert given(Size(width=3, height=0.0)) == {"height": 0.0}
+
+
+def test_full_disk_under_the_output_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def write() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(SystemExit, match="1"):
+        run_and_report(write)
+    assert capsys.readouterr().err == "Error: [Errno 28] No space left on device\n"

@@ -97,6 +97,13 @@ def test_taken_port_is_named(folder: Path, section: tuple[str, str]) -> None:
             check_spec(wanted)
 
 
+def test_folder_of_recordings_that_cannot_be_made_is_refused(folder: Path) -> None:
+    file = folder / "config.json"
+    wanted = build_spec({"models": [{"path": str(folder)}], "recording": {"folder": str(file)}, **ANY_PORTS})
+    with pytest.raises(StartError, match=rf"recording\.folder: {file} cannot be made: File exists; allowed: a folder"):
+        check_spec(wanted)
+
+
 @pytest.mark.parametrize("host", ["256.1.1.1", "no\nhost", "a" * 100])
 def test_host_that_is_none_of_this_node_is_named(folder: Path, host: str) -> None:
     wanted = build_spec({"models": [{"path": str(folder)}], "host": host, **ANY_PORTS})

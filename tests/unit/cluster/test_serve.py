@@ -57,6 +57,20 @@ def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
 
 
+class SlowService(InterruptedService):
+    """Somebody presses Ctrl-C while it comes up."""
+
+    def wait_ready(self, *, on_status: Callable[[control_pb2.GetStatusResponse], None]) -> None:
+        raise KeyboardInterrupt
+
+
+def test_service_that_was_stopped_before_it_was_ready_was_no_success() -> None:
+    service = SlowService()
+    with pytest.raises(KeyboardInterrupt):
+        _run(service, Console(file=io.StringIO()), stays=True, grace_s=30.0)
+    assert service.graces_s == [30.0]
+
+
 class FailedService(InterruptedService):
     """One of its groups cannot start; it watches until somebody presses Ctrl-C."""
 

@@ -1,6 +1,8 @@
 """Random models of any geometry load in transformers, are varied, and can be made larger than memory."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +196,20 @@ def test_folder_in_use_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not empty; allowed: a new or an empty folder"):
         write_random_model(tmp_path, _config(), 0, torch.float32)
     assert [file.name for file in tmp_path.iterdir()] == ["precious"]
+
+
+def test_what_was_written_of_a_model_is_taken_back_when_the_rest_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_the_disk(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("parallel.random_model._write_json", fill_the_disk)
+        with pytest.raises(OSError, match="No space left"):
+            write_random_model(tmp_path, _config(), 0, torch.float32)
+    write_random_model(tmp_path, _config(), 0, torch.float32)
+    assert (tmp_path / "config.json").is_file()
 
 
 def test_what_cannot_be_made_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:

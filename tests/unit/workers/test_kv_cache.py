@@ -208,3 +208,9 @@ def test_keys_that_are_values_are_stored_once() -> None:
 def test_memory_that_no_host_has_is_a_wrong_setting(num_elements: int) -> None:
     with pytest.raises(EngineConfigError, match=rf"asks for {2 * num_elements} bytes of this host .* fewer than"):
         lazy_zeros((num_elements,), torch.bfloat16)
+
+
+@pytest.mark.parametrize("cpu_cache_bytes", [0, -5])
+def test_no_cache_at_all_is_a_wrong_setting(cpu_cache_bytes: int) -> None:
+    with pytest.raises(EngineConfigError, match=f"cpu_cache_bytes is {cpu_cache_bytes}; allowed: at least 1"):
+        CacheConfig(cpu_cache_bytes=cpu_cache_bytes)
