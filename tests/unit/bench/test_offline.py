@@ -302,3 +302,14 @@ def test_what_was_measured_before_a_failure_is_told(tmp_path: Path, monkeypatch:
 def test_what_offline_cannot_do_is_told(arguments: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         CliRunner().invoke(app, ["bench", "offline", *arguments], catch_exceptions=False)
+
+
+@pytest.mark.usefixtures("known_ceiling")
+def test_no_round_finds_the_prefixes_of_another(tmp_path: Path) -> None:
+    file, lines = tmp_path / "prompts.jsonl", tmp_path / "lines"
+    file.write_text(json.dumps({"prompt": "Once upon a time " * 20}) + "\n")
+    arguments = ["bench", "offline", "--model", "weft-tiny", "--dataset", "prompts", "--file", str(file)]
+    arguments += ["--repeats", "2", "--output-tokens", "2", "--json", str(lines)]
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    repeats = json.loads(lines.read_text())["result"]["repeats"]["prompts"]
+    assert [repeat["summary"]["cached_tokens"] for repeat in repeats] == [0, 0]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,12 @@ def test_command_measures_every_phase(tmp_path: Path, capsys: pytest.CaptureFixt
     assert list(line["attention_s"]) == ["32", "256"]
     assert min(line["attention_s"].values()) > 0
     assert {"torch", "commit"} <= line.keys()
+
+
+def test_a_phase_of_decoding_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_run", lambda *_: [record(1, 2, 3, 4, 5), record(1, 2, 3, 4, 5)])
+    cost: Any = SimpleNamespace(decode_bytes=lambda num, steps, seen: steps * 50.0, decode_flops=lambda seen: 8.0)
+    ceiling: Any = SimpleNamespace(read_bytes_per_s=100.0, flops_per_s=100.0)
+    engine: Any = None
+    phase = roofline.measure_decode(engine, cost, ceiling, num_seqs=2, num_in=10, num_out=5)
+    assert (phase.measured_s, phase.least_s, phase.bound, phase.share) == (1.0, 0.5, "memory", 0.5)

@@ -140,3 +140,9 @@ def test_targets_must_be_positive() -> None:
         Targets(ttft_s=0.0)
     with pytest.raises(BenchConfigError, match=r"--e2e-target is nan ms"):
         Targets(e2e_s=float("nan"))
+
+
+def test_time_per_token_counts_tokens_and_not_pieces_of_text() -> None:
+    record = answered(1.0, [1.5, 3.5])
+    record.usage = Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=5)
+    assert (record.num_seen, record.tpot_s) == (2, 0.5)

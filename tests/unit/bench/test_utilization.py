@@ -341,3 +341,8 @@ async def test_controller_of_another_service_is_not_believed() -> None:
         await source(service(), router_port=50099).look("m")
     with pytest.raises(RanksUnknownError, match="nobody is there"):
         await source(ControllerError("nobody is there")).look("m")
+
+
+def test_a_rank_that_came_during_the_load_is_no_measurement() -> None:
+    with pytest.raises(RanksUnknownError, match="ranks came or went during the load: 1"):
+        compare({"0": START}, {"0": START, "1": START}, duration_s=1.0, peak=PEAK)

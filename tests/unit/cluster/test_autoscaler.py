@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.autoscaler import Autoscaler, AutoscalerConfig, Decision, Observation
 from cluster.errors import ClusterConfigError
+from cluster.scaling import Watch
 
 TRACE = Path(__file__).parents[4] / "shared" / "traces" / "servegen_m_small_clients.jsonl.gz"
 CONFIG = AutoscalerConfig(target_requests=10, window_s=10, idle_s=60)
@@ -200,3 +201,26 @@ def day_of_arrivals() -> list[float]:
                 if start_s < 24 * 3600:
                     rates[int(start_s) // 600] += rate
     return rates
+
+
+def test_a_model_whose_requests_end_between_looks_is_not_idle() -> None:
+    served = [look(time_s, on_time="1/1") for time_s in range(0, 200, 2)]
+    assert decide(served, 1, least=0).replicas == 1
+    quiet = [look(time_s) for time_s in range(200, 262, 2)]
+    assert decide(served + quiet, 1, least=0) == Decision(replicas=0, reason="no request for 60 s")
+
+
+def test_the_last_replica_goes_alone() -> None:
+    config = replace(CONFIG, downscale_delay_s=100, idle_s=10)
+    assert decide([look(time_s, ready=3) for time_s in range(60)], 3, config, least=0).replicas == 3
+
+
+def test_blocks_that_are_used_as_they_should_be_ask_for_no_more() -> None:
+    full = [look(time_s, ready=3, running=4, kv=0.7) for time_s in range(30)]
+    assert decide(full, 3, replace(CONFIG, target_kv_usage=0.7)).replicas == 3
+
+
+def test_looks_at_odd_times_reach_back_far_enough() -> None:
+    watch = Watch(Autoscaler(replace(CONFIG, downscale_delay_s=20), min_replicas=0, max_replicas=2))
+    decisions = [watch.follow(look(1.7 * i, ready=1), 1).replicas for i in range(60)]
+    assert decisions[-1] == 0

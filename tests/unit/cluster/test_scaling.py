@@ -15,13 +15,13 @@ from weft.v1 import control_pb2
 
 from bench.replay import replay_file
 from cluster.config import build_spec
-from cluster.demand import DemandLedger, RouterDemand
+from cluster.demand import Demand, DemandLedger, RouterDemand
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import RestartPolicy
 from cluster.rank_actor import Outcome, ReplicaLoad
 from cluster.recording import AutoscalerMade, ScalingCall, ScalingRecording, ScalingSetup
 from cluster.saved_state import SavedState, decode, encode
-from cluster.scaling import Scaling
+from cluster.scaling import Scaling, observe
 from cluster.wanted_state import WantedState
 
 LLAMA = {
@@ -320,3 +320,28 @@ async def test_run_looks_at_once_when_somebody_waits(folder: Path, monkeypatch: 
             await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+def test_replicas_that_do_not_say_are_there() -> None:
+    told = ReplicaLoad(num_running=3, num_waiting=1, kv_usage=0.5)
+    seen = observe([None, told], Demand(num_held=2), 1.0)
+    assert (seen.num_ready, seen.num_running, seen.num_waiting, seen.kv_usage) == (2, 3, 3, 0.5)
+
+
+async def test_who_waits_is_looked_at_once(folder: Path) -> None:
+    service = await Service(folder).begin(min_replicas=0, replicas=0)
+    looks = 0
+
+    async def look() -> None:
+        nonlocal looks
+        looks += 1
+        assert looks < 5, "it looks without a pause"
+
+    service.scaling.look = look  # type: ignore[method-assign]
+    task = asyncio.create_task(service.scaling.run())
+    await turns()
+    service.ledger.somebody_waits.set()
+    for _ in range(10):
+        await turns()
+    task.cancel()
+    assert looks == 2

@@ -925,3 +925,45 @@ async def test_dry_run_tells_and_changes_nothing(bench: Bench) -> None:
     assert [change.details for change in changes] == [("replicas: 2 -> 3",)]
     assert bench.saved == saved
     assert bench.model().wanted_replicas == 2
+
+
+async def test_a_group_that_waits_for_its_next_life_is_on_no_node(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    life = bench.forms.lives[0]
+    life.become_ready("node-b")
+    await life.end(Outcome(message="rank 0 died"))
+    bench.state.reconcile()
+    assert not bench.model().groups[0].address
+    assert await bench.state.drain("10.0.0.1", None) == ([], "node-b")
+
+
+async def test_groups_have_what_the_routers_left_of_the_time_to_stop(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.settle()
+    bench.router.may_stop.clear()
+    stopping = asyncio.create_task(bench.state.shut_down(60.0))
+    await turns()
+    bench.clock.advance(20.0)
+    bench.router.may_stop.set()
+    await stopping
+    assert [life.drained_s for life in bench.forms.lives] == [40.0]
+
+
+async def test_a_node_whose_drain_was_undone_stays_so_after_a_restart(bench: Bench) -> None:
+    await bench.state.drain("node-b", None)
+    await bench.state.undrain("node-b")
+    bench.restart()
+    assert not bench.state.drained_nodes
+
+
+async def test_a_life_is_saved_before_it_begins(bench: Bench) -> None:
+    saved_lives = []
+    form = bench.forms
+
+    def note(replica_id: str, *args: Any, **fields: Any) -> Any:
+        saved_lives.append(decode(bench.saved).groups[0].num_lives)
+        return form(replica_id, *args, **fields)
+
+    bench.state._form = note  # type: ignore[assignment]
+    await bench.apply({"replicas": 1})
+    assert saved_lives == [1]

@@ -238,3 +238,10 @@ def test_which_layers_are_in_8_bits(
         )
         assert kernels.in_8_bits == (in_8_bits if int8_linears else [])
         assert not int8_linears or kernels.plain == plain
+
+
+def test_a_row_of_zeros_is_zeros() -> None:
+    integers, scales = quantize_rows(torch.zeros(1, 8))
+    assert not integers.any()
+    assert scales.isfinite().all()
+    assert (scales > 0).all()

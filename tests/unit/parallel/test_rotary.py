@@ -13,7 +13,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from parallel import rotary
 from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
+from parallel.families.fields import Fields
 from parallel.families.registry import describe_config
+from parallel.families.rope import read_rotary
 from parallel.position_description import LongRopeScaling
 from parallel.rotary import RotaryTable
 
@@ -291,3 +293,9 @@ def test_yarn_of_phi3_without_the_factors_of_longrope_is_refused() -> None:
 def test_partial_rotation_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor is 0\.5"):
         _describe({**_config(rope_type="default"), "partial_rotary_factor": 0.5})
+
+
+def test_a_context_that_is_given_after_scaling_is_served() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    config = {"max_position_embeddings": 8192, "rope_scaling": rope}
+    assert read_rotary(Fields(config, "test"), 64)[1] == 8192

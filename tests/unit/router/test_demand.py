@@ -13,6 +13,7 @@ from weft.v1 import control_pb2
 from weft.v1 import inference_pb2 as pb
 
 from router.config import AdmissionConfig, FailoverConfig
+from router.demand import Demand, growth
 
 QUICK = FailoverConfig(new_request_wait_s=0.2, cold_start_wait_s=20.0)
 
@@ -226,3 +227,46 @@ async def test_controller_of_an_older_version_is_followed_all_the_same(control: 
         await router.wait_ready(1)
         assert (await router.generate(text_request("hello"))).finished is not None
         assert not control.reports
+
+
+async def test_requests_that_have_waited_leave_their_places(control: FakeControl) -> None:
+    control.set_replicas({})
+    config = router_config(
+        control=control.address, failover=QUICK, admission=AdmissionConfig(max_in_flight=1, max_queued=1)
+    )
+    async with running_router(config) as router:
+        await router.wait_ready(0)
+        codes = [(await outcome(router))[0] for _ in range(3)]
+    assert codes == [grpc.StatusCode.UNAVAILABLE] * 3, "two may wait at once"
+
+
+async def test_request_on_a_replica_is_not_held(control: FakeControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.demand.REPORT_S", 0.05)
+    async with FakeReplica("a", paused=True) as a, running_router(router_config(control=control.address)) as router:
+        control.set_replicas({"a": a.address})
+        await router.wait_ready(1)
+        asking = asyncio.create_task(router.generate(text_request("hello")))
+        await until(lambda: a.num_requests == 1)
+        num_reports = len(control.reports)
+        await until(lambda: len(control.reports) >= num_reports + 2)
+        assert control.num_held == 0
+        a.resume()
+        await asking
+
+
+def test_a_model_that_comes_back_has_not_shrunk() -> None:
+    before, now = Demand(num_held=0, num_finished=5, num_on_time=4), Demand(num_held=1, num_finished=2, num_on_time=1)
+    told = growth("m", before, now)
+    assert (told.num_held, told.num_finished, told.num_on_time) == (1, 0, 0)
+
+
+async def test_what_ended_is_told_once(control: FakeControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.demand.REPORT_S", 0.05)
+    async with FakeReplica("a") as a, running_router(router_config(control=control.address)) as router:
+        control.set_replicas({"a": a.address})
+        await router.wait_ready(1)
+        await router.generate(text_request("hello"))
+        await until(lambda: total(control, "num_finished") > 0)
+        num_reports = len(control.reports)
+        await until(lambda: len(control.reports) >= num_reports + 2)
+        assert total(control, "num_finished") == 1

@@ -286,3 +286,47 @@ async def test_every_request_ends_once_and_whole_under_random_failures(policy: P
     assert replayed.calls["breaker"] == 3
     assert replayed.calls["route"] > 30
     assert replayed.calls["enter"] == replayed.calls["leave"] == 30
+
+
+async def test_replica_that_fails_amid_an_answer_has_broken() -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("b", paused=True) as b,
+        running_router(router_config(a.address, b.address, metrics_port=0)) as router,
+    ):
+        await router.wait_ready(2)
+        answering = await start(router, text_request("hello", max_tokens=8), a, b)
+        first = holder(a, b)
+        await first.step(3)
+        first.fail_requests(grpc.StatusCode.UNAVAILABLE, "its group has failed")
+        (b if first is a else a).resume()
+        check_whole(await answering, "hello", max_tokens=8)
+        assert await router.metric("weft_router_failovers_total", model="tiny") == 1
+
+
+async def test_usage_tells_what_was_cached_where_the_request_began() -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("b", paused=True) as b,
+        running_router(router_config(a.address, b.address)) as router,
+    ):
+        await router.wait_ready(2)
+        answering = await start(router, text_request("hello world", max_tokens=6), a, b)
+        first = holder(a, b)
+        second = b if first is a else a
+        await first.step(2)
+        second.resident |= set(second._hashes(first.submits[0]))  # of others' requests
+        second.resume()
+        first.break_streams()
+        answer = await answering
+        assert answer.finished is not None
+        assert answer.finished.usage.cached_tokens == 0
+
+
+async def test_salted_prompt_is_predicted_where_it_is_but_for_its_last_token() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
+        await router.wait_ready(1)
+        asked = text_request("seven c", max_tokens=2, cache_salt="s")  # eight tokens, two blocks
+        for _ in range(2):
+            await router.generate(asked)
+        assert await router.metric("weft_router_predicted_cached_tokens_total", model="tiny") == 7

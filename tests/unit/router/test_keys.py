@@ -270,3 +270,16 @@ async def test_tokenizing_counts_as_a_request_and_its_tokens_do_not(write: Calla
                 await call
         for path_of, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [104]})):
             assert (await http.post(path_of, json=body)).status_code == 429
+
+
+def test_a_rate_that_changed_in_the_file_is_the_new_one(write: Callable[..., Path]) -> None:
+    keys = ring(write({"requests_per_minute": 1}))
+    keys.identify(f"Bearer {ALICE}").admit(OneRequest())
+    write({"requests_per_minute": 2})
+    keys._version = None  # whatever the file system's clock
+    keys.reload()
+    alice = keys.identify(f"Bearer {ALICE}")
+    alice.admit(OneRequest())
+    alice.admit(OneRequest())
+    with pytest.raises(RateLimitedError, match="allowed: 2 a minute"):
+        alice.admit(OneRequest())

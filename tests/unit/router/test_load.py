@@ -69,3 +69,12 @@ def test_it_can_be_read_while_requests_are_sent() -> None:
     load.submit("y", Number(20))
     is_reading = True
     assert load.num_pending_tokens == 320
+
+
+def test_end_of_an_answered_request_leaves_the_prompts_of_others() -> None:
+    load = LoadEstimate()
+    load.submit("x", 300)
+    load.answer("x")
+    load.report(2, 200)  # of another router's request
+    load.end("x")
+    assert (load.num_requests, load.num_pending_tokens) == (1, 200)

@@ -127,3 +127,21 @@ def test_so_many_replicas_may_break_under_a_request() -> None:
     placing.note_break(B, "gone")
     with pytest.raises(ReplicaFailedError, match="3 replicas broke under the request; allowed: fewer than 3"):
         placing.note_break(A, "gone again")
+
+
+def test_a_request_under_which_a_replica_broke_before_a_token_has_begun() -> None:
+    placing = Placing(FailoverConfig(), "m", lambda: 1.0)
+    placing.note_break(ReplicaId("a"), "died")
+    assert placing.has_begun
+
+
+def test_a_breaker_that_opens_is_known_to_the_route_at_once() -> None:
+    route: Route[ReplicaBook] = Route(ServedModel(name="m", path="", max_context=0), RoundRobin())
+    breaker = Breaker(BreakerConfig(max_failures=1, open_s=5.0))
+    book = ReplicaBook(A, index=PrefixIndex(), breaker=breaker, on_change=route.note_change)
+    route.add(book)
+    book.note_ready()
+    assert list(route.find(set(), 0.0)) == [book]
+    book.note_submit("x", 1, 0.0)
+    book.note_output("x", 13, 0.0)  # INTERNAL
+    assert list(route.find(set(), 0.0)) == []

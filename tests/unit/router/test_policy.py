@@ -168,3 +168,31 @@ def test_every_policy_can_be_made_and_chooses_a_candidate(name: PolicyName) -> N
     for num_tokens in (1, 15, 16, 1000):
         views = [view("a", 3), view("b", 1, 50, cached=1)]
         assert policy.choose(request(num_tokens), views).replica_id in ("a", "b")
+
+
+def test_without_slack_equal_loads_are_all_candidates() -> None:
+    policy = affinity(load_factor=1, load_slack=0)
+    assert policy.choose(request(1), [view("a", 2), view("b", 2)]).replica_id in ("a", "b")
+
+
+def test_a_prefix_of_which_somebody_holds_less_than_decides_its_home_is_cold() -> None:
+    names = [ReplicaId("a"), ReplicaId("b")]
+    asked = request(200)
+    home = rendezvous(asked.block_hashes[3], names)
+    views = [view(name, cached=0 if name == home else 3) for name in names]
+    choice = affinity().choose(asked, views)
+    assert (choice.replica_id, choice.reason) == (home, "home")
+
+
+def test_home_of_a_short_prompt_gets_no_more_credit_than_it_can_save() -> None:
+    names = [ReplicaId("a"), ReplicaId("b")]
+    asked = request(64)
+    home = rendezvous(asked.block_hashes[3], names)
+    views = [view(name, requests=1 if name == home else 0) for name in names]  # a request costs 128 tokens
+    assert affinity().choose(asked, views).replica_id != home
+
+
+def test_work_is_that_of_the_candidates_when_an_overloaded_one_comes_first() -> None:
+    policy = affinity(request_cost_tokens=0)
+    views = [view("a", 40, cached=60), view("c", 0), view("b", 2, cached=50), view("d", 0)]
+    assert policy.choose(request(1000), views).replica_id == "b"

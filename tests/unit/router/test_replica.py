@@ -246,3 +246,16 @@ async def test_reader_that_waits_is_woken_and_one_that_left_does_no_harm() -> No
     assert inbox.add(replica_pb2.RequestOutput(finished=replica_pb2.RequestFinished()))
     received = await staying
     assert isinstance(received.ending, replica_pb2.RequestFinished)
+
+
+async def test_streams_that_break_in_a_row_open_the_breaker() -> None:
+    async with FakeReplica("a") as replica:
+        link = link_to(replica)
+        running = asyncio.create_task(link.run())
+        for number in range(1, 4):
+            await until(lambda number=number: link.state is LinkState.READY and replica.num_connections == number)
+            replica.break_streams()
+            await until(lambda: link.state is not LinkState.READY)
+        assert not link.breaker.is_closed
+        running.cancel()
+        await asyncio.wait((running,))

@@ -17,7 +17,7 @@ from workers import async_engine
 from workers.async_engine import AsyncEngine
 from workers.detokenizer import IncrementalDetokenizer
 from workers.engine import StepResult
-from workers.errors import EngineStoppedError, GroupFailedError, InvalidRequestError
+from workers.errors import EngineStoppedError, GroupFailedError, InvalidRequestError, RequestFailedError
 from workers.plan import StepPlan
 from workers.recording import SchedulerCall, SchedulerSetup, Updated
 from workers.request import FinishReason, RequestId, RequestOutput
@@ -443,3 +443,20 @@ async def test_what_is_recorded_is_in_the_file_as_soon_as_there_is_nothing_to_do
         await until(lambda: any(isinstance(call, Updated) and call.ends for call in calls_in(recorder.path)))
     finally:
         await engine.stop()
+
+
+async def test_a_request_that_cannot_be_added_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(FakeExecutor()) as engine:
+        add = engine._engine.add_request
+
+        def add_request(item: Any, **fields: Any) -> None:
+            if item.request_id == "bad":
+                raise RuntimeError("our bug")
+            add(item, **fields)
+
+        monkeypatch.setattr(engine._engine, "add_request", add_request)
+        with pytest.raises(RequestFailedError, match="cannot be added: RuntimeError"):
+            await anext(engine.generate(request("bad", [1, 2])))
+        good = request("good", [1, 2], max_tokens=3)
+        tokens = [token_id async for output in engine.generate(good) for token_id in output.token_ids]
+        assert tokens == run_alone(good)

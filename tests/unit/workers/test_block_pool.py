@@ -3,6 +3,7 @@
 import pytest
 
 from workers.block_pool import BlockPool
+from workers.host_tier import HostTier
 
 
 def name(i: int) -> bytes:
@@ -151,3 +152,14 @@ def test_integrity_check_names_the_block_whose_references_are_wrong() -> None:
 def test_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks is 0; allowed: at least 1"):
         BlockPool(0, enable_prefix_caching=True)
+
+
+def test_content_that_the_host_has_is_not_stored_anew() -> None:
+    pool = BlockPool(1, enable_prefix_caching=True, host=HostTier(1))
+    (block,) = pool.allocate(1)
+    pool.commit(block, name(1))
+    pool.free([block])
+    (block,) = pool.allocate(1)  # the host has it now
+    assert pool.take_events() == ([name(1)], [])
+    pool.commit(block, name(1))  # another sequence has computed it too
+    assert pool.take_events() == ([], [])

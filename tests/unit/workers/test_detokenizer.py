@@ -157,3 +157,21 @@ def test_metaspace_drops_the_mark_of_the_first_token() -> None:
     tokenizer.decoder = decoders.Metaspace()
     deltas, _ = stream(TokenTable(tokenizer), [0, 1, 7])
     assert "".join(deltas) == tokenizer.decode([0, 1]) == "Hello world"
+
+
+def test_a_stop_string_that_overlaps_one_before_min_tokens_counts() -> None:
+    deltas, detokenizer = stream(byte_table(), list(b"aaab"), stop=["aa"], min_tokens=3)
+    assert detokenizer.stop_string == "aa"
+    assert "".join(deltas) == "a"
+
+
+def test_resume_finds_a_stop_string_that_begins_before_min_tokens() -> None:
+    detokenizer = IncrementalDetokenizer(byte_table(), stop=["abc"], min_tokens=3)
+    detokenizer.resume(list(b"abc"))
+    assert detokenizer.stop_string == "abc"
+
+
+def test_resume_tells_the_longest_of_stop_strings_complete_together() -> None:
+    detokenizer = IncrementalDetokenizer(byte_table(), stop=["b", "ab"])
+    detokenizer.resume(list(b"xab"))
+    assert detokenizer.stop_string == "ab"

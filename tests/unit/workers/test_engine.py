@@ -458,3 +458,18 @@ def test_busy_time_is_all_time_with_a_step_in_flight(looks_ahead: bool, busy_s: 
         now_s += 0.25
     assert engine.stats.num_steps == 10
     assert engine.stats.busy_s == busy_s
+
+
+def test_what_steps_in_flight_store_is_told_when_they_are_done() -> None:
+    engine = fake_engine(FakeExecutor(looks_ahead=True, max_in_flight=2))
+    engine.add_request(request("a", range(8), max_tokens=4))
+    engine.launch()
+    assert engine.take_result().stored_block_hashes == []
+    engine.collect()
+    assert len(engine.take_result().stored_block_hashes) == 2
+
+
+def test_a_stop_token_before_min_tokens_that_was_generated_elsewhere_does_not_end_it() -> None:
+    engine = fake_engine(eos_token_ids=frozenset([8]))
+    outcome = run(engine, [request("a", [1], generated=[8], min_tokens=3, max_tokens=4)])["a"]
+    assert outcome.token_ids

@@ -489,3 +489,28 @@ def test_a_shared_block_behind_an_own_copy_goes_with_it() -> None:
 
     assert cache.num_tokens_at_risk(copy) == 8
     assert list(roster.in_yield_order([copy, short])) == [short, copy]
+
+
+def test_what_the_host_has_takes_free_blocks() -> None:
+    cache, _ = with_host(4, 8)
+    serve(cache, make_sequence(12))
+    serve(cache, make_sequence(4, first=200))
+    compute(cache, make_sequence(4, first=100), 4)  # evicts the tail of the first
+    again = make_sequence(13)
+    prefix = cache.match_prefix(again)
+    assert len(prefix) == 3
+    assert prefix.count(-1) == 1
+    assert not cache.fits(again, prefix, reserve=0), "four blocks are needed, three are free"
+
+
+def test_tokens_from_the_host_are_counted_once_for_all_groups() -> None:
+    pool = BlockPool(8, enable_prefix_caching=True, num_groups=2, host=HostTier(8))
+    cache = KVCacheManager(pool, block_size=4, hash_key=b"key", windows=(None, 9))
+    serve(cache, make_sequence(9))
+    serve(cache, make_sequence(16, first=100))
+    cache.take_copies()
+    sequence = make_sequence(9)
+    prefix = cache.match_prefix(sequence)
+    assert prefix == [-1] * 4
+    cache.share(sequence, prefix)
+    assert sequence.num_host_tokens == 8

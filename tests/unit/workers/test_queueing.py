@@ -224,3 +224,13 @@ def test_tokens_of_all_waiting_are_counted() -> None:
     arrivals.queue.pop(2.0)
 
     assert arrivals.queue.num_tokens == 2
+
+
+def test_all_stays_in_the_queue_count_towards_promotion() -> None:
+    arrivals = Arrivals(SchedulingPolicy.PRIORITY, promote_after_s=10.0)
+    late = arrivals.next(priority=5)
+    for start_s in (0.0, 100.0, 200.0):  # four seconds each time
+        arrivals.push(late, now_s=start_s)
+        arrivals.queue.promote(start_s + 4.0)
+        assert arrivals.queue.pop(start_s + 4.0) is late
+        assert late.is_promoted == (start_s == 200.0)

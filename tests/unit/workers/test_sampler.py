@@ -11,6 +11,7 @@ from parallel.device.cpu import CpuDevice
 from parallel.kernels.sampling import edit_in_torch, gumbel
 from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.errors import InvalidRequestError
+from workers.logit_edits import SequenceEdits
 from workers.plan import NewSequence, SampledToken
 from workers.request import MAX_TEMPERATURE, SamplingParams
 from workers.row_draws import noise_keys
@@ -426,3 +427,21 @@ def test_penalties_and_forbidden_stop_ids_are_edits_of_logits(
     assert edits.token_ids.tolist() == ids
     assert edits.factors.tolist() == [1, factor]
     assert edits.offsets.tolist() == offsets
+
+
+def _edits_of(prompt: list[int], **params: Any) -> Any:
+
+    return SequenceEdits(NewSequence(0, prompt, len(prompt), SamplingParams(**params), []))
+
+
+def test_penalties_reach_all_of_many_tokens() -> None:
+    edits = _edits_of(list(range(100, 300)), repetition_penalty=1.5)
+    assert edits.at(200).ids.tolist() == list(range(100, 300))
+
+
+def test_a_token_that_was_counted_early_counts_once() -> None:
+    edits = _edits_of([1, 2], frequency_penalty=1.0)
+    edits.add_early(7)
+    edits.add_output([7])
+    assert edits.lacks_last(4), "the one after it is not known"
+    assert edits.at(3).offsets.tolist() == [1.0]

@@ -1133,3 +1133,32 @@ def test_an_end_with_a_token_in_flight_makes_no_block_known_that_holds_it(window
     assert served.pool.resident_hashes() == block_hashes(root_hash(b"test"), tokens, 4)
     assert served.pool.num_free == served.pool.num_blocks
     served.scheduler.check_integrity()
+
+
+def test_error_in_a_later_chunk_leaves_nothing_that_was_planned_behind_it() -> None:
+    served = ScheduledModel(max_in_flight=2, looks_ahead=True, prefill_chunk_tokens=7)
+    served.model.failing_prompts.add(tuple(prompt(8)))
+    served.submit("bad", prompt(8))
+    served.launch()
+    served.launch()
+    served.collect()
+    served.model._slots[0].is_failing = False  # what follows does not fail by itself
+    assert shares(served.launch()) == [(0, 8, 1)]
+    served.collect()
+    served.collect()
+
+    assert served.ends == {"bad": "logits are not finite"}
+    assert len(served.cache.match_prefix(served.submit("again", prompt(9)))) == 1
+    served.scheduler.check_integrity()
+
+
+def test_usage_of_a_continued_request_tells_no_more_cached_than_prompt_tokens() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(6), max_tokens=12)
+    served.run()
+    generated = tuple(served.tokens["a"][:10])
+    sequence = served.submit("b", prompt(6), generated=generated, max_tokens=12)
+    served.run()
+    assert sequence.finish is not None
+    assert sequence.finish.usage.cached_tokens == 6
+    assert served.scheduler.counters.num_cached_tokens == 6
