@@ -20,6 +20,7 @@ from router.config import MetricsConfig
 from router.convert import MAX_REQUEST_ID_CHARS
 from router.directory import Directory, ModelRoute
 from router.errors import RouterConfigError
+from router.replica_book import LinkState
 from router.request_log import RequestRecord, log_request
 from router.route import Route
 from router.tenants import NO_TENANT, TenantNames
@@ -279,7 +280,8 @@ def _replicas_state(routes: Sequence[ModelRoute]) -> Iterable[GaugeMetricFamily]
             ready.add_metric(labels, float(link.is_ready))
             requests.add_metric(labels, link.load.num_requests)
             tokens.add_metric(labels, link.load.num_pending_tokens)
-            blocks.add_metric(labels, route.index.num_blocks(link.replica_id))
+            if link.state is LinkState.READY:  # else nothing is known, which is not none
+                blocks.add_metric(labels, route.index.num_blocks(link.replica_id))
     return (ready, requests, tokens, blocks)
 
 

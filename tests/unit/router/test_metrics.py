@@ -200,6 +200,20 @@ async def test_model_without_a_replica_is_told_as_such() -> None:
         assert [await router.metric(name) for name in limits] == [1024, 1024]
 
 
+async def test_index_of_a_replica_is_told_while_the_router_is_connected_to_it() -> None:
+    blocks = "weft_router_replica_indexed_blocks"
+    async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
+        await router.wait_ready(1)
+        await router.generate(text_request("x" * 12))
+        ((_, num_indexed),) = await router.series(blocks)
+        assert num_indexed == len(a.resident) > 0
+        a.drain()
+        await poll(lambda: router.metric("weft_router_ready_replicas", model="tiny"), 0)
+        assert [number for _, number in await router.series(blocks)] == [num_indexed]
+        await a.die()
+        await poll(lambda: router.series(blocks), [])
+
+
 def route(num_ready: int, **targets: float) -> ModelRoute:
     served = ServedModel(name="m", path="/m", max_context=0, **targets)
     route = ModelRoute(served, RoundRobin())
