@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import RequestError
-from cluster.generate import credentials, summary, to_request_error
+from cluster.generate import connect, summary, to_request_error
 from router.client import Client, ClientError
 from router.client_values import Collector, Options
 
@@ -19,6 +19,7 @@ def chat(
     router: str,
     api_key: str | None = None,
     tls_ca: Path | None = None,
+    tls_name: str | None = None,
     model: str,
     system: str | None,
     as_json: bool,
@@ -37,7 +38,7 @@ def chat(
     asked: Options = {"model": model, "timeout_s": timeout_s, **options}  # type: ignore[typeddict-item]
     is_typed = sys.stdin.isatty()
     messages = [{"role": "system", "content": system}] if system is not None else []
-    with Client(router, api_key=api_key, credentials=credentials(tls_ca)) as client:
+    with connect(router, api_key=api_key, tls_ca=tls_ca, tls_name=tls_name) as client:
         while True:
             try:
                 text = read_line("> " if is_typed and not as_json else "")

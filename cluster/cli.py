@@ -50,6 +50,7 @@ ApiKey = Annotated[
 TlsCa = Annotated[
     Path | None, typer.Option(help="Speak TLS to a router whose certificate these authorities signed (PEM).")
 ]
+TlsName = Annotated[str | None, typer.Option(help="With --tls-ca: name in the certificate. Default: that in --router.")]
 TemplateKwargs = Annotated[
     str | None,
     typer.Option(metavar="JSON", help='Variables for the chat template, such as {"enable_thinking": false}.'),
@@ -173,6 +174,7 @@ def generate(
     model: Model = "",
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,
+    tls_name: TlsName = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     chat_template_kwargs: TemplateKwargs = None,
@@ -234,6 +236,7 @@ def generate(
         router=router,
         api_key=api_key,
         tls_ca=tls_ca,
+        tls_name=tls_name,
         model=model,
         is_chat=chat,
         system=system,
@@ -250,6 +253,7 @@ def chat(
     model: Model = "",
     api_key: ApiKey = None,
     tls_ca: TlsCa = None,
+    tls_name: TlsName = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     chat_template_kwargs: TemplateKwargs = None,
     max_tokens: Annotated[int | None, typer.Option(help="At most this many tokens in an answer.")] = None,
@@ -272,6 +276,7 @@ def chat(
         router=router,
         api_key=api_key,
         tls_ca=tls_ca,
+        tls_name=tls_name,
         model=model,
         system=system,
         as_json=as_json,

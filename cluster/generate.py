@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from cluster.errors import RequestError
+from cluster.errors import ClusterConfigError, RequestError
 from router.client import Client, ClientError
 from router.client_values import Collector, Completion, Options
 
@@ -19,6 +19,7 @@ def generate(
     router: str,
     api_key: str | None = None,
     tls_ca: Path | None = None,
+    tls_name: str | None = None,
     model: str,
     is_chat: bool,
     system: str | None,
@@ -36,7 +37,7 @@ def generate(
     messages = _conversation(prompt, system) if is_chat else None
     collector, has_shown = Collector(), False
     try:
-        with Client(router, api_key=api_key, credentials=credentials(tls_ca)) as client:
+        with connect(router, api_key=api_key, tls_ca=tls_ca, tls_name=tls_name) as client:
             for delta in client.generate(None if is_chat else prompt, messages=messages, **asked):
                 collector.add(delta)
                 if stream:
@@ -59,14 +60,17 @@ def to_request_error(error: ClientError) -> RequestError:
     return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}")
 
 
-def credentials(tls_ca: Path | None) -> grpc.ChannelCredentials | None:
-    """What a router's certificate is compared with; None: no TLS. Raises RequestError."""
+def connect(router: str, *, api_key: str | None, tls_ca: Path | None, tls_name: str | None) -> Client:
+    """Return a connection, with TLS where there are authorities. Raises RequestError when they cannot be read."""
     if tls_ca is None:
-        return None
+        if tls_name is not None:
+            raise ClusterConfigError("--tls-name: without TLS there is no certificate; allowed: with --tls-ca")
+        return Client(router, api_key=api_key)
     try:
-        return grpc.ssl_channel_credentials(tls_ca.read_bytes())
+        credentials = grpc.ssl_channel_credentials(tls_ca.read_bytes())
     except OSError as error:
         raise RequestError(f"{tls_ca} cannot be read: {error.strerror}") from error
+    return Client(router, api_key=api_key, credentials=credentials, tls_name=tls_name)
 
 
 def summary(completion: Completion) -> str:

@@ -123,6 +123,7 @@ class Client(_TypedErrors):
         timeout_s: float | None = None,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        tls_name: str | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
         """Connect lazily: an address where nobody listens shows at the first call.
@@ -132,6 +133,7 @@ class Client(_TypedErrors):
             timeout_s: deadline of each call that names none; None: none.
             api_key: sent with every call; None: none. UnauthenticatedError where it cannot be one.
             credentials: for TLS, from `grpc.ssl_channel_credentials`; None: plain text.
+            tls_name: name that the router's certificate must have; None: that in `target`.
             tracer: makes a span of each generation, from `router.spans.make_tracer` or `router.tracing.OtelTracer`.
         """
         self._timeout_s = check_timeout(timeout_s)
@@ -140,7 +142,7 @@ class Client(_TypedErrors):
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(target, credentials, options=_secure_options(tls_name))
         self._stub = InferenceStub(self._channel)
 
     def close(self) -> None:
@@ -257,6 +259,7 @@ class AsyncClient(_TypedErrors):
         timeout_s: float | None = None,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        tls_name: str | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
         """Connect lazily; see Client."""
@@ -266,7 +269,7 @@ class AsyncClient(_TypedErrors):
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.secure_channel(target, credentials, options=_secure_options(tls_name))
         self._stub = InferenceStub(self._channel)
 
     async def close(self) -> None:
@@ -358,6 +361,10 @@ class AsyncClient(_TypedErrors):
                     return
             await asyncio.sleep(min(_READY_POLL_S, max(deadline - time.monotonic(), 0)))
         raise _not_ready(timeout_s, model, replicas)
+
+
+def _secure_options(tls_name: str | None) -> tuple[tuple[str, str | int], ...]:
+    return _CHANNEL_OPTIONS if tls_name is None else (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls_name))
 
 
 def _with_context(metadata: TraceContext | None, context: TraceContext) -> TraceContext | None:

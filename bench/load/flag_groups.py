@@ -36,6 +36,7 @@ class ServiceFlags:
         str | None, of_service(envvar="WEFT_API_KEY", show_envvar=True, help="Where the service wants one.")
     ] = None
     tls_ca: Annotated[Path | None, of_service(help="Authorities of the service's certificate (PEM): speak TLS.")] = None
+    tls_name: Annotated[str | None, of_service(help="Name in it. Default: that of the address.")] = None
     timeout: Annotated[float, of_service(min=0.1, max=MAX_TIMEOUT_S, help="Seconds of each request.")] = 300.0
 
 

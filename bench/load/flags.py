@@ -128,6 +128,7 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | 
         model=service.model,
         api_key=service.api_key,
         tls_ca=service.tls_ca,
+        tls_name=service.tls_name,
         timeout_s=service.timeout,
         temperature=prompts.temperature,
         top_k=prompts.top_k,

@@ -41,7 +41,11 @@ async def connect_grpc(target: Target) -> AsyncIterator["GrpcSender"]:
     """A connection for the length of the block. Raises BenchError when the authorities cannot be read."""
     credentials = None if target.tls_ca is None else grpc.ssl_channel_credentials(read_authorities(target.tls_ca))
     async with AsyncClient(
-        target.address, timeout_s=target.timeout_s, api_key=target.api_key, credentials=credentials
+        target.address,
+        timeout_s=target.timeout_s,
+        api_key=target.api_key,
+        credentials=credentials,
+        tls_name=target.tls_name,
     ) as client:
         yield GrpcSender(client, target)
 

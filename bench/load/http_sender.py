@@ -61,7 +61,7 @@ class HttpSender:
         """See `Sender`."""
         url = f"{self._base}/v1/models"
         try:
-            async with self._session.get(url) as response:
+            async with self._session.get(url, server_hostname=self._target.tls_name) as response:
                 response.raise_for_status()
                 models = _Models.decode(await response.read())
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
@@ -74,7 +74,10 @@ class HttpSender:
         path, body = self._request(call, cache_salt)
         try:
             async with self._session.post(
-                f"{self._base}{path}", data=msgspec.json.encode(body), headers={"content-type": "application/json"}
+                f"{self._base}{path}",
+                data=msgspec.json.encode(body),
+                headers={"content-type": "application/json"},
+                server_hostname=self._target.tls_name,
             ) as response:
                 if response.status != HTTPStatus.OK:
                     raise CallError(_kind_of(response.status), _message_of(await response.read()))

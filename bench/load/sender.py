@@ -33,6 +33,8 @@ class Target:
     api_key: str | None = None
     tls_ca: Path | None = None
     """Authorities of the service's certificate (PEM). With it gRPC speaks TLS; HTTP does where the URL says https."""
+    tls_name: str | None = None
+    """That the certificate must have; None: that in the address."""
     timeout_s: float = 300.0
     """Of each request."""
     temperature: float = 0.0

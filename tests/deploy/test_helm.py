@@ -514,7 +514,7 @@ def test_helm_test_sends_a_request_to_the_first_model() -> None:
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["weft", "generate"]
-    assert "--router=demo-weft:50051" in container["args"]
+    assert "--router=demo-weft.llm:50051" in container["args"]
     assert "--model=llama-70b" in container["args"]
 
 
@@ -522,6 +522,7 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
     pod = find(render(example="multi-node-pipeline"), "Pod")["spec"]
     (container,) = pod["containers"]
     assert "--tls-ca=/etc/weft-tls/ca.crt" in container["args"]
+    assert "--tls-name=weft.example.org" in container["args"]
     assert pod["volumes"][0]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "it needs no private key"
     (variable,) = container["env"]
     assert variable["valueFrom"]["secretKeyRef"] == {"name": "weft-test-key", "key": "key"}

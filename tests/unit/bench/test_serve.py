@@ -275,19 +275,19 @@ async def test_services_with_tls_and_keys_are_measured_too(protocol: Protocol, t
     authority, cert, keys = tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "keys.yaml"
     ca = trustme.CA()
     ca.cert_pem.write_to_path(str(authority))
-    ca.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(cert))
+    ca.issue_cert("weft.example.org").private_key_and_cert_chain_pem.write_to_path(str(cert))
     keys.write_text(f"keys: [{{name: alice, sha256: {hash_key('wk-1')}}}]")
     tls = TlsFiles(cert_file=str(cert), key_file=str(cert))
     async with (
         FakeReplica("a") as replica,
         running_router(router_config(replica.address, http_port=0, tls=tls, api_keys=str(keys))) as router,
     ):
-        ports = {Protocol.GRPC: router.addresses.grpc, Protocol.HTTP: router.addresses.http or ""}
-        address = f"localhost:{ports[protocol].rpartition(':')[2]}"
+        grpc_address, url = router.addresses.grpc, f"https://{router.addresses.http}/v1"
         where = Target(
             protocol=protocol,
-            address=address if protocol is Protocol.GRPC else f"https://{address}/v1",
+            address=grpc_address if protocol is Protocol.GRPC else url,
             tls_ca=authority,
+            tls_name="weft.example.org",
             timeout_s=20.0,
         )
         (point,) = (await measure(options(replace(where, api_key="wk-1"), num_requests=2))).points

@@ -23,7 +23,7 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
     authority, cert = tmp_path / "ca.pem", tmp_path / "cert.pem"
     ca = trustme.CA()
     ca.cert_pem.write_to_path(str(authority))
-    ca.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(cert))
+    ca.issue_cert("weft.example.org").private_key_and_cert_chain_pem.write_to_path(str(cert))
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys: [{{name: alice, sha256: {hash_key('wk-1')}}}]")
     tls = TlsFiles(cert_file=str(cert), key_file=str(cert))
@@ -34,7 +34,8 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
         send = partial(
             generate,
             "hi",
-            router=f"localhost:{router.addresses.grpc.rpartition(':')[2]}",
+            router=router.addresses.grpc,
+            tls_name="weft.example.org",
             model="",
             is_chat=False,
             system=None,
@@ -45,6 +46,8 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
         )
         await asyncio.to_thread(send, tls_ca=authority, api_key="wk-1")
         assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == 2
+        with pytest.raises(RequestError, match="unavailable: "):
+            await asyncio.to_thread(send, tls_ca=authority, tls_name="other.example.org", api_key="wk-1")
         with pytest.raises(RequestError, match="unauthenticated: the API key is not known"):
             await asyncio.to_thread(send, tls_ca=authority, api_key="wk-2")
         with pytest.raises(RequestError, match=r"none\.pem cannot be read: No such file"):
@@ -76,6 +79,13 @@ async def test_how_to_sample_and_when_go_with_the_request() -> None:
 def test_log_probabilities_that_nothing_would_show_are_refused() -> None:
     result = CliRunner().invoke(app, ["generate", "hi", "--logprobs", "1", "--router", "127.0.0.1:1"])
     assert "--logprobs: text does not show them; allowed: with --json" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=["generate", "chat"])
+def test_name_of_a_certificate_is_refused_without_tls(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--router", "127.0.0.1:1", "--tls-name", "weft"])
+    assert isinstance(result.exception, ClusterConfigError)
+    assert "--tls-name: without TLS there is no certificate; allowed: with --tls-ca" in str(result.exception)
 
 
 def test_system_message_of_no_chat_is_refused() -> None:
