@@ -289,16 +289,18 @@ class ControlServer(ControlServicer):
         await self._state.shut_down(request.grace_s)
         return control_pb2.ShutdownResponse()
 
+    def outside_routers(self) -> list[control_pb2.RouterStatus]:
+        """Routers that report and are none of the state's, where they connect from."""
+        kept_ids = {router.router_id for router in self._state.router_statuses()}
+        outside = [router for router in self._heard.values() if router.router_id not in kept_ids]
+        return sorted(outside, key=lambda router: router.router_id)
+
     def _routers(self) -> list[control_pb2.RouterStatus]:
-        """Those of the state, and after them the others."""
-        kept = self._state.router_statuses()
-        kept_ids = {router.router_id for router in kept}
-        others = [router for router in self._heard.values() if router.router_id not in kept_ids]
-        return kept + sorted(others, key=lambda router: router.router_id)
+        return self._state.router_statuses() + self.outside_routers()
 
 
 def _reported_status(report: control_pb2.ReportDemandRequest, peer: str) -> control_pb2.RouterStatus:
-    """Say where a router is: its own address, so that nobody has the controller fetch pages of others."""
+    """Say where a router is: its own address, so that nobody has pages of others fetched."""
     host, _ = split_host_port(unquote(peer.partition(":")[2]))
 
     def address(port: int) -> str:

@@ -159,7 +159,10 @@ class Controller:
             policy=RestartPolicy(),
         )
         self._metrics = ControllerListener(
-            self._state, host=self._spec.host, port=saved.metrics_port or self._spec.control_metrics_port
+            self._state,
+            lambda: [] if self._service is None else self._service.outside_routers(),
+            host=self._spec.host,
+            port=saved.metrics_port or self._spec.control_metrics_port,
         )
         demand = DemandLedger()
         self._recorder = _open_recorder(self._spec.router.recording)

@@ -25,8 +25,8 @@ from cluster.errors import StartError
 from cluster.status_view import state_name
 
 _STATES = ("pending", "starting", "ready", "draining", "failed", "stopped")
-_ALL_ADDRESSES = ("0.0.0.0", "::")
-"""Where a router can listen and nobody can connect to from another machine."""
+_THIS_MACHINE = ("0.0.0.0", "::", "127.0.0.1", "::1")
+"""Where a router can listen, or connect from, and nobody can connect to from another machine."""
 _READ_TIMEOUT_S = 5.0
 """An event loop that is busy for longer makes the scrape fail, which is the truth."""
 
@@ -36,6 +36,8 @@ class ClusterState(NamedTuple):
 
     models: Sequence[control_pb2.ModelStatus]
     routers: Sequence[control_pb2.RouterStatus]
+    outside_routers: Sequence[control_pb2.RouterStatus] = ()
+    """Those that report and that others started."""
 
 
 class ControllerCollector(Collector):
@@ -58,15 +60,13 @@ def targets(state: ClusterState, host: str) -> list[dict[str, object]]:
     """Return what `/targets` answers: an entry for each process, with its job and its place as labels.
 
     Args:
-        host: where the caller reaches this machine; routers are on it, and may listen on all of its addresses.
+        host: where the caller reaches this machine; routers are on it, and may listen on all of its addresses. Those
+            that others started may be elsewhere; `__meta_weft_outside` tells them apart, for relabelling.
     """
-    entries: list[dict[str, object]] = []
-    for router in state.routers:
-        if router.metrics_address:
-            labels = {"job": "weft-router", "router": router.router_id}
-            listens_on, port = split_host_port(router.metrics_address)
-            reachable = join_host_port(host if listens_on in _ALL_ADDRESSES else listens_on, port)
-            entries.append({"targets": [reachable], "labels": labels})
+    entries = [_router_target(each, host) for each in state.routers if each.metrics_address]
+    entries += [
+        _router_target(each, host, __meta_weft_outside="true") for each in state.outside_routers if each.metrics_address
+    ]
     for model in state.models:
         for group in model.groups:
             for rank in group.ranks:
@@ -76,12 +76,26 @@ def targets(state: ClusterState, host: str) -> list[dict[str, object]]:
     return entries
 
 
+def _router_target(router: control_pb2.RouterStatus, host: str, **labels: str) -> dict[str, object]:
+    listens_on, port = split_host_port(router.metrics_address)
+    address = join_host_port(host if listens_on in _THIS_MACHINE else listens_on, port)
+    return {"targets": [address], "labels": {"job": "weft-router", "router": router.router_id, **labels}}
+
+
 class ControllerListener:
     """Serves both pages over HTTP, from threads of its own. Made and closed on the controller's event loop."""
 
-    def __init__(self, state: ControlState, *, host: str, port: int) -> None:
+    def __init__(
+        self,
+        state: ControlState,
+        outside_routers: Callable[[], Sequence[control_pb2.RouterStatus]],
+        *,
+        host: str,
+        port: int,
+    ) -> None:
         """Bind and start. Raises StartError when the port is taken."""
         self._state = state
+        self._outside_routers = outside_routers
         self._loop = asyncio.get_running_loop()
         registry = CollectorRegistry()
         registry.register(ControllerCollector(self._read))
@@ -108,7 +122,7 @@ class ControllerListener:
         return asyncio.run_coroutine_threadsafe(self._read_here(), self._loop).result(_READ_TIMEOUT_S)
 
     async def _read_here(self) -> ClusterState:
-        return ClusterState(self._state.model_statuses(), self._state.router_statuses())
+        return ClusterState(self._state.model_statuses(), self._state.router_statuses(), self._outside_routers())
 
 
 _Pages = Mapping[str, Callable[[str], tuple[str, bytes]]]

@@ -412,6 +412,12 @@ def test_whatever_is_scraped_says_of_which_release_it_is() -> None:
     assert [each for each in scraped if label not in each.get("relabelings", [])] == [], "else rules mix releases up"
 
 
+def test_routers_are_scraped_once() -> None:
+    """By the ServiceMonitor; the controller lists them too, for they report to it."""
+    (drop, _) = find(render(example="eight-gpu-node"), "ScrapeConfig")["spec"]["relabelings"]
+    assert drop == {"sourceLabels": ["__meta_weft_outside"], "regex": "true", "action": "drop"}
+
+
 def test_chart_carries_the_repositorys_rules() -> None:
     objects = render(example="eight-gpu-node")
     for name in ("recording", "alerts"):

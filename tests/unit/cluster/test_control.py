@@ -360,6 +360,7 @@ async def test_a_router_that_somebody_else_started_is_in_status_and_top_while_it
 
         async with running_router(kept), running_router(mine) as router:
             await poll(routers, {"router-0": "", "router-a": router.addresses.metrics})
+            assert [each.router_id for each in server.outside_routers()] == ["router-a"]
             told = (await asyncio.to_thread(client.status)).routers[1]
             assert (told.grpc_address, told.http_address) == (router.addresses.grpc, "")
             await asyncio.to_thread(run_top, client, Console(), interval_s=0.0, as_json=True, count=1)

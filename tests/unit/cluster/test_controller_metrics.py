@@ -41,6 +41,10 @@ class State:
         self.router = control_pb2.RouterStatus(
             router_id="router-0", alive=True, restarts=1, metrics_address="10.0.0.2:9464"
         )
+        self.outside = [
+            control_pb2.RouterStatus(router_id="edge-0", alive=True, metrics_address="10.0.0.7:9464"),
+            control_pb2.RouterStatus(router_id="edge-1", alive=True),
+        ]
 
     def model_statuses(self) -> list[control_pb2.ModelStatus]:
         asyncio.get_running_loop()  # the state belongs to the event loop
@@ -49,15 +53,22 @@ class State:
     def router_statuses(self) -> list[control_pb2.RouterStatus]:
         return [self.router]
 
+    def outside_routers(self) -> list[control_pb2.RouterStatus]:
+        return self.outside
+
 
 @pytest.fixture
 def state() -> State:
     return State()
 
 
+def listen(state: State, host: str, port: int = 0) -> ControllerListener:
+    return ControllerListener(cast(ControlState, state), state.outside_routers, host=host, port=port)
+
+
 @pytest.fixture
 async def listener(state: State) -> AsyncIterator[ControllerListener]:
-    listener = ControllerListener(cast(ControlState, state), host="127.0.0.1", port=0)
+    listener = listen(state, "127.0.0.1")
     yield listener
     await listener.close()
 
@@ -95,18 +106,22 @@ async def test_state_is_told_in_gauges_and_counters(listener: ControllerListener
 async def test_every_process_is_a_target_once(listener: ControllerListener) -> None:
     assert json.loads(await get(listener, "/targets")) == [
         {"targets": ["10.0.0.2:9464"], "labels": {"job": "weft-router", "router": "router-0"}},
+        {
+            "targets": ["10.0.0.7:9464"],
+            "labels": {"job": "weft-router", "router": "edge-0", "__meta_weft_outside": "true"},
+        },
         {"targets": ["10.0.0.1:7000"], "labels": {"job": "weft-rank", "node": "n1"}},
         {"targets": ["10.0.0.1:7001"], "labels": {"job": "weft-rank", "node": "n1"}},
     ]
 
 
-@pytest.mark.parametrize("all_addresses", ["0.0.0.0", "[::]"])
-async def test_a_router_on_all_addresses_is_a_target_where_the_controller_was_asked(
-    listener: ControllerListener, state: State, all_addresses: str
+@pytest.mark.parametrize("address", ["0.0.0.0", "[::]", "[::1]"])
+async def test_a_router_on_the_controllers_machine_is_a_target_where_the_controller_was_asked(
+    listener: ControllerListener, state: State, address: str
 ) -> None:
-    state.router.metrics_address = f"{all_addresses}:9464"
-    router, *_ = json.loads(await get(listener, "/targets"))
-    assert router["targets"] == ["127.0.0.1:9464"], "whoever scrapes is on another machine"
+    state.router.metrics_address = state.outside[0].metrics_address = f"{address}:9464"
+    router, outside, *_ = json.loads(await get(listener, "/targets"))
+    assert router["targets"] == outside["targets"] == ["127.0.0.1:9464"], "whoever scrapes is on another machine"
 
 
 async def test_other_pages_are_refused(listener: ControllerListener) -> None:
@@ -117,7 +132,7 @@ async def test_other_pages_are_refused(listener: ControllerListener) -> None:
 @needs_ipv6
 @pytest.mark.parametrize("host", ["::1", "::"])
 async def test_pages_are_served_on_an_ipv6_address(host: str) -> None:
-    listener = ControllerListener(cast(ControlState, State()), host=host, port=0)
+    listener = listen(State(), host)
     try:
         assert listener.address.startswith(f"[{host}]:")
         assert "weft_cluster_groups" in await get(listener, "/metrics")
@@ -131,7 +146,7 @@ async def test_who_asks_over_ipv4_is_told_ipv4_targets_also_where_both_are_liste
     state: State, asked_at: str, reached_at: str
 ) -> None:
     state.router.metrics_address = "[::]:9464"
-    listener = ControllerListener(cast(ControlState, state), host="::", port=0)
+    listener = listen(state, "::")
     listener.address = listener.address.replace("[::]", asked_at)
     try:
         router, *_ = json.loads(await get(listener, "/targets"))
@@ -143,4 +158,4 @@ async def test_who_asks_over_ipv4_is_told_ipv4_targets_also_where_both_are_liste
 async def test_taken_port_is_told(listener: ControllerListener) -> None:
     port = int(listener.address.rpartition(":")[2])
     with pytest.raises(StartError, match=f"metrics cannot listen on 127.0.0.1:{port}"):
-        ControllerListener(cast(ControlState, State()), host="127.0.0.1", port=port)
+        listen(State(), "127.0.0.1", port)
