@@ -234,6 +234,7 @@ def test_a_router_says_that_it_is_not_ready_and_has_time_to_finish_its_requests(
     spec = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     probe, router = container["readinessProbe"], router_config(objects)
+    assert probe["failureThreshold"] > 1, "a busy router may answer late once"
     assert router.unready_s >= probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
     assert spec["terminationGracePeriodSeconds"] > router.unready_s + router.grace_s
 
@@ -418,6 +419,27 @@ def test_routers_are_scraped_once() -> None:
     assert drop == {"sourceLabels": ["__meta_weft_outside"], "regex": "true", "action": "drop"}
 
 
+def test_images_by_digest_have_no_tag() -> None:
+    digest, other = "r/weft@sha256:" + "0" * 64, "r/weft@sha256:" + "1" * 64
+    objects = render(f"image.repository={digest}", "router.image.repository=r/router", "router.image.tag=t")
+    ray = find(objects, "RayCluster")["spec"]
+    groups = [ray["headGroupSpec"], *ray["workerGroupSpecs"]]
+    assert [each["template"]["spec"]["containers"][0]["image"] for each in groups] == [digest, digest]
+    assert _router_image(objects) == "r/router:t"
+    assert _router_image(render(f"router.image.repository={other}")) == other
+
+
+def _router_image(objects: list[Any]) -> str:
+    (container,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    return str(container["image"])
+
+
+@pytest.mark.parametrize("address", ["redis:6379", "[fd00::1]:6379"])
+def test_redis_may_have_any_address(address: str) -> None:
+    options = find(render(f"gcsFaultTolerance.redisAddress={address}"), "RayCluster")["spec"]
+    assert options["gcsFaultToleranceOptions"]["redisAddress"] == address
+
+
 def test_chart_carries_the_repositorys_rules() -> None:
     objects = render(example="eight-gpu-node")
     for name in ("recording", "alerts"):
@@ -508,6 +530,16 @@ def test_dashboards_become_config_maps(tmp_path: Path) -> None:
     assert labels["grafana_dashboard"] == "1"
 
 
+def test_dashboards_need_no_label_of_their_own() -> None:
+    maps = [
+        item
+        for item in render("dashboards.enabled=true", "dashboards.labels.grafana_dashboard=null")
+        if "-dashboard-" in item["metadata"]["name"]
+    ]
+    assert [item for item in maps if "grafana_dashboard" in item["metadata"]["labels"]] == []
+    assert maps
+
+
 def test_chart_carries_the_repositorys_dashboards() -> None:
     wanted = {path.name for path in (REPOSITORY / "deploy/grafana").rglob("*.json")}
     maps = [item for item in render("dashboards.enabled=true") if "-dashboard-" in item["metadata"]["name"]]
@@ -566,6 +598,9 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
         ("controller.port=50051", "router.ports.grpc is 50051, which controller.port is already"),
         ("controller.metricsPort=8080", "controller.metricsPort is 8080, which Ray's metrics is already"),
         ("router.ports.grpc=8265", "router.ports.grpc is 8265, which Ray's dashboard is already"),
+        ("router.ports.http=443", "router.ports.http: Must be greater than or equal to 1024"),
+        ("router.podDisruptionBudget.maxUnavailable=null", "maxUnavailable is required"),
+        ("router.resources.requests.cpu=null", "router.resources has no cpu; allowed: a request or a limit"),
         ("router.ports.http=9464", "router.ports.metrics is 9464, which router.ports.http is already"),
         ("models[0].autoscaling.target_requests=8", "models[0].autoscaling needs max_replicas"),
         ("router.settings.policy=round_robin", "Additional property policy is not allowed"),
@@ -603,6 +638,10 @@ OTHER = ("models[1].path=weft-tiny", "models[1].name=other", "models[1].device=c
         (
             ("autoscaling.enabled=true", "workerGroups[0].minReplicas=3"),
             "workerGroups: gpu4 has minReplicas 3; allowed: at most its replicas, 2",
+        ),
+        (
+            ("autoscaling.enabled=true", "workerGroups[0].resources.requests.cpu=null"),
+            "workerGroups: gpu4 has no cpu in its resources; allowed: a request or a limit",
         ),
         (("models[0].min_replicas=2",), "models[0].replicas is 1; allowed: at least min_replicas, 2"),
         (

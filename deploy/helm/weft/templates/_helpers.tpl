@@ -28,11 +28,17 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
 {{- define "weft.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default (printf "%s-cuda" .Chart.AppVersion) }}
+{{- include "weft.imageOf" (list .Values.image.repository (.Values.image.tag | default (printf "%s-cuda" .Chart.AppVersion))) }}
 {{- end }}
 
 {{- define "weft.routerImage" -}}
-{{ .Values.router.image.repository | default .Values.image.repository }}:{{ .Values.router.image.tag | default (printf "%s-router" .Chart.AppVersion) }}
+{{- $repository := .Values.router.image.repository | default .Values.image.repository }}
+{{- include "weft.imageOf" (list $repository (.Values.router.image.tag | default (printf "%s-router" .Chart.AppVersion))) }}
+{{- end }}
+
+{{/* Takes repository and tag, of which a digest needs none. */}}
+{{- define "weft.imageOf" -}}
+{{- contains "@" (first .) | ternary (first .) (join ":" .) }}
 {{- end }}
 
 {{- define "weft.pullSecrets" -}}

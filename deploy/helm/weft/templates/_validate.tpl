@@ -19,6 +19,9 @@
 {{- if and $.Values.autoscaling.enabled (lt (int (.maxReplicas | default .replicas)) (int .replicas)) }}
 {{- fail (printf "workerGroups: %s has maxReplicas %d; allowed: at least its replicas, %d" .name (int .maxReplicas) (int .replicas)) }}
 {{- end }}
+{{- if and $.Values.autoscaling.enabled (not (or (dig "limits" "cpu" "" .resources) (dig "requests" "cpu" "" .resources))) }}
+{{- fail (printf "workerGroups: %s has no cpu in its resources; allowed: a request or a limit, without which Ray's autoscaler starts no worker of any group" .name) }}
+{{- end }}
 {{- if and $.Values.autoscaling.enabled (gt (int .minReplicas) (int .replicas)) }}
 {{- fail (printf "workerGroups: %s has minReplicas %d; allowed: at most its replicas, %d" .name (int .minReplicas) (int .replicas)) }}
 {{- end }}
@@ -116,6 +119,10 @@
 {{- with .Values.router.autoscaling }}
 {{- if and .enabled (lt (int .maxReplicas) (int .minReplicas)) }}
 {{- fail (printf "router.autoscaling.maxReplicas is %d; allowed: at least minReplicas, %d" (int .maxReplicas) (int .minReplicas)) }}
+{{- end }}
+{{- $resources := $.Values.router.resources }}
+{{- if and .enabled (not (or (dig "requests" "cpu" "" $resources) (dig "limits" "cpu" "" $resources))) }}
+{{- fail "router.resources has no cpu; allowed: a request or a limit, in parts of which router.autoscaling counts" }}
 {{- end }}
 {{- end }}
 {{- end }}
