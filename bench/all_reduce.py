@@ -47,7 +47,7 @@ from parallel.kernels.cuda_graphs import CudaGraphs, Result
 from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.local_exchange import MAX_BYTES
 from parallel.mesh import Axis
-from workers.config import EngineConfig, ParallelConfig
+from workers.config import DeviceName, EngineConfig, ParallelConfig
 from workers.rank import JOIN_TIMEOUT_S, Rendezvous, join_mesh
 
 _NUM_CALLS = 100
@@ -63,7 +63,7 @@ class Options:
     """Sizes of groups."""
     sizes_kb: tuple[int, ...]
     """Of the tensors, in units of 1,024 bytes."""
-    device: str
+    device: DeviceName
     dtype: str
     rounds: int
 

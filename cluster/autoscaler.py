@@ -12,6 +12,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+from weft.bounds import check_fields
 
 from cluster.errors import ClusterConfigError
 
@@ -23,33 +27,28 @@ _MIN_FINISHED = 20
 class AutoscalerConfig:
     """When a model gets more or fewer replicas, between its `min_replicas` and `max_replicas`."""
 
-    target_requests: float = 32.0
+    target_requests: Annotated[float, Gt(0)] = 32.0
     """Requests, running and waiting, that each replica should have."""
-    target_kv_usage: float = 0.8
-    """Share of the KV blocks that should be in use, above 0 and at most 1."""
-    target_goodput: float = 0.95
+    target_kv_usage: Annotated[float, Gt(0), Le(1)] = 0.8
+    """Share of the KV blocks that should be in use."""
+    target_goodput: Annotated[float, Ge(0), Le(1)] = 0.95
     """Share of the finished requests that should have met both latency targets; 0: latency does not count."""
-    target_ttft_s: float | None = None
+    target_ttft_s: Annotated[float, Gt(0)] | None = None
     """Of the time to the first token; null: `router.metrics.slo_ttft_s`. Goodput is counted by it too."""
-    target_tpot_s: float | None = None
+    target_tpot_s: Annotated[float, Gt(0)] | None = None
     """Of the mean time of each further token; null: `router.metrics.slo_tpot_s`."""
-    window_s: float = 30.0
+    window_s: Annotated[float, Gt(0)] = 30.0
     """An observation asks for what the mean of so long a time needs."""
-    upscale_delay_s: float = 15.0
-    downscale_delay_s: float = 300.0
-    idle_s: float = 900.0
+    upscale_delay_s: Annotated[float, Ge(0)] = 15.0
+    downscale_delay_s: Annotated[float, Ge(0)] = 300.0
+    idle_s: Annotated[float, Ge(0)] = 900.0
     """Time without any request before the last replica goes, where `min_replicas` is 0."""
 
     def __post_init__(self) -> None:
-        for name in ("target_kv_usage", "target_goodput"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ClusterConfigError(f"{name} is {getattr(self, name)}; allowed: 0 to 1")
-        for name in ("target_requests", "target_kv_usage", "target_ttft_s", "target_tpot_s", "window_s"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ClusterConfigError(f"{name} is {value}; allowed: more than 0")
+        check_fields(self, ClusterConfigError)
         for name in ("upscale_delay_s", "downscale_delay_s", "idle_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ClusterConfigError(f"{name} is {getattr(self, name)}; allowed: 0 or more")
+            if math.isinf(getattr(self, name)):
+                raise ClusterConfigError(f"{name} is {getattr(self, name)}; allowed: a finite number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,22 @@ from cluster.defaults import DEFAULT_CONTROL_METRICS_PORT, DEFAULT_CONTROL_PORT,
 from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
-from router.config import PolicyName, RouterConfig, TracingConfig
+from router.config import PolicyName, Port, RouterConfig, TracingConfig
 from router.config_faults import describe_faults
 from router.settings import RouterSettings, Section
 from router.tls import InnerTls, TlsFiles
-from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from workers.config import (
+    AttentionBackendName,
+    CacheConfig,
+    DeviceName,
+    DtypeName,
+    EngineConfig,
+    GraphSize,
+    KernelsName,
+    ParallelConfig,
+    QuantizationName,
+    SchedulerConfig,
+)
 from workers.errors import EngineConfigError
 
 
@@ -81,8 +92,6 @@ class ClusterSpec:
 
 _SectionT = TypeVar("_SectionT", bound=Section)
 
-Port = Annotated[int, Field(ge=0, le=65535)]
-
 MAX_REPLICAS = 4096
 """Of a model: a mistyped number is refused, before the controller has made a group of each."""
 
@@ -102,17 +111,17 @@ class ModelSection(Section):
     """Divide experts over the tensor-parallel ranks, each whole; else every rank has a part of each."""
     one_shot_all_reduce: bool = False
     """On CUDA, small all-reduces go through memory that the ranks share, where that works, not through NCCL."""
-    dtype: str = "auto"
-    quantization: str = "none"
+    dtype: DtypeName = "auto"
+    quantization: QuantizationName = "none"
     """"none", or "int8": linear layers and the head in 8 bits."""
-    device: str = "auto"
-    kernels: str = "auto"
-    """"auto" (the fastest of the device), "reference", "cpu", "cpu-native" or "cuda"."""
-    attention_backend: str = "auto"
-    """On CUDA: "auto", "flash-attention", "flashinfer" or "triton"."""
+    device: DeviceName = "auto"
+    kernels: KernelsName = "auto"
+    """"auto": the fastest of the device."""
+    attention_backend: AttentionBackendName = "auto"
+    """On CUDA."""
     compile: bool = False
     """Compile the layers by torch's compiler: on CUDA, or with kernels "reference" or "cpu"."""
-    max_cudagraph_capture_size: int = TOKEN_BUCKETS[-1]
+    max_cudagraph_capture_size: GraphSize = TOKEN_BUCKETS[-1]
     """On CUDA, the largest decode step that is recorded as a graph, in sequences; 0: no step is recorded."""
     max_context: Annotated[int, Field(ge=1)] | None = None
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None

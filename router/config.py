@@ -3,13 +3,19 @@
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, TypeAlias
 
+from annotated_types import Ge, Le
+from weft.bounds import check_fields
 from weft.recording import RecordingConfig
 
 from router.errors import RouterConfigError
 from router.tls import InnerTls, TlsFiles
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
+
+Port: TypeAlias = Annotated[int, Ge(0), Le(65535)]
+_Time: TypeAlias = Annotated[float, Ge(0.001)]
 
 
 class PolicyName(StrEnum):
@@ -25,14 +31,13 @@ class PolicyName(StrEnum):
 class AdmissionConfig:
     """The bounded queue in front of the replicas."""
 
-    max_in_flight: int = 1024
+    max_in_flight: Annotated[int, Ge(1)] = 1024
     """Requests that replicas work on at once, over all models."""
-    max_queued: int = 1024
+    max_queued: Annotated[int, Ge(0)] = 1024
     """Requests that wait for a place; one more is refused."""
 
     def __post_init__(self) -> None:
-        _at_least("max_in_flight", self.max_in_flight, 1)
-        _at_least("max_queued", self.max_queued, 0)
+        check_fields(self, RouterConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +45,13 @@ class ClientConfig:
     """How long a client may take: one that takes longer is cut off, for it holds what others wait for. And whose pages
     may be clients."""
 
-    head_timeout_s: float = 30.0
+    head_timeout_s: _Time = 30.0
     """HTTP: from the connection, or from a request's first byte, to the end of its headers."""
-    body_timeout_s: float = 120.0
+    body_timeout_s: _Time = 120.0
     """HTTP: from there to the end of its body; a body of 4 MiB needs 280 kbit/s for it."""
-    write_timeout_s: float = 60.0
+    write_timeout_s: _Time = 60.0
     """It takes nothing of its answer for so long."""
-    keep_alive_s: float = 75.0
+    keep_alive_s: _Time = 75.0
     """HTTP: it sends nothing after an answer. Longer than clients and load balancers keep connections that nobody uses
     (often 5 to 60 s): who sends on one in the moment in which it is closed gets no answer."""
     allowed_origins: tuple[str, ...] = ()
@@ -54,10 +59,7 @@ class ClientConfig:
     not held back by it: that is what API keys are for."""
 
     def __post_init__(self) -> None:
-        _at_least("keep_alive_s", self.keep_alive_s, 0.001)
-        _at_least("head_timeout_s", self.head_timeout_s, 0.001)
-        _at_least("body_timeout_s", self.body_timeout_s, 0.001)
-        _at_least("write_timeout_s", self.write_timeout_s, 0.001)
+        check_fields(self, RouterConfigError)
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise RouterConfigError(
@@ -70,37 +72,32 @@ class ClientConfig:
 class PrefixPolicyConfig:
     """What the prefix-affinity policy weighs; everything is counted in prompt tokens of work."""
 
-    request_cost_tokens: int = 128
+    request_cost_tokens: Annotated[int, Ge(0)] = 128
     """Work that each request on a replica stands for, besides its prompt tokens still to be computed."""
-    cold_credit_tokens: int = 512
+    cold_credit_tokens: Annotated[int, Ge(0)] = 512
     """How much more work the home of a prefix that nobody holds may have and still get it."""
-    home_blocks: int = 4
+    home_blocks: Annotated[int, Ge(1)] = 4
     """Leading blocks that decide the home of a cold prefix."""
-    load_factor: float = 1.5
+    load_factor: Annotated[float, Ge(1)] = 1.5
     """A replica with more requests than this times the mean, plus `load_slack`, is no candidate."""
-    load_slack: int = 8
+    load_slack: Annotated[int, Ge(0)] = 8
 
     def __post_init__(self) -> None:
-        _at_least("request_cost_tokens", self.request_cost_tokens, 0)
-        _at_least("cold_credit_tokens", self.cold_credit_tokens, 0)
-        _at_least("home_blocks", self.home_blocks, 1)
-        _at_least("load_factor", self.load_factor, 1)
-        _at_least("load_slack", self.load_slack, 0)
+        check_fields(self, RouterConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerConfig:
     """When a replica that fails is left alone."""
 
-    max_failures: int = 3
+    max_failures: Annotated[int, Ge(1)] = 3
     """Failures in a row that open the breaker."""
-    open_s: float = 1.0
+    open_s: Annotated[float, Ge(0)] = 1.0
     """How long it stays open the first time; doubles each time the probe fails."""
     max_open_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _at_least("max_failures", self.max_failures, 1)
-        _at_least("open_s", self.open_s, 0)
+        check_fields(self, RouterConfigError)
         _at_least("max_open_s", self.max_open_s, self.open_s)
 
 
@@ -108,20 +105,18 @@ class BreakerConfig:
 class LinkConfig:
     """The stream to a replica, and the one to the controller."""
 
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: _Time = 10.0
     """From dialling to the first message."""
-    stall_timeout_s: float = 120.0
+    stall_timeout_s: _Time = 120.0
     """A replica that works on our requests and sends nothing for so long is taken for dead."""
-    backoff_s: float = 0.05
+    backoff_s: Annotated[float, Ge(0)] = 0.05
     """Wait before the second dial; doubles with each failure, and half of it is random."""
     max_backoff_s: float = 2.0
     tls: InnerTls | None = None
     """Of the connections to controller and replicas; None: they are not encrypted."""
 
     def __post_init__(self) -> None:
-        _at_least("connect_timeout_s", self.connect_timeout_s, 0.001)
-        _at_least("stall_timeout_s", self.stall_timeout_s, 0.001)
-        _at_least("backoff_s", self.backoff_s, 0)
+        check_fields(self, RouterConfigError)
         _at_least("max_backoff_s", self.max_backoff_s, self.backoff_s)
 
 
@@ -129,20 +124,17 @@ class LinkConfig:
 class FailoverConfig:
     """How long a request looks for a replica; 0: it takes one that is there, or none."""
 
-    max_attempts: int = 4
+    max_attempts: Annotated[int, Ge(1)] = 4
     """With so many replicas that broke under it a request fails; those that leave as planned do not count."""
-    new_request_wait_s: float = 10.0
+    new_request_wait_s: Annotated[float, Ge(0)] = 10.0
     """How long a request that has not begun waits for a ready replica."""
-    cold_start_wait_s: float = 900.0
+    cold_start_wait_s: Annotated[float, Ge(0)] = 900.0
     """How long it waits before that for the first replica of a model that is started when somebody asks."""
-    failover_wait_s: float = 120.0
+    failover_wait_s: Annotated[float, Ge(0)] = 120.0
     """How long one that has begun waits; a group needs time to form again."""
 
     def __post_init__(self) -> None:
-        _at_least("max_attempts", self.max_attempts, 1)
-        _at_least("new_request_wait_s", self.new_request_wait_s, 0)
-        _at_least("cold_start_wait_s", self.cold_start_wait_s, 0)
-        _at_least("failover_wait_s", self.failover_wait_s, 0)
+        check_fields(self, RouterConfigError)
 
 
 class TraceProtocol(StrEnum):
@@ -159,33 +151,30 @@ class TracingConfig:
     endpoint: str | None = None
     """URL of an OTLP collector, such as http://127.0.0.1:4317; with HTTP .../v1/traces. None: off."""
     protocol: TraceProtocol = TraceProtocol.GRPC
-    sample_ratio: float = 1.0
+    sample_ratio: Annotated[float, Ge(0), Le(1)] = 1.0
     """Of the requests that come without a decision of their caller, 0 to 1."""
 
     def __post_init__(self) -> None:
+        check_fields(self, RouterConfigError)
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             raise RouterConfigError(f"tracing.endpoint is {self.endpoint!r}; allowed: a URL, http:// or https://")
-        if not 0 <= self.sample_ratio <= 1:
-            raise RouterConfigError(f"tracing.sample_ratio is {self.sample_ratio}; allowed: 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
     """What counts as good, and how much is counted apart."""
 
-    slo_ttft_s: float = 1.0
+    slo_ttft_s: Annotated[float, Ge(0)] = 1.0
     """Target of the time to the first token, where neither request nor model has its own; within both it is goodput."""
-    slo_tpot_s: float = 0.1
+    slo_tpot_s: Annotated[float, Ge(0)] = 0.1
     """Target of the mean time of each further token, likewise."""
     log_requests: bool = False
     """A line of JSON in the log for each request that ended (request_log.py)."""
-    max_tenants: int = 64
+    max_tenants: Annotated[int, Ge(0)] = 64
     """Cache salts that have series of their own, where no API key tells who asks; all others share one."""
 
     def __post_init__(self) -> None:
-        _at_least("slo_ttft_s", self.slo_ttft_s, 0)
-        _at_least("slo_tpot_s", self.slo_tpot_s, 0)
-        _at_least("max_tenants", self.max_tenants, 0)
+        check_fields(self, RouterConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,11 +198,11 @@ class RouterConfig:
     models: tuple[StaticModel, ...] = ()
     host: str = "127.0.0.1"
     """Address that all listeners bind."""
-    grpc_port: int = 50051
+    grpc_port: Port = 50051
     """0: any free port, for this and the other ports."""
-    http_port: int | None = 8000
+    http_port: Port | None = 8000
     """OpenAI-compatible HTTP; None: off."""
-    metrics_port: int | None = 9464
+    metrics_port: Port | None = 9464
     """Prometheus; None: off."""
     shares_ports: bool = False
     """Other routers of the same service listen on the gRPC and the HTTP port too (SO_REUSEPORT); False: a port that is
@@ -223,12 +212,12 @@ class RouterConfig:
     api_keys: str | None = None
     """File of the API keys (keys.py); None: everybody may ask."""
     policy: PolicyName = PolicyName.PREFIX_AFFINITY
-    max_message_bytes: int = 4 << 20
+    max_message_bytes: Annotated[int, Ge(1024)] = 4 << 20
     """A larger message from a client is refused."""
-    tokenizer_threads: int = 2
-    grace_s: float = 30.0
+    tokenizer_threads: Annotated[int, Ge(1)] = 2
+    grace_s: Annotated[float, Ge(0)] = 30.0
     """How long requests in flight may go on after the router was told to stop."""
-    unready_s: float = 0.0
+    unready_s: Annotated[float, Ge(0)] = 0.0
     """Before that: how long it still takes requests while it says already that it is not ready, so that load balancers
     notice in time."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -243,18 +232,11 @@ class RouterConfig:
     """What is decided here, for `weft replay`."""
 
     def __post_init__(self) -> None:
+        check_fields(self, RouterConfigError)
         if (self.control is None) == (not self.models):
             raise RouterConfigError(
                 f"control is {self.control!r} and models has {len(self.models)} entries; allowed: one of the two"
             )
-        for name in ("grpc_port", "http_port", "metrics_port"):
-            port = getattr(self, name)
-            if port is not None and not 0 <= port <= 65535:
-                raise RouterConfigError(f"{name} is {port}; allowed: 0 to 65535")
-        _at_least("max_message_bytes", self.max_message_bytes, 1024)
-        _at_least("tokenizer_threads", self.tokenizer_threads, 1)
-        _at_least("grace_s", self.grace_s, 0)
-        _at_least("unready_s", self.unready_s, 0)
 
 
 def _at_least(name: str, value: float, least: float) -> None:

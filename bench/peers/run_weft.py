@@ -17,12 +17,16 @@ class WeftEngine:
         cache = CacheConfig()
         config = EngineConfig(
             model=setup.model,
-            dtype="bfloat16" if setup.dtype == "int8" else setup.dtype,
+            dtype="bfloat16" if setup.dtype == "int8" else setup.dtype,  # type: ignore[arg-type]  # its flags say which
             quantization="int8" if setup.dtype == "int8" else "none",
-            device=setup.device,
+            device=setup.device,  # type: ignore[arg-type]
             max_context=setup.max_context,
             num_threads=setup.num_threads,
-            cache=replace(cache, num_blocks=_num_blocks(setup, cache.block_size), dtype=setup.kv_cache_dtype),
+            cache=replace(
+                cache,
+                num_blocks=_num_blocks(setup, cache.block_size),
+                dtype=setup.kv_cache_dtype,  # type: ignore[arg-type]
+            ),
             scheduler=SchedulerConfig(max_num_seqs=setup.max_num_seqs),
         )
         self._dtype = "int8 weights and activations, head too" if setup.dtype == "int8" else setup.dtype

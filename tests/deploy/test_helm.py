@@ -31,9 +31,11 @@ from weft.yaml_text import read_yaml
 
 from cluster.cli import app
 from cluster.config import ClusterSpec, build_spec
+from cluster.errors import ClusterConfigError
 from cluster.placement import Placement
 from router import __main__ as router_main
 from router.config import RouterConfig, TraceProtocol, TracingConfig
+from router.errors import RouterConfigError
 from router.keys import KeyRing, hash_key
 from router.server import READINESS_SERVICE
 from router.tls import TlsFiles
@@ -609,6 +611,73 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
 )
 def test_wrong_values_are_refused_with_their_reason(setting: str, reason: str) -> None:
     settings = [setting] if setting == "models=null" else ["models[0].device=cuda", setting]
+    with pytest.raises(RefusedError) as refused:
+        render(*settings)
+    assert reason in str(refused.value)
+
+
+MODEL_FAULTS = {
+    "device": "gpu",
+    "dtype": "bf16",
+    "quantization": "fp8",
+    "kernels": "rocm",
+    "attention_backend": "sdpa",
+    "max_cudagraph_capture_size": 257,
+    "cache": {"block_size": 0, "num_blocks": 1, "memory_fraction": 2, "dtype": "fp8", "host_cache_bytes": -1},
+    "scheduler": {"max_num_seqs": 0, "policy": "lifo", "prefill_chunk_tokens": 0, "promote_after_s": -1},
+    "autoscaling": {"target_requests": -1, "target_kv_usage": 0, "target_goodput": 2, "idle_s": -1},
+}
+ROUTER_FAULTS = {
+    "admission": {"max_in_flight": 0},
+    "clients": {"keep_alive_s": 0},
+    "prefix": {"load_factor": 0.5},
+    "link": {"stall_timeout_s": 0},
+    "failover": {"max_attempts": 0},
+    "metrics": {"slo_ttft_s": -1},
+}
+
+
+def test_chart_refuses_what_the_program_would_refuse() -> None:
+    with pytest.raises(ClusterConfigError) as at_start:
+        build_spec({"models": [MODEL_FAULTS], "router": ROUTER_FAULTS})
+    places = [line.partition(":")[0] for line in str(at_start.value).splitlines()]
+    models = [f"models[0].{path}" for path in flat(MODEL_FAULTS)]
+    routers = [f"router.{path}" for path in flat(ROUTER_FAULTS)]
+    assert sorted(places) == sorted([*models, *routers])
+    with pytest.raises(RefusedError) as refused:
+        render(
+            *(f"models[0].{path}={value}" for path, value in flat(MODEL_FAULTS).items()),
+            *(f"router.settings.{path}={value}" for path, value in flat(ROUTER_FAULTS).items()),
+        )
+    wanted = [f"models.0.{path}" for path in flat(MODEL_FAULTS)]
+    wanted += [f"router.settings.{path}" for path in flat(ROUTER_FAULTS)]
+    assert [path for path in wanted if f"- {path}: " not in str(refused.value)] == []
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by their dotted paths."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"sha256": "zz"}, "keys.0.sha256: Does not match pattern"),
+        ({"requests_per_minute": 0}, "keys.0.requests_per_minute: Must be greater than 0"),
+        ({"name": "b"}, "keys[1].name is b as another one's is"),
+        ({"sha256": hash_key("b")}, "as another one's is; allowed: one of its own"),
+    ],
+)
+def test_chart_refuses_keys_that_a_router_would_refuse(entry: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    keys = [{"name": "a", "sha256": hash_key("a"), **entry}, {"name": "b", "sha256": hash_key("b")}]
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": keys}))
+    with pytest.raises(RouterConfigError):
+        KeyRing(path, time.monotonic)
+    settings = [f"router.apiKeys.keys[{i}].{name}={value}" for i, key in enumerate(keys) for name, value in key.items()]
     with pytest.raises(RefusedError) as refused:
         render(*settings)
     assert reason in str(refused.value)

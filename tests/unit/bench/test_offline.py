@@ -295,7 +295,11 @@ def test_what_was_measured_before_a_failure_is_told(tmp_path: Path, monkeypatch:
     [
         (["--workload", "W1", "--dataset", "random"], BenchConfigError, "--workload and --dataset are both given"),
         (["--workload", "random"], BenchConfigError, "--workload is 'random'; allowed: W1, W2, W3"),
-        (["--model", "weft-tiny", "--kv-cache-dtype", "fp8"], ClusterConfigError, "dtype is 'fp8'; allowed: 'auto'"),
+        (
+            ["--model", "weft-tiny", "--kv-cache-dtype", "fp8"],
+            ClusterConfigError,
+            "cache.dtype: \"fp8\"; allowed: 'auto' or 'int8'",
+        ),
         (["--model", "weft-tiny", "--set", "tensor_parallel=2"], EngineConfigError, "2 ranks are asked for"),
     ],
 )

@@ -114,8 +114,8 @@ def test_bounds_hold_at_once() -> None:
     [
         ({"target_kv_usage": 0.0}, "target_kv_usage is 0.0; allowed: more than 0"),
         ({"target_goodput": 1.5}, "target_goodput is 1.5; allowed: 0 to 1"),
-        ({"upscale_delay_s": -1.0}, "upscale_delay_s is -1.0; allowed: 0 or more"),
-        ({"idle_s": math.inf}, "idle_s is inf; allowed: 0 or more"),
+        ({"upscale_delay_s": -1.0}, "upscale_delay_s is -1.0; allowed: at least 0"),
+        ({"idle_s": math.inf}, "idle_s is inf; allowed: a finite number"),
         ({"target_ttft_s": 0.0}, "target_ttft_s is 0.0; allowed: more than 0"),
         ({"target_requests": math.nan}, "target_requests is nan"),
     ],

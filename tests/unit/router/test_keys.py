@@ -132,9 +132,15 @@ def test_spaces_of_cached_prefixes_cannot_meet(tmp_path: Path) -> None:
         pytest.param("keys: " + "[" * 5000, "cannot be read: maximum recursion depth", id="deep"),
         ("key: []", "unknown field|missing required field"),
         ("keys: [{name: a, sha256: 00}]", "Expected `str`"),
-        ("keys: [{name: a, sha256: abc}]", "sha256 of 'a' is no 64 hexadecimal digits"),
-        (f"keys: [{{name: '', sha256: {hash_key('a')}}}]", "a key has no name"),
-        (f"keys: [{{name: a, sha256: {hash_key('a')}, requests_per_minute: 0}}]", "requests_per_minute of 'a' is 0"),
+        (
+            "keys: [{name: a, sha256: abc}]",
+            r"matching regex '\^\[0-9a-f\]\{64\}\$' - at `\$\.keys\[0\]\.sha256`",
+        ),
+        (f"keys: [{{name: '', sha256: {hash_key('a')}}}]", r"Expected `str` of length >= 1 - at `\$\.keys\[0\]\.name`"),
+        (
+            f"keys: [{{name: a, sha256: {hash_key('a')}, requests_per_minute: 0}}]",
+            r"Expected `float` > 0\.0 - at `\$\.keys\[0\]\.requests_per_minute`",
+        ),
         (f"keys: [{{name: a, sha256: {hash_key('a')}, tokens: 1}}]", "unknown field `tokens`"),
         (
             f"keys: [{{name: a, sha256: {hash_key('a')}}}, {{name: a, sha256: {hash_key('b')}}}]",

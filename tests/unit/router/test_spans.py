@@ -109,7 +109,7 @@ def test_tracing_without_the_packages_is_refused_at_the_start(monkeypatch: pytes
     ("settings", "message"),
     [
         ({"endpoint": "127.0.0.1:4317"}, "tracing.endpoint is '127.0.0.1:4317'; allowed: a URL, http:// or https://"),
-        ({"sample_ratio": 1.5}, "tracing.sample_ratio is 1.5; allowed: 0 to 1"),
+        ({"sample_ratio": 1.5}, "sample_ratio is 1.5; allowed: 0 to 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:

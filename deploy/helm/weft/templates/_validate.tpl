@@ -105,6 +105,17 @@
 {{- if and .existingSecret .keys }}
 {{- fail "router.apiKeys.existingSecret and router.apiKeys.keys are both set; allowed: one of the two" }}
 {{- end }}
+{{- $keys := .keys }}
+{{- range $what := list "name" "sha256" }}
+{{- $seen := list }}
+{{- range $index, $key := $keys }}
+{{- $value := get $key $what }}
+{{- if has $value $seen }}
+{{- fail (printf "router.apiKeys.keys[%d].%s is %s as another one's is; allowed: one of its own" $index $what $value) }}
+{{- end }}
+{{- $seen = append $seen $value }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- $service := .Values.router.service.type }}
 {{- if and .Values.networkPolicy.enabled (ne $service "ClusterIP") }}
