@@ -39,8 +39,8 @@ _EVIDENCE_S = 0.3
 _LINGER_MS = 1000
 _NEVER_MS = 24 * 3600 * 1000
 """To reconnect: not -1, with which zmq also drops what came before the end and was not read yet."""
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
-"""Their values are file descriptors, which tell connections apart."""
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+"""The values of all but the handshake are file descriptors, which tell connections apart."""
 
 
 class PlanMessage(msgspec.Struct, frozen=True, tag="plan", array_like=True):
@@ -220,7 +220,11 @@ class LeaderLink:
     def _read(self, rank: int) -> None:
         peer = self._peers[rank]
         while _is_readable(peer.socket):
-            match _to_leader_decoder.decode(peer.socket.recv()):
+            try:
+                message = _to_leader_decoder.decode(peer.socket.recv())
+            except msgspec.MsgspecError as error:
+                raise GroupFailedError(f"rank {rank} sent what is no message: {error}") from error
+            match message:
                 case ReportMessage(value):
                     self._reports[rank].append(value)
                 case OutputMessage(output):
@@ -304,7 +308,7 @@ class RankLink:
         while True:
             self._check_leader()
             if _is_readable(self._peer.socket):  # asking is also what makes its descriptor tell of the next one
-                return _to_rank_decoder.decode(self._peer.socket.recv())
+                return self._decode(self._peer.socket.recv())
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise GroupFailedError(f"rank {self._rank} heard nothing from its leader for {timeout_s:.0f} s")
@@ -315,12 +319,18 @@ class RankLink:
         local = self._local
         while local is not None and local.has_next:
             if (encoded := local.receive()) is not None:
-                return _to_rank_decoder.decode(encoded)
+                return self._decode(encoded)
             self._check_leader()
         message = self._receive()
         if local is not None:
             local.resume()
         return message
+
+    def _decode(self, encoded: bytes) -> _ToRank:
+        try:
+            return _to_rank_decoder.decode(encoded)
+        except msgspec.MsgspecError as error:
+            raise GroupFailedError(f"rank {self._rank} got what is no message: {error}") from error
 
     def _check_leader(self) -> None:
         if self._peer.is_gone() and not _is_readable(self._peer.socket):  # its last words come before its end
@@ -334,12 +344,16 @@ class _Peer:
         self.socket = context.socket(zmq.PAIR)
         self.socket.set(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
+        self.socket.set(zmq.HANDSHAKE_IVL, int(HEARTBEAT_TIMEOUT_S * 1000))
+        self.socket.set(zmq.ZAP_DOMAIN, b"weft")  # without one, whatever a stranger sends is a peer of ZMTP 1
         self.socket.set(zmq.RECONNECT_IVL, _NEVER_MS)
         self.socket.set(zmq.LINGER, _LINGER_MS)
         self.socket.set(zmq.IPV6, 1)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
         self._is_gone = False
-        self._connection: int | None = None
+        self._has_met = False
+        self._connections: set[int] = set()
+        """Those that are, or were there before, the other side's: which one has shaken hands is not told."""
 
     def bind(self, host: str) -> str:
         """Listen on a free port and return the address to connect to."""
@@ -348,13 +362,23 @@ class _Peer:
         return self.socket.get_string(zmq.LAST_ENDPOINT)
 
     def is_gone(self) -> bool:
-        """Whether the other side was there and is no more. Others who knock are turned away and do not count."""
+        """Whether the other side was there and is no more.
+
+        Others who knock are turned away. Those before it may delay this, until their time for a handshake is over.
+        """
         while not self._is_gone and _is_readable(self.monitor):
             event = recv_monitor_message(self.monitor)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._is_gone = event["value"] == self._connection
-            elif self._connection is None:
-                self._connection = event["value"]
+            match event["event"]:
+                case zmq.EVENT_ACCEPTED if not self._has_met:
+                    self._connections.add(event["value"])
+                case zmq.EVENT_CONNECTED:
+                    self._connections.add(event["value"])
+                    self._has_met = True  # who is dialled is the leader, and gone where no handshake follows
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._has_met = True
+                case zmq.EVENT_DISCONNECTED:
+                    self._connections.discard(event["value"])
+                    self._is_gone = self._has_met and not self._connections
         return self._is_gone
 
     def try_send(self, message: _ToRank | _ToLeader) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from weft.addresses import split_host_port
 
 from workers.errors import GroupFailedError
 from workers.local_plans import MAX_BYTES, PlanReceiver, PlanSender
@@ -305,6 +306,74 @@ def test_a_dead_or_stopped_rank_is_noticed_within_seconds(kill: signal.Signals) 
         process.kill()
         process.join(10)
         leader.close()
+
+
+def knock(leader: LeaderLink, data: bytes = b"") -> socket.socket:
+    """Connect as somebody who knows nothing of ranks."""
+    stranger = socket.create_connection(split_host_port(leader.endpoints[1].partition(" ")[0].removeprefix("tcp://")))
+    stranger.sendall(data)
+    return stranger
+
+
+@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n" * 3], ids=["silent", "http"])
+def test_a_stranger_who_comes_before_a_rank_neither_takes_its_place_nor_is_missed(data: bytes) -> None:
+    leader = LeaderLink(HOST, [1])
+    knock(leader).close()
+    stranger = knock(leader, data)
+    in_thread(lambda: echo_rank(leader.endpoints[1], 1))
+    leader.gather(120.0)
+    leader.proceed(7)
+    stranger.close()
+    assert echoes(leader, [plan(1, 9000), plan(2, 9000)]) == [1, 2], "by zmq, which has seen the stranger's end first"
+    leader.check()
+    leader.close()
+
+
+def check_until_it_fails(leader: LeaderLink) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        leader.check()
+
+
+def test_a_rank_that_dies_is_noticed_though_a_stranger_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.transport.HEARTBEAT_TIMEOUT_S", 1.0)
+    leader = LeaderLink(HOST, [1])
+    with knock(leader):
+        dead = threading.Event()
+
+        def run() -> None:
+            link = RankLink(leader.endpoints[1], 1)
+            link.report(0, 120.0)
+            link._peer.close()  # as if the process had died
+            dead.set()
+
+        in_thread(run)
+        leader.gather(120.0)
+        leader.proceed(7)
+        assert dead.wait(120)
+        with pytest.raises(GroupFailedError, match="rank 1 died, hangs or is cut off"):
+            check_until_it_fails(leader)
+    leader.close()
+
+
+def test_what_is_no_message_is_a_failure_of_the_group() -> None:
+    leader = LeaderLink(HOST, [1])
+    errors: queue.Queue[GroupFailedError] = queue.Queue()
+
+    def run() -> None:
+        link = RankLink(leader.endpoints[1], 1)
+        link._peer.socket.send(b"\xc1")
+        try:
+            link.report(0, 120.0)
+        except GroupFailedError as error:
+            errors.put(error)
+
+    in_thread(run)
+    with pytest.raises(GroupFailedError, match="rank 1 sent what is no message: MessagePack data is malformed"):
+        check_until_it_fails(leader)
+    leader._peers[1].socket.send(b"\xc1")
+    assert "rank 1 got what is no message: MessagePack data is malformed" in str(errors.get(timeout=120))
+    leader.close()
 
 
 @pytest.mark.parametrize("ends_at_once", [True, False])
