@@ -5,7 +5,7 @@ A thin transcoder: it turns wire messages into calls, deltas into wire messages,
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NoReturn, Self, TypeVar
@@ -182,6 +182,30 @@ class _PatientWriter:
             self._timer = self._loop.call_at(due_s, self._look)
 
 
+class _InFlight(grpc.aio.ServerInterceptor):
+    """The calls of Inference, from their heads on until they have their statuses."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See grpc.aio; each call is a task."""
+        task = asyncio.current_task()
+        if task is not None and handler_call_details.method.startswith(f"/{READINESS_SERVICE}/"):
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await continuation(handler_call_details)
+
+    async def wait_ended(self) -> None:
+        """Return when none is left."""
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+
 class GrpcListener:
     """A gRPC server with the Inference service, health and reflection."""
 
@@ -211,7 +235,9 @@ class GrpcListener:
             write_timeout_s: a call whose client takes nothing of the answer for so long is ended.
             reads_trace_context: calls get the W3C trace context of their metadata.
         """
+        self._in_flight = _InFlight()
         self._server = grpc.aio.server(
+            interceptors=(self._in_flight,),
             options=(
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.so_reuseport", int(shares_port)),  # by default a taken port is shared without a word
@@ -219,7 +245,7 @@ class GrpcListener:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            )
+            ),
         )
         servicer = InferenceServer(
             dispatch, keys, write_timeout_s=write_timeout_s, reads_trace_context=reads_trace_context
@@ -247,8 +273,14 @@ class GrpcListener:
         await self._health.set(READINESS_SERVICE, status.SERVING if is_ready else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give those in flight `grace_s` to end, then cancel them."""
-        await self._server.stop(grace_s)
+        """Refuse new calls, give those in flight `grace_s` to end, then cancel them.
+
+        Watches of health and streams of reflection, which end with their clients only, are not waited for.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._server.stop(grace_s))
+            await self._in_flight.wait_ended()
+            await self._server.stop(None)
 
 
 async def _answer(context: _Context, work: Awaitable[T]) -> T:

@@ -16,6 +16,8 @@ from urllib.request import urlopen
 import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers.fake_replica import FakeReplica
 from helpers.ipv6 import needs_ipv6
 from helpers.router_harness import ByteTokenizer, RunningRouter, poll, router_config, running_router, text_request
@@ -29,6 +31,7 @@ from router.app import BoundAddresses
 from router.config import AdmissionConfig, ClientConfig, FailoverConfig, LinkConfig, PolicyName, RouterConfig
 from router.errors import ModelFilesError, RouterConfigError
 from router.model_text import ModelText
+from router.server import READINESS_SERVICE
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -249,6 +252,17 @@ async def test_http_answers_are_dated_anew(monkeypatch: pytest.MonkeyPatch) -> N
                 pass
 
 
+async def wait_refusing(router: RunningRouter) -> None:
+    """Wait until it takes no more connections."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
+                    await asyncio.wait_for(channel.channel_ready(), 0.05)
+            except TimeoutError:
+                return
+
+
 async def test_stop_lets_requests_in_flight_finish_and_takes_no_new_ones() -> None:
     async with (
         FakeReplica("a", paused=True) as a,
@@ -258,16 +272,47 @@ async def test_stop_lets_requests_in_flight_finish_and_takes_no_new_ones() -> No
         answering = asyncio.create_task(router.generate(text_request("hello")))
         await a.wait_until(lambda: a.num_requests == 1)
         router.stop.set()
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
-                        await asyncio.wait_for(channel.channel_ready(), 0.05)
-                except TimeoutError:
-                    break
+        await wait_refusing(router)
         a.resume()
         assert (await answering).num_finished == 1
         await router.task
+
+
+async def test_stop_waits_for_a_request_whose_message_is_under_way() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        may_send = asyncio.Event()
+
+        async def messages() -> AsyncIterator[pb.TokenizeRequest]:
+            await may_send.wait()
+            yield pb.TokenizeRequest(model="tiny", text="hello")
+
+        tokenize = router.channel.stream_unary(
+            f"/{READINESS_SERVICE}/Tokenize",
+            request_serializer=pb.TokenizeRequest.SerializeToString,
+            response_deserializer=pb.TokenizeResponse.FromString,
+        )
+        answering = tokenize(messages())
+        await router.stub.ListModels(pb.ListModelsRequest())  # behind the other's head
+        router.stop.set()
+        await wait_refusing(router)
+        may_send.set()
+        assert len((await answering).token_ids) == 6
+        await router.task
+
+
+async def test_stop_does_not_wait_for_who_watches_health_or_asks_what_there_is() -> None:
+    async with running_router(router_config("127.0.0.1:1", grace_s=3600.0)) as router:
+        watching = health_pb2_grpc.HealthStub(router.channel).Watch(  # type: ignore[no-untyped-call]
+            health_pb2.HealthCheckRequest(service="")
+        )
+        await watching.read()
+        asking = reflection_pb2_grpc.ServerReflectionStub(router.channel).ServerReflectionInfo()  # type: ignore[no-untyped-call]
+        await asking.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        await asking.read()
+        router.stop.set()
+        await asyncio.wait_for(router.task, 10)
+        assert await watching.code() == await asking.code() == grpc.StatusCode.UNAVAILABLE
 
 
 async def test_stop_says_not_ready_first_and_still_serves_until_load_balancers_know() -> None:
