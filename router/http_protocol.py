@@ -71,9 +71,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """See asyncio.Protocol."""
         self._num_head_bytes += len(data)  # 0 again as soon as a head ends, or a part of a body
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._continue_without_upgrade(data[upgrade.args[0] :])
+            self._feed(memoryview(data))
         except httptools.HttpParserError:
             self.logger.info("Invalid HTTP request received.")
             self.send_400_response("Invalid HTTP request received.")
@@ -85,8 +83,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             elif self._is_in_body and self._body_timer is None:
                 self._start_body_timer()
 
-    def _continue_without_upgrade(self, rest: bytes) -> None:
-        """Read the body of a request that would rather speak HTTP/2, as Java's client does before it knows the server.
+    def _feed(self, data: memoryview) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._continue_without_upgrade()
+                self._num_head_bytes += len(data)
+
+    def _continue_without_upgrade(self) -> None:
+        """Read on after a head that offers to speak HTTP/2, as Java's client does before it knows the server.
 
         The parser takes what is behind the head for the other protocol. A new one gets a head that asks for none.
         """
@@ -96,8 +104,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_continuing = True
         self.parser.feed_data(b"\r\n".join((b"POST / HTTP/1.1", *lines, b"", b"")))
         self._is_continuing = False
-        if rest:
-            self.data_received(rest)
 
     def on_message_begin(self) -> None:
         """See httptools."""

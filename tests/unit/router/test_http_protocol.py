@@ -73,6 +73,12 @@ async def test_request_without_body_that_offers_an_upgrade_is_served(address: Ad
     assert answer.count(b"HTTP/1.1 200 OK") == 2
 
 
+async def test_many_requests_at_once_that_offer_an_upgrade_are_served(address: Address) -> None:
+    answer = await talk(address, (b"GET /health HTTP/1.1\r\nHost: x\r\n" + UPGRADE + b"\r\n") * 1000 + LAST)
+
+    assert answer.count(b"HTTP/1.1 200 OK") == 1001
+
+
 @pytest.mark.parametrize(
     "start",
     [
