@@ -4,6 +4,7 @@ What a request is and how it is answered is the application's business (openai.p
 """
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import httptools
@@ -55,6 +56,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """See uvicorn, which tells only the newest request that its client left."""
         self._answered = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(_answer_unchunked, cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
@@ -170,6 +173,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+async def _answer_unchunked(cycle: RequestResponseCycle, app: Any, scope: Any, receive: Any, send: Any) -> None:
+    """Answer a client of HTTP/1.0, which knows no chunks: a stream ends with its connection, which uvicorn closes."""
+
+    async def send_as_it_is(message: Any) -> None:
+        cycle.chunked_encoding = False
+        cycle.expected_content_length = len(message.get("body", b""))  # of each part anew, so that uvicorn takes all
+        await send(message)
+
+    await app(scope, receive, send_as_it_is)
 
 
 def bounded_protocol(limits: ClientConfig) -> type[BoundedHttpProtocol]:

@@ -73,6 +73,25 @@ async def test_request_without_body_that_offers_an_upgrade_is_served(address: Ad
     assert answer.count(b"HTTP/1.1 200 OK") == 2
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_client_of_http_1_0_gets_no_chunks(address: Address, stream: bool) -> None:
+    body = json.dumps({"prompt": "hi", "max_tokens": 3, "stream": stream}).encode()
+    answer = await talk(
+        address,
+        b"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n" % len(body) + body,
+    )
+
+    head, _, text = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert b"chunked" not in head
+    assert b"connection: close" in head
+    if stream:
+        assert text.startswith(b"data: {")
+        assert text.endswith(b"data: [DONE]\n\n")
+    else:
+        assert b"content-length: %d" % len(text) in head
+
+
 async def test_many_requests_at_once_that_offer_an_upgrade_are_served(address: Address) -> None:
     answer = await talk(address, (b"GET /health HTTP/1.1\r\nHost: x\r\n" + UPGRADE + b"\r\n") * 1000 + LAST)
 
