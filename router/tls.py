@@ -31,7 +31,8 @@ class TlsFiles:
     """Certificate chain."""
     key_file: str
     ca_file: str | None = None
-    """Authorities of clients: only those with a certificate of theirs are taken. None: everybody."""
+    """Authorities of clients: only those with a certificate of theirs are taken, over HTTP those that speak TLS 1.3.
+    None: everybody."""
 
     @property
     def credentials(self) -> grpc.ServerCredentials:
@@ -57,7 +58,12 @@ class TlsFiles:
 
     def _load(self) -> ssl.SSLContext:
         context = _load(ssl.PROTOCOL_TLS_SERVER, self.cert_file, self.key_file, self.ca_file)
-        context.verify_mode = ssl.CERT_NONE if self.ca_file is None else ssl.CERT_REQUIRED
+        if self.ca_file is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            # Who resumes a session is not asked for a certificate, though its authority be gone from the file. Python
+            # can forbid that in TLS 1.3 only.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.num_tickets = 0
         return context
 
 

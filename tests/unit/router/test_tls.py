@@ -1,5 +1,7 @@
 """TLS of the listeners and of the cluster's inner connections, plain and mutual, against certificates made here."""
 
+import asyncio
+import socket
 import ssl
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +116,49 @@ async def test_a_listeners_new_authority_of_clients_takes_the_place_of_the_one_b
         assert (await asked(router, ca, mine), await asked(router, ca, theirs)) == ([True, True], [False, False])
         (folder / "ca.crt").write_bytes(other.cert_pem.bytes())
         assert (await asked(router, ca, mine), await asked(router, ca, theirs)) == ([False, False], [True, True])
+
+
+def shake_hands(
+    router: RunningRouter, context: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> ssl.SSLSession | None:
+    """Ask the listener for HTTP once; return the session that it leaves. Raises OSError where it does not answer."""
+    port = int(router.addresses.http.rpartition(":")[2])
+    with (
+        socket.create_connection(("localhost", port), 10) as raw,
+        context.wrap_socket(raw, server_hostname="localhost", session=session) as connection,
+    ):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        if not connection.recv(1):
+            raise ConnectionError
+        return connection.session
+
+
+async def test_a_session_does_not_outlive_the_authority_of_its_client(ca: trustme.CA, tmp_path: Path) -> None:
+    mine = inner_tls(ca, tmp_path / "mine")
+    tls = listener_files(ca, tmp_path / "router", is_mutual=True)
+    context = ssl.create_default_context(cadata=ca.cert_pem.bytes().decode())
+    context.load_cert_chain(mine.cert_file, mine.key_file)
+    async with running_router(router_config("127.0.0.1:1", tls=tls, http_port=0)) as router:
+        session = await asyncio.to_thread(shake_hands, router, context)
+        session = await asyncio.to_thread(shake_hands, router, context, session)
+        (tmp_path / "router" / "ca.crt").write_bytes(trustme.CA().cert_pem.bytes())
+        with pytest.raises(OSError):  # asyncio closes, sometimes before the alert that says why
+            await asyncio.to_thread(shake_hands, router, context, session)
+
+
+async def test_clients_with_certificates_speak_tls_1_3(ca: trustme.CA, tmp_path: Path) -> None:
+    context = ssl.create_default_context(cadata=ca.cert_pem.bytes().decode())
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    mine = inner_tls(ca, tmp_path / "mine")
+    context.load_cert_chain(mine.cert_file, mine.key_file)
+    for is_mutual in (False, True):
+        tls = listener_files(ca, tmp_path / "router", is_mutual=is_mutual)
+        async with running_router(router_config("127.0.0.1:1", tls=tls, http_port=0)) as router:
+            if is_mutual:
+                with pytest.raises(ssl.SSLError):
+                    await asyncio.to_thread(shake_hands, router, context)
+            else:
+                await asyncio.to_thread(shake_hands, router, context)
 
 
 async def greets(replica: FakeReplica, tls: InnerTls | None) -> bool:
