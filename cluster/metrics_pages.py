@@ -1,31 +1,47 @@
 """Fetches the metrics pages of a cluster's processes, several at once, for the controller to hand on."""
 
 import asyncio
-import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from email.parser import BytesHeaderParser
+
+from weft.addresses import split_host_port
 
 _TIMEOUT_S = 2.0
-_NUM_THREADS = 16
+_MAX_AT_ONCE = 16
+_MAX_BYTES = 16 << 20
 
 
 async def fetch_pages(addresses: Sequence[str]) -> Mapping[str, bytes]:
     """Return the pages at these host:port as Prometheus reads them; those that do not answer are missing."""
-    loop = asyncio.get_running_loop()
-    pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="metrics-pages")
-    try:
-        pages = await asyncio.gather(*(loop.run_in_executor(pool, fetch_page, address) for address in addresses))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    places = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    async def fetch(address: str) -> bytes | None:
+        async with places:
+            return await fetch_page(address)
+
+    pages = await asyncio.gather(*map(fetch, addresses))
     return {address: page for address, page in zip(addresses, pages, strict=True) if page is not None}
 
 
-def fetch_page(address: str) -> bytes | None:
-    """Return the page, from its process and by no proxy; None where it does not answer."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+async def fetch_page(address: str) -> bytes | None:
+    """Return the page, from its process and nobody else; None where it is none, too large, or does not come in time."""
     try:
-        with opener.open(f"http://{address}/metrics", timeout=_TIMEOUT_S) as response:
-            page: bytes = response.read()
-            return page
-    except (OSError, ValueError):
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(*split_host_port(address))
+            try:
+                writer.write(f"GET /metrics HTTP/1.0\r\nHost: {address}\r\n\r\n".encode())
+                return await _read_page(reader)
+            finally:
+                writer.close()
+    except (OSError, EOFError, ValueError, asyncio.LimitOverrunError):
         return None  # it is starting, or has just gone
+
+
+async def _read_page(reader: asyncio.StreamReader) -> bytes:
+    """Raises ValueError where it is another answer, or longer than allowed."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    status, _, lines = head.partition(b"\r\n")
+    length = int(BytesHeaderParser().parsebytes(lines).get("content-length", ""))
+    if status.split(b" ")[1:2] != [b"200"] or length > _MAX_BYTES:
+        raise ValueError(f"{status!r} with {length} bytes; allowed: 200 with at most {_MAX_BYTES}")
+    return await reader.readexactly(length)

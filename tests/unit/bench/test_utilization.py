@@ -1,5 +1,6 @@
 """What `weft bench serve` says of a service's ranks: from their metrics pages, or why nothing is known."""
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from bench.load.service_ranks import ServiceRanks
 from bench.load.utilization import Peak, RankCounters, RanksUnknownError, compare
 from cluster.control_client import ControlClient
 from cluster.errors import ControllerError
-from cluster.metrics_pages import fetch_page
+from cluster.metrics_pages import fetch_pages
 from cluster.rank_metrics import MetricsListener, RankCollector
 from workers.stats import RankStats
 
@@ -266,7 +267,7 @@ class FakeController:
         return self._status
 
     def read_metrics(self, addresses: Iterable[str]) -> Mapping[str, bytes]:
-        return {address: page for address in addresses if (page := fetch_page(address)) is not None}
+        return asyncio.run(fetch_pages(list(addresses)))
 
 
 def source(status: control_pb2.GetStatusResponse | ControllerError, *, router_port: int | None = None) -> ServiceRanks:

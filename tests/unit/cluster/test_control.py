@@ -5,7 +5,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -291,6 +291,7 @@ class PageProcess(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.send_response(200)
+        self.send_header("Content-Length", str(len(PAGE)))
         self.end_headers()
         self.wfile.write(PAGE)
 
@@ -324,9 +325,39 @@ async def test_metrics_of_processes_are_read_through_the_controller_and_of_nobod
     assert read_pages == {router: PAGE, rank: PAGE}
 
 
-def test_no_proxy_is_asked_for_metrics(pages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_proxy_is_asked_for_metrics(pages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert fetch_page(pages[0]) == PAGE
+    assert await fetch_page(pages[0]) == PAGE
+
+
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [
+        (b"HTTP/1.0 302 Found\r\nLocation: http://%b/\r\nContent-Length: 1\r\n\r\n1", b""),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 16777217\r\n\r\n", b""),
+        (b"HTTP/1.0 200 OK\r\n", b"X: 1\r\n"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"1"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n1", b""),
+        (b"a" * 70_000, b""),
+    ],
+    ids=["elsewhere", "large", "head without end", "slow", "torn", "no HTTP"],
+)
+async def test_page_that_is_elsewhere_too_large_or_slow_is_not_taken(
+    pages: list[str], monkeypatch: pytest.MonkeyPatch, start: bytes, more: bytes
+) -> None:
+    monkeypatch.setattr("cluster.metrics_pages._TIMEOUT_S", 0.1)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(start.replace(b"%b", pages[0].encode()))
+        with suppress(ConnectionError):
+            while more:
+                writer.write(more)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(10):
+        assert await fetch_page(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") is None
 
 
 async def test_top_needs_nothing_but_the_controller(
