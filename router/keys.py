@@ -128,8 +128,8 @@ class KeyRing:
         """Read the file. Raises RouterConfigError when it cannot be read or says something that is not allowed."""
         self._path = path
         self._clock = clock
-        self._version = _version(path)
-        self._tenants = self._read()
+        self._content = _read(path)
+        self._tenants = self._parse()
 
     def identify(self, authorization: str | None) -> Tenant:
         """Whose key this is; `authorization` as in the HTTP header or gRPC metadata of this name.
@@ -152,12 +152,12 @@ class KeyRing:
 
     def reload(self) -> None:
         """Read the file if it has changed. Whatever it holds, nothing is raised. In any thread, one at a time."""
-        version = _version(self._path)
-        if version == self._version:
+        content = _read(self._path)
+        if content == self._content:  # times of files have ticks, in which one may change twice
             return
-        self._version = version
+        self._content = content
         try:
-            tenants = self._read()
+            tenants = self._parse()
         except RouterConfigError as error:
             logger.error("the API keys stay as they were: %s", error)
             return
@@ -168,9 +168,11 @@ class KeyRing:
         self._tenants = tenants
         logger.info("%d API keys from %s", len(tenants), self._path)
 
-    def _read(self) -> Mapping[str, Tenant]:
+    def _parse(self) -> Mapping[str, Tenant]:
+        if isinstance(self._content, str):
+            raise RouterConfigError(f"the API keys in {self._path} cannot be read: {self._content}")
         try:
-            entries = msgspec.convert(read_yaml(self._path.read_bytes()), _File).keys
+            entries = msgspec.convert(read_yaml(self._content), _File).keys
         except Exception as error:  # yaml lets out whatever a text makes its parts raise, such as ValueError
             raise RouterConfigError(f"the API keys in {self._path} cannot be read: {error}") from error
         for what in ("name", "sha256"):
@@ -199,13 +201,12 @@ def _bucket(per_minute: float | None, now_s: float) -> Bucket | None:
     return None if per_minute is None else Bucket(per_minute, max(per_minute, 1.0), now_s)
 
 
-def _version(path: Path) -> tuple[int, int] | None:
-    """Changes with the file; a Kubernetes secret is a link that is swapped, so the link is followed."""
+def _read(path: Path) -> bytes | str:
+    """The file's content, or why it cannot be read."""
     try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino
+        return path.read_bytes()
+    except OSError as error:
+        return str(error)
 
 
 def main() -> None:
