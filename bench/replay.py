@@ -1,7 +1,7 @@
 """Recorded decisions, decided again: production modules are told what they were told, and must answer the same.
 
 weft replay /var/log/weft/decisions                 every recording in the folder
-weft replay tiny-0.1-20261122-110503-4711.decisions --json
+weft replay tiny-0.1-20261122-110503-4711-9f3a1c.decisions --json
 """
 
 import dataclasses

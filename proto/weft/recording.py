@@ -12,6 +12,7 @@ leaves a file that ends within a frame at worst; what comes before is whole.
 import errno
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -208,10 +209,10 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes, what: str) -> T:
 
 
 def _new_file(folder: Path, name: str) -> Path:
-    """The name of a file that no other process and no other life of this one uses."""
+    """The name of a file that no other process uses, nor another life of this one: in containers many have number 1."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise RecordingError(f"{folder}: {error.strerror or error}") from error
     name = name.replace("/", "_")  # a model may be called owner/name
-    return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{SUFFIX}"
+    return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(3)}{SUFFIX}"

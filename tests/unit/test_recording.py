@@ -59,6 +59,17 @@ def test_name_of_a_model_with_an_owner_is_one_file(tmp_path: Path) -> None:
     assert recorder.path.parent == tmp_path
 
 
+def test_processes_of_one_name_number_and_second_have_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "20261122-115202")
+    recorders = [RecordingConfig(folder=str(tmp_path)).open("router-0") for _ in range(2)]
+    for recorder in recorders:
+        assert recorder is not None
+        recorder.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_frames_of_a_process_that_dies_are_there_up_to_the_last_second(tmp_path: Path) -> None:
     now_s = 0.0
     recorder = Recorder(tmp_path / "file", max_bytes=1 << 20, clock=lambda: now_s)
