@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -56,7 +57,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=FOLDER,HOST:PORT[,HOST:PORT...]",
         help="a model and its replicas, without a controller; may be repeated",
     )
-    parser.add_argument("--router-id", default=f"router-{os.getpid()}", help="name in logs (default: by process id)")
+    parser.add_argument(
+        "--router-id", default=f"router-{socket.gethostname()}-{os.getpid()}",
+        help="name in logs and `weft status`, where the cluster's own are router-0, router-1 ... (default: by host and "
+        "process id)",
+    )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
     parser.add_argument("--port", type=int, default=50051, help="gRPC; 0: any (default: %(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="OpenAI HTTP; -1: off (default: %(default)s)")

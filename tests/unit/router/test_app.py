@@ -417,6 +417,12 @@ async def test_folder_where_nothing_can_be_recorded_is_refused(tmp_path: Path) -
             pass
 
 
+def test_router_in_a_container_has_the_name_of_none_of_the_clusters_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    name = _config(_parser().parse_args(["--control", "127.0.0.1:1"])).router_id
+    assert name == f"router-{socket.gethostname()}-1"
+
+
 def test_flag_of_a_router_by_itself_names_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     options = _parser().parse_args(["--control", "x:1", "--record-decisions", "decisions"])
