@@ -279,6 +279,7 @@ class GrpcListener:
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._server.stop(grace_s))
+            await asyncio.sleep(0)  # calls that came before are known then
             await self._in_flight.wait_ended()
             await self._server.stop(None)
 
