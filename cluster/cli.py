@@ -232,7 +232,7 @@ def generate(
     }
     check_address("--router", router)
     run_generate(
-        sys.stdin.read() if prompt == "-" else prompt,
+        _read_input() if prompt == "-" else prompt,
         router=router,
         api_key=api_key,
         tls_ca=tls_ca,
@@ -245,6 +245,13 @@ def generate(
         timeout_s=timeout,
         options={name: value for name, value in options.items() if value is not None},
     )
+
+
+def _read_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ClusterConfigError(f"the prompt on stdin is no text: {error}; allowed: UTF-8") from error
 
 
 @app.command()

@@ -57,19 +57,24 @@ def generate(
 
 def to_request_error(error: ClientError) -> RequestError:
     """The router's answer, or its silence, in words."""
+    if error.code is grpc.StatusCode.UNIMPLEMENTED:
+        return RequestError(f"unimplemented: {error}; who answers is no router of Weft")
     return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}")
 
 
 def connect(router: str, *, api_key: str | None, tls_ca: Path | None, tls_name: str | None) -> Client:
-    """Return a connection, with TLS where there are authorities. Raises RequestError when they cannot be read."""
+    """Return a connection, with TLS where there are authorities. Raises RequestError, ClusterConfigError."""
     if tls_ca is None:
         if tls_name is not None:
             raise ClusterConfigError("--tls-name: without TLS there is no certificate; allowed: with --tls-ca")
         return Client(router, api_key=api_key)
     try:
-        credentials = grpc.ssl_channel_credentials(tls_ca.read_bytes())
+        authorities = tls_ca.read_bytes()
     except OSError as error:
         raise RequestError(f"{tls_ca} cannot be read: {error.strerror}") from error
+    if b"-----BEGIN CERTIFICATE-----" not in authorities:  # of which gRPC would say that nobody can be reached
+        raise ClusterConfigError(f"--tls-ca: {tls_ca} holds no certificate; allowed: PEM")
+    credentials = grpc.ssl_channel_credentials(authorities)
     return Client(router, api_key=api_key, credentials=credentials, tls_name=tls_name)
 
 

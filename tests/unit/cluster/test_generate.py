@@ -116,6 +116,17 @@ def test_what_is_no_variables_for_a_chat_template_is_refused(flags: list[str], s
     assert said in str(result.exception)
 
 
+def test_what_is_no_text_is_refused() -> None:
+    result = CliRunner().invoke(app, ["generate", "-", "--router", "127.0.0.1:1"], input=b"caf\xe9")
+    assert "the prompt on stdin is no text: 'utf-8' codec can't decode byte 0xe9" in str(result.exception)
+
+
+def test_file_without_a_certificate_is_told(tmp_path: Path) -> None:
+    (file := tmp_path / "ca.pem").write_text("models: []")
+    result = CliRunner().invoke(app, ["generate", "hi", "--router", "127.0.0.1:1", "--tls-ca", str(file)])
+    assert f"--tls-ca: {file} holds no certificate; allowed: PEM" in str(result.exception)
+
+
 def test_refused_request_prints_nothing() -> None:
     result = CliRunner().invoke(app, ["generate", "hi", "--router", "127.0.0.1:1", "--timeout", "1"])
     assert isinstance(result.exception, RequestError)
