@@ -286,6 +286,13 @@ def test_template_is_looked_for_in_three_files(tmp_path: Path) -> None:
     assert render(tmp_path, message) == "jinja hi"
 
 
+def doubling(expression: str, first: str) -> str:
+    """Return a template that computes a value of the one before, forty times."""
+    return (
+        f"{{% set ns = namespace(x={first}) %}}{{% for i in range(40) %}}{{% set ns.x = {expression} %}}{{% endfor %}}"
+    )
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -296,6 +303,26 @@ def test_template_is_looked_for_in_three_files(tmp_path: Path) -> None:
         ("{{ 99999999 * ['x'] }}", "repeated 99999999 times"),
         ("{{ 9 ** 99999 }}", "a power has more than 4096 bits"),
         ("{{ range(999999999) | list }}", "Range too big"),
+        (doubling("ns.x * ns.x", "3"), "a product has more than 4096 bits"),
+        (doubling("ns.x + ns.x", "[1]"), "too long a text or list"),
+        (doubling("ns.x ~ ns.x", "'a'"), "too long a text or list"),
+        (doubling("'%s%s' % (ns.x, ns.x)", "'a'"), "too long a text or list"),
+        (doubling("[ns.x, ns.x] | join", "'a'"), "too long a text or list"),
+        (doubling("ns.x | replace('', ns.x)", "'ab'"), "too long a text or list"),
+        (doubling("ns.x.replace('a', ns.x)", "'aa'"), "too long a text or list"),
+        (doubling("ns.x.join([ns.x, ns.x])", "'a'"), "too long a text or list"),
+        ("{% set ns = namespace(x='a') %}" + "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}" * 30, "too long a text"),
+        ("{% for a in range(9999) %}{% set b = 'a' * 9**6 %}{% endfor %}", "268435456 of all together"),
+        ("{{ 'a' | center(3000) }}", "a width is 3000; allowed: at most 999"),
+        ("{{ 'a'.ljust(3000) }}", "a width is 3000"),
+        ("{{ 'a' | indent(width=3000) }}", "a width is 3000"),
+        ("{{ messages | batch(3000, 0) | list }}", "a width is 3000"),
+        ("{{ messages | tojson(indent=3000) }}", "a width is 3000"),
+        ("{{ '%% %-3000d' | format(1) }}", "a width is 3000"),
+        ("{{ '%(a).3000f' % {'a': 1} }}", "a width is 3000"),
+        ("{{ '%*d' % (3000, 1) }}", "its width from an argument"),
+        ("{{ '{:>3000}'.format(1) }}", "a width is 3000"),
+        ("{{ '{:{}}'.format(1, 3000) }}", "its width from an argument"),
     ],
 )
 def test_what_a_template_may_spend_is_bounded(template: str, said: str, tmp_path: Path) -> None:
@@ -305,15 +332,51 @@ def test_what_a_template_may_spend_is_bounded(template: str, said: str, tmp_path
         tokenizer.render_chat(HI)
 
 
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("['a', 1] | join('-') ~ [messages[0], messages[0]] | join(', ', attribute='role')", "a-1user, user"),
+        ("', '.join(['a', 'b']) + 'aab'.replace('a', 'c', 1) ~ 'aab' | replace('a', 1)", "a, bcab11b"),
+        ("'%5.1f%%|%s' | format(2, 'x') ~ '%(a)03d' % {'a': 7} ~ 17 % 5", "  2.0%|x0072"),
+        ("'{:>4}{a}'.format(1, a='b') ~ 'a'.ljust(3) ~ 'b' | center(3) ~ 5000000 | tojson", "   1ba   b 5000000"),
+        ("messages | map(attribute='role') | map('upper') | list | string ~ 2 * [3]", "['USER'][3, 3]"),
+    ],
+)
+def test_what_is_counted_is_what_jinja_makes(expression: str, expected: str, tmp_path: Path) -> None:
+    assert render(make_folder(tmp_path, config={"chat_template": f"{{{{ {expression} }}}}"}), *HI.messages) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in 'ab' recursive %}{{ loop('ab') if loop.depth < 60 }}{% endfor %}",
+        "{% for a in [1] recursive %}{{ loop(range(99)) if loop.depth < 4 }}{% endfor %}",
+        "{% for a in [1] recursive %}{{ loop(iterable=range(99)) if loop.depth < 4 }}{% endfor %}",
+        "{% for a in range(200) %}{{ range(99) | map('upper') | list }}{% endfor %}",
+    ],
+)
+def test_calls_recursion_and_filters_take_turns(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.template_sandbox.MAX_TURNS", 10_000)
+    tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, config={"chat_template": template}))
+
+    with pytest.raises(InvalidRequestError, match="more than 10000 turns"):
+        tokenizer.render_chat(HI)
+
+
 def test_counted_loops_know_their_place(tmp_path: Path) -> None:
     template = (
-        "{% for m in messages recursive %}{{ loop.index }}/{{ loop.length }}{{ loop.first }}{{ loop.last }}"
+        "{% for m in messages recursive %}{{ loop(m.content) if loop.depth < 2 }}{{ loop.index }}/{{ loop.length }}"
+        "{{ loop.first }}{{ loop.last }}"
         "{{ loop.previtem is defined }}{{ loop.nextitem is defined }}{{ loop.revindex }} {% else %}none{% endfor %}"
         "{% for m in nothing %}{% else %}none{% endfor %}{{ 3 * 'ab' }}{{ 2 ** 10 }}"
     )
     folder = make_folder(tmp_path, config={"chat_template": template})
     messages = [ChatMessage(role="user", content=content) for content in "abc"]
-    expected = "1/3TrueFalseFalseTrue3 2/3FalseFalseTrueTrue2 3/3FalseTrueTrueFalse1 noneababab1024"
+    inner = "1/1TrueTrueFalseFalse1 "
+    expected = (
+        f"{inner}1/3TrueFalseFalseTrue3 {inner}2/3FalseFalseTrueTrue2 {inner}3/3FalseTrueTrueFalse1 noneababab1024"
+    )
 
     assert render(folder, *messages) == expected
 
