@@ -40,7 +40,7 @@ class ChatTemplate:
             now: the clock behind the templates' `strftime_now`.
 
         Raises:
-            jinja2.TemplateError: the text is not a template.
+            Exception: the text is not a template; Python may refuse one that jinja does not.
         """
         self._template = SandboxedTemplate(source, now=now)
         self._special_tokens = dict(special_tokens)
@@ -77,6 +77,7 @@ class ChatTemplate:
             )
         try:
             text = self._template.render({**chat.template_kwargs, **own})
+            text.encode()  # what is no Unicode, the tokenizer refuses
         except TemplateError as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {error}", field="messages"
@@ -127,8 +128,8 @@ def load_chat_template(
         return None
     try:
         return ChatTemplate(source, special_tokens=special_tokens, now=now)
-    except TemplateError as error:
-        raise ModelFilesError(f"{origin} does not compile: {error}") from error
+    except Exception as error:  # jinja makes Python of it, which refuses more than jinja does
+        raise ModelFilesError(f"{origin} does not compile: {type(error).__name__}: {error}") from error
 
 
 def _find_source(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:

@@ -86,7 +86,7 @@ class SandboxedTemplate:
             now: the clock behind `strftime_now`.
 
         Raises:
-            jinja2.TemplateError: the text is not a template.
+            Exception: the text is not a template: TemplateError, or what Python says of the code made of it.
         """
 
         def strftime_now(format: str) -> str:
