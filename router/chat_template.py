@@ -5,6 +5,7 @@ in a sandbox (template_sandbox.py).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ _DEFAULT = "default"
 _MARK = "\ue000the answer continues here\ue000"
 """Behind a message that is continued."""
 
+_PROBE = "a message to see whether it is shown"
+
 
 class ChatTemplate:
     """Renders conversations as the model was trained to see them. Safe to use from several threads."""
@@ -44,6 +47,7 @@ class ChatTemplate:
         """
         self._template = SandboxedTemplate(source, now=now)
         self._special_tokens = dict(special_tokens)
+        self._reads_parts = not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
 
     def render(self, chat: Conversation) -> str:
         """Return the prompt text: up to and with what opens the assistant's turn, or where the conversation has it end.
@@ -60,16 +64,12 @@ class ChatTemplate:
                 raise InvalidRequestError(
                     f"messages[{index}].role is {message.role!r}; allowed: {allowed}", field="messages"
                 )
-        messages = [_as_dict(message) for message in chat.messages]
-        if chat.continue_final_message:
-            messages[-1]["content"] += f"{_MARK} "  # the blank shows whether the template trims messages
-        own = {
-            **self._special_tokens,
-            "messages": messages,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": chat.add_generation_prompt,
-        }
+        messages = [*chat.messages]
+        if chat.continue_final_message:  # the blank shows whether the template trims messages
+            messages[-1] = replace(messages[-1], content=f"{messages[-1].content}{_MARK} ")
+        own = self._own_variables(
+            [self._as_dict(message) for message in messages], add_generation_prompt=chat.add_generation_prompt
+        )
         if taken := sorted(chat.template_kwargs.keys() & (own.keys() | self._template.names)):
             raise InvalidRequestError(
                 f"chat_template_kwargs sets {', '.join(taken)}; allowed: names that are not the template's own",
@@ -88,6 +88,30 @@ class ChatTemplate:
                 field="messages",
             ) from error
         return _cut(text) if chat.continue_final_message else text
+
+    def _own_variables(self, messages: list[dict[str, object]], *, add_generation_prompt: bool) -> dict[str, object]:
+        return {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def _as_dict(self, message: ChatMessage) -> dict[str, object]:
+        content = _as_parts(message.content) if self._reads_parts else message.content
+        fields: dict[str, object] = {"role": message.role, "content": content}
+        if message.name:
+            fields["name"] = message.name
+        return fields
+
+    def _shows(self, content: object) -> bool:
+        """Return whether the template writes the content of a user's message, given in this form."""
+        own = self._own_variables([{"role": "user", "content": content}], add_generation_prompt=True)
+        try:
+            return _PROBE in self._template.render(own)
+        except Exception:  # as in `render`
+            return False
 
 
 def _cut(text: str) -> str:
@@ -171,8 +195,6 @@ def _choose(value: object, origin: str) -> str | None:
     return named[_DEFAULT]
 
 
-def _as_dict(message: ChatMessage) -> dict[str, str]:
-    fields = {"role": message.role, "content": message.content}
-    if message.name:
-        fields["name"] = message.name
-    return fields
+def _as_parts(text: str) -> list[dict[str, str]]:
+    """Return a content as templates of models with images read it, which show nothing of a string."""
+    return [{"type": "text", "text": text}]

@@ -232,6 +232,35 @@ def test_message_that_the_template_shows_twice_is_cut_at_the_second(tmp_path: Pa
     assert tokenizer.decode(ids) == "1 hi, hi; 2 hi"
 
 
+PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text | trim }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (PARTS, "user hi assistant yes "),
+        ("{{ m.content if m.content is string else 'parts' }}", "user hi assistant  yes "),
+        (
+            f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{PARTS}{{% endif %}}",
+            "user hi assistant  yes ",
+        ),
+        (
+            "{% if messages | length < 2 %}{{ raise_exception('two') }}{% endif %}{{ m.content }}",
+            "user hi assistant  yes ",
+        ),
+    ],
+)
+def test_content_is_given_as_parts_to_templates_that_read_only_these(
+    content: str, expected: str, tmp_path: Path
+) -> None:
+    template = f"{{% for m in messages %}}{{{{ m.role }}}} {content} {{% endfor %}}"
+    tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, config={"chat_template": template}))
+    chat = as_chat([{"role": "user", "content": "hi"}, {"role": "assistant", "content": " yes"}])
+
+    assert tokenizer.decode(tokenizer.render_chat(chat)) == expected
+    assert tokenizer.decode(tokenizer.render_chat(replace(chat, continue_final_message=True))) == expected[:-1]
+
+
 def test_message_that_the_template_does_not_show_is_not_continued(tmp_path: Path) -> None:
     tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, config={"chat_template": "{{ bos_token }}x"}))
 
