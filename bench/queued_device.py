@@ -110,11 +110,12 @@ def build_queued_engine(config: EngineConfig, device: QueuedDevice, stats: RankS
     num_blocks = runner.choose_num_blocks()
     runner.allocate(num_blocks)
     description = describe_model(folder)
+    tokens = load_token_table(folder)
     return Engine(
         config,
         LocalExecutor(runner, num_blocks=num_blocks),
-        tokens=load_token_table(folder),
-        eos_token_ids=read_eos_token_ids(folder),
+        tokens=tokens,
+        eos_token_ids=read_eos_token_ids(folder, tokens),
         max_context=description.max_context,
         vocab_size=description.vocab_size,
     )

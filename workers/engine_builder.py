@@ -12,7 +12,7 @@ from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.rank import Progress, Rendezvous, lead_group
 from workers.stats import RankStats
-from workers.tokenizer import load_token_table
+from workers.tokenizer import TokenTable, load_token_table
 
 
 def build_engine(
@@ -39,7 +39,7 @@ def build_engine(
     folder = Path(config.model)
     description = describe_model(folder)
     tokens = load_token_table(folder)
-    eos_token_ids = read_eos_token_ids(folder)
+    eos_token_ids = read_eos_token_ids(folder, tokens)
     executor = lead_group(config, rendezvous=rendezvous, progress=progress, stats=rank_stats)
     return Engine(
         config,
@@ -52,8 +52,17 @@ def build_engine(
     )
 
 
-def read_eos_token_ids(folder: Path) -> frozenset[int]:
-    """Return the ids that end a text: of generation_config.json, else of config.json, else of its `text_config`."""
+def read_eos_token_ids(folder: Path, tokens: TokenTable) -> frozenset[int]:
+    """Return the ids that end a text: those of the model's config and that of its tokenizer.
+
+    Models finetuned for chat often have a token that ends a turn, which only the tokenizer's files name.
+    """
+    own = frozenset() if tokens.eos_token_id is None else frozenset([tokens.eos_token_id])
+    return _read_config_eos_ids(folder) | own
+
+
+def _read_config_eos_ids(folder: Path) -> frozenset[int]:
+    """Return those of generation_config.json, else of config.json, else of its `text_config`."""
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config")
     places = {

@@ -23,8 +23,10 @@ _Convert = Callable[[str], bytes]
 class TokenTable:
     """The bytes of each token id, converted once and then remembered. One per engine; used by its thread only."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, eos_token: str | None = None) -> None:
         """Raise EngineConfigError when the tokenizer's decoder is of a kind not known here."""
+        self.eos_token_id: int | None = None if eos_token is None else tokenizer.token_to_id(eos_token)
+        """Of the token that ends a text, where the vocabulary has it."""
         self._tokenizer = tokenizer
         self._special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         self._convert, self._convert_first = _converters(_decoder_state(tokenizer))
@@ -55,7 +57,8 @@ class TokenTable:
 def load_token_table(folder: Path) -> TokenTable:
     """Read the tokenizer of a model folder; EngineConfigError when it is missing, broken or of unknown kind."""
     try:
-        return TokenTable(load_tokenizer(folder, encodes=False).tokenizer)
+        loaded = load_tokenizer(folder, encodes=False)
+        return TokenTable(loaded.tokenizer, eos_token=loaded.special_tokens.get("eos_token"))
     except TokenizerError as error:
         raise EngineConfigError(str(error)) from error
 

@@ -74,12 +74,13 @@ def engine_of(executor: Executor, config: EngineConfig, **options: Any) -> Engin
     folder = Path(config.model)
     description = describe_model(folder)
     has_tokenizer = (folder / "tokenizer.json").is_file()
+    tokens = load_token_table(folder) if has_tokenizer else anonymous_tokens()
     return engine_over(
         executor,
         config,
-        tokens=load_token_table(folder) if has_tokenizer else anonymous_tokens(),
+        tokens=tokens,
         vocab_size=description.vocab_size,
-        eos_token_ids=read_eos_token_ids(folder) if has_tokenizer else frozenset(),
+        eos_token_ids=read_eos_token_ids(folder, tokens) if has_tokenizer else frozenset(),
         max_context=description.max_context,
         **options,
     )

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.engines import FakeExecutor, Outcome, fake_engine, letter_pieces, request, run
+from helpers.engines import FakeExecutor, Outcome, anonymous_tokens, fake_engine, letter_pieces, request, run
 from helpers.fake_model import run_alone
+from tokenizers import Tokenizer, decoders, models
 
 from parallel.errors import ConfigError
 from workers.engine import Engine
@@ -17,7 +18,7 @@ from workers.kv_cache import num_blocks_within
 from workers.plan import StepPlan
 from workers.request import FinishReason, RequestId
 from workers.sequence import Sequence
-from workers.tokenizer import TokenTable
+from workers.tokenizer import TokenTable, load_token_table
 
 PIECES = letter_pieces()
 
@@ -408,13 +409,24 @@ def test_eos_ids_come_from_the_generation_config_first(
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_eos_token_ids(tmp_path) == expected
+    assert read_eos_token_ids(tmp_path, anonymous_tokens()) == expected
+
+
+@pytest.mark.parametrize(("eos_token", "expected"), [("<|im_end|>", {0, 1}), ("<|not there|>", {0}), (None, {0})])
+def test_the_tokenizer_s_eos_ends_a_text_too(tmp_path: Path, eos_token: str | None, expected: set[int]) -> None:
+    tokenizer = Tokenizer(models.BPE({"<|endoftext|>": 0, "<|im_end|>": 1}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+
+    assert read_eos_token_ids(tmp_path, load_token_table(tmp_path)) == expected
 
 
 def test_wrong_eos_ids_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(ConfigError, match="eos_token_id is '</s>'; allowed: an id or a list of ids"):
-        read_eos_token_ids(tmp_path)
+        read_eos_token_ids(tmp_path, anonymous_tokens())
 
 
 def test_number_of_blocks_is_what_fits_beside_the_peak() -> None:
