@@ -59,6 +59,16 @@ _UNSERVED: Mapping[str, str] = {
     "regex": "guided decoding is not supported yet",
     "ebnf": "guided decoding is not supported yet",
     "json_schema": "guided decoding is not supported yet",
+    "guided_json_object": "guided decoding is not supported yet",
+    "guided_whitespace_pattern": "guided decoding is not supported yet",
+    "grammar": "guided decoding is not supported yet",
+    "structural_tag": "guided decoding is not supported yet",
+    "json_object": "guided decoding is not supported yet",
+    "choice": "guided decoding is not supported yet",
+    "stop_regex": "only strings and token ids stop a text",
+    "no_stop_trim": "include_stop_str_in_output keeps what stops a text",
+    "thinking_token_budget": "thinking is not bounded apart from the answer",
+    "repetition_detection": "repetition_detection is not supported",
     "lora_path": "adapters are not supported",
     "no_repeat_ngram_size": "no_repeat_ngram_size is not supported",
     "audio": "only text is generated",
@@ -68,7 +78,12 @@ _UNSERVED: Mapping[str, str] = {
     "truncate_prompt_tokens": "prompts are not truncated; send what fits into the context",
     "allowed_token_ids": "allowed_token_ids is not supported yet",
     "bad_words": "bad_words is not supported yet",
+    "suppress_tokens": "suppress_tokens is not supported yet",
     "logits_processors": "logits processors are not supported",
+    "custom_logit_processor": "logits processors are not supported",
+    "logprob_token_ids": "log-probabilities are those of the chosen and the likeliest tokens",
+    "prompt_logprob_token_ids": "log-probabilities of the prompt are not supported yet",
+    "return_hidden_states": "hidden states are not returned",
     "chat_template": "the model's own chat template is used",
     "documents": "documents are not passed to the chat template",
     "return_token_ids": "token ids are returned over gRPC only",
@@ -78,7 +93,25 @@ _UNSERVED: Mapping[str, str] = {
 """Fields that are refused when they ask for something, and why."""
 
 
+_UNSERVED_SAMPLING: Mapping[str, int] = {
+    "typical_p": 1,
+    "mirostat": 0,
+    "xtc_probability": 0,
+    "dry_multiplier": 0,
+    "repeat_penalty": 1,
+    "top_a": 0,
+}
+"""Numbers that are not served, and those that turn them off."""
+
+_ELSEWHERE: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "input_ids": "prompt",
+    "enable_thinking": "chat_template_kwargs with enable_thinking in it",
+}
+"""Fields that are refused with any value, since another one says the same."""
+
 _LIMITED = (
+    *_UNSERVED_SAMPLING,
     "tool_choice",
     "function_call",
     "modalities",
@@ -96,7 +129,7 @@ _OF_TEXTS = ("echo",)
 
 _Others = msgspec.defstruct(
     "_Others",
-    [(name, msgspec.Raw, NULL) for name in (*_UNSERVED, *_LIMITED, *_OF_CONVERSATIONS, *_OF_TEXTS)],
+    [(name, msgspec.Raw, NULL) for name in (*_UNSERVED, *_LIMITED, *_ELSEWHERE, *_OF_CONVERSATIONS, *_OF_TEXTS)],
     kw_only=True,
 )
 """These fields as they were written: a value of megabytes is not read. Fields that nobody knows are skipped."""
@@ -132,6 +165,9 @@ def refuse_unserved(
     for name, reason in _UNSERVED.items():
         if is_set(getattr(others, name)):
             raise InvalidRequestError(f"{name} is set: {reason}", field=name)
+    for name, instead in _ELSEWHERE.items():
+        if _read_short(getattr(others, name)) is not None:
+            raise InvalidRequestError(f"{name} is set; allowed: {instead}", field=name)
     for name in _OF_TEXTS if has_messages else _OF_CONVERSATIONS:
         if is_set(getattr(others, name)):
             seen = "conversation" if has_messages else "prompt that is no conversation"
@@ -144,6 +180,7 @@ def refuse_unserved(
         "add_special_tokens": add_special_tokens,
         "response_format": (None, {"type": "text"}),
         "best_of": (None, 1, n),
+        **{name: (None, off) for name, off in _UNSERVED_SAMPLING.items()},
     }
     for name in _LIMITED:
         value, allowed = _read_short(getattr(others, name)), allowed_values[name]

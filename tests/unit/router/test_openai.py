@@ -664,6 +664,14 @@ async def test_every_form_of_prompt(
         ({"regex": "a+"}, "regex", "not supported yet"),
         ({"ebnf": "root ::= 'a'"}, "ebnf", "not supported yet"),
         ({"add_special_tokens": False}, "add_special_tokens", "allowed: True"),
+        ({"grammar": "root ::= 'a'"}, "grammar", "guided decoding is not supported yet"),
+        ({"stop_regex": "a+"}, "stop_regex", "only strings and token ids"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget", "not bounded apart"),
+        ({"suppress_tokens": [5]}, "suppress_tokens", "not supported yet"),
+        ({"typical_p": 0.5}, "typical_p", "typical_p is 0.5, which is not supported yet; allowed: 1"),
+        ({"mirostat": 2}, "mirostat", "mirostat is 2, which is not supported yet; allowed: 0"),
+        ({"max_new_tokens": 5}, "max_new_tokens", "max_new_tokens is set; allowed: max_tokens"),
+        ({"input_ids": [1]}, "input_ids", "input_ids is set; allowed: prompt"),
     ],
 )
 async def test_completion_that_is_refused_names_the_field(
@@ -709,6 +717,7 @@ async def test_completion_that_is_refused_names_the_field(
             "continue_final_message",
             "add_generation_prompt and continue_final_message are both true; allowed: one of them",
         ),
+        ({"enable_thinking": False}, "enable_thinking", "allowed: chat_template_kwargs with enable_thinking in it"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "Invalid enum value 'much'"),
         ({"chat_template_kwargs": ["think"]}, "chat_template_kwargs", "chat_template_kwargs has a value"),
         ({"chat_template_kwargs": {"a": "x" * 17_000}}, "chat_template_kwargs", "17008 bytes; allowed: at most 16384"),
@@ -916,6 +925,7 @@ async def test_request_id_that_cannot_be_printed_is_refused_by_the_name_of_its_h
 async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient) -> None:
     labels = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s"}
     nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}, "echo": False}
+    nothing |= {"stop_regex": "", "typical_p": 1.0, "mirostat": 0, "repeat_penalty": 1, "enable_thinking": None}
     unknown = {"a_field_of_next_year": {"deep": [1, 2]}}
 
     response = await chat(http, **labels, **nothing, **unknown, add_special_tokens=False, modalities=["text"])
