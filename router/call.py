@@ -19,6 +19,10 @@ class ChatMessage:
     role: str
     content: str
     name: str = ""
+    reasoning_content: str = ""
+    """What an assistant thought before it said this."""
+    tool_call_id: str = ""
+    """The call that a tool's message answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

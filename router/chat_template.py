@@ -101,8 +101,9 @@ class ChatTemplate:
     def _as_dict(self, message: ChatMessage) -> dict[str, object]:
         content = _as_parts(message.content) if self._reads_parts else message.content
         fields: dict[str, object] = {"role": message.role, "content": content}
-        if message.name:
-            fields["name"] = message.name
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if value := getattr(message, name):
+                fields[name] = value
         return fields
 
     def _shows(self, content: object) -> bool:

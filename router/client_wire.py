@@ -195,14 +195,19 @@ def _to_chat(
     )
 
 
+_MAYBE = ("name", "reasoning_content", "tool_call_id")
+"""What a message need not say."""
+
+
 def _to_message(index: int, message: Mapping[str, Any]) -> pb.ChatMessage:
-    if not {"role"} <= message.keys() <= {"role", "content", "name"}:
-        raise _refused(f"messages[{index}] has the keys {sorted(message)}; allowed: role, content and maybe name")
+    if not {"role"} <= message.keys() <= {"role", "content", *_MAYBE}:
+        allowed = f"role, content and maybe {', '.join(_MAYBE)}"
+        raise _refused(f"messages[{index}] has the keys {sorted(message)}; allowed: {allowed}")
     try:
         text = content_text(message.get("content"), role=message["role"], place=f"messages[{index}].content")
     except InvalidRequestError as error:
         raise _refused(str(error)) from error
-    return pb.ChatMessage(role=message["role"], content=text, name=message.get("name") or "")
+    return pb.ChatMessage(role=message["role"], content=text, **{key: message.get(key) or "" for key in _MAYBE})
 
 
 def _to_logprobs(position: pb.TokenLogprobs) -> TokenLogprobs:

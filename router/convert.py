@@ -63,13 +63,23 @@ def conversation(chat: pb.ChatPrompt) -> Conversation:
     """Return a wire conversation. Raises InvalidRequestError when it is too long, or its variables are no object."""
     check_num_messages(len(chat.messages))  # before each of them is looked at: 4 MiB hold 2 million empty ones
     return Conversation(
-        messages=tuple(ChatMessage(role=m.role, content=m.content, name=m.name) for m in chat.messages),
+        messages=tuple(_message(each) for each in chat.messages),
         template_kwargs=_read_template_kwargs(chat.chat_template_kwargs_json),
         add_generation_prompt=opens_turn(
             chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
             continues=chat.continue_final_message,
         ),
         continue_final_message=chat.continue_final_message,
+    )
+
+
+def _message(message: pb.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        role=message.role,
+        content=message.content,
+        name=message.name,
+        reasoning_content=message.reasoning_content,
+        tool_call_id=message.tool_call_id,
     )
 
 

@@ -45,6 +45,10 @@ class Message(Struct, kw_only=True):
     role: str
     content: str | list[str | dict[str, Any]] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+    tool_call_id: str | None = None
     tool_calls: msgspec.Raw = NULL
     function_call: msgspec.Raw = NULL
 
@@ -348,4 +352,10 @@ def _to_chat_message(index: int, message: Message) -> ChatMessage:
     # OpenAI's newer name for the system's voice; chat templates know the older one
     role = "system" if message.role == "developer" else message.role
     content = content_text(message.content, role=role, place=f"messages[{index}].content")
-    return ChatMessage(role=role, content=content, name=message.name or "")
+    return ChatMessage(
+        role=role,
+        content=content,
+        name=message.name or "",
+        reasoning_content=message.reasoning_content or message.reasoning or "",
+        tool_call_id=message.tool_call_id or "",
+    )

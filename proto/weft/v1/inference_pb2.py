@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17weft/v1/inference.proto\x12\x07weft.v1\"\xc8\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.weft.v1.ChatPromptH\x00\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x11.weft.v1.TokenIdsH\x00\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.weft.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x1a\n\rtarget_ttft_s\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtarget_tpot_s\x18\n \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06promptB\x10\n\x0e_target_ttft_sB\x10\n\x0e_target_tpot_s\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb5\x01\n\nChatPrompt\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.weft.v1.ChatMessage\x12!\n\x19\x63hat_template_kwargs_json\x18\x02 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x42\x18\n\x16_add_generation_prompt\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\x96\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x05H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x10 \x01(\x08H\r\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x1d\n\x1b_include_stop_str_in_output\"\xa5\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.weft.v1.TokenLogprobs\x12#\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x11.weft.v1.Finished\"P\n\rTokenLogprobs\x12 \n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x10.weft.v1.Logprob\x12\x1d\n\x03top\x18\x02 \x03(\x0b\x32\x10.weft.v1.Logprob\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xa3\x01\n\x08\x46inished\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.weft.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1d\n\x05usage\x18\x04 \x01(\x0b\x32\x0e.weft.v1.Usage\x12\x13\n\x0breplica_ids\x18\x05 \x03(\tB\x0c\n\nstopped_by\"\x86\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\"\x97\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.weft.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\":\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"4\n\x12ListModelsResponse\x12\x1e\n\x06models\x18\x01 \x03(\x0b\x32\x0e.weft.v1.Model\"V\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0eready_replicas\x18\x04 \x01(\r*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x9d\x02\n\tInference\x12\x41\n\x08Generate\x12\x18.weft.v1.GenerateRequest\x1a\x19.weft.v1.GenerateResponse0\x01\x12?\n\x08Tokenize\x12\x18.weft.v1.TokenizeRequest\x1a\x19.weft.v1.TokenizeResponse\x12\x45\n\nDetokenize\x12\x1a.weft.v1.DetokenizeRequest\x1a\x1b.weft.v1.DetokenizeResponse\x12\x45\n\nListModels\x12\x1a.weft.v1.ListModelsRequest\x1a\x1b.weft.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17weft/v1/inference.proto\x12\x07weft.v1\"\xc8\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.weft.v1.ChatPromptH\x00\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x11.weft.v1.TokenIdsH\x00\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.weft.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x1a\n\rtarget_ttft_s\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtarget_tpot_s\x18\n \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06promptB\x10\n\x0e_target_ttft_sB\x10\n\x0e_target_tpot_s\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb5\x01\n\nChatPrompt\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.weft.v1.ChatMessage\x12!\n\x19\x63hat_template_kwargs_json\x18\x02 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"k\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x19\n\x11reasoning_content\x18\x04 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"\x96\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\x05H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x05H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x10 \x01(\x08H\r\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x1d\n\x1b_include_stop_str_in_output\"\xa5\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.weft.v1.TokenLogprobs\x12#\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x11.weft.v1.Finished\"P\n\rTokenLogprobs\x12 \n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x10.weft.v1.Logprob\x12\x1d\n\x03top\x18\x02 \x03(\x0b\x32\x10.weft.v1.Logprob\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xa3\x01\n\x08\x46inished\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.weft.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1d\n\x05usage\x18\x04 \x01(\x0b\x32\x0e.weft.v1.Usage\x12\x13\n\x0breplica_ids\x18\x05 \x03(\tB\x0c\n\nstopped_by\"\x86\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\"\x97\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.weft.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\":\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"4\n\x12ListModelsResponse\x12\x1e\n\x06models\x18\x01 \x03(\x0b\x32\x0e.weft.v1.Model\"V\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0eready_replicas\x18\x04 \x01(\r*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x9d\x02\n\tInference\x12\x41\n\x08Generate\x12\x18.weft.v1.GenerateRequest\x1a\x19.weft.v1.GenerateResponse0\x01\x12?\n\x08Tokenize\x12\x18.weft.v1.TokenizeRequest\x1a\x19.weft.v1.TokenizeResponse\x12\x45\n\nDetokenize\x12\x1a.weft.v1.DetokenizeRequest\x1a\x1b.weft.v1.DetokenizeResponse\x12\x45\n\nListModels\x12\x1a.weft.v1.ListModelsRequest\x1a\x1b.weft.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2426
-  _globals['_FINISHREASON']._serialized_end=2546
+  _globals['_FINISHREASON']._serialized_start=2475
+  _globals['_FINISHREASON']._serialized_end=2595
   _globals['_GENERATEREQUEST']._serialized_start=37
   _globals['_GENERATEREQUEST']._serialized_end=365
   _globals['_TOKENIDS']._serialized_start=367
@@ -40,33 +40,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATPROMPT']._serialized_start=393
   _globals['_CHATPROMPT']._serialized_end=574
   _globals['_CHATMESSAGE']._serialized_start=576
-  _globals['_CHATMESSAGE']._serialized_end=634
-  _globals['_SAMPLINGPARAMS']._serialized_start=637
-  _globals['_SAMPLINGPARAMS']._serialized_end=1299
-  _globals['_GENERATERESPONSE']._serialized_start=1302
-  _globals['_GENERATERESPONSE']._serialized_end=1467
-  _globals['_TOKENLOGPROBS']._serialized_start=1469
-  _globals['_TOKENLOGPROBS']._serialized_end=1549
-  _globals['_LOGPROB']._serialized_start=1551
-  _globals['_LOGPROB']._serialized_end=1595
-  _globals['_FINISHED']._serialized_start=1598
-  _globals['_FINISHED']._serialized_end=1761
-  _globals['_USAGE']._serialized_start=1764
-  _globals['_USAGE']._serialized_end=1898
-  _globals['_TOKENIZEREQUEST']._serialized_start=1901
-  _globals['_TOKENIZEREQUEST']._serialized_end=2052
-  _globals['_TOKENIZERESPONSE']._serialized_start=2054
-  _globals['_TOKENIZERESPONSE']._serialized_end=2112
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2114
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2225
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2227
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2261
-  _globals['_LISTMODELSREQUEST']._serialized_start=2263
-  _globals['_LISTMODELSREQUEST']._serialized_end=2282
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2284
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2336
-  _globals['_MODEL']._serialized_start=2338
-  _globals['_MODEL']._serialized_end=2424
-  _globals['_INFERENCE']._serialized_start=2549
-  _globals['_INFERENCE']._serialized_end=2834
+  _globals['_CHATMESSAGE']._serialized_end=683
+  _globals['_SAMPLINGPARAMS']._serialized_start=686
+  _globals['_SAMPLINGPARAMS']._serialized_end=1348
+  _globals['_GENERATERESPONSE']._serialized_start=1351
+  _globals['_GENERATERESPONSE']._serialized_end=1516
+  _globals['_TOKENLOGPROBS']._serialized_start=1518
+  _globals['_TOKENLOGPROBS']._serialized_end=1598
+  _globals['_LOGPROB']._serialized_start=1600
+  _globals['_LOGPROB']._serialized_end=1644
+  _globals['_FINISHED']._serialized_start=1647
+  _globals['_FINISHED']._serialized_end=1810
+  _globals['_USAGE']._serialized_start=1813
+  _globals['_USAGE']._serialized_end=1947
+  _globals['_TOKENIZEREQUEST']._serialized_start=1950
+  _globals['_TOKENIZEREQUEST']._serialized_end=2101
+  _globals['_TOKENIZERESPONSE']._serialized_start=2103
+  _globals['_TOKENIZERESPONSE']._serialized_end=2161
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2163
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2274
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2276
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2310
+  _globals['_LISTMODELSREQUEST']._serialized_start=2312
+  _globals['_LISTMODELSREQUEST']._serialized_end=2331
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2333
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2385
+  _globals['_MODEL']._serialized_start=2387
+  _globals['_MODEL']._serialized_end=2473
+  _globals['_INFERENCE']._serialized_start=2598
+  _globals['_INFERENCE']._serialized_end=2883
 # @@protoc_insertion_point(module_scope)

@@ -116,12 +116,19 @@ async def test_generate_streams_deltas_and_ends_with_finish(client: AsyncClient)
         ({"prompt": ()}, {"token_ids": []}),
         ({"prompt": "Hi", "chat_template_kwargs": {}, "continue_final_message": False}, {"text": "Hi"}),
         (
-            {"messages": [{"role": "user", "content": "Hi", "name": "U"}, {"role": "assistant", "content": "x"}]},
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi", "name": "U"},
+                    {"role": "assistant", "content": "x", "reasoning_content": "hm"},
+                    {"role": "tool", "content": "y", "tool_call_id": "c1"},
+                ]
+            },
             {
                 "chat": Conversation(
                     messages=(
                         ChatMessage(role="user", content="Hi", name="U"),
-                        ChatMessage(role="assistant", content="x"),
+                        ChatMessage(role="assistant", content="x", reasoning_content="hm"),
+                        ChatMessage(role="tool", content="y", tool_call_id="c1"),
                     )
                 )
             },

@@ -167,6 +167,21 @@ async def test_openai_chat(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -
     assert dispatch.calls[0].sampling.max_tokens == 5
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_what_a_message_says_beside_its_content_arrives(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, name: str
+) -> None:
+    said = {"role": "assistant", "content": "a", name: "hm"}
+    await chat(http, messages=[said, {"role": "tool", "content": "b", "tool_call_id": "c1"}])
+
+    conversation = dispatch.calls[0].chat
+    assert conversation is not None
+    assert conversation.messages == (
+        ChatMessage(role="assistant", content="a", reasoning_content="hm"),
+        ChatMessage(role="tool", content="b", tool_call_id="c1"),
+    )
+
+
 async def test_variables_for_the_chat_template_arrive(
     client: openai.AsyncOpenAI, http: httpx.AsyncClient, dispatch: FakeDispatch
 ) -> None:

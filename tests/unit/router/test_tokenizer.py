@@ -232,6 +232,18 @@ def test_message_that_the_template_shows_twice_is_cut_at_the_second(tmp_path: Pa
     assert tokenizer.decode(ids) == "1 hi, hi; 2 hi"
 
 
+def test_template_sees_what_a_message_says_beside_its_content(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.reasoning_content }}|{{ m.tool_call_id is defined }}|{{ m.name }} {% endfor %}"
+    )
+    messages = [
+        ChatMessage(role="assistant", content="a", reasoning_content="hm"),
+        ChatMessage(role="tool", content="b", tool_call_id="c1", name="f"),
+    ]
+
+    assert render(make_folder(tmp_path, config={"chat_template": template}), *messages) == "hm|False| |True|f "
+
+
 PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text | trim }}{% endif %}{% endfor %}"
 
 
