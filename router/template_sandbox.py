@@ -31,7 +31,7 @@ MAX_TURNS = 1_000_000
 """Of loops, calls and filters together: some seconds."""
 MAX_CHARS = 1 << 24
 """Of the result, and of each value on the way to it."""
-MAX_CHARS_MADE = 1 << 28
+MAX_CHARS_MADE = 1 << 31
 """Of all values on the way together."""
 _ITEM_CHARS = 8  # what an item of a list counts as: its pointer
 _MAX_BITS = 1 << 12  # of a product or power
