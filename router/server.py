@@ -5,14 +5,14 @@ A thin transcoder: it turns wire messages into calls, deltas into wire messages,
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from weft.addresses import join_host_port
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
@@ -182,28 +182,58 @@ class _PatientWriter:
             self._timer = self._loop.call_at(due_s, self._look)
 
 
-class _InFlight(grpc.aio.ServerInterceptor):
-    """The calls of Inference, from their heads on until they have their statuses."""
+class _Streams:
+    """The streams that only their clients would end, so that a stop would wait for them as long as it may."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._scopes: set[asyncio.Timeout] = set()
+        self._is_over = False
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """See grpc.aio; each call is a task."""
-        task = asyncio.current_task()
-        if task is not None and handler_call_details.method.startswith(f"/{READINESS_SERVICE}/"):
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return await continuation(handler_call_details)
+    @asynccontextmanager
+    async def open(self, context: _Context) -> AsyncIterator[None]:
+        """Run the block until `end`, and then tell the client to come again elsewhere."""
+        scope = asyncio.timeout(0 if self._is_over else None)
+        self._scopes.add(scope)
+        try:
+            async with scope:
+                yield
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the router stops")
+        finally:
+            self._scopes.discard(scope)
 
-    async def wait_ended(self) -> None:
-        """Return when none is left."""
-        while self._tasks:
-            await asyncio.wait(tuple(self._tasks))
+    def end(self) -> None:
+        """End those that are open, and those to come."""
+        self._is_over = True
+        for scope in self._scopes:
+            scope.reschedule(0)
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
+    """Watches end with the service."""
+
+    def __init__(self, streams: _Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:  # noqa: N802
+        """See grpc_health."""
+        async with self._streams.open(context):
+            await super().Watch(request, context)
+
+
+class _Reflection(reflection.aio.ReflectionServicer):
+    """Conversations end with the service."""
+
+    def __init__(self, names: Sequence[str], streams: _Streams) -> None:
+        super().__init__(names)  # type: ignore[no-untyped-call]
+        self._streams = streams
+
+    async def ServerReflectionInfo(self, request_iterator: Any, context: _Context) -> AsyncIterator[Any]:  # noqa: N802
+        """See grpc_reflection."""
+        async with self._streams.open(context):
+            async for response in super().ServerReflectionInfo(request_iterator, context):
+                yield response
 
 
 class GrpcListener:
@@ -235,9 +265,7 @@ class GrpcListener:
             write_timeout_s: a call whose client takes nothing of the answer for so long is ended.
             reads_trace_context: calls get the W3C trace context of their metadata.
         """
-        self._in_flight = _InFlight()
         self._server = grpc.aio.server(
-            interceptors=(self._in_flight,),
             options=(
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.so_reuseport", int(shares_port)),  # by default a taken port is shared without a word
@@ -245,16 +273,17 @@ class GrpcListener:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ),
+            )
         )
         servicer = InferenceServer(
             dispatch, keys, write_timeout_s=write_timeout_s, reads_trace_context=reads_trace_context
         )
         add_InferenceServicer_to_server(servicer, self._server)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._streams = _Streams()
+        self._health = _Health(self._streams)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # type: ignore[no-untyped-call]
         names = (READINESS_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(names, self._streams), self._server)  # type: ignore[no-untyped-call]
         address = join_host_port(host, port)
         try:
             bound = bind(self._server, address, tls)
@@ -277,11 +306,8 @@ class GrpcListener:
 
         Watches of health and streams of reflection, which end with their clients only, are not waited for.
         """
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._server.stop(grace_s))
-            await asyncio.sleep(0)  # calls that came before are known then
-            await self._in_flight.wait_ended()
-            await self._server.stop(None)
+        self._streams.end()
+        await self._server.stop(grace_s)
 
 
 async def _answer(context: _Context, work: Awaitable[T]) -> T:

@@ -353,7 +353,7 @@ def doubling(expression: str, first: str) -> str:
         (doubling("ns.x.replace('a', ns.x)", "'aa'"), "too long a text or list"),
         (doubling("ns.x.join([ns.x, ns.x])", "'a'"), "too long a text or list"),
         ("{% set ns = namespace(x='a') %}" + "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}" * 30, "too long a text"),
-        ("{% for a in range(9999) %}{% set b = 'a' * 9**6 %}{% endfor %}", "268435456 of all together"),
+        ("{% for a in range(9999) %}{% set b = 'a' * 9**6 %}{% endfor %}", "2147483648 of all together"),
         ("{{ 'a' | center(3000) }}", "a width is 3000; allowed: at most 999"),
         ("{{ 'a'.ljust(3000) }}", "a width is 3000"),
         ("{{ 'a' | indent(width=3000) }}", "a width is 3000"),
