@@ -1,0 +1,35 @@
+"""The entry of the `weft` command."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from cluster.command import main
+
+_INTERRUPTED = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(name, path, target=None):
+        if name == "cluster.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting)
+from cluster.command import main
+main()
+"""
+
+
+def test_interrupt_while_it_is_imported_ends_it_without_a_word() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_command_itself_is_interrupted_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = []
+    monkeypatch.setattr("cluster.cli.main", lambda: handlers.append(signal.getsignal(signal.SIGINT)))
+    before = signal.getsignal(signal.SIGINT)
+    main()
+    assert handlers == [before]
