@@ -80,6 +80,20 @@ async def test_replicas_join_and_leave() -> None:
     await control.stop()
 
 
+async def test_replica_that_has_moved_is_dialled_where_it_is_now() -> None:
+    control = FakeControl()
+    await control.start()
+    async with FakeReplica("a") as old, FakeReplica("a") as new, running_directory(control=control.address) as directory:
+        control.set_replicas({"a": old.address})
+        await until_ready(directory, 1)
+        control.set_replicas({"a": new.address})
+        await new.wait_until(lambda: bool(new.streams))
+        await old.wait_until(lambda: not old.streams)
+        route = await until_ready(directory, 1)
+        assert [link.endpoint.address for link in route.links.values()] == [new.address]
+    await control.stop()
+
+
 async def test_draining_replica_keeps_its_link_and_its_requests_and_gets_no_new_ones() -> None:
     control = FakeControl()
     await control.start()
