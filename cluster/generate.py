@@ -57,9 +57,12 @@ def generate(
 
 def to_request_error(error: ClientError) -> RequestError:
     """The router's answer, or its silence, in words."""
+    advice = ""
     if error.code is grpc.StatusCode.UNIMPLEMENTED:
-        return RequestError(f"unimplemented: {error}; who answers is no router of Weft")
-    return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}")
+        advice = "; who answers is no router of Weft"
+    elif error.code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in str(error):
+        advice = "; is `weft serve` running?"
+    return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}{advice}")
 
 
 def connect(router: str, *, api_key: str | None, tls_ca: Path | None, tls_name: str | None) -> Client:

@@ -130,6 +130,7 @@ def test_file_without_a_certificate_is_told(tmp_path: Path) -> None:
 def test_refused_request_prints_nothing() -> None:
     result = CliRunner().invoke(app, ["generate", "hi", "--router", "127.0.0.1:1", "--timeout", "1"])
     assert isinstance(result.exception, RequestError)
+    assert str(result.exception).endswith("Connection refused; is `weft serve` running?")
     assert result.stdout == ""
 
 
