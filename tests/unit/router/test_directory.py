@@ -83,7 +83,11 @@ async def test_replicas_join_and_leave() -> None:
 async def test_replica_that_has_moved_is_dialled_where_it_is_now() -> None:
     control = FakeControl()
     await control.start()
-    async with FakeReplica("a") as old, FakeReplica("a") as new, running_directory(control=control.address) as directory:
+    async with (
+        FakeReplica("a") as old,
+        FakeReplica("a") as new,
+        running_directory(control=control.address) as directory,
+    ):
         control.set_replicas({"a": old.address})
         await until_ready(directory, 1)
         control.set_replicas({"a": new.address})
