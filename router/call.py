@@ -37,6 +37,11 @@ class Conversation:
     continue_final_message: bool = False
     """Whether it ends within the last message, which the answer then continues; it opens no turn then."""
 
+    @property
+    def num_characters(self) -> int:
+        """Of what is said and thought in it."""
+        return sum(len(message.content) + len(message.reasoning_content) for message in self.messages)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:

@@ -156,7 +156,7 @@ class TokenizerPool:
                 encoding.token_ids.cancel()
 
     async def _encode(self, tokenizer: Tokenizer, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
-        num_characters = len(prompt) if isinstance(prompt, str) else sum(len(each.content) for each in prompt.messages)
+        num_characters = len(prompt) if isinstance(prompt, str) else prompt.num_characters
 
         def encode() -> tuple[int, ...]:
             if isinstance(prompt, str):

@@ -9,6 +9,7 @@ import pytest
 from helpers.router_harness import BOS, ByteTokenizer
 
 from router import tokenizer_pool
+from router.call import ChatMessage, Conversation
 from router.errors import ModelFilesError, OverloadedError
 from router.model_text import ModelText
 from router.tokenizer_pool import TokenizerPool
@@ -193,6 +194,17 @@ async def test_long_texts_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch)
     tokenizer.may_end.set()
     await asyncio.gather(*waiting)
     assert len(await pool.encode(tokenizer, "c" * 200_000)) == 200_001
+    pool.close()
+
+
+async def test_thoughts_make_a_conversation_long_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_pool, "_LONG_TEXT", 10)
+    monkeypatch.setattr(tokenizer_pool, "_MOST_LONG", 20)
+    tokenizer = ByteTokenizer()
+    pool = TokenizerPool(lambda _: tokenizer, num_threads=1)
+    message = ChatMessage(role="assistant", content="four", reasoning_content="h" * 17)
+    with pytest.raises(OverloadedError, match="allowed: 20 at once"):
+        await pool.encode(tokenizer, Conversation(messages=(message,)))
     pool.close()
 
 
