@@ -205,8 +205,8 @@ class _Streams:
     def end(self) -> None:
         """End those that are open, and those to come."""
         self._is_over = True
-        for scope in self._scopes:
-            scope.reschedule(0)
+        while self._scopes:  # none is ended twice
+            self._scopes.pop().reschedule(0)
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
