@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,13 +17,14 @@ from rich.console import Console
 from bench.load.cli import app as bench_app
 from bench.load.cli import replay, simulate
 from cluster.cli_connection import with_control
-from cluster.cli_flags import MAX_TIMEOUT_S, WholeNamesCommand, check_address, read_object, with_flags
+from cluster.cli_flags import MAX_TIMEOUT_S, WholeNamesCommand, check_address, given, read_object, with_flags
 from cluster.cli_operate import register
 from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
 from cluster.imports import import_for_good
 from cluster.logs import LEVELS
 from cluster.models import DEFAULT_MODEL
+from cluster.request_flags import RequestFlags
 from cluster.serve_flags import CacheFlags, ModelFlags, NetworkFlags, settings_of
 from parallel.errors import ModelError
 from router.errors import RouterError
@@ -168,7 +169,9 @@ def stop(
 
 
 @app.command(cls=WholeNamesCommand)
+@with_flags
 def generate(
+    *,
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
     router: Router = DEFAULT_ROUTER,
     model: Model = "",
@@ -179,26 +182,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     chat_template_kwargs: TemplateKwargs = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
-    max_tokens: Annotated[int | None, typer.Option(help="At most this many tokens.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="At least this many tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    min_p: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option()] = None,
-    presence_penalty: Annotated[float | None, typer.Option()] = None,
-    frequency_penalty: Annotated[float | None, typer.Option()] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: each token's log-probability, and so many of the likeliest.")
-    ] = None,
-    priority: Annotated[int | None, typer.Option(help="Lower is served first, under the policy `priority`.")] = None,
-    target_ttft: Annotated[
-        float | None, typer.Option(help="Seconds: counts as goodput with a first token by then.")
-    ] = (None),
-    target_tpot: Annotated[float | None, typer.Option(help="Likewise, for each further token.")] = None,
+    request: RequestFlags,
     timeout: Timeout = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -209,27 +193,11 @@ def generate(
         raise ClusterConfigError("--system: a prompt that is no chat has none; allowed: with --chat")
     if chat_template_kwargs is not None and not chat:
         raise ClusterConfigError("--chat-template-kwargs: a prompt that is no chat has none; allowed: with --chat")
-    if logprobs is not None and not as_json:
+    if request.logprobs is not None and not as_json:
         raise ClusterConfigError("--logprobs: text does not show them; allowed: with --json")
-    options: dict[str, Any] = {
-        "chat_template_kwargs": read_object("--chat-template-kwargs", chat_template_kwargs),
-        "target_ttft_s": target_ttft,
-        "target_tpot_s": target_tpot,
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "stop": stop or None,
-        "ignore_eos": ignore_eos or None,
-        "logprobs": logprobs,
-        "priority": priority,
-    }
+    options = given(request)
+    if chat_template_kwargs is not None:
+        options["chat_template_kwargs"] = read_object("--chat-template-kwargs", chat_template_kwargs)
     check_address("--router", router)
     run_generate(
         _read_input() if prompt == "-" else prompt,
@@ -243,7 +211,7 @@ def generate(
         stream=stream and not as_json,
         as_json=as_json,
         timeout_s=timeout,
-        options={name: value for name, value in options.items() if value is not None},
+        options=options,
     )
 
 
