@@ -7,7 +7,6 @@ dropped (openai_fields.py); fields that only label a request, and fields that no
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -28,6 +27,8 @@ _SEED_RANGE = 2**64
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""A variable of the chat template too, which comes before that of `chat_template_kwargs`."""
 
 R = TypeVar("R", "CompletionRequest", "ChatCompletionRequest")
 
@@ -234,8 +235,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """A variable of the chat template too, which comes before that of `chat_template_kwargs`."""
+    reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: msgspec.Raw = NULL
     add_generation_prompt: bool | None = None
     """null: true, unless the final message is continued."""
@@ -259,10 +259,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 f"top_logprobs is {self.top_logprobs} and logprobs is not true; allowed: top_logprobs with logprobs",
                 field="top_logprobs",
             )
-        chat = _to_chat(self)
-        if self.reasoning_effort is not None:
-            chat = replace(chat, template_kwargs={**chat.template_kwargs, "reasoning_effort": self.reasoning_effort})
-        return tuple(self._expand([{"chat": chat}], sampling, response_id))
+        return tuple(self._expand([{"chat": _to_chat(self)}], sampling, response_id))
 
     def _num_top_logprobs(self) -> int:
         number = self.top_logprobs or 0
@@ -278,6 +275,7 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: msgspec.Raw = NULL
     add_generation_prompt: bool | None = None
     """null: true, unless the final message is continued."""
@@ -337,10 +335,13 @@ def _to_chat(asked: ChatCompletionRequest | TokenizeRequest) -> Conversation:
     check_num_messages(len(messages))
     written = asked.chat_template_kwargs
     check_template_kwargs_size(len(written))
+    template_kwargs = read_json(written, dict[str, Any], "chat_template_kwargs") if is_set(written) else {}
+    if asked.reasoning_effort is not None:
+        template_kwargs["reasoning_effort"] = asked.reasoning_effort
     continues = bool(asked.continue_final_message)
     return Conversation(
         messages=tuple(_to_chat_message(index, message) for index, message in enumerate(messages)),
-        template_kwargs=read_json(written, dict[str, Any], "chat_template_kwargs") if is_set(written) else {},
+        template_kwargs=template_kwargs,
         add_generation_prompt=opens_turn(asked.add_generation_prompt, continues=continues),
         continue_final_message=continues,
     )

@@ -195,13 +195,16 @@ async def test_variables_for_the_chat_template_arrive(
     await chat(http, continue_final_message=True, add_generation_prompt=False)
     await chat(http, continue_final_message=None, add_generation_prompt=False)
     await http.post("/tokenize", json={"messages": [USER], "chat_template_kwargs": variables})
+    await http.post("/tokenize", json={"messages": [USER], "reasoning_effort": "low"})
 
     given = [call.chat and call.chat.template_kwargs for call in dispatch.calls]
     assert given == [variables, {}, {"reasoning_effort": "low", "a": 1}, {}, {}, {}]
     ends = [(call.chat.add_generation_prompt, call.chat.continue_final_message) for call in dispatch.calls if call.chat]
     assert ends == [(True, False), (True, False), (True, False), (False, True), (False, True), (False, False)]
     messages = (ChatMessage(role="user", content="Hi"),)
-    assert dispatch.tokenized == [Conversation(messages=messages, template_kwargs=variables)]
+    assert dispatch.tokenized == [
+        Conversation(messages=messages, template_kwargs=each) for each in (variables, {"reasoning_effort": "low"})
+    ]
 
 
 async def test_openai_chat_stream(client: openai.AsyncOpenAI) -> None:
