@@ -627,9 +627,12 @@ def test_sequence_does_not_start_from_what_the_one_that_it_displaces_would_have_
 
 
 def test_displaced_sequence_loses_its_blocks_to_one_that_needs_them() -> None:
-    served = ScheduledModel(num_blocks=16, max_num_seqs=1, policy="priority", enable_prefix_caching=False)
+    served = ScheduledModel(
+        num_blocks=16, max_num_seqs=1, policy="priority", enable_prefix_caching=False, max_num_batched_tokens=8
+    )
     ordinary = served.submit("ordinary", prompt(16), max_tokens=6, priority=2)
-    served.step()
+    while not ordinary.num_output_tokens:
+        served.step()
     served.submit("urgent", prompt(6, first=50), max_tokens=2)
     served.step()
     assert ordinary.block_table
@@ -640,8 +643,13 @@ def test_displaced_sequence_loses_its_blocks_to_one_that_needs_them() -> None:
         served.scheduler.check_integrity()
 
     assert not ordinary.block_table
-    served.run()
+    while not ordinary.num_computed_tokens:
+        served.step()
     assert served.scheduler.counters.num_recomputed_tokens == 16
+    served.submit("urgent again", prompt(6, first=50), max_tokens=2)
+    served.run()
+    assert served.scheduler.counters.num_preemptions == 2
+    assert served.scheduler.counters.num_recomputed_tokens == 16, "the last one took the slot and no blocks"
     assert served.tokens["ordinary"] == run_alone(ordinary.request)
 
 
@@ -667,6 +675,17 @@ def test_nobody_is_displaced_where_that_fills_the_pool() -> None:
 
     assert urgent.status is SequenceStatus.WAITING  # 3 blocks of 5, and 4 are to stay free
     served.run()
+
+
+def test_a_displaced_sequence_needs_no_blocks_to_grow() -> None:
+    served = ScheduledModel(num_blocks=11, max_num_seqs=2, policy="priority")
+    for first in (1, 50):
+        served.submit(f"ordinary {first}", prompt(3, first), max_tokens=20, priority=1)
+    served.step()
+    urgent = [served.submit(f"urgent {first}", prompt(3, first), max_tokens=3) for first in (100, 200)]
+    served.step()
+
+    assert [each.status for each in urgent] == [SequenceStatus.RUNNING] * 2
 
 
 def test_abort_of_a_displaced_sequence_frees_its_blocks() -> None:
@@ -936,6 +955,21 @@ def test_first_in_order_gets_its_blocks_from_later_ones_in_flight() -> None:
 
     assert served.scheduler.counters.num_preemptions > 0
     assert [served.tokens[item.request_id] for item in requests] == [run_alone(item) for item in requests]
+
+
+def test_first_in_order_does_not_wait_until_later_ones_in_flight_need_blocks_themselves() -> None:
+    served = ScheduledModel(
+        num_blocks=5, block_size=16, max_in_flight=2, looks_ahead=True, max_num_seqs=2, enable_prefix_caching=False
+    )
+    served.submit("a", prompt(20), max_tokens=40)  # its third block is the last one
+    served.submit("b", prompt(21, first=500), max_tokens=40)
+    num_steps = 0
+    while "a" not in served.ends:
+        served.step()
+        num_steps += 1
+
+    assert served.scheduler.counters.num_preemptions == 1
+    assert num_steps <= 40 + 4
 
 
 def test_earlier_level_gets_the_slot_of_one_in_flight() -> None:
