@@ -58,7 +58,6 @@ class IncrementalDetokenizer:
             start = self._find_whole_character(token_ids)
             self._is_first = self._is_first and not any(map(self._piece, token_ids[:start]))
             self._decode_all(token_ids[start:])
-            self._num_tokens = len(token_ids)
             return
         num_early = max(0, self._min_tokens - 1)
         early = self._decode_all(token_ids[:num_early])

@@ -294,7 +294,7 @@ class Engine:
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
         last = token_ids[-1]
         is_stopped = last in stop_ids and len(token_ids) > sampling.min_tokens
-        detokenizer.resume(token_ids[:-1] if is_stopped else token_ids)
+        detokenizer.resume(token_ids[:-1] if is_stopped and not sampling.include_stop_str_in_output else token_ids)
         usage = Usage(
             prompt_tokens=len(request.prompt_token_ids),
             cached_tokens=0,
@@ -361,7 +361,8 @@ class Engine:
         """Return the text that the token made certain; end the sequence when that completes a stop string."""
         sequence, detokenizer = stream.sequence, stream.detokenizer
         finish = sequence.finish
-        if finish is not None and finish.stop_token_id is not None:
+        keeps_stop = sequence.request.sampling.include_stop_str_in_output
+        if finish is not None and finish.stop_token_id is not None and not keeps_stop:
             return ""
         text = detokenizer.push(token_id)
         if detokenizer.stop_string is not None:

@@ -77,13 +77,15 @@ def test_pool_smaller_than_the_context_limits_the_context() -> None:
     assert outcome.finish.reason is FinishReason.LENGTH
 
 
-def test_stop_token_is_among_the_tokens_but_not_in_the_text() -> None:
+@pytest.mark.parametrize("keeps_it", [False, True])
+def test_stop_token_is_among_the_tokens_and_in_the_text_where_it_is_asked_for(keeps_it: bool) -> None:
     alone = run_alone(request("a", [1, 2], max_tokens=30))
     stop = alone[7]
     expected = alone[: alone.index(stop) + 1]
-    outcome = run(fake_engine(eos_token_ids=frozenset([stop])), [request("a", [1, 2], max_tokens=30)])["a"]
+    asked = request("a", [1, 2], max_tokens=30, include_stop_str_in_output=keeps_it)
+    outcome = run(fake_engine(eos_token_ids=frozenset([stop])), [asked])["a"]
     assert outcome.token_ids == expected
-    assert outcome.text == text_of(expected[:-1])
+    assert outcome.text == text_of(expected if keeps_it else expected[:-1])
     assert outcome.finish is not None
     assert outcome.finish.stop_token_id == stop
 
@@ -274,6 +276,13 @@ def up_to(engine: Engine, prompt: list[int], num_tokens: int, **sampling: Any) -
         ([4, 5, 6], {"max_tokens": 3}, FinishReason.LENGTH, ""),
         ([4, 5, 6], {"max_tokens": 3, "stop": ("fgh",)}, FinishReason.LENGTH, "fg"),
         ([4, 5, 7], {"max_tokens": 9, "stop_token_ids": (7,)}, FinishReason.STOP, ""),
+        ([4, 5, 7], {"stop_token_ids": (7,), "stop": ("hi",)}, FinishReason.STOP, ""),
+        (
+            [4, 5, 7],
+            {"stop_token_ids": (7,), "stop": ("hi",), "include_stop_str_in_output": True},
+            FinishReason.STOP,
+            "h",
+        ),
         ([4, 5, 8], {"max_tokens": 9, "stop": ("fgh",)}, FinishReason.STOP, "f"),
         ([4, 5, 6], {"max_tokens": 9, "stop": ("fg",)}, FinishReason.STOP, ""),
     ],
