@@ -2,8 +2,6 @@
 
 from router.breaker import Breaker, BreakerState
 from router.config import BreakerConfig
-from router.prefix_index import PrefixIndex, ReplicaId
-from router.replica_book import ReplicaBook
 
 
 def opened(at_s: float = 0.0) -> Breaker:
@@ -68,22 +66,3 @@ def test_an_answer_ends_the_longer_times() -> None:
     for _ in range(3):
         breaker.fail(10.0)
     assert breaker.allows(11.0)
-
-
-def test_probe_that_finds_a_full_queue_makes_room_for_another() -> None:
-    book = ReplicaBook(ReplicaId("a"), index=PrefixIndex(), breaker=opened(), on_change=lambda: None)
-    book.note_ready()
-    book.note_submit("x", 10, 1.0)
-    assert not book.takes_requests(1.1)
-    book.note_output("x", 8, 1.1)  # RESOURCE_EXHAUSTED
-    book.note_end("x")
-    assert book.takes_requests(1.1)
-
-
-def test_a_replica_that_was_lost_has_nothing_to_do() -> None:
-    book = ReplicaBook(ReplicaId("a"), index=PrefixIndex(), breaker=opened(), on_change=lambda: None)
-    book.note_ready()
-    book.note_submit("x", 10, 1.0)
-    book.note_load(5, 700, is_draining=False)
-    book.note_disconnected()
-    assert (book.load.num_requests, book.load.num_pending_tokens) == (0, 0)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,23 @@ async def test_steps_may_go_on_for_longer_than_one_may_last() -> None:
     engine.start()
     item = request("a", [1, 2, 3], max_tokens=30)
     assert (await collect(engine, "a", [1, 2, 3], max_tokens=30)).token_ids == run_alone(item)
+    await engine.stop()
+    assert not failures
+
+
+async def test_an_engine_with_nothing_to_do_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks, failures = 0, list[BaseException]()
+
+    async def look(_: float) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(async_engine, "IDLE_CHECK_S", 60)
+    monkeypatch.setattr(async_engine, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": look}))
+    engine = AsyncEngine(fake_engine(FakeExecutor()), on_failure=failures.append, longest_turn_s=0.02)
+    engine.start()
+    await until(lambda: bool(failures) or num_looks >= 3 * async_engine._NUM_LOOKS)
     await engine.stop()
     assert not failures
 
