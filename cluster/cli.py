@@ -114,7 +114,9 @@ def serve(
     cache: CacheFlags,
     network: NetworkFlags,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when READY, leave it running.")] = False,
-    log_file: Annotated[Path | None, typer.Option(help="With --detach: where output goes.")] = None,
+    log_file: Annotated[
+        Path | None, typer.Option(help="With --detach, on a Ray of its own: where output goes.")
+    ] = None,
     log_level: LogLevel = "warning",
 ) -> None:
     """Serve a model, or what a YAML file says, until Ctrl-C or `weft stop`."""

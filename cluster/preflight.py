@@ -1,4 +1,4 @@
-"""What can be refused before any process starts: the model's folder, its split over ranks, and taken ports.
+"""What can be refused before any process starts: the model's folder, its split over ranks, its kernels, taken ports.
 
 Imports no torch. Weights are checked by the ranks, which tell the controller what is wrong with them.
 """
@@ -16,7 +16,9 @@ from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import ModelNotFoundError, StartError
 from cluster.models import find_folder, resolve_model
 from cluster.revision_files import RevisionText, digest_files
+from parallel.errors import DeviceError
 from parallel.families.registry import describe_model
+from parallel.kernels.choice import check_choice
 from parallel.shard import check_split
 from router.config import RouterConfig
 from router.errors import ModelFilesError, RouterConfigError
@@ -49,18 +51,26 @@ def check_model(model: ModelSpec) -> ModelSpec:
     """Return the model with its folder made absolute.
 
     Raises:
-        ModelNotFoundError, ModelError, EngineConfigError: it cannot be had, described or split as wanted.
+        ModelNotFoundError, ModelError, EngineConfigError: it cannot be had, described, split or computed as wanted.
     """
     folder = resolve_model(model.source)
     description = describe_model(folder)
-    parallel = model.engine.parallel
+    engine = model.engine
+    parallel = engine.parallel
     check_split(
         description,
         tensor_parallel=parallel.tensor_parallel,
         pipeline_parallel=parallel.pipeline_parallel,
         expert_parallel=parallel.expert_parallel,
     )
-    wanted = model.engine.max_context
+    if engine.device != "auto":
+        try:
+            check_choice(
+                engine.device, engine.kernels, attention_backend=engine.attention_backend, compiles=engine.compile
+            )
+        except DeviceError as error:
+            raise EngineConfigError(str(error)) from error
+    wanted = engine.max_context
     if wanted is not None and wanted > description.max_context:
         raise EngineConfigError(
             f"max_context is {wanted}; allowed: at most that of the model, {description.max_context}"

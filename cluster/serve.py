@@ -73,7 +73,7 @@ def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None
     try:
         _wait_until_ready(service, console, stays=stays)
         was_ready = True
-        print_addresses(console, service.status(), service.control_address, service.tls)
+        print_addresses(console, service.status(), service.control_address, service.tls, stays=stays)
         changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=_WATCH_S):
             with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
@@ -160,7 +160,7 @@ def serve_in_background(
         process.terminate()
         process.wait()
         raise
-    print_addresses(console, status, _reachable(spec), spec.inner_tls, log_file=path)
+    print_addresses(console, status, _reachable(spec), spec.inner_tls, stays=False, log_file=path)
 
 
 def print_addresses(
@@ -169,9 +169,10 @@ def print_addresses(
     control: str,
     tls: InnerTls | None,
     *,
+    stays: bool,
     log_file: Path | None = None,
 ) -> None:
-    """Say what is served and where."""
+    """Say what is served and where, and how it is stopped; `stays`: the command that says it does not return."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)  # an address may have brackets
     for model in status.models:
         shape = f"{model.wanted_replicas} replicas"
@@ -194,7 +195,7 @@ def print_addresses(
     if log_file is not None:
         say(f"  log         {log_file}")
     stop = shlex.join(["weft", "stop", *connection_flags(control, tls)])
-    say(f"Stop it with `{stop}`{'' if log_file else ' or Ctrl-C'}.")
+    say(f"Stop it with `{stop}`{' or Ctrl-C' if stays else ''}.")
 
 
 def _wait_ready(

@@ -105,7 +105,9 @@ class ModelFlags:
         Setting("models[0].max_cudagraph_capture_size"),
     ] = None
     max_context: Annotated[
-        int | None, _of_model(help="Longest prompt plus output."), Setting("models[0].max_context")
+        int | None,
+        _of_model(help="Longest prompt plus output; less where the KV cache does not hold it."),
+        Setting("models[0].max_context"),
     ] = None
     num_threads: Annotated[
         int | None, _of_model(help="CPU threads of each rank."), Setting("models[0].num_threads")

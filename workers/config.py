@@ -129,7 +129,7 @@ class EngineConfig:
     max_cudagraph_capture_size: GraphSize = TOKEN_BUCKETS[-1]
     """On CUDA, decode steps of up to so many sequences are recorded as graphs ahead of requests; 0: no step is."""
     max_context: int | None = None
-    """Longest prompt plus output; None: what the model's config says."""
+    """Longest prompt plus output; None: what the model's config says. Less where the KV cache does not hold it."""
     step_timeout_s: float = 60.0
     """A step that takes longer means that a rank hangs, and ends the group."""
     num_threads: int | None = None

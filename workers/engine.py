@@ -109,7 +109,7 @@ class Engine:
         )
         # the last token of a sequence is sampled and never computed
         self.max_context = min(max_context, manager.max_sequence_tokens(max_context) + 1)
-        _tell_room(self.max_context, manager)
+        _tell_room(self.max_context, manager, wanted=max_context)
         self._recorder = recorder
         make_scheduler = Scheduler if recorder is None else partial(RecordingScheduler, sink=recorder)
         self._scheduler = make_scheduler(
@@ -397,7 +397,12 @@ class Engine:
         return RequestOutput(request_id=request_id, error=error)
 
 
-def _tell_room(max_context: int, cache: KVCacheManager) -> None:
+def _tell_room(max_context: int, cache: KVCacheManager, *, wanted: int) -> None:
+    if max_context < wanted:
+        logger.warning(
+            "the context is %d tokens: the KV cache holds no more; wanted: %d, for which it would have to be larger",
+            *(max_context, wanted),
+        )
     longest = cache.num_blocks_of(max_context - 1)
     logger.info(
         "KV cache: a sequence of %d tokens takes up to %d of %d blocks: room for %.1f at once",

@@ -9,6 +9,7 @@ import torch
 
 from parallel.errors import DeviceError
 from parallel.kernels.base import Kernels
+from parallel.kernels.choice import check_choice
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
@@ -19,8 +20,6 @@ from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import load_programs
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import IN_TORCH, TokenChoice, rank_in_torch
-
-NAMES = ("auto", "reference", "cpu", "cpu-native", "cuda")
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +42,15 @@ def select_kernels(
 
     Raises DeviceError when the name is not known, its kernels do not run on the device, or do not go with the rest.
     """
-    if name not in NAMES:
-        raise DeviceError(f"kernels are {name!r}; allowed: {', '.join(NAMES)}")
-    if name not in ("auto", "reference") and not name.startswith(device.type):
-        raise DeviceError(f"kernels are {name!r} on device {device}; allowed there: auto, reference")
-    is_cuda = device.type == "cuda" and name != "reference"
-    if attention_backend != "auto" and not is_cuda:
-        raise DeviceError(
-            f"attention backend is {attention_backend!r} with kernels {name!r} on {device}; allowed: auto"
-        )
-    if is_cuda:
+    check_choice(str(device), name, attention_backend=attention_backend, compiles=compiles)
+    if device.type == "cuda" and name != "reference":
         kernels: Kernels = CudaKernels(
             device, attention_backend, max_graph_size=max_graph_size, multiplies_rows=not compiles
         )
     else:
         kernels = _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
-    return _compiled(kernels, device, name) if compiles else kernels
+    return InductorKernels(kernels, device) if compiles else kernels
 
 
 def multiplies_bfloat16(device: torch.device, name: str = "auto") -> bool:
@@ -89,15 +80,6 @@ def select_sampling(device: torch.device, name: str = "auto") -> TokenChoice:
     return TokenChoice(
         triton_sampling.choose_in_triton, triton_sampling.find_in_triton, rank_in_torch, triton_sampling.edit_in_triton
     )
-
-
-def _compiled(kernels: Kernels, device: torch.device, name: str) -> InductorKernels:
-    if device.type == "cpu" and name not in ("reference", "cpu"):
-        raise DeviceError(
-            f"compile with kernels {name!r} on {device}, where a step is compiled already; "
-            "allowed: kernels reference or cpu, or device cuda"
-        )
-    return InductorKernels(kernels, device)
 
 
 def _make(device: torch.device, name: str) -> Kernels:

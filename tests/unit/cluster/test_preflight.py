@@ -68,6 +68,23 @@ def test_split_that_cannot_be_is_refused(folder: Path, settings: dict[str, int],
         check_spec(spec(folder, **settings))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kernels": "cuda"}, "kernels are 'cuda' on device cpu; allowed there: auto, reference"),
+        ({"attention_backend": "triton"}, "attention backend is 'triton' with kernels 'auto' on cpu; allowed: auto"),
+        ({"compile": True}, "compile with kernels 'auto' on cpu, .* allowed: kernels reference or cpu"),
+    ],
+)
+def test_kernels_that_do_not_go_with_the_device_are_refused(
+    folder: Path, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(EngineConfigError, match=message):
+        check_spec(spec(folder, device="cpu", **settings))
+    check_spec(spec(folder, device="auto", **settings))  # a rank knows what it has
+    check_spec(spec(folder, device="cpu", kernels="cpu", compile=True))
+
+
 def test_context_beyond_the_model_is_refused(folder: Path) -> None:
     with pytest.raises(EngineConfigError, match="max_context is 257; allowed: at most that of the model, 256"):
         check_spec(spec(folder, max_context=257))

@@ -68,9 +68,11 @@ def test_output_ends_at_the_context() -> None:
     assert outcome.finish.reason is FinishReason.LENGTH
 
 
-def test_pool_smaller_than_the_context_limits_the_context() -> None:
+def test_pool_smaller_than_the_context_limits_the_context(caplog: pytest.LogCaptureFixture) -> None:
     engine = fake_engine(FakeExecutor(num_blocks=5), max_context=200)
     assert engine.max_context == 21  # five blocks of four tokens, and one that is never computed
+    (told,) = caplog.messages
+    assert told.startswith("the context is 21 tokens: the KV cache holds no more; wanted: 200")
     outcome = run(engine, [request("a", range(15), max_tokens=100)])["a"]
     assert len(outcome.token_ids) == 6
     assert outcome.finish is not None
