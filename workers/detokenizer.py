@@ -27,13 +27,16 @@ class IncrementalDetokenizer:
         include_stop_str: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """The text goes on where that of the prompt ends. A stop string that is complete before `min_tokens` tokens
-        does not count.
+        """The text goes on where that of the prompt ends: a character that ends in the output is a part of it. A stop
+        string that is complete before `min_tokens` tokens does not count.
         """
         self._table = table
         self._skips_special = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_first = not any(map(self._piece, prompt_token_ids))
+        if not self._is_first:
+            start = self._find_whole_character(prompt_token_ids)
+            self._decoder.decode(b"".join(map(self._piece, prompt_token_ids[start:])))
         self._stops = [_StopString(text) for text in stop]
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens

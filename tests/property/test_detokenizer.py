@@ -108,6 +108,7 @@ UTF8_IDS = [0x20, 0x61, 0x80, 0xBF, 0xA9, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x
 
 @settings(max_examples=500, derandomize=True, deadline=None)
 @given(
+    prompt=st.lists(st.sampled_from(UTF8_IDS), max_size=6),
     before=st.lists(st.sampled_from(UTF8_IDS), max_size=25),
     after=st.lists(st.sampled_from(UTF8_IDS), max_size=8),
     stops=st.lists(st.text("ab é�€", min_size=1, max_size=5), max_size=3),
@@ -116,11 +117,17 @@ UTF8_IDS = [0x20, 0x61, 0x80, 0xBF, 0xA9, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x
     min_tokens=st.integers(0, 12),
 )
 def test_resumed_text_goes_on_as_if_every_token_had_been_pushed(
-    before: list[int], after: list[int], stops: list[str], include: bool, skips: bool, min_tokens: int
+    prompt: list[int],
+    before: list[int],
+    after: list[int],
+    stops: list[str],
+    include: bool,
+    skips: bool,
+    min_tokens: int,
 ) -> None:
     pushed, resumed = (
         IncrementalDetokenizer(
-            RESUMED, stop=stops, include_stop_str=include, skip_special_tokens=skips, min_tokens=min_tokens
+            RESUMED, prompt, stop=stops, include_stop_str=include, skip_special_tokens=skips, min_tokens=min_tokens
         )
         for _ in range(2)
     )

@@ -85,6 +85,16 @@ def test_text_goes_on_where_the_prompt_ends(name: str, skip: bool, shared: Path)
         assert tokenizer.decode(token_ids[:start], skip_special_tokens=skip) + "".join(deltas) == whole
 
 
+def test_a_character_that_the_prompt_begins_ends_in_the_text() -> None:
+    face, sign = "😀".encode(), "€".encode()
+    for start in range(1, 4):
+        deltas, _ = stream(byte_table(), list(face[start:] + sign), prompt_token_ids=list(b"a" + face[:start]))
+        assert "".join(deltas) == "😀€"
+        detokenizer = IncrementalDetokenizer(byte_table(), list(b"a" + face[:start]))
+        detokenizer.resume(list(face[start:3]))
+        assert (detokenizer.push(face[3]) if start < 4 else "") == "😀"
+
+
 def test_a_character_is_never_split() -> None:
     deltas, _ = stream(byte_table(), list("né 你😀".encode()))
     assert deltas == ["n", "", "é", " ", "", "", "你", "", "", "", "😀", ""]
