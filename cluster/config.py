@@ -123,7 +123,7 @@ class ModelSection(Section):
     """Compile the layers by torch's compiler: on CUDA, or with kernels "reference" or "cpu"."""
     max_cudagraph_capture_size: GraphSize = TOKEN_BUCKETS[-1]
     """On CUDA, the largest decode step that is recorded as a graph, in sequences; 0: no step is recorded."""
-    max_context: Annotated[int, Field(ge=1)] | None = None
+    max_context: Annotated[int, Field(ge=2)] | None = None
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of each rank; None: a node's cores divided over the ranks on it."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 60.0

@@ -131,6 +131,19 @@ class BlockPool:
         if self._hash_of[block] is not None:
             self._note_loss(self._remove(block))
 
+    def discard(self, content: Content) -> None:
+        """Take a content from the index, and from the host unless the next plan loads it from there."""
+        block_hash, group = content
+        if not self._has(block_hash, group):
+            return
+        block = self._indexes[group].get(block_hash)
+        if block is not None:
+            self._remove(block)
+            if not self._num_references[block]:
+                self._free.move_to_end(block, last=False)
+        self._host.discard(content)
+        self._note_loss(content)
+
     def free(self, blocks: Iterable[int]) -> None:
         """Give back one reference to each block, in eviction order: the tail of a chain before its head."""
         for block in blocks:

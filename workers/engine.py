@@ -14,7 +14,7 @@ from weft.recording import Recorder
 from workers.block_pool import BlockPool
 from workers.config import EngineConfig
 from workers.detokenizer import IncrementalDetokenizer
-from workers.errors import EngineError, InvalidRequestError, RequestFailedError
+from workers.errors import EngineConfigError, EngineError, InvalidRequestError, RequestFailedError
 from workers.executor import Executor
 from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
@@ -109,6 +109,11 @@ class Engine:
         )
         # the last token of a sequence is sampled and never computed
         self.max_context = min(max_context, manager.max_sequence_tokens(max_context) + 1)
+        if self.max_context < 2:
+            raise EngineConfigError(
+                f"the context is {self.max_context} tokens, with {self.num_blocks} blocks for {len(executor.windows)} "
+                f"groups of layers and max_context {max_context}; allowed: a larger cache or context, for at least 2"
+            )
         _tell_room(self.max_context, manager, wanted=max_context)
         self._recorder = recorder
         make_scheduler = Scheduler if recorder is None else partial(RecordingScheduler, sink=recorder)

@@ -91,6 +91,13 @@ class HostTier:
         assert content in self._held, "it may be gone before the plan is made"
         self._loads[block] = self._slots[content]
 
+    def discard(self, content: Content) -> None:
+        """Give up a content, unless it is held for the next plan."""
+        if content in self._slots and content not in self._held:
+            slot = self._slots.pop(content)
+            self._saves.pop(slot, None)
+            self._free.append(slot)
+
     def take_copies(self) -> Copies:
         """Return the copies of the plan that is made now. It must be executed, and in its place."""
         copies = Copies(

@@ -108,6 +108,10 @@ class KVCacheManager:
         lengths = range(self.block_size, limit + self.block_size, self.block_size)
         return min(limit, bisect_right(lengths, self.num_blocks, key=self.num_blocks_of) * self.block_size)
 
+    def num_held_blocks(self, sequence: Sequence) -> int:
+        """Return how many blocks a sequence holds, alone or with others."""
+        return len(self._held(sequence.block_table, sequence.num_full_blocks))
+
     def num_reserved_blocks(self, sequence: Sequence) -> int:
         """Return how many more blocks a running sequence may hold with its tokens and one more block of them."""
         return self._num_more(sequence, self.num_blocks_for(len(sequence.token_ids)) + 1)
@@ -215,6 +219,12 @@ class KVCacheManager:
         for block in sequence.block_table[start:stop]:
             self._pool.forget(block)
         sequence.num_known_blocks = min(sequence.num_known_blocks, sequence.num_full_blocks)
+
+    def disown(self, sequence: Sequence) -> None:
+        """Let nobody find any more what a sequence was computed from, so that it is computed anew."""
+        for name in sequence.block_hashes:
+            for group in range(self._num_groups):
+                self._pool.discard(Content(name, group))
 
     def settle(self, sequence: Sequence) -> None:
         """Note which blocks have been filled; make known those left for later, give back what is out of sight.
@@ -325,7 +335,9 @@ class KVCacheManager:
         """The prefix with a block for each content that the host has."""
         places = [i for i, block in enumerate(prefix) if block == _ON_HOST]
         entries = {i // self._num_groups for i in places}
-        sequence.num_host_tokens = len(entries) * self.block_size
+        sequence.num_host_tokens = sum(
+            min(max(0, sequence.num_prompt_tokens - entry * self.block_size), self.block_size) for entry in entries
+        )
         contents = [Content(sequence.block_hashes[i // self._num_groups], i % self._num_groups) for i in places]
         table = prefix.copy()
         for i, block in zip(places, self._pool.restore(contents), strict=True):

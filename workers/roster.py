@@ -154,10 +154,15 @@ class Roster:
         """
         if displaces:
             return self._take_blocks(sequence, reserve + self._num_left_by_displacement)
-        while not self._take_blocks(sequence, reserve):
-            if not self.drop_suspended(but=sequence):
-                return False
-        return True
+        if self._take_blocks(sequence, reserve):
+            return True
+        kept = sum(self._cache.num_held_blocks(other) for other in self._suspended if other is not sequence)
+        if not kept or self._find_prefix(sequence, reserve - kept) is None:
+            return False  # nor would it fit if all of them gave way
+        while self.drop_suspended(but=sequence):
+            if self._take_blocks(sequence, reserve):
+                return True
+        return False
 
     def fits_displacing(self, sequence: Sequence, reserve: int) -> bool:
         """Return whether a waiting sequence would `find_room` by displacing another."""
@@ -173,7 +178,7 @@ class Roster:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
             self.counters.num_cached_tokens += sequence.num_cached_tokens
-            self.counters.num_host_tokens += min(sequence.num_host_tokens, sequence.num_cached_tokens)
+            self.counters.num_host_tokens += sequence.num_host_tokens
         else:
             self.counters.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed_tokens)
         sequence.status = SequenceStatus.RUNNING

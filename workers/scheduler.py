@@ -349,7 +349,7 @@ class Scheduler:
         sequence.num_in_flight -= 1
         sequence.num_sampling -= share.samples
         if token is not None and token.error is not None:
-            self._cache.retract(sequence)  # what led to an error must not be shared
+            self._cache.disown(sequence)  # what led to an error must not be shared, be it a prefix that was found
         elif share.start == sequence.num_computed_tokens:  # the share before it did not end in an error
             sequence.num_computed_tokens += share.num_tokens
             self._cache.settle(sequence)

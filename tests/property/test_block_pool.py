@@ -149,6 +149,23 @@ class BlockPoolMachine(RuleBasedStateMachine):
             if not counts[block]:
                 self.free_list.insert(len(self.free_list) if block in self.content else 0, block)
 
+    @precondition(lambda self: self.pool.resident_hashes())
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        """Something known turns out to be spoilt."""
+        block_hash = data.draw(st.sampled_from(sorted(self.pool.resident_hashes())))
+        block = self.pool.lookup(block_hash)
+        is_held = Content(block_hash, 0) in self.host._held
+        self.pool.discard(Content(block_hash, 0))
+        assert self.pool.lookup(block_hash) is None
+        assert self.pool.is_on_host(block_hash) == is_held, "only what the next plan loads stays"
+        if block is not None:
+            del self.content[block]
+            if block in self.free_list:
+                self.free_list.remove(block)
+                self.free_list.insert(0, block)
+        self.has_copies = True  # what followed it stays, and may go later
+
     @rule()
     def take_events(self) -> None:
         stored, evicted = self.pool.take_events()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from parallel.errors import ConfigError
 from workers.engine import Engine
 from workers.engine_builder import read_eos_token_ids
-from workers.errors import GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
+from workers.errors import EngineConfigError, GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache import num_blocks_within
 from workers.plan import StepPlan
 from workers.request import FinishReason, RequestId
@@ -77,6 +77,12 @@ def test_pool_smaller_than_the_context_limits_the_context(caplog: pytest.LogCapt
     assert len(outcome.token_ids) == 6
     assert outcome.finish is not None
     assert outcome.finish.reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("num_blocks", "max_context"), [(1, 1), (9, 1)])
+def test_context_in_which_nothing_can_be_generated_is_refused(num_blocks: int, max_context: int) -> None:
+    with pytest.raises(EngineConfigError, match=r"the context is 1 tokens, with . blocks .* allowed: a larger cache"):
+        fake_engine(FakeExecutor(num_blocks=num_blocks), max_context=max_context)
 
 
 @pytest.mark.parametrize("keeps_it", [False, True])

@@ -198,6 +198,28 @@ def test_sampling_error_fails_one_request_alone_and_is_not_cached() -> None:
     assert served.cache.match_prefix(served.submit("again", prompt(9))) == []
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 16])
+def test_nothing_that_led_to_an_error_is_found_again(num_host_blocks: int) -> None:
+    served = ScheduledModel(num_blocks=6, num_host_blocks=num_host_blocks, prefill_chunk_tokens=4)
+    served.submit("good", prompt(9), max_tokens=1)
+    served.run()
+    if num_host_blocks:  # where what was found goes to, too
+        served.submit("other", prompt(23, first=40), max_tokens=1)
+        served.run()
+    served.model.failing_prompts.add(tuple(prompt(13)))
+    bad = served.submit("bad", prompt(13), max_tokens=4)
+    served.run()
+
+    assert (bad.num_cached_tokens, served.ends["bad"]) == (8, "logits are not finite")
+    again = served.submit("again", prompt(9), max_tokens=1)
+    assert served.cache.match_prefix(again) == [], "neither its chunks nor the prefix that it began with"
+    served.run()
+    assert served.tokens["again"] == served.tokens["good"]
+    stored, evicted = served.pool.take_events()
+    assert not set(stored) & set(evicted)
+    assert set(served.pool.resident_hashes()) >= set(again.block_hashes[:2])
+
+
 def test_engine_can_finish_a_sequence_at_a_stop_string() -> None:
     served = ScheduledModel()
     sequence = served.submit("a", prompt(6), max_tokens=9)
@@ -651,6 +673,23 @@ def test_displaced_sequence_loses_its_blocks_to_one_that_needs_them() -> None:
     assert served.scheduler.counters.num_preemptions == 2
     assert served.scheduler.counters.num_recomputed_tokens == 16, "the last one took the slot and no blocks"
     assert served.tokens["ordinary"] == run_alone(ordinary.request)
+
+
+def test_displaced_sequence_keeps_blocks_that_would_not_be_enough() -> None:
+    served = ScheduledModel(num_blocks=40, max_num_seqs=2, policy="priority", enable_prefix_caching=False)
+    low = served.submit("low", prompt(40), max_tokens=30, priority=9)
+    served.submit("other", prompt(4, first=50), max_tokens=60, priority=5)
+    served.step()
+    served.submit("urgent", prompt(16, first=60), max_tokens=60)
+    served.step()
+    assert low.block_table
+    served.abort("other")
+    large = served.submit("large", prompt(142, first=80), max_tokens=4, priority=1)  # 36 blocks, beside the urgent 6
+    served.step()
+
+    assert large.status is SequenceStatus.WAITING
+    assert low.block_table
+    served.run()
 
 
 def test_plans_run_ahead_though_one_waits_that_cannot_displace_anybody() -> None:
@@ -1139,6 +1178,21 @@ def test_hits_are_counted_by_where_they_were() -> None:
     assert served.tokens["again"] == served.tokens["a"]
 
 
+def test_output_that_comes_from_the_host_is_no_hit_of_the_prompt() -> None:
+    served = ScheduledModel(num_blocks=7, num_host_blocks=20)
+    served.submit("a", prompt(16), max_tokens=9)  # four blocks of prompt, two of output
+    served.run()
+    served.submit("b", prompt(8, first=50), max_tokens=4)  # takes the last ones of `a`
+    served.run()
+    generated = tuple(served.tokens["a"][:8])
+    served.add(make_request("again", prompt(16), generated=generated, max_tokens=9))
+    served.run()
+
+    counters = served.scheduler.counters
+    assert served.host.num_loaded_blocks
+    assert (counters.num_cached_tokens, counters.num_host_tokens) == (16, 0)
+
+
 def test_a_preempted_sequence_comes_back_from_the_host() -> None:
     """Its blocks go to others, and are loaded when it goes on: nothing full is computed again."""
     served = ScheduledModel(num_blocks=8, num_host_blocks=40)
@@ -1182,7 +1236,7 @@ def test_error_in_a_later_chunk_leaves_nothing_that_was_planned_behind_it() -> N
     served.collect()
 
     assert served.ends == {"bad": "logits are not finite"}
-    assert len(served.cache.match_prefix(served.submit("again", prompt(9)))) == 1
+    assert not served.cache.match_prefix(served.submit("again", prompt(9)))
     served.scheduler.check_integrity()
 
 
