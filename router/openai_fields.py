@@ -5,7 +5,7 @@ Fields that are not served, or not with every value, are listed here and refused
 
 import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -127,26 +127,49 @@ _OF_CONVERSATIONS = ("chat_template_kwargs", "continue_final_message")
 _OF_TEXTS = ("echo",)
 """Fields that say something of a text that goes on, which a conversation is not."""
 
+_FLAGS = (
+    "use_beam_search",
+    "no_stop_trim",
+    "return_hidden_states",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "return_token_strs",
+    "add_special_tokens",
+    "echo",
+)
+"""Those that are true or false, however that is written."""
+
+_KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(_FLAGS, bool | None),
+    **dict.fromkeys(_UNSERVED_SAMPLING, int | float | None),
+    "best_of": int | None,
+}
+
 _Others = msgspec.defstruct(
     "_Others",
-    [(name, msgspec.Raw, NULL) for name in (*_UNSERVED, *_LIMITED, *_ELSEWHERE, *_OF_CONVERSATIONS, *_OF_TEXTS)],
+    [
+        (name, _KINDS[name], None) if name in _KINDS else (name, msgspec.Raw, NULL)
+        for name in dict.fromkeys((*_UNSERVED, *_LIMITED, *_ELSEWHERE, *_OF_CONVERSATIONS, *_OF_TEXTS))
+    ],
     kw_only=True,
 )
-"""These fields as they were written: a value of megabytes is not read. Fields that nobody knows are skipped."""
+"""Most of these fields as they were written: a value of megabytes is not read. Fields that nobody knows are skipped."""
 
 _MAX_READ_BYTES = 1024
 _UNREAD = "a long value"
 
 
-def _read_short(raw: msgspec.Raw) -> object:
-    if raw is NULL:  # as most are
+def _read_short(written: object) -> object:
+    if not isinstance(written, msgspec.Raw):
+        return written
+    if written is NULL:  # as most are
         return None
-    return read_json(raw, object) if len(raw) <= _MAX_READ_BYTES else _UNREAD
+    return read_json(written, object) if len(written) <= _MAX_READ_BYTES else _UNREAD
 
 
-def is_set(raw: msgspec.Raw) -> bool:
-    """Whether a field as it was written asks for something."""
-    value = _read_short(raw)
+def is_set(written: object) -> bool:
+    """Whether a field, as it was written or read, asks for something."""
+    value = _read_short(written)
     return value is not None and value is not False and value not in ({}, [], "")
 
 
@@ -185,5 +208,7 @@ def refuse_unserved(
     for name in _LIMITED:
         value, allowed = _read_short(getattr(others, name)), allowed_values[name]
         if value not in allowed:
-            shown = ", ".join(dict.fromkeys(repr(each) for each in allowed if each is not None))
-            raise InvalidRequestError(f"{name} is {value!r}, which is not supported yet; allowed: {shown}", field=name)
+            seen, *shown = (msgspec.json.encode(each).decode() for each in (value, *allowed) if each is not None)
+            raise InvalidRequestError(
+                f"{name} is {seen}, which is not supported yet; allowed: {', '.join(dict.fromkeys(shown))}", field=name
+            )

@@ -297,6 +297,8 @@ def render_model(card: ModelCard, created: int) -> Json:
         "object": "model",
         "created": created,
         "owned_by": "weft",
+        "root": card.name,
+        "parent": None,
         "max_model_len": card.max_context,
         "ready_replicas": card.ready_replicas,
     }

@@ -23,6 +23,8 @@ MAX_CHOICES = 128
 """Choices of one HTTP request: prompts times n."""
 
 _SEED_RANGE = 2**64
+_RANDOM_SEED = -1
+"""What clients of open model servers send for none."""
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -133,14 +135,15 @@ class GenerationRequest(Struct, kw_only=True):
         self, prompts: list[dict[str, Any]], sampling: pb.SamplingParams, response_id: str
     ) -> Iterator[GenerateCall]:
         """Yield `n` calls for each prompt; with a seed, choice i of a prompt has the seed + i."""
-        if self.seed is not None and not -_SEED_RANGE // 2 <= self.seed < _SEED_RANGE:
-            raise InvalidRequestError(f"seed is {self.seed}; allowed: an integer of 64 bits", field="seed")
+        seed = None if self.seed == _RANDOM_SEED else self.seed
+        if seed is not None and not -_SEED_RANGE // 2 <= seed < _SEED_RANGE:
+            raise InvalidRequestError(f"seed is {seed}; allowed: an integer of 64 bits", field="seed")
         for prompt_index, prompt in enumerate(prompts):
             for choice in range(self.num_choices):
                 own = pb.SamplingParams()
                 own.CopyFrom(sampling)
-                if self.seed is not None:
-                    own.seed = (self.seed + choice) % _SEED_RANGE
+                if seed is not None:
+                    own.seed = (seed + choice) % _SEED_RANGE
                 yield GenerateCall(
                     model=self.model or "",
                     sampling=own,

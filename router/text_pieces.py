@@ -1,6 +1,7 @@
 """A text as its tokens give it, one piece for each: joined they are the text, as workers/detokenizer.py makes it.
 
-A character that is split over tokens is in the piece of the last of them; the pieces before it are empty. Pure.
+A character that is split over tokens is in the piece of the last of them; the pieces before it are empty. The prompt
+is not known here: where it has no text, or ends within a character, the first piece is as if that were not so. Pure.
 """
 
 import codecs

@@ -3,6 +3,9 @@
 The emitted text is a pure function of the tokens so far, so that a request goes on elsewhere exactly where it was.
 Every character costs the same, however long the text: UTF-8 is decoded incrementally, and each stop string keeps how
 much of itself the text's end matches (Knuth, Morris and Pratt 1977).
+
+What is no UTF-8 becomes U+FFFD as in Python, one for each part that could have begun a character. `Tokenizer.decode`
+has one for each byte of a run of byte tokens that is not all UTF-8, which is not known before the run ends.
 """
 
 import codecs

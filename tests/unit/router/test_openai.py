@@ -105,6 +105,8 @@ async def test_openai_lists_models(client: openai.AsyncOpenAI) -> None:
     models = [model async for model in client.models.list()]
 
     assert [(model.id, model.object, model.owned_by) for model in models] == [(MODEL, "model", "weft")]
+    assert models[0].model_extra is not None
+    assert models[0].model_extra["root"] == MODEL
     assert (await client.models.retrieve(MODEL)).id == MODEL
     with pytest.raises(openai.NotFoundError, match="served: fake/model"):
         await client.models.retrieve("other/model")
@@ -614,10 +616,16 @@ async def test_null_max_tokens_leaves_the_rest_of_the_context(http: httpx.AsyncC
     assert not dispatch.calls[0].sampling.HasField("max_tokens")
 
 
-async def test_negative_seed_is_taken_as_its_64_bits(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+async def test_seed_of_minus_one_is_none(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
     await complete(http, seed=-1, n=2)
 
-    assert sorted(call.sampling.seed for call in dispatch.calls) == [0, 2**64 - 1]
+    assert not any(call.sampling.HasField("seed") for call in dispatch.calls)
+
+
+async def test_negative_seed_is_taken_as_its_64_bits(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    await complete(http, seed=-2, n=3)
+
+    assert sorted(call.sampling.seed for call in dispatch.calls) == [0, 2**64 - 2, 2**64 - 1]
 
 
 @pytest.mark.parametrize(
@@ -681,7 +689,9 @@ async def test_every_form_of_prompt(
         ({"guided_json": {"type": "object"}}, "guided_json", "not supported yet"),
         ({"regex": "a+"}, "regex", "not supported yet"),
         ({"ebnf": "root ::= 'a'"}, "ebnf", "not supported yet"),
-        ({"add_special_tokens": False}, "add_special_tokens", "allowed: True"),
+        ({"add_special_tokens": False}, "add_special_tokens", "allowed: true"),
+        ({"use_beam_search": "true"}, "use_beam_search", "beam search is not supported"),
+        ({"use_beam_search": "perhaps"}, "use_beam_search", "use_beam_search has a value that is not allowed"),
         ({"grammar": "root ::= 'a'"}, "grammar", "guided decoding is not supported yet"),
         ({"stop_regex": "a+"}, "stop_regex", "only strings and token ids"),
         ({"thinking_token_budget": 0}, "thinking_token_budget", "not bounded apart"),
@@ -720,7 +730,7 @@ async def test_completion_that_is_refused_names_the_field(
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "messages[0] holds tool calls"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
-        ({"tool_choice": "required"}, "tool_choice", "'required'"),
+        ({"tool_choice": "required"}, "tool_choice", '"required"'),
         ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
         ({"modalities": ["audio"]}, "modalities", "audio"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
@@ -944,6 +954,7 @@ async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient)
     labels = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s"}
     nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}, "echo": False}
     nothing |= {"stop_regex": "", "typical_p": 1.0, "mirostat": 0, "repeat_penalty": 1, "enable_thinking": None}
+    nothing |= {"use_beam_search": "false", "return_token_ids": 0, "best_of": "1", "top_a": "0"}
     unknown = {"a_field_of_next_year": {"deep": [1, 2]}}
 
     response = await chat(http, **labels, **nothing, **unknown, add_special_tokens=False, modalities=["text"])
