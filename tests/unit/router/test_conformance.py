@@ -408,7 +408,7 @@ BAD_REQUESTS = {
     "max_tokens 0 of a chat": (chat(("user", "hi"), max_tokens=0), None, "max_tokens is 0; allowed: at least 1"),
     "min_tokens": (hello(min_tokens=-1), None, "min_tokens is -1; allowed: at least 0"),
     "min_tokens too many": (
-        ids(1, 2, 3, min_tokens=600), None, "min_tokens is 600 after a prompt of 3 tokens; allowed: at most 509, what "
+        ids(1, 2, 3, min_tokens=510), None, "min_tokens is 510 after a prompt of 3 tokens; allowed: at most 509, what "
         "is left of the model's context of 512",
     ),
     "min over max": (hello(min_tokens=11), None, "min_tokens is 11; allowed: at most max_tokens (10)"),

@@ -323,6 +323,15 @@ async def test_usage_tells_what_was_cached_where_the_request_began() -> None:
         assert answer.finished.usage.cached_tokens == 0
 
 
+async def test_deadline_that_the_replica_sees_first_is_one() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        a.finish_reason = pb.FINISH_REASON_ABORT
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await router.generate(text_request("hello", max_tokens=1), timeout_s=0.1)
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 async def test_salted_prompt_is_predicted_where_it_is_but_for_its_last_token() -> None:
     async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
         await router.wait_ready(1)
