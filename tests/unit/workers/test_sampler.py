@@ -321,6 +321,13 @@ def test_min_tokens_forbids_stop_ids_until_it_is_reached() -> None:
     assert sample_one([0.0, 9.0, 1.0], position=3, **params).token_id == 1
 
 
+def test_a_small_vocabulary_has_no_more_alternatives_than_tokens() -> None:
+    token = sample_one([0.5, 2.0, 1.0], temperature=0.0, logprobs=20)
+
+    assert token.logprobs is not None
+    assert [token_id for token_id, _ in token.logprobs.top] == [1, 2, 0]
+
+
 def test_logprobs_are_of_the_model_and_not_of_what_is_sampled_from() -> None:
     logits = torch.tensor([1.0, 2.0, 3.0, 0.0])
     expected = logits.log_softmax(-1).tolist()
