@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from parallel.errors import ConfigError
-from parallel.position_description import Alibi, LearnedPositions, RotaryDescription, require_positive
+from parallel.position_description import MAX_INT32, Alibi, LearnedPositions, RotaryDescription, require_positive
 
 
 class NormKind(StrEnum):
@@ -245,6 +245,8 @@ class DecoderDescription:
             *("head_dim", "intermediate_size", "max_context"),
         ):
             require_positive(name, getattr(self, name))
+        if self.max_context > MAX_INT32:
+            raise ConfigError(f"max_context is {self.max_context}; allowed: at most {MAX_INT32}")
         if self.norm_eps <= 0:
             raise ConfigError(f"norm_eps is {self.norm_eps}; allowed: more than 0")
         if self.num_heads % self.num_kv_heads:

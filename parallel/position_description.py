@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from parallel.errors import ConfigError
 
+MAX_INT32 = 2**31 - 1
+"""Positions and sizes that messages and kernels have room for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
@@ -158,3 +161,5 @@ def require_positive(name: str, value: int) -> None:
 def _require_factor(factor: float) -> None:
     if factor < 1:
         raise ConfigError(f"rotary factor is {factor}; allowed: at least 1")
+    if factor > MAX_INT32:
+        raise ConfigError(f"rotary factor is {factor}; allowed: at most {MAX_INT32}")

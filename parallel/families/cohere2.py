@@ -18,7 +18,7 @@ def describe(fields: Fields) -> DecoderDescription:
     kinds = read_layer_types(fields) or periodic_layer_types(
         description.num_layers, fields.integer("sliding_window_pattern", 4)
     )
-    windows = windows_of(kinds, fields.nullable_integer("sliding_window", 4096))
+    windows = windows_of(kinds, fields.limit("sliding_window", 4096))
     rotaries = tuple(
         None if window is None else rotary for window, rotary in zip(windows, description.rotaries, strict=True)
     )

@@ -107,7 +107,7 @@ def windows_of(kinds: Sequence[str], window: int | None) -> tuple[int | None, ..
 
 def read_upper_windows(fields: Fields) -> tuple[int | None, ...]:
     """The sliding window of each layer as Qwen's configs give it: upper layers slide, or a list says which."""
-    window = fields.nullable_integer("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else None
+    window = fields.limit("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else None
     kinds = read_layer_types(fields)
     if kinds is not None:
         return windows_of(kinds, window)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import ConfigError
+from parallel.position_description import MAX_INT32
 
 
 class Fields:
@@ -48,19 +49,25 @@ class Fields:
         return self._values.get(name)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least `minimum`; required unless there is a default."""
+        """An integer of at least `minimum`, at most MAX_INT32; required unless there is a default."""
         value = self._get(name, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self._error(name, value, f"an integer of at least {minimum}")
+        if value > MAX_INT32:
+            raise self._error(name, value, f"an integer of at most {MAX_INT32}")
         return value
-
-    def optional_integer(self, name: str) -> int | None:
-        """An integer of at least 1, or None when absent."""
-        return self.integer(name) if name in self else None
 
     def nullable_integer(self, name: str, default: int) -> int | None:
         """An integer of at least 1, or null; here null and absent differ."""
         return self.integer(name, default) if name in self or name not in self._values else None
+
+    def limit(self, name: str, default: int | None) -> int | None:
+        """An integer of at least 1, or null: there is no limit; here null and absent differ. All that are more than
+        MAX_INT32 limit as little as that does."""
+        value = self._values.get(name, default)
+        if value is None:
+            return None
+        return MAX_INT32 if isinstance(value, int) and value > MAX_INT32 else self.integer(name, default)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number more than 0; required unless there is a default."""
@@ -129,9 +136,14 @@ class Fields:
         return default
 
     def _number(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self._error(name, value, "a finite number more than 0")
-        return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except OverflowError:  # of an integer
+                number = math.inf
+            if 0 < number < math.inf:
+                return number
+        raise self._error(name, value, "a finite number more than 0")
 
     def _error(self, name: str, value: object, allowed: str) -> ConfigError:
         seen = repr(value)

@@ -35,7 +35,7 @@ def describe(fields: Fields) -> DecoderDescription:
     kinds = read_layer_types(fields) or periodic_layer_types(fields.integer("num_hidden_layers"), 2)
     return replace(
         describe_sandwich(fields.with_defaults(**_DEFAULTS)),
-        sliding_windows=windows_of(kinds, fields.nullable_integer("sliding_window", 4096)),
+        sliding_windows=windows_of(kinds, fields.limit("sliding_window", 4096)),
         attention_soft_cap=fields.nullable_number("attn_logit_softcapping", 50.0),
         logit_soft_cap=fields.nullable_number("final_logit_softcapping", 30.0),
     )

@@ -41,7 +41,7 @@ def describe(fields: Fields) -> DecoderDescription:
         describe_sandwich(plain),
         max_context=fields.integer("max_position_embeddings"),  # longer positions are scaled back into it
         rotaries=tuple(full if kind == "full_attention" else sliding for kind in kinds),
-        sliding_windows=windows_of(kinds, fields.nullable_integer("sliding_window", 4096)),
+        sliding_windows=windows_of(kinds, fields.limit("sliding_window", 4096)),
         qk_norm=QKNorm(kind=NormKind.RMS_PLUS_ONE, scope=QKNormScope.HEAD),
         attention_soft_cap=fields.optional_number("attn_logit_softcapping"),
         logit_soft_cap=fields.optional_number("final_logit_softcapping"),

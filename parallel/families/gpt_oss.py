@@ -33,7 +33,7 @@ def describe(fields: Fields) -> DecoderDescription:
     kinds = read_layer_types(fields) or periodic_layer_types(fields.integer("num_hidden_layers"), 2)
     description = replace(
         describe_common(fields, rope=_ROPE, default_eps=1e-5),
-        sliding_windows=windows_of(kinds, fields.nullable_integer("sliding_window", 128)),
+        sliding_windows=windows_of(kinds, fields.limit("sliding_window", 128)),
         has_attention_sinks=True,
         qkv_bias=has_bias,
         output_bias=has_bias,

@@ -13,7 +13,7 @@ def describe(fields: Fields) -> DecoderDescription:
 
     `sliding_window` null means that every token sees all before it.
     """
-    window, kinds = fields.nullable_integer("sliding_window", 4096), read_layer_types(fields)
+    window, kinds = fields.limit("sliding_window", 4096), read_layer_types(fields)
     description = describe_common(fields.with_defaults(max_position_embeddings=131_072))
     if kinds is None:
         return with_window(description, window)

@@ -21,7 +21,7 @@ def describe(fields: Fields) -> DecoderDescription:
         intermediate_size=description.intermediate_size,
         is_normalized=True,
     )
-    return with_experts(with_window(description, fields.optional_integer("sliding_window")), moe)
+    return with_experts(with_window(description, fields.limit("sliding_window", None)), moe)
 
 
 MIXTRAL = Family(

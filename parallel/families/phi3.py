@@ -17,7 +17,7 @@ def describe(fields: Fields) -> DecoderDescription:
     """Read a Phi 3 config; Phi 4 mini rotates heads in part."""
     fields = fields.with_defaults(original_max_position_embeddings=4096, max_position_embeddings=4096)
     description = describe_common(fields, rope=_ROPE, default_eps=1e-5)
-    return with_window(description, fields.optional_integer("sliding_window"))
+    return with_window(description, fields.limit("sliding_window", None))
 
 
 PHI3 = Family(

@@ -37,7 +37,7 @@ def _read_windows(fields: Fields) -> tuple[int | None, ...]:
     kinds = read_layer_types(fields) or tuple(
         "full_attention" if i % 2 or i >= num_windowed else "sliding_attention" for i in range(num_layers)
     )
-    return windows_of(kinds, fields.nullable_integer("sliding_window", 4096))
+    return windows_of(kinds, fields.limit("sliding_window", 4096))
 
 
 QWEN2_MOE = Family(

@@ -14,7 +14,7 @@ def describe(fields: Fields) -> DecoderDescription:
         num_key_value_heads=4, max_position_embeddings=32_768
     )
     attention_bias = fields.boolean("attention_bias", False)
-    window = fields.nullable_integer("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else None
+    window = fields.limit("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else None
     moe = MoeDescription(
         num_experts=fields.integer("num_experts", 128),
         num_chosen=fields.integer("num_experts_per_tok", 8),

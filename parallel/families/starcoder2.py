@@ -16,7 +16,7 @@ def describe(fields: Fields) -> DecoderDescription:
     has_bias = fields.boolean("use_bias", True)
     description = describe_common(fields, eps_name="norm_epsilon", default_eps=1e-5)
     return replace(
-        with_window(description, fields.optional_integer("sliding_window")),
+        with_window(description, fields.limit("sliding_window", None)),
         norm=NormKind.LAYER,
         is_mlp_gated=False,
         qkv_bias=has_bias,

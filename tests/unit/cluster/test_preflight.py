@@ -97,6 +97,13 @@ def test_unreadable_config_is_refused(folder: Path, text: str, error: type[Excep
         check_spec(spec(folder))
 
 
+def test_context_that_no_message_could_tell_is_refused(folder: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 40_000_000.0, "original_max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": scaling}))
+    with pytest.raises(ConfigError, match="max_context is 10240000000; allowed: at most 2147483647"):
+        check_spec(spec(folder))
+
+
 def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         check_spec(spec(tmp_path / "none"))

@@ -77,6 +77,7 @@ def test_only_qwen3_norms_queries_and_keys(model_type: str, has_norm: bool) -> N
         ("mistral", {"sliding_window": None}, [None] * 4),
         ("mistral", {}, [4096] * 4),  # what the class of transformers fills in
         ("ministral", {}, [4096] * 4),
+        ("mistral", {"sliding_window": 10**12}, [2**31 - 1] * 4),  # as good as none
         *(
             (name, {"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"] * 2}, [None, 32] * 2)
             for name in ("mistral", "ministral")  # which are the same, so given
@@ -137,6 +138,15 @@ def test_decoder_names_become_names_of_the_checkpoint() -> None:
         ({"rope_scaling": [1]}, r"rope_scaling is \[1\]; allowed: an object"),
         ({"rope_theta": -1.0}, "rope_theta is -1.0"),
         ({"model_type": None}, "model_type is missing"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000.*; allowed: a finite number more than 0"),
+        ({"num_hidden_layers": 10**21}, "num_hidden_layers is 1000.*; allowed: an integer of at most 2147483647"),
+        ({"vocab_size": 2**31}, "vocab_size is 2147483648; allowed: an integer of at most 2147483647"),
+        ({"max_position_embeddings": 5_000_000_000}, "max_position_embeddings is 5000000000; allowed: .* at most 21"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 1e9}},
+            "max_context is 256000000000; allowed: at most 2147483647",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, r"rotary factor is 1e\+308; allowed: at most 2147483647"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(values: dict[str, Any], message: str) -> None:
