@@ -8,6 +8,7 @@ from weft.recording import Recorder
 
 from parallel.errors import ConfigError
 from parallel.families.registry import describe_model
+from parallel.position_description import MAX_INT32
 from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.rank import Progress, Rendezvous, lead_group
@@ -72,13 +73,18 @@ def _read_config_eos_ids(folder: Path) -> frozenset[int]:
     }
     for place, values in places.items():
         ids = values.get("eos_token_id")
-        if isinstance(ids, int):
-            return frozenset([ids])
-        if isinstance(ids, list) and all(isinstance(token_id, int) for token_id in ids):
-            return frozenset(ids)
-        if ids is not None:
+        if ids is None:
+            continue
+        listed = ids if isinstance(ids, list) else [ids]
+        if not all(_is_token_id(each) for each in listed):
             raise ConfigError(f"{folder / place}: eos_token_id is {ids!r}; allowed: an id or a list of ids")
+        return frozenset(listed)
     return frozenset()
+
+
+def _is_token_id(value: object) -> bool:
+    """Negative ones are ids that no token has."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT32
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -86,7 +92,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no JSON object")

@@ -440,9 +440,19 @@ def test_the_tokenizer_s_eos_ends_a_text_too(tmp_path: Path, eos_token: str | No
     assert read_eos_token_ids(tmp_path, load_token_table(tmp_path)) == expected
 
 
-def test_wrong_eos_ids_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(ConfigError, match="eos_token_id is '</s>'; allowed: an id or a list of ids"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": "</s>"}', "eos_token_id is '</s>'; allowed: an id or a list of ids"),
+        ('{"eos_token_id": true}', "eos_token_id is True; allowed: an id or a list of ids"),
+        ('{"eos_token_id": [2, false]}', r"eos_token_id is \[2, False\]; allowed: an id or a list of ids"),
+        (f'{{"eos_token_id": {2**70}}}', f"eos_token_id is {2**70}; allowed: an id or a list of ids"),
+        ("[" * 100_000, "generation_config.json is no JSON"),
+    ],
+)
+def test_wrong_eos_ids_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
         read_eos_token_ids(tmp_path, anonymous_tokens())
 
 
