@@ -142,7 +142,12 @@ def _load(file: Path) -> dict[str, Tensor]:
         ) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds a {type(values).__name__}; allowed: tensors by name")
-    return {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
+    tensors = {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        layout = "without values" if tensor.is_meta else tensor.layout
+        if layout is not torch.strided:
+            raise CheckpointError(f"{file}: tensor {name} is {layout}; allowed: {torch.strided}, with values")
+    return tensors
 
 
 class _SafeTensors:

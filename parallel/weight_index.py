@@ -26,6 +26,9 @@ PICKLED = WeightFormat(single="pytorch_model.bin", index="pytorch_model.bin.inde
 FORMATS: Sequence[WeightFormat] = (SAFETENSORS, PICKLED)
 """In the order in which they are looked for."""
 
+_MAX_NAME_BYTES = 255
+"""Of file systems: none has a file of a longer name."""
+
 
 def find_weights(folder: Path) -> Path:
     """Return the file that holds all weights of a folder, or the index that says which files do.
@@ -51,6 +54,6 @@ def read_index(file: Path) -> Mapping[str, str]:
     if not is_complete:
         raise CheckpointError(f"{file} is not an index of weight files: a tensor is in no file")
     for part in set(parts.values()):
-        if Path(part).name != part:
+        if Path(part).name != part or len(part.encode(errors="replace")) > _MAX_NAME_BYTES:
             raise CheckpointError(f"{file} names {part}; allowed: files beside it")
     return parts

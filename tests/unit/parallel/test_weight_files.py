@@ -130,6 +130,19 @@ def test_file_that_holds_no_mapping_is_refused(tmp_path: Path) -> None:
         _weights(folder)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [(torch.eye(3).to_sparse(), r"torch\.sparse_coo"), (torch.empty(3, device="meta"), "without values")],
+)
+def test_tensor_that_is_not_plain_is_named(tmp_path: Path, tensor: Tensor, kind: str) -> None:
+    folder = _pickled("llama", tmp_path / "model")
+    tensors = torch.load(folder / PICKLED.single, weights_only=True)
+    torch.save({**tensors, "model.norm.weight": tensor}, folder / PICKLED.single)
+
+    with pytest.raises(CheckpointError, match=rf"\.bin: tensor model\.norm\.weight is {kind}; allowed: torch\.strided"):
+        _weights(folder)
+
+
 def test_missing_part_is_named(tmp_path: Path) -> None:
     folder = _pickled("llama", tmp_path / "model", 3)
     (folder / "pytorch_model-00001.bin").unlink()
