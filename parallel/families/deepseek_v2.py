@@ -21,6 +21,7 @@ def describe(fields: Fields) -> DecoderDescription:
         shared_intermediate_size=inner_size * fields.integer("n_shared_experts", 2),
         dense_layers=frozenset(range(fields.integer("first_k_dense_replace", 0, minimum=0))),
     )
+    fields = fields.without("rope_interleave")  # always
     return with_experts(describe_latents(fields.with_defaults(max_position_embeddings=2048)), moe)
 
 

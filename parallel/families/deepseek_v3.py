@@ -7,8 +7,8 @@ from parallel.families.common import accept_packing, describe_common, refuse_oth
 from parallel.families.family import LLAMA_MODULE_NAMES, QWEN_EXPERT_NAMES, Family
 from parallel.families.fields import Fields
 from parallel.families.layout import Fusion
-from parallel.families.rope import Rope, yarn_mscale
-from parallel.position_description import RotaryDescription, YarnScaling
+from parallel.families.rope import Rope, rope_parameters, yarn_mscale
+from parallel.position_description import RotaryDescription
 
 _LATENT_EPS = 1e-6
 """Whatever the config says of the other norms."""
@@ -57,7 +57,7 @@ def _read_experts(fields: Fields) -> MoeDescription:
         num_chosen=fields.integer("num_experts_per_tok", 8),
         intermediate_size=inner_size,
         score=RouterScore.SIGMOID,
-        is_normalized=fields.boolean("norm_topk_prob", True),
+        is_normalized=fields.nullable_boolean("norm_topk_prob", True),
         weight_multiplier=fields.number("routed_scaling_factor", 2.5),
         num_groups=fields.integer("n_group", 8),
         num_chosen_groups=fields.integer("topk_group", 4),
@@ -68,12 +68,13 @@ def _read_experts(fields: Fields) -> MoeDescription:
 
 
 def _scale_multiplier(fields: Fields, rotary: RotaryDescription | None) -> float:
-    """YaRN makes queries and keys longer, here also where they are not rotated: by multiplying their product."""
-    rope = fields.nested("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
+    """Scaling makes queries and keys longer as YaRN does, here also where they are not rotated: by multiplying their
+    product."""
+    rope = rope_parameters(fields)
     mscale = rope.optional_number("mscale_all_dim")
-    if mscale is None or rotary is None or not isinstance(rotary.scaling, YarnScaling):
+    if mscale is None or rotary is None or rotary.scaling is None:
         return 1.0
-    return yarn_mscale(rotary.scaling.factor, mscale) ** 2
+    return yarn_mscale(rope.number("factor"), mscale) ** 2
 
 
 def _heads_of_latents(description: DecoderDescription) -> Fusion:

@@ -62,7 +62,7 @@ def _residual(fields: Fields) -> ResidualKind:
     is_new = fields.boolean("new_decoder_architecture", False)
     if is_new and fields.integer("num_ln_in_parallel_attn", 2) == 2:
         return ResidualKind.PARALLEL
-    if is_new or fields.boolean("parallel_attn", True):
+    if is_new or fields.nullable_boolean("parallel_attn", True):
         return ResidualKind.PARALLEL_ONE_NORM
     return ResidualKind.SEQUENTIAL
 

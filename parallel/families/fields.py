@@ -104,6 +104,10 @@ class Fields:
             raise self._error(name, value, "true or false")
         return value
 
+    def nullable_boolean(self, name: str, default: bool) -> bool:
+        """A boolean; null is false, absent is not."""
+        return self.boolean(name, default) if name in self or name not in self._values else False
+
     def text(self, name: str, default: str | None = None) -> str:
         """A string; required unless there is a default."""
         value = self._get(name, default, "a string")

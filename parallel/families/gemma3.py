@@ -6,11 +6,12 @@ The published models with vision have the text model's config under `text_config
 from dataclasses import replace
 
 from parallel.description import DecoderDescription, NormKind, QKNorm, QKNormScope
+from parallel.errors import ConfigError
 from parallel.families.common import periodic_layer_types, read_layer_types, windows_of
 from parallel.families.family import Family
 from parallel.families.fields import Fields
 from parallel.families.gemma2 import SANDWICH_NAMES, describe_sandwich
-from parallel.families.rope import Rope, read_rotary
+from parallel.families.rope import LAYER_KINDS, Rope, read_rotary
 from parallel.position_description import RotaryDescription
 
 _DEFAULTS = {
@@ -23,9 +24,7 @@ _DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
 }
-_SLIDING_THETA = 10_000.0
 _FULL = Rope(default_theta=1e6, layer_kind="full_attention")
-_SLIDING = Rope(default_theta=_SLIDING_THETA, layer_kind="sliding_attention")
 
 
 def describe(fields: Fields) -> DecoderDescription:
@@ -34,6 +33,7 @@ def describe(fields: Fields) -> DecoderDescription:
     num_layers = fields.integer("num_hidden_layers")
     kinds = read_layer_types(fields) or periodic_layer_types(num_layers, fields.integer("sliding_window_pattern", 6))
     head_dim = fields.integer("head_dim")
+    _check_rope(fields)
     full, _ = read_rotary(fields, head_dim, _FULL)
     sliding = _read_sliding(fields, head_dim)
     plain = fields.without("rope_scaling", "rope_parameters")
@@ -57,10 +57,23 @@ def describe_nested(fields: Fields) -> DecoderDescription:
 
 
 def _read_sliding(fields: Fields, head_dim: int) -> RotaryDescription:
-    """Scaling is for the layers that see everything."""
+    """The older fields have scaling and rope_theta for the layers that see everything."""
+    theta = fields.number("rope_local_base_freq", 10_000.0)
     if "sliding_attention" in fields.nested("rope_parameters"):
-        return read_rotary(fields.without("rope_scaling"), head_dim, _SLIDING)[0]
-    return RotaryDescription(dim=head_dim, theta=fields.number("rope_local_base_freq", _SLIDING_THETA))
+        rope = Rope(default_theta=theta, layer_kind="sliding_attention")
+        return read_rotary(fields.without("rope_theta"), head_dim, rope)[0]
+    return RotaryDescription(dim=head_dim, theta=theta)
+
+
+def _check_rope(fields: Fields) -> None:
+    """Raise ConfigError where the config does not say which layers its rotation is of."""
+    older, newer = fields.nested("rope_scaling"), fields.nested("rope_parameters")
+    if not older.is_empty and not newer.is_empty:
+        raise ConfigError("there are rope_scaling and rope_parameters; allowed: one of them")
+    if not newer.is_empty and not any(kind in newer for kind in LAYER_KINDS):
+        raise ConfigError(
+            f"rope_parameters is not by kind of layer; allowed: an object with {' and '.join(LAYER_KINDS)}"
+        )
 
 
 GEMMA3_TEXT = Family(model_type="gemma3_text", describe=describe, module_names=SANDWICH_NAMES)

@@ -13,7 +13,8 @@ _ROPE = Rope(default_partial=0.25)
 
 
 def describe(fields: Fields) -> DecoderDescription:
-    """Read a GPT-NeoX config."""
+    """Read a GPT-NeoX config; beside the rope parameters its own names for two of them count alone."""
+    fields = fields.without("rope_theta", "partial_rotary_factor")
     fields = fields.renamed(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct")
     fields = fields.with_defaults(hidden_act="gelu", max_position_embeddings=2048)
     is_parallel = fields.boolean("use_parallel_residual", True)

@@ -31,13 +31,12 @@ def describe(fields: Fields) -> DecoderDescription:
 def _read_windows(fields: Fields) -> tuple[int | None, ...]:
     """Where windows are used and no list says where, every other one of the lower layers slides."""
     num_layers = fields.integer("num_hidden_layers")
-    if not fields.boolean("use_sliding_window", False):
-        return (None,) * num_layers
-    num_windowed = fields.integer("max_window_layers", 28, minimum=0)
+    is_used = fields.boolean("use_sliding_window", False)
+    num_windowed = fields.integer("max_window_layers", 28, minimum=0) if is_used else 0
     kinds = read_layer_types(fields) or tuple(
         "full_attention" if i % 2 or i >= num_windowed else "sliding_attention" for i in range(num_layers)
     )
-    return windows_of(kinds, fields.limit("sliding_window", 4096))
+    return windows_of(kinds, fields.limit("sliding_window", 4096) if is_used else None)
 
 
 QWEN2_MOE = Family(

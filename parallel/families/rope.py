@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallel.errors import UnsupportedModelError
+from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.fields import Fields
 from parallel.position_description import (
     DynamicScaling,
@@ -23,7 +23,7 @@ from parallel.position_description import (
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _NAMES: Mapping[str, str] = {**{kind: kind for kind in KINDS}, "su": "longrope"}  # an early name
 
-_LAYER_KINDS = ("full_attention", "sliding_attention")
+LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ def read_rotary(fields: Fields, head_dim: int, rope: Rope = WHOLE_HEADS) -> tupl
         ConfigError: a field is missing or wrong.
         UnsupportedModelError: the kind of scaling is not known, or heads are rotated in part or differently per layer.
     """
-    values = fields.nested("rope_scaling" if _has_entries(fields, "rope_scaling") else "rope_parameters")
-    if any(kind in values for kind in _LAYER_KINDS):
+    values = rope_parameters(fields)
+    if any(kind in values for kind in LAYER_KINDS):
         if rope.layer_kind is None:
             raise UnsupportedModelError("rope_parameters differ by kind of layer; allowed: one set for all layers")
         values = values.nested(rope.layer_kind)
@@ -69,16 +69,20 @@ def read_rotary(fields: Fields, head_dim: int, rope: Rope = WHOLE_HEADS) -> tupl
     return description, _max_context(max_positions, scaling)
 
 
+def rope_parameters(fields: Fields) -> Fields:
+    """What a config says of the rotation in one object; the older one counts where it has entries."""
+    older = fields.nested("rope_scaling")
+    return fields.nested("rope_parameters") if older.is_empty else older
+
+
 def _read_partial(fields: Fields, values: Fields, default: float | None) -> float:
     name = "partial_rotary_factor"
     partial = values.number(name, fields.number(name, 1.0 if default is None else default))
     if default is None and partial != 1.0:
         raise UnsupportedModelError(f"{name} is {partial}; allowed in this family: 1.0")
+    if partial > 1:
+        raise ConfigError(f"{name} is {partial}; allowed: at most 1")
     return partial
-
-
-def _has_entries(fields: Fields, name: str) -> bool:
-    return name in fields and not fields.nested(name).is_empty
 
 
 def _read_scaling(fields: Fields, rope: Fields, max_positions: int, kinds: Mapping[str, str]) -> RotaryScaling | None:
@@ -131,7 +135,7 @@ def _read_yarn(rope: Fields, max_positions: int, original_context: int) -> YarnS
         attention_factor=attention_factor,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.boolean("truncate", True),
+        truncate=rope.nullable_boolean("truncate", True),
     )
 
 

@@ -1,5 +1,6 @@
 """Configs as published become descriptions, with what they leave out filled in; unsupported options are refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ LLAMA_SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "max_position_embeddings": 256,
 }
+_SLIDING_LAST = ["full_attention"] * 3 + ["sliding_attention"]
 GPT_SIZES: dict[str, Any] = {"vocab_size": 320, "n_embd": 64, "n_layer": 4, "n_head": 8}
 
 
@@ -107,6 +109,37 @@ def test_old_and_new_rotary_fields_of_gemma3_agree() -> None:
     assert old == _describe("gemma3_text", rope_parameters=kinds)
 
 
+@pytest.mark.parametrize("values", [{}, {"rope_theta": 5000.0}])
+def test_layers_of_gemma3_that_slide_have_the_base_that_is_theirs(values: dict[str, Any]) -> None:
+    kinds = {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_theta": 7000.0}}
+    description = _describe(
+        "gemma3_text", rope_parameters=kinds, rope_local_base_freq=200.0, layer_types=_SLIDING_LAST, **values
+    )
+    assert [rotary.theta for rotary in description.rotaries if rotary is not None] == [7000.0] * 3 + [200.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "theta"),
+    [
+        ({}, 10_000.0),
+        ({"rope_theta": 500.0}, 10_000.0),
+        ({"rotary_emb_base": 20_000, "rope_theta": 500.0}, 20_000.0),
+        ({"rotary_emb_base": 20_000, "rope_parameters": {"rope_theta": 300.0}}, 300.0),
+    ],
+)
+def test_base_of_gpt_neox_is_read_as_transformers_does(values: dict[str, Any], theta: float) -> None:
+    import transformers
+
+    sizes = {"num_attention_heads": 8, "hidden_size": 64}
+    # a copy, for transformers fills it in
+    original = transformers.AutoConfig.for_model("gpt_neox", **sizes, **copy.deepcopy(values))
+    for config in (values, original.to_dict()):
+        rotary = _describe("gpt_neox", **{name: config[name] for name in config if "ro" in name}).rotaries[0]
+        assert rotary is not None
+        assert (rotary.theta, rotary.dim) == (theta, 2)
+    assert original.rope_parameters["rope_theta"] == theta
+
+
 @pytest.mark.parametrize(
     ("model_type", "values", "dim"),
     [
@@ -116,6 +149,8 @@ def test_old_and_new_rotary_fields_of_gemma3_agree() -> None:
         ("phi3", {"partial_rotary_factor": 0.75}, 6),
         ("gpt_neox", {}, 2),
         ("gpt_neox", {"rotary_pct": 1.0}, 8),
+        ("gpt_neox", {"rotary_pct": 1.0, "partial_rotary_factor": 0.5}, 8),
+        ("gpt_neox", {"rotary_pct": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}}, 4),
         ("stablelm", {}, 2),
         ("stablelm", {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}, 4),
         ("glm4", {"head_dim": 8}, 4),
@@ -152,6 +187,7 @@ def test_long_phi3_of_the_hub_is_read() -> None:
             ResidualKind.PARALLEL_ONE_NORM,
         ),
         ({"multi_query": False, "parallel_attn": False, "alibi": True}, 8, ResidualKind.SEQUENTIAL),
+        ({"parallel_attn": None}, 1, ResidualKind.SEQUENTIAL),
         ({"num_kv_heads": 8}, 1, ResidualKind.PARALLEL_ONE_NORM),  # as the 7B model has it
     ],
 )
@@ -231,6 +267,17 @@ def test_unsupported_options_are_refused_by_name(model_type: str, values: dict[s
         ("gemma3", {"text_config": {"hidden_size": 64}}, "text_config.num_hidden_layers is missing"),
         ("gptj", {"rotary_dim": 100}, "rotary dim is 100; allowed: at most head_dim, 8"),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0; allowed: a finite number more than 0"),
+        ("phi", {"partial_rotary_factor": 1e308}, r"partial_rotary_factor is 1e\+308; allowed: at most 1"),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"factor": 8.0}, "rope_parameters": {"full_attention": {}}},
+            "there are rope_scaling and rope_parameters; allowed: one of them",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters is not by kind of layer; allowed: an object with full_attention and sliding_attention",
+        ),
         ("cohere2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries; allowed: num_hidden_layers, 4"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from parallel.description import DecoderDescription
 from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.registry import describe_config, describe_model, family_of
-from parallel.position_description import RotaryDescription
+from parallel.position_description import RotaryDescription, YarnScaling
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -21,6 +21,9 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
 
 
 def _describe(model_type: str = "llama", **values: Any) -> DecoderDescription:
@@ -152,6 +155,16 @@ def test_decoder_names_become_names_of_the_checkpoint() -> None:
 def test_wrong_fields_are_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _describe(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_rounded"), [({}, True), ({"truncate": None}, False), ({"truncate": True}, True)]
+)
+def test_ends_of_the_ramp_of_yarn_are_not_rounded_where_null_says_so(values: dict[str, Any], is_rounded: bool) -> None:
+    rotary = _describe(rope_scaling={**YARN, **values}).rotaries[0]
+    assert rotary is not None
+    assert isinstance(rotary.scaling, YarnScaling)
+    assert rotary.scaling.truncate is is_rounded
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,35 @@ def test_the_scale_grows_with_scaled_positions_only() -> None:
     assert unscaled.attention_scale == 192**-0.5
 
 
+def test_any_scaling_makes_queries_and_keys_of_deepseek_longer() -> None:
+    linear = {"type": "linear", "factor": 40.0, "mscale_all_dim": 1.0}
+    llama3 = {**linear, "type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for scaling in (linear, llama3):
+        description = _describe(DEEPSEEK_V3, rope_scaling=scaling)
+        assert description.attention_scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
+
+
+def test_an_empty_older_rotation_says_nothing() -> None:
+    assert _describe(GPT_OSS, rope_scaling={}) == _describe(GPT_OSS, rope_scaling=None) == _describe(GPT_OSS)
+    newer = {**DEEPSEEK_V3["rope_scaling"], "rope_theta": 10000}
+    assert _describe(DEEPSEEK_V3, rope_scaling={}, rope_parameters=newer) == _describe(DEEPSEEK_V3)
+
+
+def test_deepseek_v2_rotates_neighbours_whatever_it_says() -> None:
+    plain = {**DEEPSEEK_V3, "quantization_config": None, "rope_interleave": False}
+    routing = {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
+    for config, is_interleaved in ((plain, False), (plain | routing | {"model_type": "deepseek_v2"}, True)):
+        rotary = _describe(config).rotaries[0]
+        assert rotary is not None
+        assert rotary.is_interleaved is is_interleaved
+
+
+def test_weights_of_experts_are_not_normalized_where_null_says_so() -> None:
+    moe = _describe(DEEPSEEK_V3, norm_topk_prob=None).moe
+    assert moe is not None
+    assert not moe.is_normalized
+
+
 def test_queries_need_no_latent() -> None:
     latent = _describe(DEEPSEEK_V3, q_lora_rank=None).latent_kv
     assert latent is not None

@@ -71,6 +71,12 @@ def test_windows_of_qwen2_moe(values: dict[str, Any], windows: tuple[int | None,
     assert _describe("qwen2_moe", **values).sliding_windows == windows
 
 
+def test_windows_of_qwen2_moe_that_are_not_used_cannot_be_listed() -> None:
+    kinds = ["full_attention"] * 3 + ["sliding_attention"]
+    with pytest.raises(ConfigError, match="layer_types has 'sliding_attention' but there is no window"):
+        _describe("qwen2_moe", sliding_window=16, use_sliding_window=False, layer_types=kinds)
+
+
 def test_qwen3_moe_names_its_experts_in_two_ways() -> None:
     old = _describe("qwen3_moe", num_experts=16, norm_topk_prob=True)
     assert old == _describe("qwen3_moe", num_local_experts=16, norm_topk_prob=True)
