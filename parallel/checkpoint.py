@@ -26,6 +26,7 @@ from parallel.kernels.base import Kernels
 from parallel.mesh import Mesh
 from parallel.quantization.packing import Stored
 from parallel.stored_head import untie_stored_head
+from parallel.unread_tensors import find_unread
 from parallel.weight_files import is_only_mapped, locate_tensors, open_tensors
 from parallel.weight_reads import OpenFiles, WeightRead, plan_reads
 
@@ -119,8 +120,13 @@ def _load(
     Meanwhile the next are read: no part is begun when those that are not laid out are more of the weights than that.
     Of files that are only mapped one part at a time: more pages come than are asked for, and stay until it is done.
     """
-    plans, finishes = _plan(decoder, folder)
-    _check(plans)
+    files = locate_tensors(folder)
+    plans, finishes = _plan(decoder, files, folder)
+    expected = _expected(plans)
+    for file, tensors in expected.items():
+        _check_file(file, tensors)
+    if decoder.mesh.rank == 0:
+        _warn_of_unread(expected, files, folder)
     if any(is_only_mapped(file) for plan in plans for file in plan):
         max_begun = 0.0
     total = sum(read.num_elements for plan in plans for reads in plan.values() for read in reads)
@@ -176,9 +182,8 @@ def _limit_context(description: DecoderDescription, max_context: int) -> Decoder
     return replace(description, max_context=max_context)
 
 
-def _plan(decoder: Decoder, folder: Path) -> tuple[list[_Plan], list[_Finish]]:
+def _plan(decoder: Decoder, files: Mapping[str, Path], folder: Path) -> tuple[list[_Plan], list[_Finish]]:
     """The reads of each part of the decoder, and what is to be called after them."""
-    files = locate_tensors(folder)
     plans: list[_Plan] = []
     finishes: list[_Finish] = []
     for part in decoder.parts():
@@ -237,18 +242,18 @@ def _begin(plan: _Plan, max_touched: int, readers: ThreadPoolExecutor) -> _Begun
         return _BegunPart(num_elements, running, stack.pop_all())
 
 
-def _check(plans: Iterable[_Plan]) -> None:
-    """Compare the headers of all files with what is expected of them."""
+def _expected(plans: Iterable[_Plan]) -> Mapping[Path, Sequence[Stored]]:
+    """The tensors of each file that are read."""
     expected: dict[Path, list[Stored]] = {}
     for plan in plans:
         for file, reads in plan.items():
             for place, stored in (stored for read in reads for stored in read.stored(file)):
                 expected.setdefault(place, []).append(stored)
-    for file, tensors in expected.items():
-        _check_file(file, tensors)
+    return expected
 
 
 def _check_file(file: Path, expected: Sequence[Stored]) -> None:
+    """Compare the header of a file with what is expected of it."""
     with open_tensors(file) as tensors:
         present = set(tensors.keys())
         for name, shape, dtypes in expected:
@@ -263,3 +268,12 @@ def _check_file(file: Path, expected: Sequence[Stored]) -> None:
                 raise CheckpointError(
                     f"{file}: tensor {name} has dtype {stored.get_dtype()}; allowed: {', '.join(dtypes)}"
                 )
+
+
+def _warn_of_unread(expected: Mapping[Path, Sequence[Stored]], files: Iterable[str], folder: Path) -> None:
+    unread = find_unread((stored.name for tensors in expected.values() for stored in tensors), files)
+    if unread:
+        logger.warning(
+            "%s: %d tensors of the layers are not read, for config.json does not ask for them; one is %s",
+            *(folder, len(unread), unread[0]),
+        )
