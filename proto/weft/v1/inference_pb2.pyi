@@ -231,7 +231,7 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """0 or -1: off. Default 0."""
     min_p: _builtins.float
-    """In [0, 1]. Default 0."""
+    """In [0, 1], of the likeliest token that top_k and top_p leave. Default 0."""
     seed: _builtins.int
     """The same request with the same seed gives the same tokens. Drawn by the router when unset."""
     repetition_penalty: _builtins.float
@@ -250,7 +250,7 @@ class SamplingParams(_message.Message):
     skip_special_tokens: _builtins.bool
     """Default true."""
     include_stop_str_in_output: _builtins.bool
-    """Keep the stop string in the output. Default false."""
+    """Keep the stop string in the output, or the text of the token that stopped it. Default false."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At most 16, none empty. The output ends before the stop string."""
