@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def attention_cases() -> Iterator[AttentionCase]:
     for head_dim in (8, 64, 80, 96, 128, 256):
         yield AttentionCase(name=f"head {head_dim}", spans=mixed, num_heads=4, num_kv_heads=2, head_dim=head_dim)
     long = ((1, 1300), (1, 1024), (1, 1025), (1, 3))
-    sizes = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64}  # three query heads in a tile of four
+    sizes: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64}  # three query heads in a tile of four
     yield AttentionCase(name="partitions", spans=long, **sizes)
     yield AttentionCase(name="one head a group", spans=mixed, num_heads=3, num_kv_heads=3, head_dim=64)
     yield AttentionCase(name="one group", spans=mixed, num_heads=20, num_kv_heads=1, head_dim=64)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from weft.v1 import control_pb2
 
@@ -74,8 +75,9 @@ class FakeLife:
         self.drained_s = grace_s
         if self.holds_requests:
             ended = asyncio.ensure_future(self.requests_ended.wait())
+            waited: list[asyncio.Future[Any]] = [ended, self._end]
             try:
-                await asyncio.wait([ended, self._end], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 ended.cancel()
 

@@ -72,7 +72,8 @@ class _AlibiLlama:
         alibi = build_alibi_tensor(torch.ones(1, length), self.config.num_attention_heads, torch.float32)
         hidden = torch.ones(length, length).triu(1).bool()
         mask = alibi[None].expand(1, -1, length, length).masked_fill(hidden, torch.finfo(torch.float32).min)
-        return self._model(token_ids, attention_mask=mask, use_cache=use_cache)
+        answer: SimpleNamespace = self._model(token_ids, attention_mask=mask, use_cache=use_cache)
+        return answer
 
 
 def _to_gemma3(name: str, config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:

@@ -314,9 +314,7 @@ class FakeReplica(ReplicaServicer):
                 prefill_s=0.5,
                 decode_s=1.0,
             )
-            output.finished.CopyFrom(  # type: ignore[no-untyped-call]
-                replica_pb2.RequestFinished(reason=self.finish_reason, usage=usage)
-            )
+            output.finished.CopyFrom(replica_pb2.RequestFinished(reason=self.finish_reason, usage=usage))
             if stopped is not None:
                 output.finished.MergeFrom(stopped[1])
         return output

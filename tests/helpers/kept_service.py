@@ -19,7 +19,7 @@ os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_prestart_worker_first_driver=
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef0123456789abcdef")  # it has no home with one
 
 import psutil
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster as RayCluster
 from weft.v1 import control_pb2
 

@@ -138,7 +138,8 @@ def _with_defaults(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _matches(item: dict[str, Any], selector: dict[str, str]) -> bool:
-    return selector.items() <= item["metadata"].get("labels", {}).items()
+    labels: dict[str, str] = item["metadata"].get("labels", {})
+    return selector.items() <= labels.items()
 
 
 def _merge(item: dict[str, Any], patch: dict[str, Any]) -> None:

@@ -77,7 +77,9 @@ class DeviceTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError("used outside of the `LazyCuda` that made it")
 
     def data_ptr(self) -> int:
@@ -87,7 +89,8 @@ class DeviceTensor(Tensor):
     # What torch refuses in Python already, for a device that it was not built for:
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
-        return aten.copy_.default(self, source, non_blocking)
+        copied: Tensor = aten.copy_.default(self, source, non_blocking)
+        return copied
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -214,7 +217,7 @@ class LazyCuda(TorchDispatchMode):
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, early: Sequence[str] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_run = 0
         """Operations so far."""
         self.num_waits = 0
@@ -301,7 +304,7 @@ class LazyCuda(TorchDispatchMode):
         result = func(*args, **kwargs)
         if is_pinned:
             self._pinned.append(result)
-            result.untyped_storage().fill_(POISON)
+            _overwrite(result)
         return result
 
     def _on_device(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -348,7 +351,7 @@ class LazyCuda(TorchDispatchMode):
     def _new(self, elem: Tensor, *, is_written: bool = True) -> DeviceTensor:
         """A tensor with memory of its own, which is overwritten when nobody has it any more."""
         if not is_written:
-            elem.untyped_storage().fill_(POISON)
+            _overwrite(elem)
         memory, graph = _Memory(), self._recorded
         pool, stream = None if graph is None else graph.pool, self.current_stream()
         weakref.finalize(memory, self._free, elem, pool, stream).atexit = False
@@ -391,7 +394,11 @@ class LazyCuda(TorchDispatchMode):
         self.refuse_while_recording("copy between host and device")
         if not is_async and isinstance(to, DeviceTensor):
             source_elem = source_elem.clone()  # it is staged
-        self.launch(lambda: to_elem.copy_(source_elem))
+
+        def work() -> None:
+            to_elem.copy_(source_elem)
+
+        self.launch(work)
         if not is_async:
             self.current_stream().synchronize()
 
@@ -467,7 +474,7 @@ def _take_apart(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
 
 
 def _overwrite(elem: Tensor) -> None:
-    elem.untyped_storage().fill_(POISON)
+    elem.untyped_storage().fill_(POISON)  # type: ignore[attr-defined]
 
 
 def _has_mask(args: Any) -> bool:

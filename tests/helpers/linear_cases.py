@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers.elementwise_cases import TOLERANCES
-from parallel.kernels.base import GatedLinear
+from parallel.kernels.base import GatedLinear, PackedLinear
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.int8_linear import Int8Linear
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
@@ -49,7 +49,8 @@ def linear_cases() -> Iterator[LinearCase]:
             yield LinearCase(num_in, num_out, has_bias, num_rows)
 
 
-def _assert_close(packed: GatedLinear, x: Tensor, meant: Tensor) -> None:
+def _assert_close(packed: PackedLinear, x: Tensor, meant: Tensor) -> None:
+    assert isinstance(packed, GatedLinear)
     tolerance = TOLERANCES[x.dtype]
     for actual, expected in ((packed(x), meant), (packed.gated(x), ReferenceKernels().silu_mul(meant))):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * 4)

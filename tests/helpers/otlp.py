@@ -65,7 +65,7 @@ def running_collector() -> Iterator[Collector]:
             collector.spans += spans_of(request)
             return ExportTraceServiceResponse()
 
-    add_TraceServiceServicer_to_server(Service(), server)
+    add_TraceServiceServicer_to_server(Service(), server)  # type: ignore[no-untyped-call]
     server.start()
     try:
         yield collector

@@ -22,7 +22,7 @@ class OperationTape(TorchDispatchMode):
     """Keeps the operations called while it is entered; none may bring a number to the host."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[Callable[[], None]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
