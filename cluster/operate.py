@@ -58,7 +58,7 @@ def scale_model(client: ControlClient, model: str, replicas: int, console: Conso
     if scales := next((bounds(each) for each in client.status().models if each.name == model), ""):
         console.print(f"It scales from {scales} by itself, and goes on from this number.", highlight=False)
     if wait_s is not None:
-        wait_as_wanted(client, console, timeout_s=wait_s, model=model)
+        wait_as_wanted(client, console, timeout_s=wait_s, model=model, replicas=replicas)
 
 
 def roll_model(
@@ -114,25 +114,35 @@ def this_node(client: ControlClient) -> str:
     return here[0]
 
 
-def wait_as_wanted(client: ControlClient, console: Console, *, timeout_s: float, model: str = "") -> None:
-    """Wait until the models, or one, are served as they are wanted; tells what happens meanwhile.
+def wait_as_wanted(
+    client: ControlClient, console: Console, *, timeout_s: float, model: str = "", replicas: int | None = None
+) -> None:
+    """Wait until the models, or one with so many replicas, are served as they are wanted; tells what happens meanwhile.
 
     Raises:
-        ControllerError: a group of the wanted revision cannot start, the service stops, or it is not done in time.
+        ControllerError: a group of the wanted revision cannot start, the service stops, it is not done in time, or
+            others want no such model or another number of it.
     """
 
     def is_done(status: control_pb2.GetStatusResponse) -> bool:
         if status.controller.stopping:
             raise ControllerError("the service is stopping: what is wanted of it is not done any more")
         models = [each for each in status.models if model in ("", each.name)]
+        if model and not any(each.revision for each in models):
+            raise ControllerError(f"{model} is no longer served: others have removed it")
         for each in models:
+            if replicas not in (None, each.wanted_replicas) and not each.HasField("autoscaling"):
+                raise ControllerError(f"{model} is no longer to have {replicas} replicas, but {each.wanted_replicas}")
             for group in each.groups:
                 is_wanted = group.revision == each.revision and not group.leaving  # another one is being replaced
                 if is_wanted and group.state == control_pb2.GROUP_STATE_FAILED:
                     raise ControllerError(f"{group.group_id} cannot start: {group.detail}")
         return all(is_as_wanted(each) for each in models)
 
-    _wait(client, console, is_done, what="as wanted", timeout_s=timeout_s)
+    status = _wait(client, console, is_done, what="as wanted", timeout_s=timeout_s)
+    for each in status.models:
+        if each.name == model and replicas not in (None, each.wanted_replicas):
+            console.print(f"It has gone on from {replicas} replicas to {each.wanted_replicas}.", highlight=False)
 
 
 def is_as_wanted(model: control_pb2.ModelStatus) -> bool:
@@ -173,7 +183,7 @@ def _wait(
     *,
     what: str,
     timeout_s: float,
-) -> None:
+) -> control_pb2.GetStatusResponse:
     give_up_s = time.monotonic() + timeout_s
     changes = ChangeView(console)
     while True:
@@ -181,7 +191,7 @@ def _wait(
         changes.show(status)
         if is_done(status):
             console.print(f"{what[0].upper()}{what[1:]}.")
-            return
+            return status
         if time.monotonic() > give_up_s:
             states = ", ".join(f"{group.group_id} {state_name(group)}" for group in _groups(status))
             raise ControllerError(f"not {what} within {timeout_s:g} s: {states}")

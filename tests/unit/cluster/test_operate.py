@@ -142,6 +142,32 @@ def test_wait_ends_when_the_service_is_stopped_by_another(console: Console) -> N
         scale_model(fake.client, "m", 2, console, wait_s=5.0)
 
 
+@pytest.mark.parametrize("groups", [(), ((1, READY),)])
+def test_wait_ends_when_the_model_is_removed_by_another(
+    console: Console, groups: tuple[tuple[int, control_pb2.GroupState.ValueType], ...]
+) -> None:
+    removed = model(*groups, wanted=0)
+    removed.revision = 0
+    with pytest.raises(ControllerError, match="m is no longer served: others have removed it"):
+        scale_model(FakeClient(statuses=[removed]).client, "m", 0, console, wait_s=5.0)
+    removed.name = "another one"
+    with pytest.raises(ControllerError, match="m is no longer served"):
+        roll_model(FakeClient(statuses=[removed]).client, "m", [], console, undo=False, wait_s=5.0)
+
+
+def test_wait_ends_when_another_number_is_wanted_and_only_tells_it_of_a_model_that_scales_by_itself(
+    console: Console, out: io.StringIO
+) -> None:
+    status = model((2, READY), wanted=1)
+    with pytest.raises(ControllerError, match="m is no longer to have 2 replicas, but 1"):
+        scale_model(FakeClient(statuses=[status]).client, "m", 2, console, wait_s=5.0)
+    status.autoscaling.max_replicas = 4
+    scale_model(FakeClient(statuses=[status]).client, "m", 2, console, wait_s=5.0)
+    assert out.getvalue().splitlines()[-2:] == ["As wanted.", "It has gone on from 2 replicas to 1."]
+    scale_model(FakeClient(statuses=[status]).client, "m", 1, console, wait_s=5.0)
+    assert out.getvalue().splitlines()[-1] == "As wanted."
+
+
 def test_group_that_failed_before_the_rollout_does_not_end_the_wait(console: Console, out: io.StringIO) -> None:
     fake = FakeClient(statuses=[model((1, FAILED), (2, STARTING)), model((2, READY), (2, READY))])
     roll_model(fake.client, "m", ["a=2"], console, undo=False, wait_s=5.0)
