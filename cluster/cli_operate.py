@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from cluster.cli_connection import with_control
+from cluster.cli_flags import MAX_TIMEOUT_S
 from cluster.errors import ClusterConfigError
 from cluster.imports import import_for_good
 
@@ -81,7 +82,9 @@ def drain(
     here: Annotated[bool, typer.Option("--this-node", help="The node on this machine.")] = False,
     grace: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds until requests move to other replicas; default: drain_timeout_s."),
+        typer.Option(
+            min=0, max=MAX_TIMEOUT_S, help="Seconds until requests move to other replicas; default: drain_timeout_s."
+        ),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Of a node: place groups there again.")] = False,
     wait: _Wait = False,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -249,8 +250,8 @@ class ControlServer(ControlServicer):
         self, request: control_pb2.DrainRequest, context: _Context
     ) -> control_pb2.DrainResponse:
         """Take a replica or a node out of service, or a node into it again."""
-        grace_s = request.grace_s if request.HasField("grace_s") else None
         async with _refusing(context):
+            grace_s = _checked_grace_s(request.grace_s) if request.HasField("grace_s") else None
             if request.undo:
                 return control_pb2.DrainResponse(node_id=await self._state.undrain(request.target))
             replica_ids, node_id = await self._state.drain(request.target, grace_s)
@@ -286,7 +287,9 @@ class ControlServer(ControlServicer):
         self, request: control_pb2.ShutdownRequest, context: Any
     ) -> control_pb2.ShutdownResponse:
         """Stop routers and groups; the controller ends after the answer."""
-        await self._state.shut_down(request.grace_s)
+        async with _refusing(context):
+            grace_s = _checked_grace_s(request.grace_s)
+        await self._state.shut_down(grace_s)
         return control_pb2.ShutdownResponse()
 
     def outside_routers(self) -> list[control_pb2.RouterStatus]:
@@ -326,6 +329,12 @@ async def _refusing(context: _Context) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     except (ClusterError, ModelError, EngineConfigError) as error:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+
+def _checked_grace_s(grace_s: float) -> float:
+    if not 0 <= grace_s < math.inf:  # a successor could not read it
+        raise ClusterConfigError(f"grace_s is {grace_s}; allowed: a finite number, at least 0")
+    return grace_s
 
 
 def _settings(text: str) -> dict[str, Any]:

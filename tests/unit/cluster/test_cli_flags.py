@@ -63,6 +63,13 @@ def test_help_of_serve_has_its_flags_by_what_they_are_about() -> None:
     assert [shown.index(mark) for mark in marks] == sorted(shown.index(mark) for mark in marks)
 
 
+@pytest.mark.parametrize("command", [["drain", "m-0"], ["stop"]])
+def test_grace_has_an_end(command: list[str]) -> None:
+    result = CliRunner().invoke(weft, [*command, "--control", "127.0.0.1:1", "--grace", "inf"])
+    assert result.exit_code == 2
+    assert "Invalid value for '--grace'" in result.output
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -205,6 +206,22 @@ async def test_what_cannot_be_is_refused_with_its_reason(running: Running) -> No
 
     await asyncio.to_thread(operate)
     assert state.calls == []
+
+
+@pytest.mark.parametrize("grace_s", [math.inf, math.nan, -1.0])
+async def test_grace_that_never_ends_or_has_ended_is_refused(running: Running, grace_s: float) -> None:
+    state, _, address = running
+    message = f"grace_s is {grace_s}; allowed: a finite number, at least 0"
+    async with grpc.aio.insecure_channel(address) as channel:
+        control = ControlStub(channel)
+        for call in (
+            control.Drain(control_pb2.DrainRequest(target="m-0", grace_s=grace_s)),
+            control.Shutdown(control_pb2.ShutdownRequest(grace_s=grace_s)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=message) as refused:
+                await asyncio.wait_for(call, 120)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (state.calls, state.grace_s) == ([], None)
 
 
 async def test_logs_are_read_on_where_they_were_left(running: Running, tmp_path: Path) -> None:
