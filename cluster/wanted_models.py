@@ -144,6 +144,7 @@ class WantedModels:
             check_section(model.current.section)  # what is saved must be read by a successor
         removed = self.current.keys() - wanted.keys()
         self.next_revisions |= {name: self.current[name].next_number for name in removed}
+        self.scalings = {name: scaling for name, scaling in self.scalings.items() if name in wanted}
         self.current = dict(wanted)
         for change in changes:
             logger.info("%s %s: %s", change.kind, change.name, "; ".join(change.details))

@@ -274,6 +274,14 @@ async def test_number_set_by_hand_holds_for_a_delay(folder: Path) -> None:
         service.state.scale("m", 5)
 
 
+async def test_a_model_that_is_added_again_has_not_been_scaled_yet(folder: Path) -> None:
+    service = await Service(folder).begin(min_replicas=1)
+    service.state.scale("m", 3)
+    await service.state.apply([])
+    await service.apply(min_replicas=1)
+    assert service.status().autoscaling.last_change == ""
+
+
 async def test_replica_that_says_nothing_is_left_out(folder: Path) -> None:
     service = await Service(folder).begin(min_replicas=1, replicas=2)
     service.num_running = 10
