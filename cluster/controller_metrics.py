@@ -196,7 +196,9 @@ def _groups(models: Sequence[control_pb2.ModelStatus]) -> Iterable[Metric]:
 
 
 def _routers(routers: Sequence[control_pb2.RouterStatus]) -> Iterable[Metric]:
-    alive = GaugeMetricFamily("weft_cluster_router_alive", "1 while a router serves.", labels=["router"])
+    alive = GaugeMetricFamily(
+        "weft_cluster_router_alive", "1 while a router serves, or finishes its requests.", labels=["router"]
+    )
     restarts = CounterMetricFamily("weft_cluster_router_restarts", "Starts after the first.", labels=["router"])
     for router in routers:
         alive.add_metric([router.router_id], float(router.alive))

@@ -140,6 +140,7 @@ class RouterView:
 
     router_id: str
     alive: bool
+    draining: bool
     in_flight: int | None
     queued: int | None
     failovers_per_s: float | None
@@ -308,6 +309,7 @@ def _router_view(router: control_pb2.RouterStatus, delta: _Delta) -> RouterView:
     return RouterView(
         router_id=router.router_id,
         alive=router.alive,
+        draining=router.draining,
         in_flight=int(delta.now("weft_router_requests_in_flight")) if answered else None,
         queued=int(delta.now("weft_router_requests_queued")) if answered else None,
         failovers_per_s=delta.rate("weft_router_failovers_total") if answered else None,

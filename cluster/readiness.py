@@ -8,7 +8,7 @@ def is_ready(status: control_pb2.GetStatusResponse) -> bool:
     groups_ready = all(
         group.state == control_pb2.GROUP_STATE_READY for model in status.models for group in model.groups
     )
-    return groups_ready and all(router.alive for router in status.routers)
+    return groups_ready and all(router.alive and not router.draining for router in status.routers)
 
 
 def first_failure(status: control_pb2.GetStatusResponse) -> str | None:

@@ -111,12 +111,14 @@ class RouterProcess:
 
     def status(self) -> control_pb2.RouterStatus:
         """Tell where the router is and whether it lives."""
+        is_draining = self.lifecycle.state is GroupState.DRAINING
         status = control_pb2.RouterStatus(
             router_id=self.router_id,
-            alive=self.lifecycle.state is GroupState.READY,
+            alive=is_draining or self.lifecycle.state is GroupState.READY,
             detail=self.lifecycle.detail,
             restarts=self.lifecycle.restarts,
             failed=self.lifecycle.state is GroupState.FAILED,
+            draining=is_draining,
         )
         if self._place is not None:
             status.pid = self._place.pid

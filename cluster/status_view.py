@@ -21,6 +21,13 @@ def state_name(group: control_pb2.GroupStatus) -> str:
     return control_pb2.GroupState.Name(group.state).removeprefix("GROUP_STATE_").lower()
 
 
+def router_state(*, alive: bool, draining: bool) -> Text:
+    """Return "alive", "draining" or "not alive" in its colour."""
+    if not alive:
+        return Text("not alive", style="red")
+    return Text("draining", style=STATE_STYLES["draining"]) if draining else Text("alive", style="green")
+
+
 def bounds(model: control_pb2.ModelStatus) -> str:
     """Return "0 to 4" where the number of replicas follows the load; else nothing."""
     if not model.HasField("autoscaling"):
@@ -52,7 +59,7 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
                 reasons.append(f"  {group.replica_id or group.group_id}: {group.detail}")
     routers = _table("router", "state", "restarts", "pid", "listens")
     for router in status.routers:
-        state = "[green]alive" if router.alive else "[red]not alive"
+        state = router_state(alive=router.alive, draining=router.draining)
         routers.add_row(router.router_id, state, str(router.restarts), str(router.pid or "-"), _listeners(router))
         if router.detail:
             routers.add_row("", Text(router.detail, style="dim"))
@@ -190,5 +197,6 @@ def _states(status: control_pb2.GetStatusResponse) -> dict[str, str]:
             shown = name == "ready" or not group.detail
             states[group.group_id] = f"{name} as {group.replica_id}" if shown else f"{name}: {group.detail}"
     for router in status.routers:
-        states[router.router_id] = f"alive with pid {router.pid}" if router.alive else f"not alive: {router.detail}"
+        state = router_state(alive=router.alive, draining=router.draining).plain
+        states[router.router_id] = f"alive with pid {router.pid}" if state == "alive" else f"{state}: {router.detail}"
     return states

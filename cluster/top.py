@@ -24,7 +24,7 @@ from cluster.observe import (
     Window,
     parse_pages,
 )
-from cluster.status_view import STATE_STYLES, duration
+from cluster.status_view import STATE_STYLES, duration, router_state
 
 WINDOW_S = 30.0
 """That rates and percentiles span."""
@@ -139,7 +139,7 @@ def _routers(routers: Sequence[RouterView]) -> Table:
     table = _table("router", "state", "in flight", "queued", "failovers/s")
     for router in routers:
         failovers = "-" if router.failovers_per_s is None else f"{router.failovers_per_s:.2g}"
-        state = Text("alive", style="green") if router.alive else Text("not alive", style="red")
+        state = router_state(alive=router.alive, draining=router.draining)
         table.add_row(router.router_id, state, _number(router.in_flight), _number(router.queued), failovers)
     return table
 

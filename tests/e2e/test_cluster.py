@@ -325,7 +325,7 @@ def test_stop_ends_the_service_though_the_controller_dies_meanwhile(cluster: Clu
     os.kill(router, signal.SIGSTOP)  # it does not finish
     lost = threading.Thread(target=weft, args=("stop", *cluster.control_flags, "--grace", "300"))
     lost.start()
-    wait_until(lambda: not cluster.status().routers[0].alive, "stop begins")
+    wait_until(lambda: cluster.status().routers[0].draining, "stop begins")
     os.kill(before.controller.pid, signal.SIGKILL)
     wait_until(lambda: has_successor(cluster, before.controller.pid), "controller came back")
     lost.join()

@@ -688,6 +688,7 @@ class RouterStatus(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     grpc_address: _builtins.str
     http_address: _builtins.str
@@ -696,10 +697,12 @@ class RouterStatus(_message.Message):
     """0: somebody else started it."""
     alive: _builtins.bool
     detail: _builtins.str
-    """Why it is not alive."""
+    """Why it is not alive, or that it finishes its requests."""
     restarts: _builtins.int
     failed: _builtins.bool
     """It will not be started again."""
+    draining: _builtins.bool
+    """It is alive, finishes its requests and takes nothing new: the service stops."""
     def __init__(
         self,
         *,
@@ -712,10 +715,11 @@ class RouterStatus(_message.Message):
         detail: _builtins.str = ...,
         restarts: _builtins.int = ...,
         failed: _builtins.bool = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "detail", b"detail", "failed", b"failed", "grpc_address", b"grpc_address", "http_address", b"http_address", "metrics_address", b"metrics_address", "pid", b"pid", "restarts", b"restarts", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "detail", b"detail", "draining", b"draining", "failed", b"failed", "grpc_address", b"grpc_address", "http_address", b"http_address", "metrics_address", b"metrics_address", "pid", b"pid", "restarts", b"restarts", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

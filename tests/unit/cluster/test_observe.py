@@ -129,6 +129,15 @@ def test_window_keeps_its_length() -> None:
     assert spans == [0, 4, 8, 12, 12, 24]  # the last look before the window, so that it is covered
 
 
+def test_router_that_finishes_its_requests_is_shown_to_drain() -> None:
+    seen = look(2)
+    seen.status.routers[0].draining = True
+    snapshot = take_snapshot(look(0), seen)
+    out = io.StringIO()
+    Console(file=out, width=80).print(render(snapshot, 80))
+    assert ["router-0", "draining"] in [line.split()[:2] for line in out.getvalue().splitlines()]
+
+
 @pytest.mark.parametrize("width", [80, 160])
 def test_everything_is_shown(width: int) -> None:
     out = io.StringIO()

@@ -94,6 +94,11 @@ async def _hangs() -> None:
     await asyncio.Event().wait()
 
 
+async def _ends_at(event: asyncio.Event) -> str:
+    await event.wait()
+    return "stopped"
+
+
 def _running(actor: FakeActor, life: Coroutine[Any, Any, Any]) -> RouterProcess:
     router = _wanted(adopts=False)
     router._actor = actor
@@ -153,6 +158,24 @@ async def test_who_stops_a_router_that_is_being_stopped_sees_it_end() -> None:
         may_end.set()
 
     assert router._task is None
+
+
+async def test_a_router_that_finishes_its_requests_is_alive_and_drains() -> None:
+    may_end = asyncio.Event()
+    router = _running(FakeActor(_hangs), _ends_at(may_end))
+    router.lifecycle.placed(0.0)
+    router.lifecycle.ready(0.0)
+    told = [router.status()]
+    stopping = asyncio.create_task(router.stop(grace_s=60.0))
+    await turns()
+    told.append(router.status())
+    may_end.set()
+    async with asyncio.timeout(10):
+        await stopping
+    told.append(router.status())
+    assert [(each.alive, each.draining, each.detail) for each in told] == [
+        (True, False, ""), (True, True, "finishes its requests"), (False, False, "")
+    ]  # fmt: skip
 
 
 async def test_stop_during_an_adoption_lets_the_router_finish_first(monkeypatch: pytest.MonkeyPatch) -> None:

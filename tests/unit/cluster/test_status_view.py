@@ -24,6 +24,9 @@ def test_service_is_ready_when_groups_and_routers_are() -> None:
     assert is_ready(status_with(READY, router_alive=True))
     assert not is_ready(status_with(READY, router_alive=False))
     assert not is_ready(status_with(control_pb2.GROUP_STATE_STARTING, router_alive=True))
+    stopping = status_with(READY, router_alive=True)
+    stopping.routers[0].draining = True
+    assert not is_ready(stopping)
 
 
 def test_first_failure_names_the_group_and_the_reason() -> None:
@@ -83,6 +86,21 @@ def test_status_tells_that_the_service_stops() -> None:
         status = control_pb2.GetStatusResponse(controller=control_pb2.ControllerStatus(stopping=stopping))
         print_status(Console(file=out, width=80), status)
         assert ("the service is stopping" in out.getvalue().splitlines()[0]) is stopping
+
+
+def test_router_that_finishes_its_requests_is_told_to_drain() -> None:
+    status = status_with(READY, router_alive=True)
+    out = io.StringIO()
+    view = ChangeView(Console(file=out, width=80))
+    view.show(status)
+    status.routers[0].draining, status.routers[0].detail = True, "finishes its requests"
+    view.show(status)
+    assert out.getvalue().endswith(" router-0: draining: finishes its requests\n")
+    out = io.StringIO()
+    print_status(Console(file=out, width=80), status)
+    assert [line.split()[:2] for line in out.getvalue().splitlines() if "router-0" in line] == [
+        ["router-0", "draining"]
+    ]
 
 
 def test_ipv6_addresses_are_shown_whole() -> None:
