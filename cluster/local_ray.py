@@ -161,6 +161,12 @@ def has_local_ray_died() -> bool:
     return node is not None and bool(node.dead_processes())
 
 
+def logs_folder() -> str:
+    """Return where processes of the cluster that was joined log, on each node alike."""
+    node: Any = ray_worker._global_node
+    return str(node.get_logs_dir_path())
+
+
 def leave_ray() -> None:
     """Disconnect; a local Ray ends, a joined one goes on. No signal interrupts it: else Ray's processes would stay."""
     with _deaf_to_signals():

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import ray
-from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weft.v1 import control_pb2
 
@@ -21,9 +22,10 @@ from cluster.config import ClusterSpec
 from cluster.control_client import ControlClient
 from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
 from cluster.errors import ControllerError, StartError
-from cluster.local_ray import has_local_ray_died, join_ray, leave_ray, start_local_ray
+from cluster.local_ray import has_local_ray_died, join_ray, leave_ray, logs_folder, start_local_ray
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
+from cluster.saved_state import RayStateStore, decode
 from cluster.spares import SpareKind, spare_options
 from router.tls import InnerTls
 
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _STOPPED_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 90.0  # of a controller that may be between two lives, and wait for its port
 _GOES_ON = "this Ray cluster has a service already, which goes on as it is; `weft apply` changes it"
 
 OnStatus = Callable[[control_pb2.GetStatusResponse], None]
@@ -172,14 +175,33 @@ class Service:
 
 
 def _take_over(tls: InnerTls | None) -> Service | None:
-    """Return the service that the cluster has, whose `weft serve` has gone; None where it has none."""
+    """Return the service that the cluster has, whose `weft serve` has gone; None where it has none.
+
+    Raises:
+        StartError: its controller does not answer.
+    """
     try:
         controller: Any = ray.get_actor(CONTROLLER_NAME)
-        address, _ = ray.get(controller.start.remote())
+        address, _ = ray.get(controller.start.remote(), timeout=_ANSWER_TIMEOUT_S)
+    except GetTimeoutError as error:
+        raise StartError(
+            f"the controller of this Ray cluster's service has not answered within {_ANSWER_TIMEOUT_S:g} s: "
+            f"{_why_silent()}; on its node it logs to {logs_folder()}"
+        ) from error
     except (ValueError, RayActorError, ActorUnschedulableError):  # there is none, or it went down with its node
         return None
     logger.warning(_GOES_ON)
     return Service(control_address=address, tls=tls, controller=controller, was_taken_over=True)
+
+
+def _why_silent() -> str:
+    data = RayStateStore().load()
+    try:
+        if data is not None:
+            decode(data)
+    except msgspec.DecodeError as error:
+        return f"what the one before has saved cannot be read: {error}"
+    return "it hangs, or ends again and again"
 
 
 def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> Any:

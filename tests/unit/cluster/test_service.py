@@ -1,12 +1,15 @@
 """What a service does where Ray is not as it should be; the rest is in the end-to-end tests."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from cluster import service as service_module
-from cluster.errors import ControllerError
-from cluster.service import Service
+from cluster.errors import ControllerError, StartError
+from cluster.saved_state import SavedState, encode
+from cluster.service import Service, _take_over
 
 
 class SilentClient:
@@ -44,3 +47,28 @@ def test_shut_down_waits_for_nobody_where_a_local_ray_has_ended(monkeypatch: pyt
     service.client = client  # type: ignore[assignment]
     service.shut_down(60.0)
     assert client.is_closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("saved", "reason"),
+    [
+        (b'{"control_port": 1', "what the one before has saved cannot be read: Input data was truncated"),
+        (b'{"control_port": "x"}', "what the one before has saved cannot be read: Expected `int | null`"),
+        (encode(SavedState(control_port=1)), "it hangs, or ends again and again"),
+        (None, "it hangs, or ends again and again"),
+    ],
+)
+def test_a_controller_that_never_answers_is_not_taken_over(
+    monkeypatch: pytest.MonkeyPatch, saved: bytes | None, reason: str
+) -> None:
+    def get(ref: object, *, timeout: float) -> None:
+        raise GetTimeoutError(f"{timeout}")
+
+    actor = SimpleNamespace(start=SimpleNamespace(remote=object))
+    monkeypatch.setattr(service_module, "ray", SimpleNamespace(get_actor=lambda name: actor, get=get))
+    monkeypatch.setattr(service_module, "RayStateStore", lambda: SimpleNamespace(load=lambda: saved))
+    monkeypatch.setattr(service_module, "logs_folder", lambda: "/tmp/ray/session/logs")
+    with pytest.raises(StartError) as refused:
+        _take_over(None)
+    assert f"has not answered within 90 s: {reason}" in str(refused.value)
+    assert str(refused.value).endswith("; on its node it logs to /tmp/ray/session/logs")
