@@ -399,6 +399,21 @@ async def test_models_of_several_shapes_come_and_go(bench: Bench) -> None:
     assert await bench.apply({"name": "b", "replicas": 2}) == []
 
 
+async def test_replicas_of_a_model_that_is_no_longer_served_are_not_told(bench: Bench) -> None:
+    await bench.apply({"name": "a"}, {"name": "b"})
+    await bench.settle()
+    bench.forms.of("a-0.1").holds_requests = True
+    await bench.apply({"name": "b"})
+    assert [endpoint.replica_id for endpoint in bench.state.replicas()] == ["b-0.1"]
+    assert [model.name for model in bench.state.model_statuses()] == ["b", "a"], "it finishes its requests"
+
+
+async def test_only_ready_replicas_are_asked_what_they_have_to_do(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    bench.forms.of("m-1.1").become_ready()
+    assert await bench.state.loads("m") == [bench.forms.of("m-1.1").busy]
+
+
 async def test_room_is_asked_for_while_a_group_waits_for_it(bench: Bench) -> None:
     await bench.apply({"name": "a", "pipeline_parallel": 2}, {"name": "b"})
     assert bench.state.missing_bundles() == []
@@ -793,6 +808,56 @@ async def test_grace_of_a_drain_ends_when_it_would_have_without_a_restart(
     assert life.was_cancelled
 
 
+async def test_a_pass_leaves_a_node_s_drain_the_grace_that_was_asked_for(bench: Bench) -> None:
+    await bench.apply({"replicas": 1, "drain_timeout_s": 30.0})
+    bench.forms.of("m-0.1").become_ready("node-b")
+    bench.forms.of("m-0.1").holds_requests = True
+    await bench.state.drain("10.0.0.1", 60.0)
+    bench.state.reconcile()
+    await turns()
+    assert decode(bench.saved).groups[0].left_s == 60.0
+
+
+async def test_a_group_that_leaves_a_drained_node_is_saved_though_others_are_still_looked_for(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.state.drain("10.0.0.0", None)
+    bench.restart()
+    bench.state.reconcile()
+    bench.forms.of("m-0.1").be_adopted()
+    bench.state.reconcile()
+    assert bench.state.is_adopting
+    assert [group.is_leaving for group in decode(bench.saved).groups] == [True, False]
+
+
+async def test_a_group_that_has_left_is_forgotten_though_another_one_has_long_taken_its_place(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.settle()
+    bench.forms.of("m-0.1").holds_requests = True
+    await bench.state.drain("m-0", None)
+    await bench.settle()
+    assert [group.group_id for group in decode(bench.saved).groups] == ["m-0", "m-1"]
+    bench.forms.of("m-0.1").requests_ended.set()
+    await turns()
+    bench.state.reconcile()
+    assert [group.group_id for group in decode(bench.saved).groups] == ["m-1"]
+
+
+async def test_a_grace_that_an_older_controller_did_not_save_begins_anew(bench: Bench) -> None:
+    await bench.apply({"replicas": 1, "drain_timeout_s": 30.0})
+    await bench.settle()
+    bench.forms.of("m-0.1").holds_requests = True
+    await bench.state.drain("m-0", 60.0)
+    saved = json.loads(bench.saved)
+    del saved["groups"][0]["left_s"]
+    bench.saved = json.dumps(saved).encode()
+    bench.restart()
+    bench.state.reconcile()
+    await turns()
+    bench.forms.of("m-0.1").be_adopted()
+    await turns()
+    assert bench.forms.of("m-0.1").drained_s == 30.0
+
+
 async def test_drained_node_that_has_gone_is_forgotten_at_the_next_drain(bench: Bench) -> None:
     await bench.state.drain("node-a", None)
     del bench.nodes[0]
@@ -828,6 +893,33 @@ async def test_new_controller_adopts_what_lives_and_forms_nothing(bench: Bench) 
     assert bench.state.scale("a", 3) == 2
     await bench.settle()
     assert bench.replicas()[-1] == "a-2.1"
+
+
+async def test_ports_of_a_router_are_saved_as_soon_as_it_listens(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    bench.router.ports = RouterPorts(grpc=1, http=2, metrics=None)
+    bench.state.reconcile()
+    assert decode(bench.saved).routers["router-0"] == bench.router.ports
+
+
+async def test_a_router_that_is_still_looked_for_is_waited_for(bench: Bench) -> None:
+    bench.other_router.is_adopting = True
+    assert bench.state.is_adopting
+    bench.other_router.is_adopting = False
+    assert not bench.state.is_adopting
+
+
+async def test_no_group_is_let_go_before_it_is_known_which_ones_live(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    bench.restart()
+    bench.state.scale("m", 1)
+    bench.state.reconcile()
+    bench.forms.of("m-1.1").be_adopted()
+    await bench.forms.of("m-0.1").end(Outcome(message="was lost while no controller watched it"))
+    await bench.settle()
+    assert bench.replicas() == ["m-1.1"]
+    assert len(bench.forms.lives) == 2
 
 
 async def test_new_controller_goes_on_where_a_model_can_no_longer_be_read(bench: Bench) -> None:
