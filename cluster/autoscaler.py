@@ -99,7 +99,7 @@ class Autoscaler:
         return max(config.upscale_delay_s, config.downscale_delay_s, config.idle_s) + config.window_s
 
     def decide(self, observations: Sequence[Observation], wanted: int, now_s: float) -> Decision:
-        """What follows from these observations, oldest first, where `wanted` replicas are wanted now.
+        """What follows from these observations, oldest first, the last one of now, where `wanted` replicas are wanted.
 
         A delay counts only when the observations reach back so far: after a restart nothing shrinks too early.
         """
@@ -107,8 +107,6 @@ class Autoscaler:
         if not self._min_replicas <= wanted <= self._max_replicas:
             bounded = min(max(wanted, self._min_replicas), self._max_replicas)
             return Decision(replicas=bounded, reason=f"{wanted} is out of bounds")
-        if not observations:
-            return Decision(replicas=wanted, reason="")
         latest = observations[-1]
         if wanted == 0:
             if latest.num_requests:
@@ -116,11 +114,11 @@ class Autoscaler:
             return Decision(replicas=0, reason="")
         first_s = now_s - max(config.upscale_delay_s, config.downscale_delay_s) - config.window_s
         asked = list(self._asked(each for each in observations if each.time_s > first_s))
-        least = min(_since(asked, now_s - config.upscale_delay_s), key=_replicas, default=None)
-        if least is not None and least.replicas > wanted and _reaches(observations, now_s - config.upscale_delay_s):
+        least = min(_since(asked, now_s - config.upscale_delay_s), key=_replicas)
+        if least.replicas > wanted and _reaches(observations, now_s - config.upscale_delay_s):
             return least
-        most = max(_since(asked, now_s - config.downscale_delay_s), key=_replicas, default=None)
-        if most is not None and most.replicas < wanted and _reaches(observations, now_s - config.downscale_delay_s):
+        most = max(_since(asked, now_s - config.downscale_delay_s), key=_replicas)
+        if most.replicas < wanted and _reaches(observations, now_s - config.downscale_delay_s):
             return most
         if self._min_replicas == 0 and wanted == 1 and self._is_idle(observations, now_s):
             return Decision(replicas=0, reason=f"no request for {config.idle_s:g} s")

@@ -79,6 +79,16 @@ def test_missed_latency_targets_scale_up_by_what_is_missed() -> None:
     assert decide(late, 4, replace(CONFIG, target_goodput=0.0)).replicas == 4
 
 
+def test_requests_that_are_on_time_keep_no_replica() -> None:
+    served = [look(time_s, ready=3, running=2, on_time="6/6") for time_s in range(400)]
+    assert decide(served, 3) == Decision(replicas=1, reason="2.0 requests at 10 a replica")
+
+
+def test_requests_that_are_here_ask_for_more_than_those_that_were_late() -> None:
+    busy = [look(time_s, ready=2, running=70, on_time="3/6") for time_s in range(30)]
+    assert decide(busy, 2) == Decision(replicas=7, reason="70.0 requests at 10 a replica")
+
+
 def test_requests_of_an_older_number_of_replicas_do_not_count() -> None:
     """Else the requests that were late before a replica came would ask for one more, and one more."""
     late = [look(time_s, ready=4, running=4, on_time="0/6") for time_s in range(30)]
@@ -101,6 +111,7 @@ def test_zero_and_back() -> None:
     held = decide([*quiet, look(62, ready=0, waiting=1)], 0, config, least=0)
     assert held == Decision(replicas=1, reason="1 requests wait for the first replica")
     assert decide(quiet, 1, config, least=1).replicas == 1
+    assert decide(quiet[1:50], 1, config, least=0).replicas == 1, "what was before is not known"
 
 
 def test_bounds_hold_at_once() -> None:
