@@ -282,6 +282,36 @@ async def test_a_model_that_is_added_again_has_not_been_scaled_yet(folder: Path)
     assert service.status().autoscaling.last_change == ""
 
 
+async def test_what_was_seen_of_a_model_is_forgotten_with_it(folder: Path) -> None:
+    service = await Service(folder).begin(min_replicas=1)
+    service.num_running = 25
+    await service.run(8)
+    await service.state.apply([])
+    await service.run(2)
+    await service.apply(min_replicas=1)
+    await service.run(8)
+    assert service.wanted == 1
+    await service.run(8)
+    assert service.wanted == 3
+
+
+async def test_a_model_that_is_added_during_a_look_is_watched_from_the_next_one_on(folder: Path) -> None:
+    service = await Service(folder).begin(replicas=0)
+    loads = service.state.loads
+
+    async def add_another(name: str) -> list[ReplicaLoad | None]:
+        await service.apply(name="another", replicas=0)
+        return await loads(name)
+
+    service.state.loads = add_another  # type: ignore[method-assign]
+    await service.scaling.look()
+    assert list(service.state.sections()) == ["another"]
+    service.state.loads = loads  # type: ignore[method-assign]
+    service.routers[0].note([control_pb2.ModelDemand(model="another", num_held=1)])
+    await service.scaling.look()
+    assert service.state.sections()["another"].replicas == 1
+
+
 async def test_replica_that_says_nothing_is_left_out(folder: Path) -> None:
     service = await Service(folder).begin(min_replicas=1, replicas=2)
     service.num_running = 10
@@ -334,6 +364,23 @@ def test_replicas_that_do_not_say_are_there() -> None:
     told = ReplicaLoad(num_running=3, num_waiting=1, kv_usage=0.5)
     seen = observe([None, told], Demand(num_held=2), 1.0)
     assert (seen.num_ready, seen.num_running, seen.num_waiting, seen.kv_usage) == (2, 3, 3, 0.5)
+
+
+async def test_nobody_is_looked_at_before_it_is_known_what_lives(folder: Path) -> None:
+    service = await Service(folder).begin(replicas=0)
+    router = service.state._routers[0]
+    assert isinstance(router, FakeRouter)
+    router.is_adopting = True
+    running = asyncio.create_task(service.scaling.run())
+    service.hold(1, 0)
+    await turns()
+    assert service.wanted == 0
+    router.is_adopting = False
+    service.hold(2, 0)
+    service.ledger.somebody_waits.set()
+    await turns()
+    running.cancel()
+    assert service.wanted == 1
 
 
 async def test_who_waits_is_looked_at_once(folder: Path) -> None:
