@@ -328,9 +328,8 @@ class Formation:
             if start.done() and (error := start.exception()) is not None:
                 await asyncio.wait([end], timeout=_DEATH_TIMEOUT_S)
                 return end.result() if end.done() else Outcome(message=f"lost sight of its ranks: {in_a_line(error)}")
-            late = start.result() if start.done() else None
-            if late is not None or end.done():
-                return late or end.result()
+            if start.done() and (late := start.result()) is not None:
+                return late
             silence = asyncio.create_task(self._watch_leader())
             tasks.append(silence)
             await asyncio.wait([end, silence], return_when=asyncio.FIRST_COMPLETED)

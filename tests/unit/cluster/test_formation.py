@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError
 from cluster import formation
 from cluster.formation import Formation, FormationSpec
 from cluster.placement import NODE_ID_LABEL, NodeResources
-from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
+from cluster.rank_actor import Outcome, RankPlace, RankReport, ReplicaAddresses, ReplicaLoad
 
 NODES = [
     NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")
@@ -36,6 +36,8 @@ class FakeRank:
         self.progress = FakeMethod(self._progress)
         self.expect_end = FakeMethod(self._expect_end)
         self.load = FakeMethod(hang)
+        self.report = FakeMethod(self._report)
+        self.has_begun = True
         self.num_expected = 0
         self.options = lambda **_: self  # of its class, of which it is the only one
         self.remote = lambda _: self
@@ -46,6 +48,23 @@ class FakeRank:
 
     async def _progress(self) -> float:
         return 0.5
+
+    async def _report(self) -> RankReport:
+        place = RankPlace(node="10.0.0.0", pid=1, node_id="node-a")
+        return RankReport(place=place, has_begun=self.has_begun, addresses=None)
+
+    def will_end(self, outcome: Outcome, *, after_s: float = 0.0) -> None:
+        async def end() -> Outcome:
+            await asyncio.sleep(after_s)
+            return outcome
+
+        self.ended = FakeMethod(lambda: asyncio.ensure_future(end()))
+
+    def will_be_ready(self) -> None:
+        async def ready() -> ReplicaAddresses:
+            return ReplicaAddresses(address="10.0.0.0:1", metrics_address="10.0.0.0:2")
+
+        self.ready = FakeMethod(ready)
 
     async def _expect_end(self) -> None:
         self.num_expected += 1
@@ -74,11 +93,17 @@ class FakeRay:
         self.on_wait: Callable[[], None] = lambda: None
         self.killed: list[object] = []
         self.removed: list[object] = []
+        self.found: dict[str, FakeRank | None] = {}
+        """By their names; others are found as these."""
+        self.found_place: str | None = "a place"
+        self.spares_left: list[str] = []
         self.is_asked = threading.Event()
         self.may_answer = threading.Event()
         monkeypatch.setattr(formation, "_RANK_ACTOR", self.rank)
         monkeypatch.setattr(formation, "_find_actor", self.find_actor)
-        monkeypatch.setattr(formation, "_find_group", lambda name: f"group of {name}")
+        monkeypatch.setattr(formation, "_find_group", lambda name: self.found_place and f"group of {name}")
+        monkeypatch.setattr(formation, "spare_options", lambda *_, **__: {})
+        monkeypatch.setattr(formation, "leave_spares", lambda node_id, *_, **__: self.spares_left.append(node_id))
         monkeypatch.setattr(formation, "cluster_nodes", lambda: NODES)
         monkeypatch.setattr(formation, "placement_group", self.reserve)
         monkeypatch.setattr(
@@ -88,10 +113,17 @@ class FakeRay:
         monkeypatch.setattr("cluster.formation.ray.kill", lambda actor, **_: self.killed.append(actor))
         monkeypatch.setattr("cluster.formation.ray.cluster_resources", dict)
 
-    def find_actor(self, name: str) -> str:
+    def find_actor(self, name: str) -> "FakeRank | str | None":
         self.is_asked.set()
         assert self.may_answer.wait(10)
-        return name
+        return self.found.get(name, name)
+
+    def find(self, num_ranks: int) -> list[FakeRank]:
+        """Let these be found of a life before."""
+        ranks = [FakeRank() for _ in range(num_ranks)]
+        self.found = {f"m-0.1/{rank}": actor for rank, actor in enumerate(ranks)}
+        self.may_answer.set()
+        return ranks
 
     def reserve(self, _: object, *, bundle_label_selector: list[dict[str, str]] | None, **options: object) -> FakePlace:
         assert options["lifetime"] == "detached"
@@ -106,6 +138,8 @@ class Listener:
     def __init__(self) -> None:
         self.placed_on: list[str] = []
         self.has_ranks = asyncio.Event()
+        self.is_adopted = asyncio.Event()
+        self.is_ready = asyncio.Event()
 
     def on_waiting(self, reason: str) -> None:
         pass
@@ -117,13 +151,13 @@ class Listener:
         self.has_ranks.set()
 
     def on_adopted(self, places: Sequence[RankPlace], addresses: ReplicaAddresses | None) -> None:
-        pass
+        self.is_adopted.set()
 
     def on_progress(self, fraction: float) -> None:
         pass
 
     def on_ready(self, addresses: ReplicaAddresses) -> None:
-        pass
+        self.is_ready.set()
 
 
 async def hang(*_: object) -> None:
@@ -141,13 +175,21 @@ async def listener() -> Listener:
 
 
 def make_formation(
-    folder: Path, listener: Listener, drained: set[str] | None = None, *, adopts: bool = False, **settings: object
+    folder: Path,
+    listener: Listener,
+    drained: set[str] | None = None,
+    *,
+    adopts: bool = False,
+    may_grow: bool = True,
+    spare_s: float = 0.0,
+    **settings: object,
 ) -> Formation:
     spec = FormationSpec(
         replica_id="m-0.1",
         model=model_spec(str(folder), device="cpu", **settings),
         num_cluster_ranks=1,
-        may_grow=True,
+        spare_s=spare_s,
+        may_grow=may_grow,
         adopts=adopts,
         log_level="warning",
     )
@@ -166,6 +208,106 @@ async def test_adoption_that_is_cancelled_ends_what_it_was_about_to_find(
     assert running.cancelled()
     assert fake_ray.killed == ["m-0.1/0", "m-0.1/1"]
     assert fake_ray.removed == ["group of m-0.1"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("a rank is gone", "was lost while no controller watched it"),
+        ("its place is gone", "was lost while no controller watched it"),
+        ("a rank has not begun", "its controller died while it was being started"),
+        ("a rank hangs", "did not answer a new controller within 0.05 s"),
+    ],
+)
+async def test_what_cannot_be_adopted_ends_and_says_why(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, message: str
+) -> None:
+    monkeypatch.setattr(formation, "_ADOPT_TIMEOUT_S", 0.05)
+    left: list[FakeRank] = fake_ray.find(2)
+    match fault:
+        case "a rank is gone":
+            fake_ray.found["m-0.1/1"] = None
+            left = left[:1]
+        case "its place is gone":
+            fake_ray.found_place = None
+        case "a rank has not begun":
+            left[1].has_begun = False
+        case "a rank hangs":
+            left[1].report = FakeMethod(hang)
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener, adopts=True, tensor_parallel=2).run()
+    assert outcome == Outcome(message=message)
+    assert not listener.is_adopted.is_set()
+    assert fake_ray.killed == left
+    assert len(fake_ray.removed) == (0 if fault == "its place is gone" else 1)
+
+
+async def test_ranks_that_were_adopted_hear_of_an_end_that_is_wanted(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    ranks = fake_ray.find(2)
+    running = asyncio.create_task(make_formation(tmp_path, listener, adopts=True, tensor_parallel=2).run())
+    async with asyncio.timeout(10):
+        await listener.is_adopted.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    assert [rank.num_expected for rank in ranks] == [1, 1]
+
+
+@pytest.mark.parametrize(("refuses", "after_s"), [(True, 0.0), (True, 0.02), (False, 0.02)])
+async def test_of_ends_that_come_together_a_refusal_is_told_or_else_the_first(
+    fake_ray: FakeRay,
+    listener: Listener,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refuses: bool,
+    after_s: float,
+) -> None:
+    monkeypatch.setattr(formation, "_POLL_S", 5.0)
+    first, *others, last = fake_ray.find(8)
+    lost = Outcome(message="rank 0 died")
+    first.will_end(lost)
+    for other in others:
+        other.will_end(Outcome(message="lost rank 0"), after_s=0.0 if refuses else after_s)
+    refusal = Outcome(message="no such tensor", is_refusal=True)
+    last.will_end(refusal if refuses else Outcome(message="lost rank 0"), after_s=after_s)
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener, adopts=True, tensor_parallel=8).run()
+    assert outcome == (refusal if refuses else lost)
+
+
+@pytest.mark.parametrize("may_grow", [True, False])
+async def test_group_that_fits_on_no_node_is_refused_where_no_other_can_join(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, may_grow: bool
+) -> None:
+    fake_ray.rank.will_end(Outcome(message="it was placed"))
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener, may_grow=may_grow, cpus_per_rank=9).run()
+    assert outcome.is_refusal is not may_grow
+    assert len(fake_ray.places) == may_grow
+
+
+@pytest.mark.parametrize("spare_s", [0.0, 60.0])
+@pytest.mark.parametrize("is_stopped", [True, False])
+async def test_processes_are_left_to_wait_once_it_is_ready_and_again_when_it_is_stopped(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, spare_s: float, is_stopped: bool
+) -> None:
+    died = asyncio.Event()
+
+    async def end() -> Outcome:
+        await died.wait()
+        return Outcome(message="rank 0 died")
+
+    fake_ray.rank.will_be_ready()
+    fake_ray.rank.ended = FakeMethod(lambda: asyncio.ensure_future(end()))
+    running = asyncio.create_task(make_formation(tmp_path, listener, spare_s=spare_s).run())
+    async with asyncio.timeout(10):
+        await listener.is_ready.wait()
+        if is_stopped:
+            running.cancel()
+        died.set()
+        await asyncio.wait([running])
+    assert fake_ray.spares_left == ["node-b"] * ((1 + is_stopped) if spare_s else 0)
 
 
 async def test_group_that_is_placed_on_a_node_that_is_drained_meanwhile_is_placed_anew(
@@ -267,10 +409,8 @@ async def test_a_leader_that_no_longer_answers_is_taken_for_dead(
         await hang()
         raise AssertionError
 
-    async def ready() -> ReplicaAddresses:
-        return ReplicaAddresses(address="10.0.0.0:1", metrics_address="10.0.0.0:2")
-
-    fake_ray.rank.ready, fake_ray.rank.load = FakeMethod(ready), FakeMethod(load)
+    fake_ray.rank.will_be_ready()
+    fake_ray.rank.load = FakeMethod(load)
     async with asyncio.timeout(30):
         outcome = await make_formation(tmp_path, listener, step_timeout_s=0.05).run()
     assert outcome == Outcome(message="rank 0 has not answered for 0.1 s")
