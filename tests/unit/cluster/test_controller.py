@@ -1,16 +1,21 @@
-"""A controller that comes after another one, whose machine was lost: what it serves, and what it tells Ray."""
+"""A controller that comes after another one or itself: what it goes on with, and what it tells routers and Ray."""
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
+from helpers.ports import unlisted_port
+from weft.addresses import split_host_port
 
 from cluster import controller as module
 from cluster.config import build_spec
 from cluster.controller import Controller
-from cluster.saved_state import SavedState, encode
+from cluster.errors import StartError
+from cluster.saved_state import RouterPorts, SavedState, decode, encode
 
 ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0}}
 
@@ -21,6 +26,7 @@ class Ray:
     def __init__(self) -> None:
         self.saved: bytes | None = None
         self.asked: list[Sequence[dict[str, float]]] = []
+        self.num_begun = 0
 
     def load(self) -> bytes | None:
         return self.saved
@@ -39,8 +45,10 @@ class Ray:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
-    async def begin(_: Controller, listener: grpc.aio.Server) -> None:
+    async def begin(controller: Controller, listener: grpc.aio.Server) -> None:
         """Serve nobody, and form no groups."""
+        ray.num_begun += 1
+        controller._loop = asyncio.create_task(asyncio.sleep(0))
         await listener.start()
         await listener.stop(None)  # lets go of the port
 
@@ -49,24 +57,56 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     monkeypatch.setattr(module, "RayStateStore", lambda: ray)
     monkeypatch.setattr(module, "ask_ray", ray.asked.append)
     monkeypatch.setattr(Controller, "_begin", begin)
-    for name in ("configure_logging", "take_spare", "give_way"):
-        monkeypatch.setattr(module, name, lambda *_: None)
+    for name in ("configure_logging", "take_spare", "give_way", "leave_spares", "_end_this_actor"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
     return ray
 
 
-async def start(*, takes_over: bool = False, **model: Any) -> tuple[Controller, bool]:
+def make(*, num_routers: int = 1, **model: Any) -> Controller:
+    settings = {**ANY_PORTS, "router": {**ANY_PORTS["router"], "num_routers": num_routers}}
+    spec = build_spec({"models": [{"name": "m", **model}], "ray": {"address": "auto"}, **settings})
+    return Controller(spec, "warning")
+
+
+async def start(*, takes_over: bool = False, **settings: Any) -> tuple[Controller, bool]:
     """Start a controller of this model, which is lost in the end."""
-    spec = build_spec({"models": [{"name": "m", **model}], "ray": {"address": "auto"}, **ANY_PORTS})
-    controller = Controller(spec, "warning")
+    controller = make(**settings)
     _, goes_on = await controller.start(takes_over=takes_over)
-    assert controller._metrics is not None
-    await controller._metrics.close()
+    await lose(controller)
     return controller, goes_on
+
+
+async def resume(monkeypatch: pytest.MonkeyPatch, *, repeats_start: bool = False, **settings: Any) -> Controller:
+    """Let Ray start a controller again, and perhaps repeat the call of `start`; it is lost in the end."""
+
+    def end_process(code: int) -> None:
+        raise AssertionError(f"ended with {code}")
+
+    monkeypatch.setattr(Ray, "was_current_actor_reconstructed", True)
+    monkeypatch.setattr("cluster.controller.os._exit", end_process)
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+    controller = make(**settings)
+    assert controller._resuming is not None
+    if repeats_start:
+        await controller.start()
+    await controller._resuming
+    await lose(controller)
+    return controller
+
+
+async def lose(controller: Controller) -> None:
+    if controller._metrics is not None:
+        await controller._metrics.close()
 
 
 def served(controller: Controller) -> dict[str, int]:
     assert controller._state is not None
     return {name: section.replicas for name, section in controller._state.sections().items()}
+
+
+def routers_of(controller: Controller) -> Sequence[Any]:
+    assert controller._state is not None
+    return controller._state._routers
 
 
 async def test_a_service_that_is_taken_over_goes_on_with_its_models_and_settings(ray: Ray) -> None:
@@ -88,3 +128,136 @@ async def test_what_a_controller_before_has_asked_ray_for_is_taken_back(ray: Ray
         assert controller._nodes is not None
         await controller._nodes.want([])
         assert ray.asked == asked
+
+
+async def test_a_stop_that_a_lost_controller_was_at_is_gone_on_with_and_nothing_is_wanted_anew(ray: Ray) -> None:
+    ray.saved = encode(SavedState(control_port=0, stop_left_s=5.0))
+    controller, goes_on = await start(replicas=2)
+    assert (served(controller), goes_on, ray.num_begun) == ({}, False, 1)
+
+
+async def test_a_controller_is_started_once_however_often_that_is_asked_for(ray: Ray) -> None:
+    controller, goes_on = await start(replicas=2)
+    assert controller._service is not None
+    assert await controller.start() == (controller._service.address, goes_on)
+    assert ray.num_begun == 1
+
+
+async def test_a_controller_whose_service_was_stopped_does_not_start_another_one(ray: Ray) -> None:
+    controller, _ = await start()
+    controller._has_stopped.set()
+    with pytest.raises(StartError, match="the service was stopped, and its controller is about to end"):
+        await controller.start()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_ports_that_others_know_are_those_of_the_controller_before(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
+) -> None:
+    control, metrics = unlisted_port(), unlisted_port()
+    routers = {"router-0": RouterPorts(grpc=1, http=None, metrics=2)}
+    ray.saved = encode(SavedState(control_port=control, metrics_port=metrics, routers=routers))
+    controller = await resume(monkeypatch) if is_restarted else (await start(takes_over=True))[0]
+    assert controller._service is not None
+    assert controller._metrics is not None
+    assert split_host_port(controller._service.address)[1] == control
+    assert split_host_port(controller._metrics.address)[1] == metrics
+    (router,) = routers_of(controller)
+    assert (router.ports, router.is_adopting) == (routers["router-0"], True)
+
+
+async def test_several_routers_share_ports_that_the_controller_holds_and_none_is_looked_for_at_first(ray: Ray) -> None:
+    controller, _ = await start(num_routers=2)
+    first, second = (router.ports for router in routers_of(controller))
+    assert (
+        (first.grpc, first.http) == (second.grpc, second.http) == tuple(each.port for each in controller._shared_ports)
+    )
+    assert 0 not in (first.grpc, first.http)
+    assert not any(router.is_adopting for router in routers_of(controller))
+    for each in controller._shared_ports:
+        each.close()
+    ray.saved = None
+    controller, _ = await start()
+    assert [router.ports for router in routers_of(controller)] == [RouterPorts(grpc=0, http=0, metrics=0)]
+    assert controller._shared_ports == []
+
+
+@pytest.mark.parametrize("repeats_start", [False, True])
+async def test_restarts_are_counted(ray: Ray, monkeypatch: pytest.MonkeyPatch, repeats_start: bool) -> None:
+    ray.saved = encode(SavedState(control_port=0, num_restarts=2))
+    controller = await resume(monkeypatch, repeats_start=repeats_start)
+    assert controller._service is not None
+    assert (controller._service._num_restarts, ray.num_begun) == (3, 1)
+
+
+async def test_a_life_after_the_service_was_stopped_ends(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.saved = encode(SavedState(ended_controller="an actor"))
+    controller = await resume(monkeypatch)
+    async with asyncio.timeout(10):
+        await controller.stopped()
+    assert ray.num_begun == 0
+
+
+async def test_a_life_before_which_nothing_was_saved_waits_to_be_started(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = await resume(monkeypatch, replicas=2)
+    assert (ray.num_begun, controller._has_stopped.is_set()) == (0, False)
+    await controller.start()
+    await lose(controller)
+    assert (ray.num_begun, served(controller)) == (1, {"m": 2})
+
+
+@dataclass
+class Passes:
+    """A state that is brought nearer to what is wanted pass by pass, and what was done meanwhile; a service too."""
+
+    controller: Controller
+    is_stopping: bool
+    is_adopting: bool = True
+    is_stopped: bool = False
+    done: list[str] = field(default_factory=list)
+
+    def reconcile(self) -> None:
+        self.is_adopting = "look" not in self.done
+        self.is_stopped = "know" in self.done
+        self.done.append("look" if self.is_adopting else "know")
+        self.controller._changed.set()
+
+    def log_sources(self) -> list[Any]:
+        return []
+
+    def missing_bundles(self) -> list[dict[str, float]]:
+        return [{"GPU": 1.0}]
+
+    async def finish_stop(self) -> None:
+        self.done.append("finish the stop")
+
+    async def publish(self) -> None:
+        self.done.append("publish")
+
+    async def stop(self) -> None:
+        self.done.append("end")
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+async def test_routers_are_told_who_serves_only_once_that_is_known(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
+) -> None:
+    controller, _ = await start()
+    monkeypatch.setattr(controller._metrics, "close", lambda: asyncio.sleep(0))
+    passes = Passes(controller, is_stopping)
+    controller._state = controller._service = controller._scaling = cast(Any, passes)
+    async with asyncio.timeout(30):
+        await controller._run()
+    assert [each for each in passes.done if each != "finish the stop"] == [
+        "look", "know", "publish", "know", "publish", "end"
+    ]  # fmt: skip
+    assert ("finish the stop" in passes.done) is is_stopping
+    assert ray.asked == [[{"GPU": 1.0}], []], "and what was asked for is taken back"
+    assert ray.saved is not None
+    assert decode(ray.saved).ended_controller == "an actor"
+    await controller.stopped()
