@@ -30,7 +30,7 @@ from cluster.node_request import NodeRequest, ask_ray
 from cluster.recording import ScalingRecording
 from cluster.revision_files import RevisionText
 from cluster.router_process import RouterProcess
-from cluster.saved_state import ControllerLife, RayStateStore, RouterPorts, SavedState, decode, encode
+from cluster.saved_state import ControllerLife, RayStateStore, RouterRecord, SavedState, decode, encode
 from cluster.scaling import Scaling
 from cluster.shared_ports import SharedPort
 from cluster.spares import SpareKind, leave_spares, take_spare
@@ -200,16 +200,17 @@ class Controller:
                 policy=RestartPolicy(),
                 clock=time.monotonic,
                 on_change=self._changed.set,
+                restarts=each.restarts,
                 adopts=router_id in saved.routers,
             )
             for router_id, each in ports.items()
         ]
 
-    def _wanted_ports(self) -> RouterPorts:
+    def _wanted_ports(self) -> RouterRecord:
         config = self._spec.router
-        return RouterPorts(grpc=config.grpc_port, http=config.http_port, metrics=config.metrics_port)
+        return RouterRecord(grpc=config.grpc_port, http=config.http_port, metrics=config.metrics_port)
 
-    def _hold_ports(self) -> RouterPorts:
+    def _hold_ports(self) -> RouterRecord:
         """Take the ports that routers share as long as this controller lives; its successors leave them to the routers.
 
         Raises:

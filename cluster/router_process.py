@@ -17,7 +17,7 @@ from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.ray_errors import in_a_line
 from cluster.router_actor import RouterActor, RouterPlace
-from cluster.saved_state import RouterPorts
+from cluster.saved_state import RouterRecord
 from cluster.see_through import ask_until_told, end_actor, see_through
 from router.config import RouterConfig
 
@@ -38,12 +38,13 @@ class RouterProcess:
         policy: RestartPolicy,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        restarts: int = 0,
         adopts: bool = False,
     ) -> None:
         """Want a router that does not live yet; with `adopts`, one that may have outlived a former controller."""
         self.is_adopting = adopts
         """It is not known yet whether its last life goes on."""
-        self.lifecycle = Lifecycle(policy, clock(), was_ready=adopts)
+        self.lifecycle = Lifecycle(policy, clock(), restarts=restarts, was_ready=adopts)
         self.router_id = config.router_id
         self._config = config
         self._log_level = log_level
@@ -90,10 +91,15 @@ class RouterProcess:
         self.lifecycle.stopped(self._clock())
 
     @property
-    def ports(self) -> RouterPorts:
-        """Where it listens in every life."""
+    def record(self) -> RouterRecord:
+        """What a successor of the controller must know: where it listens in every life, and its restarts."""
         config = self._config
-        return RouterPorts(grpc=config.grpc_port, http=config.http_port, metrics=config.metrics_port)
+        return RouterRecord(
+            grpc=config.grpc_port,
+            http=config.http_port,
+            metrics=config.metrics_port,
+            restarts=self.lifecycle.restarts,
+        )
 
     def log_sources(self) -> list[LogSource]:
         """Its log, while it runs."""

@@ -45,12 +45,14 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterPorts:
+class RouterRecord:
     """Where a router listens, so that its next life does as well; 0: any free port, for it has not begun."""
 
     grpc: int
     http: int | None
     metrics: int | None
+    restarts: int = 0
+    """Its lives after the first one; 0 as well where an older version saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class SavedState:
     """That the routers and operators know; None: nothing was saved yet."""
     metrics_port: int | None = None
     """Of the controller, that Prometheus knows."""
-    routers: dict[str, RouterPorts] = field(default_factory=dict)
+    routers: dict[str, RouterRecord] = field(default_factory=dict)
     """By their ids. One that is named here may not exist yet."""
     num_restarts: int = 0
     """Of the controller."""

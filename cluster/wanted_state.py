@@ -22,7 +22,7 @@ from cluster.placement import NodeResources
 from cluster.plan_groups import plan_groups
 from cluster.rank_actor import ReplicaLoad
 from cluster.replica_group import Form, ReplicaGroup
-from cluster.saved_state import GroupRecord, RouterPorts, SavedState
+from cluster.saved_state import GroupRecord, RouterRecord, SavedState
 from cluster.see_through import see_through
 from cluster.state_messages import (
     autoscaling_status,
@@ -48,8 +48,8 @@ class WantedRouter(Protocol):
         """It is not known yet whether its last life goes on."""
 
     @property
-    def ports(self) -> RouterPorts:
-        """Where it listens in every life."""
+    def record(self) -> RouterRecord:
+        """What a successor of the controller must know: where it listens in every life, and its restarts."""
 
     def reconcile(self) -> None:
         """Start it when it should be; never blocks."""
@@ -159,7 +159,7 @@ class WantedState:
             group.reconcile()
         for router in self._routers:
             router.reconcile()
-        if self._router_ports() != self._saved.routers:
+        if self._router_records() != self._saved.routers:
             self._save()
 
     # What operators and autoscalers want
@@ -380,13 +380,13 @@ class WantedState:
         self._save()
         self._changed.set()
 
-    def _router_ports(self) -> dict[str, RouterPorts]:
-        return {router.router_id: router.ports for router in self._routers}
+    def _router_records(self) -> dict[str, RouterRecord]:
+        return {router.router_id: router.record for router in self._routers}
 
     def _save(self) -> None:
         self._saved = replace(
             self._saved,
-            routers=self._router_ports(),
+            routers=self._router_records(),
             models=self._models,
             groups=tuple(group.record for group in self._groups),
             next_numbers=self._next_numbers,

@@ -14,7 +14,7 @@ from cluster.formation import FormationListener
 from cluster.log_reader import LogSource
 from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
 from cluster.revision_files import RevisionText
-from cluster.saved_state import RouterPorts
+from cluster.saved_state import RouterRecord
 from workers.async_engine import Snapshot
 from workers.engine import EngineLoad, StepResult
 from workers.request import Request, RequestId, RequestOutput
@@ -144,7 +144,7 @@ class FakeRouter:
         self.router_id = router_id
         self.num_reconciled = 0
         self.is_adopting = False
-        self.ports = RouterPorts(grpc=0, http=0, metrics=0)
+        self.record = RouterRecord(grpc=0, http=0, metrics=0)
         self.stopped_with_s: float | None = None
         self.may_stop = asyncio.Event()
         self.may_stop.set()

@@ -15,7 +15,7 @@ from cluster import controller as module
 from cluster.config import build_spec
 from cluster.controller import Controller
 from cluster.errors import StartError
-from cluster.saved_state import RouterPorts, SavedState, decode, encode
+from cluster.saved_state import RouterRecord, SavedState, decode, encode
 
 ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0}}
 
@@ -155,7 +155,7 @@ async def test_ports_that_others_know_are_those_of_the_controller_before(
     ray: Ray, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
 ) -> None:
     control, metrics = unlisted_port(), unlisted_port()
-    routers = {"router-0": RouterPorts(grpc=1, http=None, metrics=2)}
+    routers = {"router-0": RouterRecord(grpc=1, http=None, metrics=2, restarts=3)}
     ray.saved = encode(SavedState(control_port=control, metrics_port=metrics, routers=routers))
     controller = await resume(monkeypatch) if is_restarted else (await start(takes_over=True))[0]
     assert controller._service is not None
@@ -163,12 +163,12 @@ async def test_ports_that_others_know_are_those_of_the_controller_before(
     assert split_host_port(controller._service.address)[1] == control
     assert split_host_port(controller._metrics.address)[1] == metrics
     (router,) = routers_of(controller)
-    assert (router.ports, router.is_adopting) == (routers["router-0"], True)
+    assert (router.record, router.is_adopting, router.status().restarts) == (routers["router-0"], True, 3)
 
 
 async def test_several_routers_share_ports_that_the_controller_holds_and_none_is_looked_for_at_first(ray: Ray) -> None:
     controller, _ = await start(num_routers=2)
-    first, second = (router.ports for router in routers_of(controller))
+    first, second = (router.record for router in routers_of(controller))
     assert (
         (first.grpc, first.http) == (second.grpc, second.http) == tuple(each.port for each in controller._shared_ports)
     )
@@ -178,7 +178,7 @@ async def test_several_routers_share_ports_that_the_controller_holds_and_none_is
         each.close()
     ray.saved = None
     controller, _ = await start()
-    assert [router.ports for router in routers_of(controller)] == [RouterPorts(grpc=0, http=0, metrics=0)]
+    assert [router.record for router in routers_of(controller)] == [RouterRecord(grpc=0, http=0, metrics=0)]
     assert controller._shared_ports == []
 
 

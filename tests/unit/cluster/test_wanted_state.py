@@ -18,7 +18,7 @@ from cluster.lifecycle import RestartPolicy
 from cluster.placement import NodeResources
 from cluster.rank_actor import Outcome
 from cluster.revision_files import RevisionText, check_files
-from cluster.saved_state import RouterPorts, SavedState, decode, encode
+from cluster.saved_state import RouterRecord, SavedState, decode, encode
 from cluster.wanted_state import WantedState
 from workers.errors import EngineConfigError
 
@@ -868,7 +868,7 @@ async def test_drained_node_that_has_gone_is_forgotten_at_the_next_drain(bench: 
 async def test_new_controller_adopts_what_lives_and_forms_nothing(bench: Bench) -> None:
     await bench.apply({"name": "a", "replicas": 2}, {"name": "b"})
     await bench.settle()
-    bench.router.ports = RouterPorts(grpc=1, http=2, metrics=None)
+    bench.router.record = RouterRecord(grpc=1, http=2, metrics=None)
     bench.state.scale("b", 2)
     await bench.settle()
     bench.restart()
@@ -887,8 +887,8 @@ async def test_new_controller_adopts_what_lives_and_forms_nothing(bench: Bench) 
     assert len(bench.forms.lives) == 4
     assert bench.replicas() == ["a-0.1", "a-1.1", "b-0.1", "b-1.1"]
     assert decode(bench.saved).routers == {
-        "router-0": RouterPorts(grpc=1, http=2, metrics=None),
-        "router-1": RouterPorts(grpc=0, http=0, metrics=0),
+        "router-0": RouterRecord(grpc=1, http=2, metrics=None),
+        "router-1": RouterRecord(grpc=0, http=0, metrics=0),
     }
     assert bench.state.scale("a", 3) == 2
     await bench.settle()
@@ -897,9 +897,9 @@ async def test_new_controller_adopts_what_lives_and_forms_nothing(bench: Bench) 
 
 async def test_ports_of_a_router_are_saved_as_soon_as_it_listens(bench: Bench) -> None:
     await bench.apply({"replicas": 1})
-    bench.router.ports = RouterPorts(grpc=1, http=2, metrics=None)
+    bench.router.record = RouterRecord(grpc=1, http=2, metrics=None)
     bench.state.reconcile()
-    assert decode(bench.saved).routers["router-0"] == bench.router.ports
+    assert decode(bench.saved).routers["router-0"] == bench.router.record
 
 
 async def test_a_router_that_is_still_looked_for_is_waited_for(bench: Bench) -> None:
