@@ -41,9 +41,9 @@ def build_library(cache: Path | None = None) -> Path:
     compiler = find_compiler()
     cache = cache or default_cache()
     library = cache / f"weft_kernels_{_key(compiler)}.so"
-    if library.exists():
-        return library
     try:
+        if library.exists():
+            return library
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(library.with_suffix(".lock")):
             if not library.exists():
@@ -60,6 +60,8 @@ def _build(compiler: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
         output = Path(folder) / library.name
         _run([*compiler, "-shared", *_compile(compiler, Path(folder)), "-o", str(output)])
+        with output.open("rb") as file:
+            os.fsync(file.fileno())  # before its name says that it is whole
         os.replace(output, library)
     logger.info("compiled the CPU kernels with %s in %.1f s: %s", compiler[0], time.monotonic() - started, library)
 
@@ -88,8 +90,11 @@ def find_compiler() -> list[str]:
 
 
 def default_cache() -> Path:
-    """A folder of this user's own: what lies in it is loaded as code."""
-    return Path.home() / ".cache" / "weft"
+    """A folder of this user's own: what lies in it is loaded as code. Raises DeviceError for a user without a home."""
+    try:
+        return Path.home() / ".cache" / "weft"
+    except RuntimeError as error:
+        raise DeviceError("this user has no home folder to keep compiled kernels in; allowed: HOME says one") from error
 
 
 def _compile(compiler: Sequence[str], folder: Path) -> list[str]:
@@ -149,7 +154,9 @@ def _of_cpu(*names: str) -> str:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DeviceError(f"{command[0]} did not run: {error}") from error
     if done.returncode != 0:

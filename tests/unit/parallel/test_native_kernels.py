@@ -1,5 +1,6 @@
 """The compiled kernels: built once, with a clear error where they cannot be, and with results that no split changes."""
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -438,6 +439,24 @@ def test_without_a_compiler_auto_falls_back_and_native_is_refused(
     with pytest.raises(DeviceError, match=r"no C\+\+ compiler"):
         select_kernels(CPU, torch.bfloat16, "cpu-native")
     assert not multiplies_bfloat16(CPU)
+
+
+def test_a_home_that_is_not_there_or_not_to_be_entered_is_told_and_auto_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def know_none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name, instead, said in (("exists", refuse, "Permission denied"), ("home", know_none, "has no home folder")):
+        with monkeypatch.context() as patch:
+            patch.setattr(build.Path, name, instead)
+            with pytest.raises(DeviceError, match=said):
+                build.build_library()
+            assert isinstance(select_kernels(CPU, torch.bfloat16), CpuKernels)
+        assert said in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_auto_falls_back(
