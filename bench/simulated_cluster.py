@@ -71,7 +71,7 @@ class ClusterOutcome:
     most_replicas: int
     last_replicas: int
     num_moves: int
-    """Times that a request went on elsewhere because its replica broke."""
+    """Times that a request went on elsewhere because its replica broke or left."""
     num_preemptions: int
     scalings: tuple[tuple[float, int, str], ...]
     num_choices: int

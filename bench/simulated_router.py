@@ -57,7 +57,7 @@ class SimulatedFlight:
         self.outcome = ""
         """Of router/metrics.py; empty: it goes on."""
         self.num_moves = 0
-        """Times that it went on elsewhere because its replica broke."""
+        """Times that it went on elsewhere because its replica broke or left."""
         self._router = router
         self._on_end = on_end
         self._placing = Placing(router.config.failover, MODEL, lambda: router.places.retry_after_s)
@@ -132,11 +132,11 @@ class SimulatedFlight:
         if output.is_last:
             self._end("stop")
 
-    def lose(self, link: "SimulatedLink", reason: str) -> None:
+    def lose(self, link: "SimulatedLink", reason: str, *, was_leaving: bool) -> None:
         """Go on elsewhere, unless too many replicas broke."""
         self._hashes = None
         try:
-            self._placing.note_break(link.replica_id, reason)
+            self._placing.note_loss(link.replica_id, reason, was_leaving=was_leaving)
         except RouterError as error:
             self._end(error.code.name.lower())
             return
@@ -221,11 +221,12 @@ class SimulatedLink(ReplicaBook):
     def lose(self, reason: str) -> None:
         """Stream of simulated_replica.py: the replica is gone, and its requests are handed back."""
         flights, self._flights = self._flights, {}
+        was_leaving = self.is_leaving
         self.breaker.fail(self._router.time.now_s)
         self.note_disconnected()
         self.state = LinkState.CLOSED
         for flight in flights.values():
-            flight.lose(self, reason)
+            flight.lose(self, reason, was_leaving=was_leaving)
 
     def _deliver(self, output: Output) -> tuple[SimulatedFlight, Output]:
         flight = self._flights[output.request_id]

@@ -336,10 +336,7 @@ class Flight:
     # When it goes wrong
 
     def _after_loss(self, part: _Part, reason: str, *, was_leaving: bool) -> None:
-        """Note a part that its replica did not finish; the loop places the request anew, unless too many broke.
-
-        A replica that leaves as planned hands back what it has when its time is over, and has not broken.
-        """
+        """Note a part that its replica did not finish; the loop places the request anew, unless too many broke."""
         self._hashes = None
         if part.first_s is not None:
             self._lost_prefill_s += part.first_s - part.submitted_s
@@ -347,11 +344,12 @@ class Flight:
         replica_id, num_tokens = part.link.replica_id, len(self._generated)
         if was_leaving:
             logger.info("request %s: replica %s left after %d tokens: %s", part.wire_id, replica_id, num_tokens, reason)
-            self._placing.note_move(replica_id)
-            return
-        self._metrics.failovers.labels(self._route.name).inc()
-        logger.warning("request %s: replica %s broke after %d tokens: %s", part.wire_id, replica_id, num_tokens, reason)
-        self._placing.note_break(replica_id, reason)
+        else:
+            self._metrics.failovers.labels(self._route.name).inc()
+            logger.warning(
+                "request %s: replica %s broke after %d tokens: %s", part.wire_id, replica_id, num_tokens, reason
+            )
+        self._placing.note_loss(replica_id, reason, was_leaving=was_leaving)
 
     def _after_failure(self, part: _Part, failed: replica_pb2.RequestFailed) -> None:
         """Raise what the failure means to the client, or return when another replica may do better."""

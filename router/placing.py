@@ -89,18 +89,17 @@ class Placing:
         """A replica refused it because it goes away."""
         self._leaving.add(replica_id)
 
-    def note_move(self, replica_id: ReplicaId) -> None:
-        """A replica that goes away, as it had said, handed it back. However often: without tokens its wait goes on."""
-        self._has_begun = True
-        self._leaving.add(replica_id)
-
-    def note_break(self, replica_id: ReplicaId, reason: str) -> None:
-        """A replica broke under it.
+    def note_loss(self, replica_id: ReplicaId, reason: str, *, was_leaving: bool) -> None:
+        """The stream to its replica ended. A replica that had said that it leaves has not broken, and any number may
+        leave under one request: as long as none gives tokens, its wait goes on.
 
         Raises:
-            ReplicaFailedError: too many have.
+            ReplicaFailedError: too many broke.
         """
         self._has_begun = True
+        if was_leaving:
+            self._leaving.add(replica_id)
+            return
         self._breaks.append(f"{replica_id} ({reason})")
         if len(self._breaks) >= self._config.max_attempts:
             raise ReplicaFailedError(

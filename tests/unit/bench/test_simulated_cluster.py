@@ -17,7 +17,7 @@ from bench.simulated_replica import ReplicaSettings, token_at
 from bench.simulated_router import SimulatedFlight
 from cluster.autoscaler import AutoscalerConfig
 from cluster.cli import app
-from router.config import AdmissionConfig, PolicyName, RouterConfig
+from router.config import AdmissionConfig, FailoverConfig, PolicyName, RouterConfig
 from workers.config import SchedulerConfig
 
 SMALL = ReplicaSettings(scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256), num_blocks=120)
@@ -53,12 +53,18 @@ def cluster(
     num_routers: int = 1,
     replica: ReplicaSettings = SMALL,
     admission: AdmissionConfig | None = None,
+    failover: FailoverConfig | None = None,
     **fleet: object,
 ) -> Run:
     settings = ClusterSettings(
         fleet=dataclasses.replace(FleetSettings(replicas=replicas, start_s=5.0), **fleet),
         replica=replica,
-        router=RouterConfig(control="simulated", policy=policy, admission=admission or AdmissionConfig()),
+        router=RouterConfig(
+            control="simulated",
+            policy=policy,
+            admission=admission or AdmissionConfig(),
+            failover=failover or FailoverConfig(),
+        ),
         num_routers=num_routers,
     )
     return Run(sessions, settings)
@@ -190,10 +196,16 @@ def test_autoscaler_grows_under_a_burst_and_shrinks_after() -> None:
     assert outcome.ttft_s.p90 < 0.7 * fixed.ttft_s.p90
 
 
-def test_requests_on_a_replica_that_leaves_too_soon_move() -> None:
+def test_requests_on_a_replica_that_leaves_too_soon_move_and_it_counts_as_no_break() -> None:
     few = dataclasses.replace(RULES, target_requests=100, downscale_delay_s=2)
     rules = Autoscaling(rules=few, min_replicas=1, max_replicas=4)
-    simulated = cluster(conversations(60, rate=8), PolicyName.ROUND_ROBIN, autoscaling=rules, drain_timeout_s=0.0)
+    simulated = cluster(
+        conversations(60, rate=8),
+        PolicyName.ROUND_ROBIN,
+        autoscaling=rules,
+        drain_timeout_s=0.0,
+        failover=FailoverConfig(max_attempts=1),
+    )
 
     outcome = simulated.run()
 

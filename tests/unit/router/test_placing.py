@@ -73,7 +73,7 @@ def test_a_new_request_is_refused_when_all_are_full_and_gives_up_soon_when_none_
 def test_a_request_that_has_begun_waits_longer_and_says_what_broke() -> None:
     placing = seeking()
     placing.note_tokens()
-    placing.note_break(A, "gone")
+    placing.note_loss(A, "gone", was_leaving=False)
     placing.seek(20.0)
     assert not placing.find(route_to(), 79.0)
     with pytest.raises(ReplicaFailedError, match=r"ready for 60 s, after the request's replicas broke: a \(gone\)"):
@@ -92,7 +92,7 @@ def test_refusals_do_not_begin_the_wait_anew() -> None:
 def test_request_that_waits_for_nothing_takes_what_is_there(has_begun: bool) -> None:
     placing = seeking(config=FailoverConfig(new_request_wait_s=0, failover_wait_s=0))
     if has_begun:
-        placing.note_break(A, "gone")
+        placing.note_loss(A, "gone", was_leaving=False)
     books = [ready(A), ready(B)]
     assert list(placing.find(route_to(*books), 0.1)) == books
     for book in books:
@@ -104,10 +104,10 @@ def test_request_that_waits_for_nothing_takes_what_is_there(has_begun: bool) -> 
 def test_any_number_of_replicas_may_leave_as_they_had_said() -> None:
     placing = seeking()
     for number in range(10):
-        placing.note_move(ReplicaId(f"old-{number}"))
+        placing.note_loss(ReplicaId(f"old-{number}"), "drained", was_leaving=True)
     books = [ready(A), ready(B)]
     assert list(placing.find(route_to(*books), 1.0)) == books
-    placing.note_move(A)
+    placing.note_loss(A, "drained", was_leaving=True)
     assert list(placing.find(route_to(*books), 1.0)) == books[1:]
 
 
@@ -116,22 +116,22 @@ def test_request_that_is_handed_back_again_and_again_without_tokens_gives_up() -
     for now_s in range(61):
         placing.seek(now_s)
         if placing.find(route, now_s):
-            placing.note_move(A)
+            placing.note_loss(A, "drained", was_leaving=True)
     with pytest.raises(NoReplicaError, match="ready for 60 s"):
         placing.find(route, 61.0)
 
 
 def test_so_many_replicas_may_break_under_a_request() -> None:
     placing = seeking()
-    placing.note_break(A, "gone")
-    placing.note_break(B, "gone")
+    placing.note_loss(A, "gone", was_leaving=False)
+    placing.note_loss(B, "gone", was_leaving=False)
     with pytest.raises(ReplicaFailedError, match="3 replicas broke under the request; allowed: fewer than 3"):
-        placing.note_break(A, "gone again")
+        placing.note_loss(A, "gone again", was_leaving=False)
 
 
 def test_a_request_under_which_a_replica_broke_before_a_token_has_begun() -> None:
     placing = Placing(FailoverConfig(), "m", lambda: 1.0)
-    placing.note_break(ReplicaId("a"), "died")
+    placing.note_loss(ReplicaId("a"), "died", was_leaving=False)
     assert placing.has_begun
 
 
