@@ -8,21 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from weft.limits import MAX_LOGPROBS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TEMPERATURE
 from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage, Conversation, GenerateCall, GenerateDelta
 from router.errors import ContextLengthError, InvalidRequestError
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 1024
 MAX_CACHE_SALT_CHARS = 1024
 MAX_MESSAGES = 8192
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
-MAX_LOGPROBS = 20
 MAX_REQUEST_ID_CHARS = 128
-MAX_TEMPERATURE = 1e36
-"""The engine's own limit."""
 
 _DEFAULTS: Mapping[str, float | int] = {
     "temperature": 1.0,

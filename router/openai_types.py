@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from weft.limits import MAX_LOGPROBS
 from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage, Conversation, GenerateCall
-from router.convert import MAX_LOGPROBS, check_num_messages, check_stop, check_template_kwargs_size, opens_turn
+from router.convert import check_num_messages, check_stop, check_template_kwargs_size, opens_turn
 from router.errors import InvalidRequestError
 from router.message_content import content_text
 from router.openai_fields import NULL, is_set, read_json, refuse_unserved

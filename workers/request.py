@@ -4,22 +4,20 @@ sequence.py holds the state of one in flight.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
 import msgspec
+from weft.limits import MAX_LOGPROBS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TEMPERATURE
 
 from workers.errors import InvalidRequestError
 
 RequestId = NewType("RequestId", str)
 
-MAX_STOP_STRINGS = 16
-MAX_LOGPROBS = 20
 GREEDY_TEMPERATURE = 1e-5
 """Below it only the largest logit has a chance."""
-MAX_TEMPERATURE = 1e36
-"""Of much more the product with a draw's noise could be infinite in float32."""
 
 
 class FinishReason(StrEnum):
@@ -78,8 +76,10 @@ class SamplingParams:
         _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "-2 to 2")
         _check("max_tokens", self.max_tokens, 1, 2**31, "at least 1")
         _check("min_tokens", self.min_tokens, 0, self.max_tokens, f"0 to max_tokens ({self.max_tokens})")
-        if len(self.stop) > MAX_STOP_STRINGS or "" in self.stop:
-            raise InvalidRequestError(f"stop is {list(self.stop)!r}; allowed: at most {MAX_STOP_STRINGS}, none empty")
+        _check_length("stop", self.stop, MAX_STOP_STRINGS)
+        for text in self.stop:
+            _check("length of a stop string", len(text), 1, MAX_STOP_STRING_CHARS, f"1 to {MAX_STOP_STRING_CHARS}")
+        _check_length("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if min(self.stop_token_ids, default=0) < 0:
             raise InvalidRequestError(f"stop_token_ids contain {min(self.stop_token_ids)}; allowed: at least 0")
         if self.logprobs is not None:
@@ -89,6 +89,11 @@ class SamplingParams:
 def _check(name: str, value: float, low: float, high: float, allowed: str) -> None:
     if not low <= value <= high or math.isinf(value):  # a NaN fails the comparison
         raise InvalidRequestError(f"{name} is {value}; allowed: {allowed}")
+
+
+def _check_length(name: str, values: Sequence[object], most: int) -> None:
+    if len(values) > most:
+        raise InvalidRequestError(f"{name} has {len(values)} entries; allowed: at most {most}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

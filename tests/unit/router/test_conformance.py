@@ -22,9 +22,7 @@ from weft.v1 import inference_pb2 as pb
 from weft.v1.replica_pb2 import Submit
 
 from router.config import AdmissionConfig, FailoverConfig, MetricsConfig
-from router.convert import MAX_TEMPERATURE
 from router.keys import hash_key
-from workers.request import MAX_TEMPERATURE as ENGINE_MAX_TEMPERATURE
 
 Fronts = dict[str, Front]
 
@@ -462,10 +460,6 @@ async def test_param_is_what_an_http_client_calls_the_field() -> None:
         ):
             error = (await http.post(path, json=body)).json()["error"]
             assert (error["param"], error["message"][: len(message)]) == (param, message)
-
-
-def test_router_and_engine_refuse_the_same_temperatures() -> None:
-    assert MAX_TEMPERATURE == ENGINE_MAX_TEMPERATURE
 
 
 @each_front

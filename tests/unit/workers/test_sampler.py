@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from weft.limits import MAX_TEMPERATURE
 
 from parallel.device.cpu import CpuDevice
 from parallel.kernels.sampling import edit_in_torch, gumbel
@@ -13,7 +14,7 @@ from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.errors import InvalidRequestError
 from workers.logit_edits import SequenceEdits
 from workers.plan import NewSequence, SampledToken
-from workers.request import MAX_TEMPERATURE, SamplingParams
+from workers.request import SamplingParams
 from workers.row_draws import noise_keys
 from workers.sampler import Sampler
 from workers.slot_draws import SlotDraws
@@ -193,9 +194,15 @@ def test_nan_fails_its_own_row_only() -> None:
         ({"temperature": 1e39}, "temperature is 1e\\+39; allowed: 0 to 1e\\+36"),
         ({"temperature": math.inf}, "temperature is inf; allowed: 0 to 1e\\+36"),
         ({"stop_token_ids": (3, -1)}, "stop_token_ids contain -1; allowed: at least 0"),
+        ({"stop_token_ids": (3,) * 1025}, "stop_token_ids has 1025 entries; allowed: at most 1024"),
+        ({"stop": ("a",) * 17}, "stop has 17 entries; allowed: at most 16"),
+        ({"stop": ("a", "")}, "length of a stop string is 0; allowed: 1 to 1024"),
+        ({"stop": ("a" * 1025,)}, "length of a stop string is 1025; allowed: 1 to 1024"),
     ],
 )
-def test_values_that_would_reach_the_rows_of_others_are_refused(params: dict[str, Any], message: str) -> None:
+def test_values_that_would_reach_the_rows_of_others_or_cost_too_much_are_refused(
+    params: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         SamplingParams(**params)
 
