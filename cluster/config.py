@@ -35,9 +35,12 @@ from workers.config import (
     EngineConfig,
     GraphSize,
     KernelsName,
+    MaxContext,
+    NumThreads,
     ParallelConfig,
     QuantizationName,
     SchedulerConfig,
+    StepTimeout,
 )
 from workers.errors import EngineConfigError
 
@@ -123,10 +126,10 @@ class ModelSection(Section):
     """Compile the layers by torch's compiler: on CUDA, or with kernels "reference" or "cpu"."""
     max_cudagraph_capture_size: GraphSize = TOKEN_BUCKETS[-1]
     """On CUDA, the largest decode step that is recorded as a graph, in sequences; 0: no step is recorded."""
-    max_context: Annotated[int, Field(ge=2)] | None = None
-    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    max_context: MaxContext | None = None
+    num_threads: NumThreads | None = None
     """CPU threads of each rank; None: a node's cores divided over the ranks on it."""
-    step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    step_timeout_s: StepTimeout = 60.0
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A formation that is not READY after so long is torn down."""
     cpus_per_rank: Annotated[float, Field(ge=0.001)] = 0.01

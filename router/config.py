@@ -15,6 +15,8 @@ from router.tls import InnerTls, TlsFiles
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 
 Port: TypeAlias = Annotated[int, Ge(0), Le(65535)]
+MessageBytes: TypeAlias = Annotated[int, Ge(1024), Le(2**31 - 1)]
+NumThreads: TypeAlias = Annotated[int, Ge(1), Le(1024)]
 _Time: TypeAlias = Annotated[float, Ge(0.001)]
 
 
@@ -212,9 +214,9 @@ class RouterConfig:
     api_keys: str | None = None
     """File of the API keys (keys.py); None: everybody may ask."""
     policy: PolicyName = PolicyName.PREFIX_AFFINITY
-    max_message_bytes: Annotated[int, Ge(1024)] = 4 << 20
+    max_message_bytes: MessageBytes = 4 << 20
     """A larger message from a client is refused."""
-    tokenizer_threads: Annotated[int, Ge(1)] = 2
+    tokenizer_threads: NumThreads = 2
     grace_s: Annotated[float, Ge(0)] = 30.0
     """How long requests in flight may go on after the router was told to stop."""
     unready_s: Annotated[float, Ge(0)] = 0.0

@@ -4,9 +4,8 @@ A cluster's file has it in its section `router` (cluster/config.py), and `python
 """
 
 import json
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from router.config import (
     AdmissionConfig,
@@ -14,7 +13,9 @@ from router.config import (
     ClientConfig,
     FailoverConfig,
     LinkConfig,
+    MessageBytes,
     MetricsConfig,
+    NumThreads,
     PrefixPolicyConfig,
 )
 from router.config_faults import describe_faults
@@ -30,8 +31,8 @@ class Section(BaseModel):
 class RouterSettings(Section):
     """The same for all routers of a service."""
 
-    max_message_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 << 20
-    tokenizer_threads: Annotated[int, Field(ge=1, le=1024)] = 2
+    max_message_bytes: MessageBytes = 4 << 20
+    tokenizer_threads: NumThreads = 2
     admission: AdmissionConfig = AdmissionConfig()
     clients: ClientConfig = ClientConfig()
     prefix: PrefixPolicyConfig = PrefixPolicyConfig()

@@ -16,6 +16,9 @@ DeviceName: TypeAlias = Literal["auto", "cpu", "cuda"]
 KernelsName: TypeAlias = Literal["auto", "reference", "cpu", "cpu-native", "cuda"]
 AttentionBackendName: TypeAlias = Literal["auto", "flash-attention", "flashinfer", "triton"]
 GraphSize: TypeAlias = Annotated[int, Ge(0), Le(TOKEN_BUCKETS[-1])]
+MaxContext: TypeAlias = Annotated[int, Ge(2)]
+NumThreads: TypeAlias = Annotated[int, Ge(1), Le(1024)]
+StepTimeout: TypeAlias = Annotated[float, Gt(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +131,11 @@ class EngineConfig:
     """Compile the layers by torch.compile's compiler, where the kernels leave torch something to see."""
     max_cudagraph_capture_size: GraphSize = TOKEN_BUCKETS[-1]
     """On CUDA, decode steps of up to so many sequences are recorded as graphs ahead of requests; 0: no step is."""
-    max_context: int | None = None
+    max_context: MaxContext | None = None
     """Longest prompt plus output; None: what the model's config says. Less where the KV cache does not hold it."""
-    step_timeout_s: float = 60.0
+    step_timeout_s: StepTimeout = 60.0
     """A step that takes longer means that a rank hangs, and ends the group."""
-    num_threads: int | None = None
+    num_threads: NumThreads | None = None
     """CPU threads of each rank; None: the cores of the machine divided over the ranks on it."""
     hash_key: bytes = b""
     """Key of the block hash; equal on all replicas of a model."""

@@ -390,7 +390,8 @@ async def test_command_line_starts_a_router_that_stops_at_a_signal() -> None:
         ({"control": "x:1", "addresses": ("y:1",)}, "allowed: one of the two"),
         ({}, "control is None and models has 0 entries"),
         ({"addresses": ("y:1",), "grpc_port": 65536}, "grpc_port is 65536; allowed: 0 to 65535"),
-        ({"addresses": ("y:1",), "max_message_bytes": 1}, "max_message_bytes is 1; allowed: at least 1024"),
+        ({"addresses": ("y:1",), "max_message_bytes": 1}, "max_message_bytes is 1; allowed: 1024 to 2147483647"),
+        ({"addresses": ("y:1",), "tokenizer_threads": 1025}, "tokenizer_threads is 1025; allowed: 1 to 1024"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:

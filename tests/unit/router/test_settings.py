@@ -30,9 +30,10 @@ def test_settings_are_those_of_a_cluster_file() -> None:
         assert getattr(alone, name) == getattr(in_cluster, name)
 
 
-def test_without_settings_everything_is_as_in_an_empty_cluster_file() -> None:
+def test_without_settings_everything_has_its_default_as_in_an_empty_cluster_file() -> None:
+    default = RouterConfig(control="127.0.0.1:1")
     for name in RouterSettings.model_fields:
-        assert getattr(config(), name) == getattr(RouterSection(), name)
+        assert getattr(config(), name) == getattr(RouterSection(), name) == getattr(default, name)
 
 
 def test_flags_of_their_own_go_with_settings() -> None:

@@ -1,6 +1,7 @@
 """The setting `quantization` reaches the layers of an engine, and nothing else is taken for it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,15 @@ def test_8_bits_move_the_predictions_of_an_engine_a_little() -> None:
     assert quantized[0] == pytest.approx(plain[0], abs=0.2)
 
 
-def test_what_is_allowed_is_told() -> None:
-    with pytest.raises(EngineConfigError, match="quantization is 'fp8'; allowed: 'none', 'int8'"):
-        EngineConfig(model=MODEL, quantization="fp8")
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("quantization", "fp8", "'none', 'int8'"),
+        ("max_context", -5, "at least 2"),
+        ("num_threads", 0, "1 to 1024"),
+        ("step_timeout_s", 0.0, "more than 0"),
+    ],
+)
+def test_engine_settings_out_of_range_are_refused_with_what_is_allowed(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(EngineConfigError, match=f"{name} is {value!r}; allowed: {allowed}"):
+        EngineConfig(model=MODEL, **{name: value})
