@@ -1,17 +1,19 @@
 """The one path that gRPC and HTTP share: resolve the model, tokenize, check, admit, and stream from the replicas.
 
-Text work runs in the tokenizer pool; replicas are the business of flight.py. Every call ends in exactly one outcome.
+Text work runs in the tokenizer pool; replicas are the business of flight.py. Every call ends in exactly one outcome
+(call_account.py).
 """
 
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from contextlib import closing
+from functools import partial
 from typing import TypeVar
-
-from weft.v1 import inference_pb2 as pb
 
 from router.admission import Admission
 from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard, TokenName
+from router.call_account import CallAccount
 from router.config import RouterConfig
 from router.convert import (
     check_call,
@@ -22,7 +24,7 @@ from router.convert import (
     complete_sampling,
 )
 from router.directory import Directory, ModelRoute
-from router.errors import DeadlineError, NoReplicaError, RateLimitedError, RouterError
+from router.errors import DeadlineError, NoReplicaError
 from router.flight import Flight, PreparedRequest
 from router.keys import cache_space
 from router.metrics import RouterMetrics
@@ -32,13 +34,6 @@ from router.token_names import TokenNames
 from router.tokenizer_pool import TokenizerPool
 
 T = TypeVar("T")
-
-_OUTCOMES = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
-}
-_FINISHED = ("stop", "length")
 
 
 class Dispatcher:
@@ -66,61 +61,24 @@ class Dispatcher:
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta, None]:
         """Serve one call. Closing the generator, or cancelling the task that reads it, aborts the call everywhere."""
-        meter = self._metrics.request(call)
-        span = self._tracer.accept("weft.request", call.trace_context)
         deadline_s = _deadline(call.timeout_s)
-        outcome = ""
-        try:
+        with CallAccount(call, self._metrics, self._tracer, deadline_s=deadline_s) as account:
             route = self._directory.resolve(call.model)
-            meter.begin(route)
-            span.set(gen_ai__request__model=route.name)
-            if call.tenant is not None:
-                call.tenant.admit(call.request)
+            account.begin(route)
             with self._admission.enter() as place:
-                with span.child("weft.prepare"):
+                with account.span.child("weft.prepare"):
                     request = await _until(deadline_s, self._prepare(call, route, deadline_s))
-                meter.accept()
-                span.set(weft__request_id=request.request_id)
-                meter.request_id = request.request_id
-                meter.num_prompt_tokens = len(request.prompt_token_ids)
-                if call.tenant is not None:
-                    call.tenant.spend(len(request.prompt_token_ids))
-                flight = self._flight(request, route, span, lambda: self._prepare(call, route, deadline_s))
-                try:
-                    with span.child("weft.admission"):
+                account.accept(request)
+                prepare = partial(self._prepare, call, route, deadline_s)
+                with closing(self._flight(request, route, account.span, prepare)) as flight:
+                    with account.span.child("weft.admission"):
                         await flight.hold(self._most_held)
                         await place.start(deadline_s)
-                    meter.start()
-                    while not outcome:
+                    account.start()
+                    while not account.has_ended:
                         delta = await flight.next()
-                        meter.receive(len(delta.token_ids))
-                        if call.tenant is not None:
-                            call.tenant.spend(len(delta.token_ids))
-                        if delta.finished is not None:
-                            outcome = _OUTCOMES.get(delta.finished.reason, "stop")
-                            meter.num_cached_tokens = delta.finished.usage.cached_tokens
+                        account.receive(delta)
                         yield delta
-                finally:
-                    flight.close()
-        except Exception as error:
-            outcome = _outcome_of(error)
-            call.request.failure = call.request.failure or outcome
-            span.fail(str(error))
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            # gRPC cancels at the deadline too, a little before or after this clock says so.
-            left = "deadline_exceeded" if _is_near(deadline_s) else "cancelled"
-            outcome = outcome or call.request.failure or left
-            raise
-        finally:
-            meter.end(outcome or "internal", is_finished=outcome in _FINISHED)
-            span.set(
-                weft__outcome=outcome or "internal",
-                gen_ai__usage__input_tokens=meter.num_prompt_tokens,
-                gen_ai__usage__output_tokens=meter.num_tokens,
-                weft__cached_tokens=meter.num_cached_tokens,
-            )
-            span.end()
 
     async def tokenize(
         self, model: str, prompt: str | Conversation, *, add_special_tokens: bool = True
@@ -229,18 +187,8 @@ class Dispatcher:
         )
 
 
-def _outcome_of(error: Exception) -> str:
-    if isinstance(error, RateLimitedError):
-        return "rate_limited"
-    return error.code.name.lower() if isinstance(error, RouterError) else "internal"
-
-
 def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-
-
-def _is_near(deadline_s: float | None) -> bool:
-    return deadline_s is not None and asyncio.get_running_loop().time() > deadline_s - 0.05
 
 
 async def _until(deadline_s: float | None, work: Awaitable[T]) -> T:

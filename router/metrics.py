@@ -142,8 +142,10 @@ class RequestMeter:
         if route.num_ready:  # that a first replica came late says nothing about how many there should be
             self._demand = route
 
-    def accept(self) -> None:
+    def accept(self, request_id: str, num_prompt_tokens: int) -> None:
         """Note that its values are allowed; its cache salt has no name before, for it may be anything."""
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
         self.tenant = self._metrics.tenants.name(self._call.tenant, self._call.cache_salt)
 
     def start(self) -> None:

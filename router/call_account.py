@@ -1,0 +1,112 @@
+"""What one call is counted as: its meter, its span, its tenant's budget, and the one outcome in which it ends.
+
+dispatch.py says what happens to the call; nothing here changes what its client gets.
+"""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from weft.v1 import inference_pb2 as pb
+
+from router.call import GenerateCall, GenerateDelta
+from router.directory import ModelRoute
+from router.errors import RateLimitedError, RouterError
+from router.flight import PreparedRequest
+from router.metrics import RouterMetrics
+from router.spans import Tracer
+
+_OUTCOMES = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+_FINISHED = ("stop", "length")
+
+
+class CallAccount:
+    """Counts one call from its arrival to its outcome: a context manager around all that is done for it."""
+
+    def __init__(self, call: GenerateCall, metrics: RouterMetrics, tracer: Tracer, *, deadline_s: float | None) -> None:
+        """The call arrives now; `deadline_s` is on the event loop's clock."""
+        self._call = call
+        self._deadline_s = deadline_s
+        self._meter = metrics.request(call)
+        self._outcome = ""
+        self.span = tracer.accept("weft.request", call.trace_context)
+        """The parts of the call are its children."""
+
+    @property
+    def has_ended(self) -> bool:
+        """The last delta has come."""
+        return bool(self._outcome)
+
+    def begin(self, route: ModelRoute) -> None:
+        """Note which model it asks for. Raises RateLimitedError when its API key may not ask now."""
+        self._meter.begin(route)
+        self.span.set(gen_ai__request__model=route.name)
+        if self._call.tenant is not None:
+            self._call.tenant.admit(self._call.request)
+
+    def accept(self, request: PreparedRequest) -> None:
+        """Note that its values are allowed, and what they become."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        self._meter.accept(request.request_id, num_prompt_tokens)
+        self.span.set(weft__request_id=request.request_id)
+        self._spend(num_prompt_tokens)
+
+    def start(self) -> None:
+        """Note that it got its place in flight."""
+        self._meter.start()
+
+    def receive(self, delta: GenerateDelta) -> None:
+        """Note what the replica gave it."""
+        num_tokens = len(delta.token_ids)
+        self._meter.receive(num_tokens)
+        self._spend(num_tokens)
+        if delta.finished is not None:
+            self._outcome = _OUTCOMES.get(delta.finished.reason, "stop")
+            self._meter.num_cached_tokens = delta.finished.usage.cached_tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        request = self._call.request
+        match error:
+            case Exception():
+                self._outcome = _outcome_of(error)
+                request.failure = request.failure or self._outcome
+                self.span.fail(str(error))
+            case asyncio.CancelledError() | GeneratorExit():
+                # gRPC cancels at the deadline too, a little before or after this clock says so.
+                left = "deadline_exceeded" if _is_near(self._deadline_s) else "cancelled"
+                self._outcome = self._outcome or request.failure or left
+        self._end(self._outcome or "internal")
+
+    def _spend(self, num_tokens: int) -> None:
+        if self._call.tenant is not None:
+            self._call.tenant.spend(num_tokens)
+
+    def _end(self, outcome: str) -> None:
+        meter = self._meter
+        meter.end(outcome, is_finished=outcome in _FINISHED)
+        self.span.set(
+            weft__outcome=outcome,
+            gen_ai__usage__input_tokens=meter.num_prompt_tokens,
+            gen_ai__usage__output_tokens=meter.num_tokens,
+            weft__cached_tokens=meter.num_cached_tokens,
+        )
+        self.span.end()
+
+
+def _outcome_of(error: Exception) -> str:
+    if isinstance(error, RateLimitedError):
+        return "rate_limited"
+    return error.code.name.lower() if isinstance(error, RouterError) else "internal"
+
+
+def _is_near(deadline_s: float | None) -> bool:
+    return deadline_s is not None and asyncio.get_running_loop().time() > deadline_s - 0.05
