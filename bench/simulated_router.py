@@ -88,7 +88,7 @@ class SimulatedFlight:
         except OverloadedError as error:
             self._end(error.code.name.lower())
             return
-        router.route.num_open += 1
+        router.route.note_opened()
         if router.places.start(self._ticket):
             self.start()
         else:
@@ -174,9 +174,11 @@ class SimulatedFlight:
         self.outcome = outcome
         self._hashes = None
         if self._ticket is not None:
-            self._router.route.num_open -= 1
+            self._router.route.note_closed()
             self._router.give_back(self._ticket)
-        self._meter.end(outcome, is_finished=outcome == "stop")
+        is_on_time = self._meter.end(outcome, is_finished=outcome == "stop")
+        if is_on_time is not None:
+            self._router.route.note_served(is_on_time=is_on_time)
         self._on_end(self)
 
 

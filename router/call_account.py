@@ -33,6 +33,8 @@ class CallAccount:
         self._deadline_s = deadline_s
         self._meter = metrics.request(call)
         self._outcome = ""
+        self._route: ModelRoute | None = None
+        """None until the model is known to be served."""
         self.span = tracer.accept("weft.request", call.trace_context)
         """The parts of the call are its children."""
 
@@ -43,6 +45,7 @@ class CallAccount:
 
     def begin(self, route: ModelRoute) -> None:
         """Note which model it asks for. Raises RateLimitedError when its API key may not ask now."""
+        self._route = route
         self._meter.begin(route)
         self.span.set(gen_ai__request__model=route.name)
         if self._call.tenant is not None:
@@ -92,7 +95,9 @@ class CallAccount:
 
     def _end(self, outcome: str) -> None:
         meter = self._meter
-        meter.end(outcome, is_finished=outcome in _FINISHED)
+        is_on_time = meter.end(outcome, is_finished=outcome in _FINISHED)
+        if self._route is not None and is_on_time is not None:
+            self._route.note_served(is_on_time=is_on_time)
         self.span.set(
             weft__outcome=outcome,
             gen_ai__usage__input_tokens=meter.num_prompt_tokens,

@@ -105,7 +105,7 @@ class Flight:
         self._lost_prefill_s = 0.0
         self._lost_decode_s = 0.0
         self._hashes: list[bytes] | None = None
-        route.num_open += 1  # until `close`
+        route.note_opened()  # until `close`
 
     async def hold(self, most: int) -> None:
         """Wait while the model has no replica; for longer where one is started because somebody asks.
@@ -124,16 +124,14 @@ class Flight:
                 f"{self._route.num_waiting} requests wait for a replica of model {self._route.name!r}; allowed: {most}",
                 retry_after_s=self._retry_after_s(),
             )
-        self._route.num_waiting += 1
-        try:
-            async with asyncio.timeout_at(self._request.deadline_s):
-                await self._wait_for_replica()
-        except TimeoutError:
-            raise DeadlineError(
-                f"the deadline passed before a replica of model {self._route.name!r} was ready"
-            ) from None
-        finally:
-            self._route.num_waiting -= 1
+        with self._route.waiting():
+            try:
+                async with asyncio.timeout_at(self._request.deadline_s):
+                    await self._wait_for_replica()
+            except TimeoutError:
+                raise DeadlineError(
+                    f"the deadline passed before a replica of model {self._route.name!r} was ready"
+                ) from None
 
     async def _wait_for_replica(self) -> None:
         begin_s = time.monotonic()
@@ -162,7 +160,7 @@ class Flight:
 
     def close(self) -> None:
         """Abort the request wherever it is, unless it has ended. Once."""
-        self._route.num_open -= 1
+        self._route.note_closed()
         part = self._leave()
         if part is not None:
             part.link.abort(part.wire_id)

@@ -129,7 +129,7 @@ class RequestMeter:
         self.num_cached_tokens = 0
         """As its usage tells."""
         self._target_ttft_s, self._target_tpot_s = metrics.config.slo_ttft_s, metrics.config.slo_tpot_s
-        self._demand: Route[Any] | None = None
+        self._has_replica = False  # when it arrives
 
     def begin(self, route: Route[Any]) -> None:
         """Note which model it asks for."""
@@ -139,8 +139,7 @@ class RequestMeter:
         ttft_s, tpot_s = self._metrics.targets_s(route)
         self._target_ttft_s = ttft_s if call.target_ttft_s is None else call.target_ttft_s
         self._target_tpot_s = tpot_s if call.target_tpot_s is None else call.target_tpot_s
-        if route.num_ready:  # that a first replica came late says nothing about how many there should be
-            self._demand = route
+        self._has_replica = route.num_ready > 0
 
     def accept(self, request_id: str, num_prompt_tokens: int) -> None:
         """Note that its values are allowed; its cache salt has no name before, for it may be anything."""
@@ -172,8 +171,12 @@ class RequestMeter:
         self.num_tokens += num_tokens
         self._generation_tokens.inc(num_tokens)
 
-    def end(self, outcome: str, *, is_finished: bool) -> None:
-        """Note the end; the times of requests that did not finish would say nothing."""
+    def end(self, outcome: str, *, is_finished: bool) -> bool | None:
+        """Note the end; the times of requests that did not finish would say nothing.
+
+        Returns whether the request was served within its targets; None where that says nothing about how many replicas
+        there should be: it was not served, or the first one was not there yet.
+        """
         metrics = self._metrics
         metrics.requests.labels(self.model, outcome).inc()
         self._count_tenant(outcome)
@@ -184,16 +187,16 @@ class RequestMeter:
             log_request(self._record(outcome, result, tpot_s, e2e_s))
         if result is not None:
             metrics.slo_requests.labels(self.model, result).inc()
-        if self._demand is not None and result in _SERVED:
-            self._demand.num_finished += 1
-            self._demand.num_on_time += result == "met"
-        if not is_finished:
-            return
-        metrics.e2e.labels(self.model).observe(e2e_s)
-        if tpot_s is not None:
-            metrics.tpot.labels(self.model).observe(tpot_s)
+        if is_finished:
+            self._observe_times(e2e_s, tpot_s)
         if result == "met":
             metrics.goodput_tokens.labels(self.model).inc(self.num_tokens)
+        return result == "met" if self._has_replica and result in _SERVED else None
+
+    def _observe_times(self, e2e_s: float, tpot_s: float | None) -> None:
+        self._metrics.e2e.labels(self.model).observe(e2e_s)
+        if tpot_s is not None:
+            self._metrics.tpot.labels(self.model).observe(tpot_s)
 
     def _result(self, outcome: str, tpot_s: float | None, *, is_finished: bool) -> str | None:
         """Return how the request did by the targets; None when its client ended it, or never began it well."""

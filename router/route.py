@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -161,6 +162,28 @@ class Route(Generic[LinkT]):
         if self.block_size is None:
             return []
         return block_hashes(root_hash(self._hash_key, cache_salt), token_ids, self.block_size)
+
+    def note_opened(self) -> None:
+        """A request for the model was accepted."""
+        self.num_open += 1
+
+    def note_closed(self) -> None:
+        """A request that was accepted has ended."""
+        self.num_open -= 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A request that was accepted waits for a first replica, for the length of the block."""
+        self.num_waiting += 1
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+
+    def note_served(self, *, is_on_time: bool) -> None:
+        """A request that began while there was a replica was served; `is_on_time`: within both targets."""
+        self.num_finished += 1
+        self.num_on_time += is_on_time
 
     def add(self, link: LinkT) -> None:
         """There is another replica."""
