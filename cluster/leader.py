@@ -8,8 +8,8 @@ from weft.addresses import join_host_port
 from cluster.errors import GroupTerminatedError
 from cluster.metrics import EngineCollector
 from cluster.rank_actor import RankSpec, ReplicaLoad
-from cluster.rank_metrics import MetricsListener
 from cluster.replica_server import ReplicaInfo, ReplicaServer
+from router.metrics_listener import MetricsListener
 from router.spans import make_tracer
 from workers.async_engine import AsyncEngine
 from workers.config import EngineConfig

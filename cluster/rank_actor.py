@@ -19,13 +19,14 @@ from cluster.errors import ClusterError, GroupTerminatedError
 from cluster.imports import import_for_good
 from cluster.logs import configure_logging, own_log
 from cluster.models import resolve_model
-from cluster.rank_metrics import MetricsListener, RankCollector
+from cluster.rank_metrics import RankCollector
 from cluster.revision_files import RevisionText, check_files
 from cluster.signals import on_sigterm
 from cluster.spares import engine_variables, take_spare
 from parallel.errors import ModelError
 from router.config import TracingConfig
 from router.errors import RouterConfigError
+from router.metrics_listener import MetricsListener
 from router.tls import InnerTls
 from workers.config import EngineConfig
 from workers.cores import compute_here, give_way

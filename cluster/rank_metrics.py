@@ -1,16 +1,12 @@
-"""What one rank counts, as Prometheus reads it, and the listener of its process. Imports no torch.
+"""What one rank counts, as Prometheus reads it. Imports no torch.
 
 A rank's metrics come from a listener of its own, so that one that hangs still tells which step it is at.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from weft.addresses import join_host_port
 
 from workers.stats import RankStats
 
@@ -92,25 +88,3 @@ class RankCollector(Collector):
 
     def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
         return CounterMetricFamily(name, text, labels=(*self._names, *labels))
-
-
-class MetricsListener:
-    """Serves collectors over HTTP on a free port, from a thread of its own."""
-
-    def __init__(self, host: str) -> None:
-        """Bind and start, with nothing to tell yet."""
-        self._registry = CollectorRegistry()
-        server, thread = start_http_server(0, host, self._registry)
-        self._server: WSGIServer = server
-        self._thread: threading.Thread = thread
-        self.address = join_host_port(host, server.server_port)
-
-    def add(self, collector: Collector) -> None:
-        """Tell this too."""
-        self._registry.register(collector)
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

@@ -24,7 +24,8 @@ from router.dispatch import Dispatcher
 from router.errors import RouterConfigError
 from router.http_protocol import bounded_protocol
 from router.keys import KeyRing
-from router.metrics import MetricsListener, RouterMetrics
+from router.metrics import RouterMetrics
+from router.metrics_listener import MetricsListener
 from router.model_files import TokenizerLoader
 from router.model_text import ModelText
 from router.openai import create_app
@@ -141,7 +142,7 @@ def _listen_metrics(config: RouterConfig, metrics: RouterMetrics, stack: ExitSta
     """What listens is closed with the stack."""
     if config.metrics_port is None:
         return None
-    listener = MetricsListener(metrics, config.host, config.metrics_port)
+    listener = MetricsListener(config.host, config.metrics_port, metrics.registry)
     stack.callback(listener.close)
     return listener
 

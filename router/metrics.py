@@ -1,25 +1,21 @@
-"""What the router counts, in a registry of its own, and the HTTP listener that Prometheus reads.
+"""What the router counts, in a registry of its own, which metrics_listener.py serves.
 
 Names begin with weft_router_ and end in their unit. Gauges are read when somebody asks, so none is ever stale.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from threading import Thread
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-from weft.addresses import join_host_port
 
 from router.admission import Admission
 from router.call import GenerateCall
 from router.config import MetricsConfig
 from router.convert import MAX_REQUEST_ID_CHARS
 from router.directory import Directory, ModelRoute
-from router.errors import RouterConfigError
 from router.replica_book import LinkState
 from router.request_log import RequestRecord, log_request
 from router.route import Route
@@ -288,27 +284,6 @@ def _replicas_state(routes: Sequence[ModelRoute]) -> Iterable[GaugeMetricFamily]
             if link.state is LinkState.READY:  # else nothing is known, which is not none
                 blocks.add_metric(labels, route.index.num_blocks(link.replica_id))
     return (ready, requests, tokens, blocks)
-
-
-class MetricsListener:
-    """Serves a registry over HTTP from a thread of its own."""
-
-    def __init__(self, metrics: RouterMetrics, host: str, port: int) -> None:
-        """Bind and start. Raises RouterConfigError when the port is taken."""
-        try:
-            server, thread = start_http_server(port, host, metrics.registry)
-        except OSError as error:
-            address = join_host_port(host, port)
-            raise RouterConfigError(f"metrics cannot listen on {address}: {error.strerror}") from error
-        self._server: WSGIServer = server
-        self._thread: Thread = thread
-        self.address = join_host_port(host, server.server_port)
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

@@ -27,7 +27,8 @@ from bench.load.utilization import Peak, RankCounters, RanksUnknownError, compar
 from cluster.control_client import ControlClient
 from cluster.errors import ControllerError
 from cluster.metrics_pages import fetch_pages
-from cluster.rank_metrics import MetricsListener, RankCollector
+from cluster.rank_metrics import RankCollector
+from router.metrics_listener import MetricsListener
 from workers.stats import RankStats
 
 ELSEWHERE = "192.0.2.1"

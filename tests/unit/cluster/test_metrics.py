@@ -5,7 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics import BUCKETS_S, EngineCollector
-from cluster.rank_metrics import MetricsListener
+from router.metrics_listener import MetricsListener
 from workers.engine import EngineLoad
 from workers.request import FinishReason
 from workers.stats import EngineStats

@@ -5,8 +5,9 @@ import urllib.request
 from helpers.ipv6 import needs_ipv6
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.rank_metrics import MetricsListener, RankCollector
+from cluster.rank_metrics import RankCollector
 from parallel.mesh import Axis
+from router.metrics_listener import MetricsListener
 from workers.stats import RankStats
 
 LABELS = {"model": "m", "replica": "m-0.1", "rank": "1"}
