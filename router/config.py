@@ -1,5 +1,6 @@
 """The router's settings, as frozen values; __main__.py builds them from flags, the cluster from its own YAML."""
 
+import random
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +19,8 @@ Port: TypeAlias = Annotated[int, Ge(0), Le(65535)]
 MessageBytes: TypeAlias = Annotated[int, Ge(1024), Le(2**31 - 1)]
 NumThreads: TypeAlias = Annotated[int, Ge(1), Le(1024)]
 _Time: TypeAlias = Annotated[float, Ge(0.001)]
+
+_MAX_DOUBLINGS = 16  # 0.05 s become an hour; after 1,023 the number would be too large for a float
 
 
 class PolicyName(StrEnum):
@@ -120,6 +123,11 @@ class LinkConfig:
     def __post_init__(self) -> None:
         check_fields(self, RouterConfigError)
         _at_least("max_backoff_s", self.max_backoff_s, self.backoff_s)
+
+    def next_wait_s(self, num_failures: int, rng: random.Random) -> float:
+        """Return how long to wait before the next dial, after so many that failed in a row."""
+        num_doublings = min(num_failures, _MAX_DOUBLINGS)
+        return min(self.backoff_s * 2.0**num_doublings, self.max_backoff_s) * rng.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -227,8 +227,7 @@ class Directory:
             if num_failures == 0:
                 logger.warning("controller at %s: %s; the last membership stays", address, reason)
             num_failures += 1
-            delay_s = min(link.backoff_s * 2 ** min(num_failures, 16), link.max_backoff_s)
-            await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
+            await asyncio.sleep(link.next_wait_s(num_failures, self._rng))
 
     @asynccontextmanager
     async def _reporting(self, channel: grpc.aio.Channel) -> AsyncIterator["ControlAsyncStub"]:

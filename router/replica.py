@@ -152,9 +152,8 @@ class ReplicaLink(ReplicaBook):
             self.state = LinkState.CLOSED
 
     async def _back_off(self, num_failures: int) -> None:
-        delay_s = min(self._config.backoff_s * 2 ** min(num_failures, 16), self._config.max_backoff_s)
         try:
-            async with asyncio.timeout(delay_s * self._rng.uniform(0.5, 1.0)):
+            async with asyncio.timeout(self._config.next_wait_s(num_failures, self._rng)):
                 await self._may_leave.wait()
         except TimeoutError:
             pass

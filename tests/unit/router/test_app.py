@@ -1,6 +1,7 @@
 """A whole router: ports, overload, metrics, the HTTP face beside gRPC, and an orderly end."""
 
 import asyncio
+import random
 import signal
 import socket
 import subprocess
@@ -404,6 +405,14 @@ def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str
 def test_time_limit_of_a_link_is_not_0(name: str) -> None:
     with pytest.raises(RouterConfigError, match=f"{name} is 0; allowed: at least 0.001"):
         LinkConfig(**{name: 0})
+
+
+def test_wait_before_a_dial_doubles_up_to_its_maximum_and_half_of_it_is_random() -> None:
+    link, rng = LinkConfig(backoff_s=0.1, max_backoff_s=1.0), random.Random(0)
+    for num_failures, longest_s in ((0, 0.1), (1, 0.2), (3, 0.8), (4, 1.0), (5000, 1.0)):
+        waits_s = [link.next_wait_s(num_failures, rng) for _ in range(200)]
+        assert min(waits_s) == pytest.approx(longest_s / 2, rel=0.05)
+        assert max(waits_s) == pytest.approx(longest_s, rel=0.05)
 
 
 def test_prefix_affinity_is_the_default() -> None:
