@@ -23,6 +23,9 @@ _OUTCOMES = {
 }
 _FINISHED = ("stop", "length")
 
+_CANCEL_TOLERANCE_S = 0.05
+"""gRPC cancels a call at its deadline too, a little before or after the event loop's clock says so."""
+
 
 class CallAccount:
     """Counts one call from its arrival to its outcome: a context manager around all that is done for it."""
@@ -84,7 +87,6 @@ class CallAccount:
                 request.failure = request.failure or self._outcome
                 self.span.fail(str(error))
             case asyncio.CancelledError() | GeneratorExit():
-                # gRPC cancels at the deadline too, a little before or after this clock says so.
                 left = "deadline_exceeded" if _is_near(self._deadline_s) else "cancelled"
                 self._outcome = self._outcome or request.failure or left
         self._end(self._outcome or "internal")
@@ -114,4 +116,4 @@ def _outcome_of(error: Exception) -> str:
 
 
 def _is_near(deadline_s: float | None) -> bool:
-    return deadline_s is not None and asyncio.get_running_loop().time() > deadline_s - 0.05
+    return deadline_s is not None and asyncio.get_running_loop().time() > deadline_s - _CANCEL_TOLERANCE_S

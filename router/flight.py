@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 _INLINE_HASH_TOKENS = 8192
 """Prompts up to this length are hashed on the event loop, in less than a millisecond."""
 
+_ABORT_TOLERANCE_S = 0.1
+"""A replica ends a request at its deadline by its own clock, which may fire a little before this one."""
+
 _wire_numbers = itertools.count()
 
 
@@ -370,8 +373,7 @@ class Flight:
 
     def _is_past_deadline(self) -> bool:
         deadline_s = self._request.deadline_s
-        # The replica's clock may fire a little before this one.
-        return deadline_s is not None and asyncio.get_running_loop().time() > deadline_s - 0.1
+        return deadline_s is not None and asyncio.get_running_loop().time() > deadline_s - _ABORT_TOLERANCE_S
 
     def _deadline_error(self) -> DeadlineError:
         return DeadlineError(f"the deadline passed after {len(self._generated)} tokens")

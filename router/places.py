@@ -8,6 +8,10 @@ from router.errors import OverloadedError
 
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
+_FIRST_GAP_S = 0.05
+"""Taken for the time between two ends before any was seen: a guess, which tells the first clients to come back soon."""
+_GAP_WEIGHT = 0.1
+"""Of each gap in the mean: it follows the last ten or so, and one long request does not turn it over."""
 
 
 class Places:
@@ -19,7 +23,7 @@ class Places:
         self._entered: set[int] = set()
         self._in_flight: set[int] = set()
         self._waiting: dict[int, None] = {}  # in their order; none where a place is free
-        self._gap_s = 0.05  # mean time between two requests that end, while some wait
+        self._gap_s = _FIRST_GAP_S  # mean time between two requests that end, while some wait
         self._last_end_s: float | None = None
 
     @property
@@ -78,5 +82,5 @@ class Places:
 
     def _note_end(self, now_s: float) -> None:
         if self._waiting and self._last_end_s is not None:
-            self._gap_s += 0.1 * (now_s - self._last_end_s - self._gap_s)
+            self._gap_s += _GAP_WEIGHT * (now_s - self._last_end_s - self._gap_s)
         self._last_end_s = now_s
