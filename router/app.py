@@ -79,16 +79,60 @@ async def run_router(
         RouterConfigError: a port is taken, TLS files or the folder for recordings cannot be used, or tracing is on and
             not installed.
     """
+    with ExitStack() as stack:
+        parts = _build(config, stop, stack, load_tokenizer=load_tokenizer, tracer=tracer)
+        page = _listen_metrics(config, parts, stack)
+        http = _listen_http(config, parts, stack)
+        grpc = _listen_grpc(config, parts)
+        addresses = BoundAddresses(
+            grpc=grpc.address, http=http.address if http else None, metrics=page.address if page else None
+        )
+        parts.directory.say_ports(addresses.ports)
+        async with _serving(config, parts, grpc, http, grace_s=grace_s or (lambda: config.grace_s)):
+            logger.info("router %s serves %s", config.router_id, addresses)
+            on_ready(addresses)
+            await stop.wait()
+            logger.info("router %s stops", config.router_id)
+            parts.changed.set()  # readiness goes first; HTTP looks at `stop` itself
+            await asyncio.sleep(config.unready_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What serves calls, before anything listens."""
+
+    dispatcher: Dispatcher
+    directory: Directory
+    metrics: RouterMetrics
+    keys: KeyRing | None
+    reads_trace_context: bool
+    is_ready: Callable[[], bool]
+    changed: asyncio.Event
+    """Set when `is_ready` may say something else than before."""
+
+
+def _build(
+    config: RouterConfig,
+    stop: asyncio.Event,
+    stack: ExitStack,
+    *,
+    load_tokenizer: Callable[[ModelText], Tokenizer] | None,
+    tracer: Tracer | None,
+) -> _Parts:
+    """What has to be closed is closed with the stack."""
     if config.link.tls is not None:
         config.link.tls.check(serves=False)
     tracer = tracer or make_tracer(config.tracing, service="weft-router", instance=config.router_id)
+    stack.callback(tracer.close)
     metrics = RouterMetrics(config.metrics)
     rng = random.Random()
     changed = asyncio.Event()
-    recorder = _open_recorder(config)
+    recorder = _open_recorder(config, stack)
     recording = None if recorder is None else record_router(config, recorder)
     loader = TokenizerLoader(config)
+    stack.callback(loader.close)
     pool = TokenizerPool(load_tokenizer or loader, num_threads=config.tokenizer_threads, on_change=changed.set)
+    stack.callback(pool.close)
 
     def note_change() -> None:
         changed.set()
@@ -97,74 +141,48 @@ async def run_router(
     directory = Directory(config, rng, note_change, recording)
     admission = Admission(Places(config.admission) if recording is None else recording.places(), time.monotonic)
     metrics.watch(admission, directory)
-
-    def is_ready() -> bool:
-        return directory.is_ready and pool.is_ready and not stop.is_set()
-
-    with ExitStack() as stack:
-        stack.callback(loader.close)
-        stack.callback(pool.close)
-        stack.callback(tracer.close)
-        if recorder is not None:
-            stack.callback(recorder.close)
-        dispatcher = Dispatcher(
+    return _Parts(
+        dispatcher=Dispatcher(
             config, directory=directory, admission=admission, pool=pool, metrics=metrics, rng=rng, tracer=tracer
-        )
-        keys = None if config.api_keys is None else KeyRing(Path(config.api_keys), time.monotonic)
-        page = _listen_metrics(config, metrics, stack)
-        http = _listen_http(config, dispatcher, stack, is_ready, keys=keys, reads_trace_context=tracer.is_on)
-        grpc = _listen_grpc(config, dispatcher, keys=keys, reads_trace_context=tracer.is_on)
-        addresses = BoundAddresses(
-            grpc=grpc.address, http=http.address if http else None, metrics=page.address if page else None
-        )
-        directory.say_ports(addresses.ports)
-        async with _serving(
-            *(config, grpc, http, directory, changed, is_ready),
-            grace_s=grace_s or (lambda: config.grace_s),
-            keys=keys,
-        ):
-            logger.info("router %s serves %s", config.router_id, addresses)
-            on_ready(addresses)
-            await stop.wait()
-            logger.info("router %s stops", config.router_id)
-            changed.set()  # readiness goes first; HTTP looks at `stop` itself
-            await asyncio.sleep(config.unready_s)
+        ),
+        directory=directory,
+        metrics=metrics,
+        keys=None if config.api_keys is None else KeyRing(Path(config.api_keys), time.monotonic),
+        reads_trace_context=tracer.is_on,
+        is_ready=lambda: directory.is_ready and pool.is_ready and not stop.is_set(),
+        changed=changed,
+    )
 
 
-def _open_recorder(config: RouterConfig) -> Recorder | None:
+def _open_recorder(config: RouterConfig, stack: ExitStack) -> Recorder | None:
     try:
-        return config.recording.open(config.router_id)
+        recorder = config.recording.open(config.router_id)
     except RecordingError as error:
         raise RouterConfigError(f"recording: {error}") from error
+    if recorder is not None:
+        stack.callback(recorder.close)
+    return recorder
 
 
-def _listen_metrics(config: RouterConfig, metrics: RouterMetrics, stack: ExitStack) -> MetricsListener | None:
+def _listen_metrics(config: RouterConfig, parts: _Parts, stack: ExitStack) -> MetricsListener | None:
     """What listens is closed with the stack."""
     if config.metrics_port is None:
         return None
-    listener = MetricsListener(config.host, config.metrics_port, metrics.registry)
+    listener = MetricsListener(config.host, config.metrics_port, parts.metrics.registry)
     stack.callback(listener.close)
     return listener
 
 
-def _listen_http(
-    config: RouterConfig,
-    dispatcher: Dispatcher,
-    stack: ExitStack,
-    is_ready: Callable[[], bool],
-    *,
-    keys: KeyRing | None,
-    reads_trace_context: bool,
-) -> "_HttpListener | None":
+def _listen_http(config: RouterConfig, parts: _Parts, stack: ExitStack) -> "_HttpListener | None":
     """What listens is closed with the stack."""
     if config.http_port is None:
         return None
     app = create_app(
-        dispatcher,
+        parts.dispatcher,
         max_body_bytes=config.max_message_bytes,
-        ready=is_ready,
-        keys=keys,
-        reads_trace_context=reads_trace_context,
+        ready=parts.is_ready,
+        keys=parts.keys,
+        reads_trace_context=parts.reads_trace_context,
         allowed_origins=config.clients.allowed_origins,
     )
     listener = _HttpListener(app, config, port=config.http_port)
@@ -172,42 +190,37 @@ def _listen_http(
     return listener
 
 
-def _listen_grpc(
-    config: RouterConfig, dispatcher: Dispatcher, *, keys: KeyRing | None, reads_trace_context: bool
-) -> GrpcListener:
+def _listen_grpc(config: RouterConfig, parts: _Parts) -> GrpcListener:
     return GrpcListener(
-        dispatcher,
+        parts.dispatcher,
         host=config.host,
         port=config.grpc_port,
         max_message_bytes=config.max_message_bytes,
         shares_port=config.shares_ports,
         tls=config.tls,
-        keys=keys,
+        keys=parts.keys,
         write_timeout_s=config.clients.write_timeout_s,
-        reads_trace_context=reads_trace_context,
+        reads_trace_context=parts.reads_trace_context,
     )
 
 
 @asynccontextmanager
 async def _serving(
     config: RouterConfig,
+    parts: _Parts,
     grpc: GrpcListener,
     http: "_HttpListener | None",
-    directory: Directory,
-    changed: asyncio.Event,
-    is_ready: Callable[[], bool],
     *,
     grace_s: Callable[[], float],
-    keys: KeyRing | None,
 ) -> AsyncIterator[None]:
     """Follow the replicas and serve for the length of the block; then stop in the order in which nobody is cut off."""
     async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(directory.run(), name="directory")
-        reloading = tasks.create_task(keys.follow(), name="keys") if keys else None
+        following = tasks.create_task(parts.directory.run(), name="directory")
+        reloading = tasks.create_task(parts.keys.follow(), name="keys") if parts.keys else None
         if config.shares_ports:  # else it would refuse what the others could serve
-            await _wait_ready(is_ready, changed, config.failover.new_request_wait_s)
+            await _wait_ready(parts, config.failover.new_request_wait_s)
         await grpc.start()
-        showing = tasks.create_task(_show_readiness(is_ready, changed, grpc), name="readiness")
+        showing = tasks.create_task(_show_readiness(parts, grpc), name="readiness")
         serving = tasks.create_task(http.serve(), name="http") if http else None
         try:
             if http is not None:
@@ -227,20 +240,20 @@ async def _serving(
                 reloading.cancel()
 
 
-async def _wait_ready(is_ready: Callable[[], bool], changed: asyncio.Event, limit_s: float) -> None:
+async def _wait_ready(parts: _Parts, limit_s: float) -> None:
     """Return when the router could serve, or after a while."""
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
-            while not is_ready():
-                changed.clear()
-                await changed.wait()
+            while not parts.is_ready():
+                parts.changed.clear()
+                await parts.changed.wait()
 
 
-async def _show_readiness(is_ready: Callable[[], bool], changed: asyncio.Event, grpc: GrpcListener) -> None:
+async def _show_readiness(parts: _Parts, grpc: GrpcListener) -> None:
     while True:
-        changed.clear()
-        await grpc.set_ready(is_ready())
-        await changed.wait()
+        parts.changed.clear()
+        await grpc.set_ready(parts.is_ready())
+        await parts.changed.wait()
 
 
 class _HttpListener:
