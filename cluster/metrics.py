@@ -69,7 +69,7 @@ class EngineCollector(Collector):
         return [
             self._gauge("weft_requests_running", "Requests in the running batch.", load.num_running),
             self._gauge("weft_requests_waiting", "Requests in the engine's queue.", load.num_waiting),
-            self._gauge("weft_pending_tokens", "Prompt tokens not yet computed.", load.num_pending_tokens),
+            self._gauge("weft_pending_tokens", "Tokens not yet computed.", load.num_pending_tokens),
             self._gauge("weft_kv_usage_ratio", "Blocks in use by requests, of all; cached ones count as free.", used),
             self._gauge("weft_kv_blocks", "Blocks in the pool.", load.num_blocks),
             self._gauge("weft_kv_cached_blocks", "Blocks that a prefix can be found in.", self._num_cached_blocks()),

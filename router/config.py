@@ -75,10 +75,10 @@ class ClientConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixPolicyConfig:
-    """What the prefix-affinity policy weighs; everything is counted in prompt tokens of work."""
+    """What the prefix-affinity policy weighs; everything is counted in tokens still to be computed."""
 
     request_cost_tokens: Annotated[int, Ge(0)] = 128
-    """Work that each request on a replica stands for, besides its prompt tokens still to be computed."""
+    """Work that each request on a replica stands for, besides its tokens still to be computed."""
     cold_credit_tokens: Annotated[int, Ge(0)] = 512
     """How much more work the home of a prefix that nobody holds may have and still get it."""
     home_blocks: Annotated[int, Ge(1)] = 4

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class _Entry:
     pending_tokens: int
-    """Prompt tokens to compute before its first token; 0 from then on."""
+    """Tokens to compute before its first new one; 0 from then on."""
     frame: int
     """Frames received when it was sent."""
     is_seen: bool = False
@@ -19,7 +19,7 @@ class _Entry:
 
 
 class LoadEstimate:
-    """Requests and pending prompt tokens on one replica."""
+    """Requests and pending tokens on one replica."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -37,7 +37,7 @@ class LoadEstimate:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Prompt tokens still to be computed there."""
+        """Tokens still to be computed there."""
         return self._reported_tokens + self._unseen_tokens
 
     @property

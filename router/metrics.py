@@ -273,7 +273,7 @@ class _StateCollector(Collector):
 def _replicas_state(routes: Sequence[ModelRoute]) -> Iterable[GaugeMetricFamily]:
     ready = _gauge("replica_ready", "1 while a replica takes requests.", "model", "replica")
     requests = _gauge("replica_requests", "Requests on a replica, as the router sees it.", "model", "replica")
-    tokens = _gauge("replica_pending_tokens", "Prompt tokens a replica has yet to compute.", "model", "replica")
+    tokens = _gauge("replica_pending_tokens", "Tokens a replica has yet to compute.", "model", "replica")
     blocks = _gauge("replica_indexed_blocks", "KV blocks a replica is known to hold.", "model", "replica")
     for route in routes:
         for link in list(route.links.values()):

@@ -33,7 +33,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_requests: int = 0
     """Running and waiting there, with those this router has sent and not yet seen in a frame."""
     num_pending_tokens: int = 0
-    """Prompt tokens still to be computed there, likewise."""
+    """Tokens still to be computed there, of prompts and of outputs that are resumed; counted as `num_requests` is."""
     num_cached_blocks: int = 0
     """Leading blocks of the request that the replica holds."""
     block_size: int = 1
@@ -84,7 +84,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The replica with the fewest requests, then the fewest pending prompt tokens; ties are drawn."""
+    """The replica with the fewest requests, then the fewest pending tokens; ties are drawn."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -1,9 +1,9 @@
 """The prefix-affinity policy: a request goes where most of its prompt is cached, unless another would begin sooner.
 
-The work that stands between a request and its first token on a replica, in prompt tokens:
+The work that stands between a request and its first token on a replica, in tokens still to be computed:
 
-    its own prompt tokens that are not cached there
-  + prompt tokens of other requests still to be computed there
+    its own tokens that are not cached there
+  + tokens of other requests still to be computed there
   + request_cost_tokens for each request there, running or waiting
 
 The least work wins, so affinity gives way to load step by step and not at a threshold. Two more rules:

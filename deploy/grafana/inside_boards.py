@@ -29,8 +29,8 @@ REPLICAS = Board(
                 queries={"{{replica}}": f"weft_requests_waiting{{{REPLICA}}}"},
             ),
             Panel(
-                title="Pending prompt tokens",
-                text="Prompt tokens not yet computed, of waiting and running requests.",
+                title="Pending tokens",
+                text="Tokens not yet computed, of waiting and running requests: prompts, and outputs that are resumed.",
                 unit="none",
                 queries={"{{replica}}": f"weft_pending_tokens{{{REPLICA}}}"},
             ),
@@ -341,7 +341,7 @@ ROUTING = Board(
                 },
             ),
             Panel(
-                title="Pending prompt tokens on replicas",
+                title="Pending tokens on replicas",
                 text="As routers see them, with what is on its way.",
                 unit="none",
                 queries={

@@ -253,7 +253,9 @@ class Load(_message.Message):
     num_free_blocks: _builtins.int
     num_blocks: _builtins.int
     num_pending_tokens: _builtins.int
-    """Prompt tokens not yet computed, over waiting and running requests."""
+    """Tokens not yet computed, of waiting and running requests: prompts, and the outputs that resumed requests came with.
+    The one token that each decoding request always has is not counted.
+    """
     draining: _builtins.bool
     """The replica is going away: no new requests."""
     def __init__(
