@@ -47,10 +47,10 @@ _CONVERSATIONS = DatasetOptions(
     turns=Lengths(low=2, high=6),
     think_s=5.0,
 )
-"""Without a trace."""
+"""The requests where there is no trace."""
 _MEAN_TURNS = 4
 _LARGEST_SHIFT = 0.01
-"""Of the trace's duration, between copies of it."""
+"""Largest shift between copies of a trace, as a part of its duration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +60,15 @@ class ClusterOptions:
     trace: Path | None
     limits: TraceLimits
     num_copies: int
-    """Of the trace, side by side, with other prompts in each: clients that share nothing with each other."""
+    """Copies of the trace, side by side, with other prompts in each: clients that share nothing with each other."""
     num_requests: int
-    """Of each copy."""
+    """Requests of each copy."""
     rate: float | None
     """Requests a second, of all copies together; None: those of the trace, or 2 a replica where it has no times."""
     policies: tuple[PolicyName, ...]
     num_routers: int
     max_in_flight: int
-    """Of each router."""
+    """Most requests in flight on each router."""
     fleet: FleetSettings
     replica: ReplicaSettings
     seed: int
@@ -187,7 +187,7 @@ def make_arrivals(options: ClusterOptions) -> Iterator[Session]:
 
 
 def _rate(options: ClusterOptions) -> float:
-    """Requests a second, where no trace says when."""
+    """Return how many requests come a second, where no trace says when."""
     return options.rate or _DEFAULT_RATE * options.fleet.replicas
 
 
@@ -208,7 +208,7 @@ def _copies(options: ClusterOptions, trace: Path) -> Iterator[Session]:
 
 
 def _recorded_times(options: ClusterOptions, recorded_s: Sequence[float]) -> list[list[float]]:
-    """Of each copy: those of the trace from 0 on, a little later in all copies but the first."""
+    """Yield the times of the trace for each copy, from 0 on, a little later in all copies but the first."""
     span_s = max(1e-9, recorded_s[-1] - recorded_s[0])
     stretch = 1.0 if options.rate is None else len(recorded_s) * options.num_copies / options.rate / span_s
     rng = random.Random(options.seed)
@@ -217,7 +217,7 @@ def _recorded_times(options: ClusterOptions, recorded_s: Sequence[float]) -> lis
 
 
 def _drawn_times(options: ClusterOptions) -> list[Iterator[float]]:
-    """Of each copy: at random."""
+    """Yield random times for each copy."""
     rate = _rate(options) / options.num_copies
     return [draw_times(rate, random.Random(options.seed + number)) for number in range(options.num_copies)]
 
@@ -257,7 +257,7 @@ def _print(outcomes: Sequence[ClusterOutcome]) -> None:
 
 
 def _shown(times: Distribution | None, unit: str, factor: float) -> tuple[str, str]:
-    """p50 and p99."""
+    """Return p50 and p99."""
     if times is None:
         return "-", "-"
     return f"{times.p50 * factor:.2f} {unit}", f"{times.p99 * factor:.2f} {unit}"

@@ -36,7 +36,7 @@ class ClusterSettings:
     fleet: FleetSettings
     replica: ReplicaSettings = field(default_factory=ReplicaSettings)
     router: RouterConfig
-    """Of every router; its policy among them."""
+    """Settings of every router, its policy among them."""
     num_routers: int = 1
     seed: int = 0
 
@@ -53,17 +53,17 @@ class ClusterOutcome:
     output_rate: float
     """Tokens a second that came to clients."""
     ttft_s: Distribution | None
-    """From the arrival at the router, of those that ended well; likewise the next two."""
+    """Time from the arrival at the router to the first token; of requests that ended well, as are the next two."""
     tpot_s: Distribution | None
     completion_s: Distribution | None
     on_time_share: float
-    """Of the requests that the routers count: within the targets of TTFT and TPOT."""
+    """Part of the requests that were within the targets of TTFT and TPOT, as the routers count them."""
     hit_share: float
-    """Of the prompt tokens that replicas were given: found in their caches."""
+    """Part of the prompt tokens that replicas found in their caches."""
     busy_share: float
-    """Of the time in which they were READY, replicas were in a step."""
+    """Part of the time in which replicas were in a step, while they were READY."""
     busy_imbalance: float
-    """That share of the busiest replica over the mean."""
+    """`busy_share` of the busiest replica over the mean."""
     load_imbalance: float
     """Requests on the replica with the most, over the mean of all; both means over time."""
     replica_s: float
@@ -87,7 +87,7 @@ class _Record(NamedTuple):
 
     outcome: str
     end_s: float
-    """Of the last token."""
+    """Time of the last token."""
     num_tokens: int
     num_moves: int
     ttft_s: float | None

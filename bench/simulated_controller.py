@@ -20,7 +20,7 @@ from router.demand import REPORT_S
 from router.prefix_index import ReplicaId
 
 _TICK_S = 0.5
-"""As the controller's: for backoffs that have passed."""
+"""Time between two looks for backoffs that have passed, as the controller's."""
 _REVISION = 1
 
 
@@ -38,13 +38,13 @@ class FleetSettings:
     """How many replicas there are, and what becomes of them."""
 
     replicas: int
-    """At the start, READY."""
+    """Replicas that are READY at the start."""
     autoscaling: Autoscaling | None = None
-    """None: the number stays."""
+    """What changes their number; None: it stays."""
     start_s: float = 30.0
-    """From the decision to form a group until it is READY."""
+    """Time from the decision to form a group until it is READY."""
     drain_timeout_s: float = 30.0
-    """Until requests on a group that leaves move to others."""
+    """Time until requests on a group that leaves move to others."""
     failures: tuple[tuple[float, int], ...] = ()
     """(time, number of the group, from 0) of replicas that die."""
     restart: RestartPolicy = field(default_factory=RestartPolicy)
@@ -63,7 +63,7 @@ class SimulatedGroup:
 
     @property
     def live_group(self) -> LiveGroup:
-        """As plan_groups.py sees it."""
+        """The group as plan_groups.py sees it."""
         is_ready = self.lifecycle.state is GroupState.READY
         return LiveGroup(group_id=str(self.number), number=self.number, revision=_REVISION, is_ready=is_ready)
 
@@ -79,7 +79,7 @@ class SimulatedController:
         time: VirtualTime,
     ) -> None:
         self.replicas: list[SimulatedReplica] = []
-        """All that were READY once."""
+        """All replicas that were READY once."""
         self.scalings: list[tuple[float, int, str]] = []
         """When, to how many, and why."""
         self.most_replicas = settings.replicas
@@ -119,7 +119,7 @@ class SimulatedController:
         return self._held_s + sum(self._time.now_s - group.placed_s for group in self._groups if _is_placed(group))
 
     def _look(self) -> None:
-        """As Scaling.look."""
+        """Do what Scaling.look does."""
         assert self._watch is not None
         loads = [_load(replica) for replica in self.ready]
         demand = self._ledger.take().get(MODEL, Demand())
@@ -135,7 +135,7 @@ class SimulatedController:
             stream.note(router.report())
 
     def _reconcile(self) -> None:
-        """As WantedState.reconcile."""
+        """Do what WantedState.reconcile does."""
         staying = [group for group in self._groups if not group.is_leaving]
         plan = plan_groups(self.wanted, _REVISION, [group.live_group for group in staying])
         for group in staying:
@@ -162,7 +162,7 @@ class SimulatedController:
             self._tell()
 
     def _leave(self, group: SimulatedGroup) -> None:
-        """As ReplicaGroup.leave."""
+        """Do what ReplicaGroup.leave does."""
         group.is_leaving = True
         was_placed = _is_placed(group)
         group.lifecycle.drain(self._time.now_s)

@@ -40,7 +40,7 @@ class ReplicaSettings:
     num_blocks: int = 8000
     block_size: int = 16
     network_s: float = 2e-4
-    """One way, between a router and a replica."""
+    """Time of a message between a router and a replica, one way."""
 
     @property
     def max_context(self) -> int:

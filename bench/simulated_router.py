@@ -55,7 +55,7 @@ class SimulatedFlight:
         self.arrived_s = self.last_s = router.time.now_s
         self.first_s: float | None = None
         self.outcome = ""
-        """Of router/metrics.py; empty: it goes on."""
+        """How it ended, in the words of router/metrics.py; empty: it goes on."""
         self.num_moves = 0
         """Times that it went on elsewhere because its replica broke or left."""
         self._router = router
@@ -69,7 +69,7 @@ class SimulatedFlight:
 
     @property
     def ttft_s(self) -> float | None:
-        """From its arrival to its first token."""
+        """Time from its arrival to its first token; None: there is none yet."""
         return None if self.first_s is None else self.first_s - self.arrived_s
 
     @property
@@ -95,7 +95,7 @@ class SimulatedFlight:
             router.waiting[self._ticket] = self
 
     def start(self) -> None:
-        """It has its place in flight."""
+        """Go on with a place in flight."""
         self._meter.start()
         self._placing.seek(self._router.time.now_s)
         self.seek()
@@ -248,7 +248,7 @@ class SimulatedRouter:
         self.time = time
         self.places = Places(config.admission)
         self.waiting: dict[int, SimulatedFlight] = {}
-        """By their tickets, until they have their places in flight."""
+        """Requests by their tickets, until they have their places in flight."""
         self.metrics = RouterMetrics(config.metrics, time.clock)
         served = ServedModel(name=MODEL, path="", max_context=0)
         self.route: Route[SimulatedLink] = Route(served, make_policy(config.policy, config.prefix, rng))

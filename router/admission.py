@@ -24,7 +24,7 @@ class Admission:
 
     @property
     def config(self) -> AdmissionConfig:
-        """Its bounds."""
+        """Bounds of the queue."""
         return self._places.config
 
     @property

@@ -39,7 +39,7 @@ class Conversation:
 
     @property
     def num_characters(self) -> int:
-        """Of what is said and thought in it."""
+        """Characters of all contents and reasoning contents."""
         return sum(len(message.content) + len(message.reasoning_content) for message in self.messages)
 
 
@@ -51,7 +51,7 @@ class GenerateCall:
     """Empty: the only model served."""
     text: str | None = None
     token_ids: Sequence[int] | None = None
-    """As they came, however many: to make 4 million of them a tuple holds up all others for a tenth of a second."""
+    """As the client sent them, and no tuple yet: to copy 4 million ids holds up all others for a tenth of a second."""
     chat: Conversation | None = None
     sampling: pb.SamplingParams
     """As the client sent it; the dispatcher fills in the defaults and checks every value."""
@@ -62,14 +62,15 @@ class GenerateCall:
     timeout_s: float | None = None
     """Time left to the client's deadline."""
     target_ttft_s: float | None = None
-    """Within this and the next, the request counts as goodput; None: the model's, or the router's."""
+    """Target of the time to the first token. None: the model's, or else the router's."""
     target_tpot_s: float | None = None
+    """Target of the mean time of each further token, likewise; within both the request counts as goodput."""
     tenant: Tenant | None = None
-    """Whose API key came with it; None: none is needed."""
+    """The holder of the API key that came with the call; None: the router needs none."""
     request: OneRequest = field(default_factory=OneRequest)
     """What counts against the key's rate; the choices of one HTTP request share it."""
     trace_context: TraceContext = ()
-    """Of the client's span."""
+    """Trace context of the client's span; empty: it has none."""
 
 
 class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,7 @@ class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     num_prompt_tokens: int = 0
     model_text: ModelText = ModelText(path="")
-    """Whose tokens they are."""
+    """The tokenizer that the tokens belong to."""
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
     finished: pb.Finished | None = None
 
@@ -90,9 +91,9 @@ class TokenName(NamedTuple):
     """What a token reads as on its own."""
 
     data: bytes
-    """UTF-8; of a token that is only a part of a character, that part."""
+    """UTF-8; not whole where the token is only a part of a character."""
     is_special: bool = False
-    """It is written out here, and `skip_special_tokens` leaves it out of a text."""
+    """Whether it is a special token, which has its name here and is left out of texts by `skip_special_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _DEFAULT = "default"
 
 _MARK = "\ue000the answer continues here\ue000"
-"""Behind a message that is continued."""
+"""Stands behind a message that is continued while it is rendered, and tells where the prompt ends."""
 
 _PROBE = "a message to see whether it is shown"
 

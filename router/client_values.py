@@ -116,7 +116,7 @@ class Options(Sampling, ChatOptions, total=False):
     target_ttft_s: float
     """The time to the first token within which the router counts the request as goodput; else the service's own."""
     target_tpot_s: float
-    """The same for the mean time of each further token."""
+    """The mean time of each further token within which it does so; else the service's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

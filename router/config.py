@@ -53,12 +53,12 @@ class ClientConfig:
     head_timeout_s: _Time = 30.0
     """HTTP: from the connection, or from a request's first byte, to the end of its headers."""
     body_timeout_s: _Time = 120.0
-    """HTTP: from there to the end of its body; a body of 4 MiB needs 280 kbit/s for it."""
+    """HTTP: from the end of a request's headers to the end of its body; for 4 MiB a client needs 280 kbit/s."""
     write_timeout_s: _Time = 60.0
-    """It takes nothing of its answer for so long."""
+    """How long a client may take nothing of its answer."""
     keep_alive_s: _Time = 75.0
-    """HTTP: it sends nothing after an answer. Longer than clients and load balancers keep connections that nobody uses
-    (often 5 to 60 s): who sends on one in the moment in which it is closed gets no answer."""
+    """HTTP: how long a connection stays open after an answer. Longer than clients and load balancers keep one that
+    nobody uses (often 5 to 60 s): who sends on one in the moment in which it is closed gets no answer."""
     allowed_origins: tuple[str, ...] = ()
     """HTTP: browsers let pages of these origins read answers (CORS); "*": of every one. Who asks without a browser is
     not held back by it: that is what API keys are for."""
@@ -98,7 +98,7 @@ class BreakerConfig:
     max_failures: Annotated[int, Ge(1)] = 3
     """Failures in a row that open the breaker."""
     open_s: Annotated[float, Ge(0)] = 1.0
-    """How long it stays open the first time; doubles each time the probe fails."""
+    """How long an open breaker lets nothing through; doubles each time the probe fails."""
     max_open_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class LinkConfig:
     """Wait before the second dial; doubles with each failure, and half of it is random."""
     max_backoff_s: float = 2.0
     tls: InnerTls | None = None
-    """Of the connections to controller and replicas; None: they are not encrypted."""
+    """TLS of the connections to controller and replicas; None: they are not encrypted."""
 
     def __post_init__(self) -> None:
         check_fields(self, RouterConfigError)
@@ -135,13 +135,13 @@ class FailoverConfig:
     """How long a request looks for a replica; 0: it takes one that is there, or none."""
 
     max_attempts: Annotated[int, Ge(1)] = 4
-    """With so many replicas that broke under it a request fails; those that leave as planned do not count."""
+    """A request fails when so many replicas broke under it; those that leave as planned do not count."""
     new_request_wait_s: Annotated[float, Ge(0)] = 10.0
     """How long a request that has not begun waits for a ready replica."""
     cold_start_wait_s: Annotated[float, Ge(0)] = 900.0
-    """How long it waits before that for the first replica of a model that is started when somebody asks."""
+    """How long a request waits for the first replica of a model that is started when somebody asks."""
     failover_wait_s: Annotated[float, Ge(0)] = 120.0
-    """How long one that has begun waits; a group needs time to form again."""
+    """How long a request that has begun waits for another replica; a group needs time to form again."""
 
     def __post_init__(self) -> None:
         check_fields(self, RouterConfigError)
@@ -162,7 +162,7 @@ class TracingConfig:
     """URL of an OTLP collector, such as http://127.0.0.1:4317; with HTTP .../v1/traces. None: off."""
     protocol: TraceProtocol = TraceProtocol.GRPC
     sample_ratio: Annotated[float, Ge(0), Le(1)] = 1.0
-    """Of the requests that come without a decision of their caller, 0 to 1."""
+    """Which part of the requests is traced where the caller has not decided, 0 to 1."""
 
     def __post_init__(self) -> None:
         check_fields(self, RouterConfigError)
@@ -177,7 +177,7 @@ class MetricsConfig:
     slo_ttft_s: Annotated[float, Ge(0)] = 1.0
     """Target of the time to the first token, where neither request nor model has its own; within both it is goodput."""
     slo_tpot_s: Annotated[float, Ge(0)] = 0.1
-    """Target of the mean time of each further token, likewise."""
+    """Target of the mean time of each further token, where neither request nor model has its own."""
     log_requests: bool = False
     """A line of JSON in the log for each request that ended (request_log.py)."""
     max_tenants: Annotated[int, Ge(0)] = 64
@@ -209,7 +209,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     """Address that all listeners bind."""
     grpc_port: Port = 50051
-    """0: any free port, for this and the other ports."""
+    """gRPC; 0 is any free port, for all listeners."""
     http_port: Port | None = 8000
     """OpenAI-compatible HTTP; None: off."""
     metrics_port: Port | None = 9464
@@ -218,7 +218,7 @@ class RouterConfig:
     """Other routers of the same service listen on the gRPC and the HTTP port too (SO_REUSEPORT); False: a port that is
     taken is an error. Whoever sets it has seen to it that the ports are nobody else's (cluster/shared_ports.py)."""
     tls: TlsFiles | None = None
-    """Of the gRPC and HTTP listeners; None: plain text."""
+    """TLS of the gRPC and HTTP listeners; None: plain text."""
     api_keys: str | None = None
     """File of the API keys (keys.py); None: everybody may ask."""
     policy: PolicyName = PolicyName.PREFIX_AFFINITY
@@ -228,8 +228,8 @@ class RouterConfig:
     grace_s: Annotated[float, Ge(0)] = 30.0
     """How long requests in flight may go on after the router was told to stop."""
     unready_s: Annotated[float, Ge(0)] = 0.0
-    """Before that: how long it still takes requests while it says already that it is not ready, so that load balancers
-    notice in time."""
+    """How long a router that is told to stop says that it is not ready and still takes requests, so that load balancers
+    notice; only then `grace_s` begins."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     clients: ClientConfig = field(default_factory=ClientConfig)
     prefix: PrefixPolicyConfig = field(default_factory=PrefixPolicyConfig)
@@ -239,7 +239,7 @@ class RouterConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
     recording: RecordingConfig = field(default_factory=RecordingConfig)
-    """What is decided here, for `weft replay`."""
+    """Whether the router's decisions are recorded, for `weft replay`."""
 
     def __post_init__(self) -> None:
         check_fields(self, RouterConfigError)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_S = 2.0
-"""From one report to the next."""
+"""Time between two reports."""
 _MIN_GAP_S = 0.1  # however many begin to wait
 
 
@@ -28,7 +28,7 @@ class Demand:
     num_finished: int
     """Requests that were served, since this router began."""
     num_on_time: int
-    """Of those: within both targets."""
+    """Requests that were served within both targets (TTFT, TPOT), since this router began."""
 
 
 _NONE = Demand(num_held=0, num_finished=0, num_on_time=0)

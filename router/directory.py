@@ -49,7 +49,7 @@ class Membership:
     models: tuple[ServedModel, ...]
     replicas: tuple[Endpoint, ...]
     draining: frozenset[ReplicaId] = frozenset()
-    """Those that finish what they have and get nothing new."""
+    """Replicas that finish their requests and get no new ones."""
 
 
 ModelRoute = Route[ReplicaLink]
@@ -70,7 +70,7 @@ class Directory:
 
         Args:
             config: where to look, and the settings of links and policies.
-            rng: for backoff and policies.
+            rng: of the waits before dials, and of policies.
             on_change: called when a replica becomes ready or stops being ready, and when models come or go.
             recording: what writes down whatever policies and breakers decide.
         """

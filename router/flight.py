@@ -47,13 +47,13 @@ class PreparedRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: inference_pb2.SamplingParams
-    """Complete."""
+    """With every default filled in."""
     priority: int
     cache_salt: str
     deadline_s: float | None
-    """On the event loop's clock."""
+    """The client's deadline, on the event loop's clock; None: none."""
     text: ModelText
-    """What made its tokens: only replicas that run the same may have it."""
+    """The tokenizer that made its tokens: it may go only to replicas that run the same."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class _Part:
     first_s: float | None = None
     last_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
-    """Ends the wait at the request's deadline."""
+    """Ends the wait for outputs at the request's deadline."""
 
 
 class Flight:
@@ -90,7 +90,7 @@ class Flight:
     ) -> None:
         self._request = request
         self._prepare = prepare
-        """Makes the request again, for what the replicas run by then."""
+        """Makes the request anew, for when the replicas run another tokenizer."""
         self._route = route
         self._directory = directory
         self._config = config

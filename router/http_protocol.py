@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from router.config import ClientConfig
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request's line and headers that come in several reads; one read of the event loop, up to 256 KiB, may hold more.
+"""Most bytes of a request's line and headers that come in several reads; one read of the event loop may hold 256 KiB.
 Trailers and what else is neither head nor body count too."""
 
 _TOO_LARGE = "The request's head is too large."
@@ -23,12 +23,12 @@ _TOO_SLOW = "The request's body did not come within {:g} s."
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Cuts off clients that send a head without end, or none, or too slow a body, or take no answer.
 
-    To an offered upgrade it is deaf.
+    Ignores HTTP upgrades.
     """
 
     limits = ClientConfig()
     _answered: RequestResponseCycle | None = None
-    """What is being answered, while requests behind it wait."""
+    """The request that is answered now, while those behind it wait."""
     _is_in_head = True
     _is_in_body = False
     _is_continuing = False

@@ -13,7 +13,7 @@ class ReplicaLost:
 
     reason: str
     was_leaving: bool = False
-    """It had been said before that the replica goes away."""
+    """The replica or the controller had said before that it leaves."""
 
 
 Ending = replica_pb2.RequestFinished | replica_pb2.RequestFailed | ReplicaLost

@@ -79,7 +79,7 @@ class OneRequest:
 
     is_counted: bool = False
     failure: str = ""
-    """The outcome of the first call that failed; that of those too which are ended for it."""
+    """Outcome of the first of its calls that failed, and of the others, which are ended for it; empty: none has."""
 
 
 class Tenant:
@@ -132,7 +132,7 @@ class KeyRing:
         self._tenants = self._parse()
 
     def identify(self, authorization: str | None) -> Tenant:
-        """Whose key this is; `authorization` as in the HTTP header or gRPC metadata of this name.
+        """Return the holder of the key in `authorization`, which is the HTTP header or gRPC metadata of this name.
 
         Raises:
             UnauthenticatedError: there is none, or it is not known.
@@ -192,7 +192,7 @@ def cache_space(tenant: Tenant | None, cache_salt: str) -> str:
 
 
 def hash_key(key: str) -> str:
-    """What the file has of a key. Keys are long and random, so a plain hash is enough."""
+    """Return what the file holds of a key. Keys are long and random, so a plain hash is enough."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -202,7 +202,7 @@ def _bucket(per_minute: float | None, now_s: float) -> Bucket | None:
 
 
 def _read(path: Path) -> bytes | str:
-    """The file's content, or why it cannot be read."""
+    """Return the file's content, or why it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -25,7 +25,7 @@ class LoadEstimate:
         self._entries: dict[str, _Entry] = {}
         self._unseen: dict[str, _Entry] = {}
         self._unseen_tokens = 0
-        """Their pending tokens."""
+        """Pending tokens of the requests in `_unseen`."""
         self._num_frames = 0
         self._reported_requests = 0
         self._reported_tokens = 0

@@ -85,7 +85,7 @@ class RouterMetrics:
             counter.labels(model)
 
     def watch(self, admission: Admission, directory: Directory) -> None:
-        """Also report the state of these two."""
+        """Report the state of admission and directory too."""
         self.registry.register(_StateCollector(self, admission, directory))
 
     def targets_s(self, route: Route[Any]) -> tuple[float, float]:
@@ -114,7 +114,7 @@ class RequestMeter:
         self._first_s = self._last_s = self._arrived_s
         self.request_id = call.request_id[:MAX_REQUEST_ID_CHARS]
         self.num_tokens = 0
-        """That came so far."""
+        """Output tokens that came so far."""
         self._itl: Histogram | None = None
         self._generation_tokens: Counter | None = None
         self.model = ""
@@ -123,7 +123,7 @@ class RequestMeter:
         self.num_prompt_tokens = 0
         """0 until the request is known to be valid."""
         self.num_cached_tokens = 0
-        """As its usage tells."""
+        """Prompt tokens that replicas found in their caches, as the request's usage tells."""
         self._target_ttft_s, self._target_tpot_s = metrics.config.slo_ttft_s, metrics.config.slo_tpot_s
         self._has_replica = False  # when it arrives
 

@@ -25,7 +25,7 @@ class MetricsListener:
         self.address = join_host_port(host, self._server.server_port)
 
     def add(self, collector: Collector) -> None:
-        """Tell this too."""
+        """Serve what this collector tells too."""
         self._registry.register(collector)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from router.tokenizer import ModelTokenizer, is_alike
 
 _TIMEOUT_S = 60.0
 _MAX_BYTES = 256 << 20
-"""Of a model's files; the largest tokenizers have some 40 MB."""
+"""Most bytes of a model's files together; the largest tokenizers have some 40 MB."""
 
 
 class TokenizerLoader:
@@ -27,7 +27,7 @@ class TokenizerLoader:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._channels: set[grpc.Channel] = set()
-        """Over which something is fetched now."""
+        """Channels over which files are fetched now."""
         self._is_closed = False
 
     def __call__(self, text: ModelText) -> ModelTokenizer:

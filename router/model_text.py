@@ -8,15 +8,15 @@ class ModelText:
     """The tokenizer, chat template and generation defaults of one revision of a model."""
 
     path: str
-    """Their folder."""
+    """Folder that holds them."""
     digest: str = ""
-    """Of their contents when the revision was wanted; empty: not known, and the folder stands for them."""
+    """Digest of the files' contents when the revision was wanted; empty: not known, and `path` stands for it."""
     revision: int = 0
-    """Of the model; a larger one is newer."""
+    """Revision of the model; a larger one is newer."""
 
     @property
     def identity(self) -> str:
-        """Equal where a text has equal tokens."""
+        """A key that two of these share only where they make equal tokens of a text."""
         return self.digest or self.path
 
     def is_like(self, other: "ModelText") -> bool:

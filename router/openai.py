@@ -63,7 +63,7 @@ _DRAIN_FACTOR = 16
 """A body too long is read on to this many times the limit, and dropped: clients that are cut off while they still send
 see a broken connection, not the answer."""
 _MAX_REQUEST_ID_CHARS = MAX_REQUEST_ID_CHARS - 16
-"""Of the client's id: what is put around it, as in `chatcmpl-...-127`, has 13."""
+"""Longest id of a client: what is put around it, as in `chatcmpl-...-127`, has 13 characters."""
 
 
 def create_app(
@@ -261,9 +261,9 @@ class _Caller(NamedTuple):
     tenant: Tenant | None
     trace_context: TraceContext
     request_id: str
-    """The client's, or a new one."""
+    """The client's id, or a new one."""
     timeout_s: float | None
-    """From now to the client's deadline."""
+    """Time left to the client's deadline; None: none."""
 
 
 async def _within(timeout_s: float | None, work: Awaitable[T]) -> T:

@@ -43,7 +43,7 @@ class Exchange:
         self._renderer = renderer
         self._is_stream = is_stream
         self._max_tokens_name = max_tokens_name
-        """What the client calls that field."""
+        """What the client calls the field `max_tokens`, for errors."""
         self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

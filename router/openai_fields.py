@@ -14,7 +14,7 @@ from router.errors import InvalidRequestError
 T = TypeVar("T")
 
 NULL = msgspec.Raw(b"null")
-"""Of fields that are left out."""
+"""Default of fields: one that is left out reads as null."""
 
 
 def read_json(data: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
@@ -137,7 +137,7 @@ _FLAGS = (
     "add_special_tokens",
     "echo",
 )
-"""Those that are true or false, however that is written."""
+"""Fields that are true or false, in whatever way that is written."""
 
 _KINDS: Mapping[str, Any] = {
     **dict.fromkeys(_FLAGS, bool | None),

@@ -43,7 +43,7 @@ _ERROR_TYPES = {
 
 
 RETRY_HEADERS = ("retry-after", "retry-after-ms")
-"""Of an answer that says when to try again, in seconds and in milliseconds."""
+"""Headers of an answer that say when to try again, in seconds and in milliseconds."""
 
 
 class Choice:
@@ -54,16 +54,16 @@ class Choice:
         self.has_begun = False
         self.text: list[str] = []
         self.logprobs: Json = {}
-        """As they are answered."""
+        """Log-probabilities of the whole choice, in the form of the answer."""
         skips_special = sampling.skip_special_tokens or not sampling.HasField("skip_special_tokens")
         self.pieces = TextPieces(skips_special=skips_special)
-        """Of the tokens rendered so far."""
+        """Makes text of single tokens; has the tokens rendered so far."""
         self.num_prompt_tokens = 0
         self.num_tokens = 0
-        """Rendered so far, in a stream."""
+        """Tokens rendered so far, in a stream."""
         self.finished: pb.Finished | None = None
         self.model_text: ModelText
-        """Whose tokens it is of, since its first delta."""
+        """The tokenizer of its tokens; set by its first delta."""
 
 
 class Renderer(ABC):

@@ -9,9 +9,9 @@ from router.errors import OverloadedError
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
 _FIRST_GAP_S = 0.05
-"""Taken for the time between two ends before any was seen: a guess, which tells the first clients to come back soon."""
+"""Assumed time between two ends until it is measured: a guess, so short that the first clients come back soon."""
 _GAP_WEIGHT = 0.1
-"""Of each gap in the mean: it follows the last ten or so, and one long request does not turn it over."""
+"""Weight of a new gap in the mean: it follows the last ten or so, and one long request does not upset it."""
 
 
 class Places:

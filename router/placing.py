@@ -29,7 +29,7 @@ class Placing:
         self._full: set[ReplicaId] = set()
         self._leaving: set[ReplicaId] = set()
         self._seeking_since_s: float | None = None
-        """When it was last without a replica that gives tokens; refusals do not begin the wait anew."""
+        """When the wait for a replica that gives tokens began; refusals do not begin it anew. None: there is none."""
 
     @property
     def has_begun(self) -> bool:
@@ -46,7 +46,7 @@ class Placing:
             self._seeking_since_s = now_s
 
     def seek_anew(self, now_s: float) -> None:
-        """Begin to look only now."""
+        """Begin the wait for a replica now, whether there was one or not."""
         self._seeking_since_s = now_s
 
     def find(self, route: Route[LinkT], now_s: float, text: ModelText | None = None) -> Sequence[LinkT]:

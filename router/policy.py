@@ -23,7 +23,7 @@ class RouteRequest:
     num_tokens: int
     """Prompt tokens, and those generated already when the request moves."""
     block_hashes: Sequence[bytes] = ()
-    """Of the full blocks of those tokens, in order."""
+    """Hashes of the full blocks of those tokens, in order."""
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -31,7 +31,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     replica_id: ReplicaId
     num_requests: int = 0
-    """Running and waiting there, with those this router has sent and not yet seen in a frame."""
+    """Requests running and waiting there, with those this router has sent and not yet seen in a frame."""
     num_pending_tokens: int = 0
     """Tokens still to be computed there, of prompts and of outputs that are resumed; counted as `num_requests` is."""
     num_cached_blocks: int = 0
@@ -55,7 +55,7 @@ class Candidates(Sequence[ReplicaView]):
     @property
     @abstractmethod
     def ids(self) -> Sequence[ReplicaId]:
-        """Their ids in their order; the same object as long as they are the same."""
+        """Ids of the candidates, in their order; the same object as long as the candidates are the same."""
 
 
 class Policy(Protocol):

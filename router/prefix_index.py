@@ -22,7 +22,7 @@ class PrefixIndex:
         self._blocks: dict[ReplicaId, set[bytes]] = {}
         self._bits: dict[ReplicaId, int] = {}
         self._replicas: dict[int, ReplicaId] = {}
-        """By their bits."""
+        """The replica that each bit stands for."""
 
     def __len__(self) -> int:
         """Return how many distinct blocks are known."""

@@ -35,10 +35,10 @@ class PolicyMade(msgspec.Struct, frozen=True, array_like=True, tag="policy"):
 
     now_s: float
     number: int
-    """Of the policy, by which later frames name it."""
+    """Number by which later frames name the policy."""
     model: str
     seed: int
-    """Of its random generator."""
+    """Seed of the policy's random generator."""
 
 
 class Routed(msgspec.Struct, frozen=True, array_like=True, tag="route"):
@@ -46,7 +46,7 @@ class Routed(msgspec.Struct, frozen=True, array_like=True, tag="route"):
 
     now_s: float
     number: int
-    """Of the policy."""
+    """Number of the policy."""
     request: RouteRequest
     replicas: list[ReplicaView]
     choice: Choice
@@ -57,19 +57,19 @@ class BreakerMade(msgspec.Struct, frozen=True, array_like=True, tag="breaker"):
 
     now_s: float
     number: int
-    """Of the breaker, by which later frames name it."""
+    """Number by which later frames name the breaker."""
     replica_id: ReplicaId
 
 
 class BreakerCalled(msgspec.Struct, frozen=True, array_like=True, tag="breaker call"):
-    """A breaker was asked, or told how a request went, and is so afterwards."""
+    """A breaker was asked, or told how a request went; with its state afterwards."""
 
     now_s: float
     number: int
     call: str
     """Name of the method."""
     allows: bool | None
-    """The answer, where it was asked."""
+    """The answer, where the breaker was asked."""
     num_failures: int
     open_until_s: float | None
     is_probing: bool
@@ -81,7 +81,7 @@ class Entered(msgspec.Struct, frozen=True, array_like=True, tag="enter"):
     now_s: float
     ticket: int | None
     retry_after_s: float | None
-    """It was refused, and told this."""
+    """The hint that a refused request was given; None: it was not refused."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="start"):
@@ -90,7 +90,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     now_s: float
     ticket: int
     is_in_flight: bool
-    """Otherwise it waits."""
+    """False: it waits."""
 
 
 class Left(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
@@ -99,7 +99,7 @@ class Left(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     now_s: float
     ticket: int
     following: int | None
-    """The ticket of that which is in flight in its place."""
+    """Ticket of the request that is in flight in its place; None: none is."""
 
 
 RouterCall = PolicyMade | Routed | BreakerMade | BreakerCalled | Entered | Started | Left

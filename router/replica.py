@@ -43,7 +43,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the backoff of the last
 )
-"""Of the channel to a replica. Its server must allow a ping every 20 s on a quiet stream."""
+"""Options of the channel to a replica, whose server must allow a ping every 20 s on a quiet stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class Endpoint:
     """Where a replica is, as membership says."""
 
     replica_id: ReplicaId
-    """Its address where no controller names it."""
+    """The replica's address where no controller names it."""
     model: str
     address: str
     text: ModelText | None = None
-    """That it runs; None: that of its model."""
+    """Tokenizer and template revision that the replica runs; None: the model's current one."""
 
 
 class ReplicaLink(ReplicaBook):
@@ -262,7 +262,7 @@ class ReplicaLink(ReplicaBook):
         self._has_outgoing.set()
 
     def _unsend(self, request_id: str) -> bool:
-        """Take back a request that still waits to be sent; whether it did."""
+        """Take back a request that still waits to be sent; return whether there was one."""
         for index, message in enumerate(self._outgoing):
             if message.submit.request_id == request_id:
                 del self._outgoing[index]

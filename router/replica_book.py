@@ -40,9 +40,9 @@ class ReplicaBook:
         self.is_draining = False
         """The replica says that it goes away."""
         self.text: ModelText | None = None
-        """That it runs; None: that of its model."""
+        """Tokenizer and template revision that the replica runs; None: the model's current one."""
         self.max_context = 0
-        """Longest prompt plus output that it takes; 0: not known, for this and the other number."""
+        """Longest prompt plus output that the replica takes; 0: not known, as with `vocab_size`."""
         self.vocab_size = 0
         self._index = index
         self._on_change = on_change

@@ -14,11 +14,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     """Empty where the client sent none and the router had no reason to make one."""
     model: str
-    """Empty: none that is served."""
+    """Empty: the request names no model that is served."""
     tenant: str
     outcome: str
     result: str | None
-    """By the targets: met, ttft_missed, tpot_missed or failed; None: its client ended it, or never began it well."""
+    """met, ttft_missed, tpot_missed or failed, by its targets; None: its client ended it, or never began it well."""
     prompt_tokens: int
     cached_tokens: int
     generation_tokens: int

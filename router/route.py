@@ -32,13 +32,13 @@ class ServedModel:
     name: str
     path: str
     max_context: int
-    """0: not known; that of the replicas is taken."""
+    """Longest prompt plus output; 0: not known, and what the replicas say is taken."""
     digest: str = ""
-    """Of its text, as in ModelText."""
+    """Digest of its tokenizer and templates, as in ModelText."""
     starts_on_demand: bool = False
     """Its first replica is started when somebody asks."""
     target_ttft_s: float = 0.0
-    """0: what the router's own settings say, for this and the other target."""
+    """Target of the time to the first token; 0: the router's own setting, as with `target_tpot_s`."""
     target_tpot_s: float = 0.0
 
 
@@ -50,7 +50,7 @@ class Chosen(Generic[LinkT]):
     reason: str
     """A short constant for logs and metrics."""
     num_cached_tokens: int
-    """That the replica should find in its cache."""
+    """Tokens of the request that the replica should find in its cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +59,13 @@ class _Ready(Generic[LinkT]):
 
     links: tuple[LinkT, ...]
     tripped: tuple[LinkT, ...]
-    """Those whose breaker is not closed."""
+    """Links whose breaker is not closed."""
     text: ModelText
-    """That most of them run, of several the newest: requests are made for it."""
+    """The tokenizer that most of them run, the newest of several: requests are made for it."""
     takers: tuple[LinkT, ...]
-    """Those that run it."""
+    """Links whose replicas run that tokenizer."""
     max_context: int
-    """That every one of these takes; 0: none says it."""
+    """Longest prompt plus output that all takers take; 0: none says it."""
     vocab_size: int
 
 
@@ -85,13 +85,13 @@ class Route(Generic[LinkT]):
         self.num_open = 0
         """Requests that were accepted and have not ended."""
         self.num_waiting = 0
-        """Of those: who wait while there is no replica, and have not been on one."""
+        """Open requests that wait while there is no replica, and have been on none."""
         self.num_finished = 0
-        """Requests that were served, but those that began while there was no replica."""
+        """Requests that were served, without those that began while there was no replica."""
         self.num_on_time = 0
-        """Of those: within both targets."""
+        """Finished requests within both targets, of TTFT and TPOT."""
         self._seen: _Ready[LinkT] | None = None
-        """None: something changed since."""
+        """What `_ready` found last; None: something has changed since."""
         self._candidates: Sequence[LinkT] = ()
         self._candidate_ids: Sequence[ReplicaId] = ()
         self._hash_key = b""
@@ -101,12 +101,12 @@ class Route(Generic[LinkT]):
 
     @property
     def text(self) -> ModelText:
-        """What requests are made for now: that of most ready replicas; with none, that of the wanted revision."""
+        """The tokenizer that requests are made for now: that of most ready replicas, or of the wanted revision."""
         return self._ready.text
 
     @property
     def texts(self) -> list[ModelText]:
-        """All that requests may be made for while its replicas are these, ready or not; some of them more than once."""
+        """Every tokenizer that requests may need with these replicas, ready or not; some more than once."""
         return [self._served_text, *(self._text_of(link) for link in self.links.values())]
 
     @property
@@ -116,7 +116,7 @@ class Route(Generic[LinkT]):
 
     @property
     def vocab_size(self) -> int | None:
-        """Of the model; None until a replica was connected."""
+        """Entries of the model's vocabulary; None until a replica was connected."""
         return self._ready.vocab_size or self._last_vocab_size or None
 
     @property
@@ -186,12 +186,12 @@ class Route(Generic[LinkT]):
         self.num_on_time += is_on_time
 
     def add(self, link: LinkT) -> None:
-        """There is another replica."""
+        """Add the link of a new replica."""
         self.links[link.replica_id] = link
         self.note_change()
 
     def remove(self, replica_id: ReplicaId) -> LinkT:
-        """It is no longer one of the model's; returns its link."""
+        """Remove a replica that is no longer the model's, and return its link."""
         self.note_change()
         return self.links.pop(replica_id)
 
@@ -200,7 +200,7 @@ class Route(Generic[LinkT]):
         self._seen = None
 
     def find(self, avoided: AbstractSet[ReplicaId], now_s: float, text: ModelText | None = None) -> Sequence[LinkT]:
-        """Return the links that take requests made for a text, but these, in the order in which they came.
+        """Return the links that take requests made for a text, without the avoided ones, in the order of their coming.
 
         Where all breakers are closed, none is avoided and the text is that of most links, no link is looked at.
         """
@@ -247,7 +247,7 @@ class Route(Generic[LinkT]):
         return Chosen(link=self.links[choice.replica_id], reason=choice.reason, num_cached_tokens=num_cached)
 
     def ids(self, links: Sequence[LinkT]) -> Sequence[ReplicaId]:
-        """Return their ids; the same object for the same links as in the call before."""
+        """Return the ids of links; the same object for the same links as in the call before."""
         if links is not self._candidates:
             self._candidates, self._candidate_ids = links, tuple(link.replica_id for link in links)
         return self._candidate_ids

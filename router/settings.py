@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 
 class RouterSettings(Section):
-    """The same for all routers of a service."""
+    """Settings that all routers of a service share."""
 
     max_message_bytes: MessageBytes = 4 << 20
     tokenizer_threads: NumThreads = 2

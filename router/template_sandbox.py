@@ -28,13 +28,13 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_TURNS = 1_000_000
-"""Of loops, calls and filters together: some seconds."""
+"""Most turns of loops, calls and filters together: some seconds of work."""
 MAX_CHARS = 1 << 24
-"""Of the result, and of each value on the way to it."""
+"""Most characters of the result, and of each value on the way to it."""
 MAX_CHARS_MADE = 1 << 31
-"""Of all values on the way together."""
+"""Most characters of all values on the way together."""
 _ITEM_CHARS = 8  # what an item of a list counts as: its pointer
-_MAX_BITS = 1 << 12  # of a product or power
+_MAX_BITS = 1 << 12  # the most of a product or power
 _MAX_WIDTH = 999
 
 _COUNTED = "counted"
@@ -100,7 +100,7 @@ class SandboxedTemplate:
         del environment.globals["lipsum"]  # a million words at one call
         self._template = environment.from_string(source)
         self.names = frozenset(environment.globals)
-        """Of what is there for every template."""
+        """Names of what is there for every template."""
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return the text. Raises whatever the template does, and TemplateError when it spends too much."""
@@ -255,7 +255,7 @@ def _formatted(text: object, *args: object, **kwargs: object) -> str:
 
 
 _METHODS: Mapping[str, Callable[..., str]] = {"join": _joined, "replace": _replaced}
-"""Of texts, instead of Python's."""
+"""Methods of texts that stand in for Python's."""
 
 
 def _tojson(

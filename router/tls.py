@@ -36,12 +36,12 @@ class TlsFiles:
 
     @property
     def credentials(self) -> grpc.ServerCredentials:
-        """Those of a gRPC listener, which follow the files. Raises RouterConfigError as `context`."""
+        """Credentials of a gRPC listener, which follow the files. Raises RouterConfigError as `context`."""
         return _Renewal(self, self._load, "gRPC").credentials
 
     @property
     def context(self) -> ssl.SSLContext:
-        """That of an HTTP listener, which follows the files.
+        """TLS context of an HTTP listener, which follows the files.
 
         Raises:
             RouterConfigError: the files cannot be read or do not fit.
@@ -49,7 +49,7 @@ class TlsFiles:
         renewal, first = _Renewal(self, self._load, "HTTP"), self._load()
 
         def show(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-            """At each handshake, whether the client names a server or not."""
+            """Show the files as they are now, at each handshake, whether the client names a server or not."""
             renewal()
             connection.context = renewal.loaded
 
@@ -110,22 +110,22 @@ class InnerTls:
 
     @property
     def credentials(self) -> grpc.ServerCredentials:
-        """Those of a gRPC listener, which follow the files. Raises RouterConfigError as `check`."""
+        """Credentials of a gRPC listener, which follow the files. Raises RouterConfigError as `check`."""
         return _Renewal(self, partial(self.check, serves=True), "inner TLS").credentials
 
     @property
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Those of a gRPC connection. Raises RouterConfigError when a file cannot be read."""
+        """Credentials of a gRPC connection. Raises RouterConfigError when a file cannot be read."""
         return grpc.ssl_channel_credentials(_read(self.ca_file), _read(self.key_file), _read(self.cert_file))
 
     @property
     def channel_options(self) -> tuple[tuple[str, Any], ...]:
-        """What goes with `channel_credentials`."""
+        """gRPC options that go with `channel_credentials`."""
         return (("grpc.ssl_target_name_override", self.server_name),)
 
 
 def bind(server: grpc.Server | grpc.aio.Server, address: str, tls: TlsFiles | InnerTls | None) -> int:
-    """Listen on host:port, with TLS where it is given; the port.
+    """Listen on host:port, with TLS where it is given; return the port.
 
     Raises:
         RuntimeError: the port is taken.
@@ -144,7 +144,7 @@ def connect(address: str, tls: InnerTls | None, options: Sequence[tuple[str, Any
 
 
 def connect_blocking(address: str, tls: InnerTls | None, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
-    """Return the same for callers without an event loop."""
+    """Return a connection as `connect` does, for callers without an event loop."""
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.channel_credentials, options=(*options, *tls.channel_options))
@@ -164,7 +164,7 @@ class _Renewal(Generic[_LoadedT]):
 
     @property
     def credentials(self) -> grpc.ServerCredentials:
-        """Those of a gRPC listener."""
+        """Credentials of a gRPC listener."""
         # The stub forgets that the fetcher may return None.
         return grpc.dynamic_ssl_server_credentials(
             self.certificates,
@@ -174,7 +174,7 @@ class _Renewal(Generic[_LoadedT]):
 
     @property
     def certificates(self) -> grpc.ServerCertificateConfiguration:
-        """As the files were when they were read last."""
+        """Certificates as the files had them when they were read last."""
         chain, key, authorities = self._pem
         return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
 

@@ -11,7 +11,7 @@ from router.call import TokenName
 from router.tokenizer_pool import Tokenizer, TokenizerPool
 
 _MAX_TOKEN_NAMES = 65_536
-"""That are kept of each tokenizer."""
+"""Names that are kept of each tokenizer."""
 
 
 class TokenNames:

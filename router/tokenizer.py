@@ -26,7 +26,7 @@ from router.generation_config import GenerationDefaults, read_generation_default
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 _DIGEST_VERSION = "1"
-"""Another one where the digest is made otherwise: a router of another version cannot compare it then."""
+"""Changes with the way in which the digest is made: routers of other versions then do not compare it."""
 
 
 class ModelTokenizer:
@@ -42,7 +42,7 @@ class ModelTokenizer:
     ) -> None:
         """Take parts already read; `from_folder` reads them."""
         self.digest = digest
-        """Of the contents of the files that it was read from; empty: not known."""
+        """Digest of the files that it was read from; empty: not known."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._generation_defaults = generation_defaults or GenerationDefaults()
@@ -126,7 +126,7 @@ class ModelTokenizer:
 
 
 def is_alike(digest: str, other: str) -> bool:
-    """Whether two digests say no difference; those that versions of Weft have made in different ways do not."""
+    """Whether two digests show no difference, as those that versions of Weft have made in different ways cannot."""
     return digest == other or digest.partition("-")[0] != other.partition("-")[0]
 
 

@@ -89,10 +89,10 @@ class TokenizerPool:
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         """For texts that may take seconds: one after the other, and no other text waits for them."""
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
-        """By the identity of their texts: a folder may have other files later."""
+        """Tokenizers by the identity of their ModelText: a folder may have other files later."""
         self._encodings: dict[tuple[int, int, bool], _Encoding] = {}
         self._num_long = 0
-        """Characters of long texts that are there."""
+        """Characters of long texts that wait or are encoded."""
 
     async def get(self, text: ModelText) -> Tokenizer:
         """Return a revision's tokenizer, loading it where it is not: once for revisions whose tokens are alike.

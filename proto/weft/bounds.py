@@ -28,7 +28,7 @@ def check_fields(settings: Any, error: type[Exception]) -> None:
 class _Rule:
     is_optional: bool
     choices: tuple[object, ...]
-    """Empty: what the bounds take."""
+    """Values that are allowed; empty: all that the bounds take."""
     bounds: tuple[Bound, ...]
 
     def allows(self, value: Any) -> bool:

@@ -6,7 +6,7 @@ the replica answers with the newest one that both do, so that either may be the 
 """
 
 VERSION = 1
-"""The newest."""
+"""The newest version."""
 OLDEST = 1
 """The oldest that is still spoken: at least the newest one of the minor version of the program before this one."""
 

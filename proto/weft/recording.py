@@ -54,7 +54,7 @@ class RecordingConfig:
     folder: str | None = None
     """An absolute path, on every node; each process makes a file of its own in it. None: nothing is recorded."""
     max_bytes: int = 1 << 30
-    """Of each file, which ends there; what is decided after it is lost."""
+    """Size at which a file ends; what is decided after that is lost."""
 
     def __post_init__(self) -> None:
         if self.folder is not None and not Path(self.folder).is_absolute():

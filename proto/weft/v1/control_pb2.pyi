@@ -105,7 +105,7 @@ class WatchReplicasResponse(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]: ...
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaEndpoint]:
-        """Those that take requests now, and those that finish what they have."""
+        """Replicas that take requests now, and those that finish what they have."""
 
     def __init__(
         self,
@@ -140,10 +140,10 @@ class ServedModel(_message.Message):
     starts_on_demand: _builtins.bool
     """Its first replica is started when somebody asks: a request may wait for it."""
     target_ttft_s: _builtins.float
-    """Of the time to the first token and of each further one; 0: what the router's own settings say."""
+    """Targets in seconds of the time to the first token and of each further one; 0: the router's own settings."""
     target_tpot_s: _builtins.float
     text_digest: _builtins.str
-    """Of what is in `path` for the revision that is wanted; see ModelText."""
+    """Digest of the files in `path` for the revision that is wanted; see ModelText."""
     def __init__(
         self,
         *,
@@ -165,7 +165,7 @@ Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
 
 @_typing.final
 class ModelText(_message.Message):
-    """From what a router makes tokens of text for replicas of one revision."""
+    """Tokenizer, chat template and generation defaults of one revision of a model: what a router makes tokens of text with."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -175,11 +175,9 @@ class ModelText(_message.Message):
     path: _builtins.str
     """A folder, as in ServedModel."""
     digest: _builtins.str
-    """Of the contents of tokenizer, chat template and generation defaults when the revision was wanted: where it is equal,
-    the tokens are. Empty: not known.
-    """
+    """Digest of their contents when the revision was wanted: where it is equal, the tokens are. Empty: not known."""
     revision: _builtins.int
-    """Of the model; a larger one is newer."""
+    """Revision of the model; a larger one is newer."""
     def __init__(
         self,
         *,
@@ -235,7 +233,7 @@ class RouterPorts(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     grpc: _builtins.int
     http: _builtins.int
-    """0: nowhere, as with the next one."""
+    """0: it has no such listener, as with `metrics`."""
     metrics: _builtins.int
     def __init__(
         self,
@@ -303,7 +301,7 @@ class GetModelFilesRequest(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Of a ServedModel or a ModelText, as membership names it now."""
+    """Path of a ServedModel or a ModelText, as membership names it now."""
     def __init__(
         self,
         *,
@@ -324,7 +322,7 @@ class GetModelFilesResponse(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Of one file; its parts follow each other."""
+    """Name of the file that `data` is a part of; the parts of a file follow each other."""
     data: _builtins.bytes
     def __init__(
         self,
@@ -357,7 +355,7 @@ class ReplicaEndpoint(_message.Message):
     """It finishes what it has and takes nothing new."""
     @_builtins.property
     def text(self) -> Global___ModelText:
-        """Of the revision that it runs; absent: as its ServedModel says."""
+        """Tokenizer and templates of the revision that it runs; absent: those of its ServedModel."""
 
     def __init__(
         self,
@@ -410,7 +408,7 @@ class GetStatusResponse(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
     @_builtins.property
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterStatus]:
-        """Those that the controller keeps, then others that report to it."""
+        """Routers that the controller keeps, then others that report to it."""
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
@@ -444,7 +442,7 @@ class ControllerStatus(_message.Message):
     STOPPING_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     restarts: _builtins.int
-    """It died and came back so often; the groups went on meanwhile."""
+    """How often it died and came back; the groups went on meanwhile."""
     stopping: _builtins.bool
     """The service is being stopped."""
     def __init__(
@@ -475,14 +473,14 @@ class NodeStatus(_message.Message):
     ACCELERATOR_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
-    """Of Ray."""
+    """Ray's id of the node."""
     address: _builtins.str
     cpus: _builtins.float
     free_cpus: _builtins.float
     gpus: _builtins.float
     free_gpus: _builtins.float
     accelerator: _builtins.str
-    """As Ray names the type of its accelerators; empty: none."""
+    """Type of its accelerators, as Ray names it; empty: none."""
     drained: _builtins.bool
     """No group is placed here until the drain is undone."""
     def __init__(
@@ -522,9 +520,9 @@ class ModelStatus(_message.Message):
     wanted_replicas: _builtins.int
     ready_replicas: _builtins.int
     revision: _builtins.int
-    """Of the settings that are wanted now; every rollout has a new one."""
+    """Revision of the settings that are wanted now; every rollout has a new one."""
     previous_revision: _builtins.int
-    """What `--undo` goes back to; 0: nothing."""
+    """Revision that `--undo` goes back to; 0: none."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]: ...
     @_builtins.property
@@ -600,7 +598,7 @@ class GroupStatus(_message.Message):
     LEAVING_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     replica_id: _builtins.str
-    """Of the replica that this formation of the group runs; new at each formation."""
+    """Replica that this formation of the group runs; each formation has a new one."""
     state: Global___GroupState.ValueType
     detail: _builtins.str
     tensor_parallel: _builtins.int
@@ -609,10 +607,10 @@ class GroupStatus(_message.Message):
     seconds_in_state: _builtins.float
     address: _builtins.str
     progress: _builtins.float
-    """0 to 1 while it starts."""
+    """How far its start is, 0 to 1."""
     metrics_address: _builtins.str
     revision: _builtins.int
-    """Of the settings that it runs."""
+    """Revision of the settings that it runs."""
     leaving: _builtins.bool
     """It is on its way out and is not replaced by itself."""
     @_builtins.property
@@ -938,7 +936,7 @@ class DrainRequest(_message.Message):
     grace_s: _builtins.float
     """Seconds until requests in flight move to other replicas; absent: what the model's settings say."""
     undo: _builtins.bool
-    """Of a node: place groups there again."""
+    """Place groups on the node again; `target` is a node."""
     def __init__(
         self,
         *,
@@ -963,10 +961,10 @@ class DrainResponse(_message.Message):
     REPLICA_IDS_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
-    """Where the target is a node."""
+    """Ray's id of the target where that is a node."""
     @_builtins.property
     def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those that leave."""
+        """Replicas that leave."""
 
     def __init__(
         self,
@@ -1012,7 +1010,7 @@ class ReadLogsRequest(_message.Message):
     target: _builtins.str
     """"controller", "router", a router's id, a model, a group or a replica; empty: everything."""
     tail_bytes: _builtins.int
-    """Of a log that is not in `offsets`: begin so many bytes before its end."""
+    """How many bytes before its end to begin in a log that is not in `offsets`."""
     @_builtins.property
     def offsets(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """How far each log was read, as the last response said."""
@@ -1076,7 +1074,7 @@ Global___ReadMetricsRequest: _TypeAlias = ReadMetricsRequest  # noqa: Y015
 
 @_typing.final
 class ReadMetricsResponse(_message.Message):
-    """Of a process that answered."""
+    """The metrics page of a process that answered."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1084,7 +1082,7 @@ class ReadMetricsResponse(_message.Message):
     PAGE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     page: _builtins.bytes
-    """As Prometheus reads it."""
+    """In Prometheus's text format."""
     def __init__(
         self,
         *,

@@ -235,11 +235,11 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """The same request with the same seed gives the same tokens. Drawn by the router when unset."""
     repetition_penalty: _builtins.float
-    """Over prompt and output; more than 0. Default 1."""
+    """Applies to prompt and output; more than 0. Default 1."""
     presence_penalty: _builtins.float
-    """Over the output; in [-2, 2]. Default 0."""
+    """Applies to the output; in [-2, 2]. Default 0."""
     frequency_penalty: _builtins.float
-    """Over the output; in [-2, 2]. Default 0."""
+    """Applies to the output; in [-2, 2]. Default 0."""
     max_tokens: _builtins.int
     """At least 1. Default: what is left of the model's context."""
     min_tokens: _builtins.int

@@ -99,7 +99,7 @@ class Submit(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def generated_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Accepted already, on this replica or on another."""
+        """Tokens generated so far, on this replica or on another."""
 
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
@@ -166,7 +166,7 @@ class ConnectResponse(_message.Message):
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOutput]:
-        """In the order of the steps; of several, a request may have several."""
+        """Outputs in the order of the steps; a frame of several steps may have several of one request."""
 
     @_builtins.property
     def load(self) -> Global___Load: ...
@@ -205,7 +205,7 @@ class Snapshot(_message.Message):
     replica_id: _builtins.str
     model: _builtins.str
     protocol_version: _builtins.int
-    """Of this stream: the newest that both speak, where the router is not too old."""
+    """Version of the protocol on this stream: the newest that both speak, where the router is not too old."""
     block_size: _builtins.int
     """Tokens in a KV block."""
     hash_key: _builtins.bytes
@@ -329,7 +329,7 @@ class RequestFinished(_message.Message):
     stop_token_id: _builtins.int
     @_builtins.property
     def usage(self) -> _inference_pb2.Usage:
-        """Of this replica's part: completion_tokens counts all generated tokens, those submitted included."""
+        """Usage of this replica's part: completion_tokens counts all generated tokens, those submitted included."""
 
     def __init__(
         self,
