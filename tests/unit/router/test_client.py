@@ -440,7 +440,9 @@ async def test_sync_client_serves_many_threads(target: str, dispatch: FakeDispat
     assert {call.text for call in dispatch.calls} == {f"prompt {index}" for index in range(24)}
 
 
-async def test_tokenize_and_detokenize(client: AsyncClient, target: str, dispatch: FakeDispatch) -> None:
+async def test_both_clients_make_tokens_of_text_and_text_of_tokens(
+    client: AsyncClient, target: str, dispatch: FakeDispatch
+) -> None:
     messages = [USER]
 
     assert await client.tokenize("Hi") == (72, 105, EOS)
@@ -457,7 +459,7 @@ async def test_tokenize_and_detokenize(client: AsyncClient, target: str, dispatc
     assert await with_sync(target, lambda sync: sync.detokenize((72, 105))) == "Hi"
 
 
-async def test_models(client: AsyncClient, target: str) -> None:
+async def test_both_clients_list_the_models_served(client: AsyncClient, target: str) -> None:
     expected = [ModelInfo(name="fake/model", max_context=64, vocab_size=257, ready_replicas=1)]
 
     assert await client.models() == expected

@@ -184,7 +184,7 @@ async def test_targets_are_those_of_the_request(caplog: pytest.LogCaptureFixture
 # What the client sees
 
 
-async def test_answer_to_text() -> None:
+async def test_every_front_gives_the_same_answer_to_a_text() -> None:
     async with FakeReplica("a") as a, serving(a) as fronts:
         first = await ask(fronts["grpc"], hello())
         again = await ask_all(fronts, hello())
@@ -198,7 +198,7 @@ async def test_answer_to_text() -> None:
 
 
 @pytest.mark.parametrize("request_name", ["token ids", "chat"])
-async def test_answer_to_other_prompts(request_name: str) -> None:
+async def test_every_front_gives_the_same_answer_to_token_ids_and_conversations(request_name: str) -> None:
     request = REQUESTS[request_name]
     async with FakeReplica("a") as a, serving(a) as fronts:
         await ask(fronts["grpc"], request)  # from here on the prompt is cached
@@ -210,7 +210,7 @@ async def test_answer_to_other_prompts(request_name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "num_texts"), [("grpc", 4), ("http", 1), ("http-stream", 4)])
-async def test_pieces_add_up(name: str, num_texts: int) -> None:
+async def test_pieces_come_with_their_steps_and_add_up_to_the_answer(name: str, num_texts: int) -> None:
     async with FakeReplica("a", paused=True) as a, serving(a) as fronts:
         answer = Answer()
         asking = asyncio.create_task(ask(fronts[name], hello(), into=answer))
@@ -226,7 +226,7 @@ async def test_pieces_add_up(name: str, num_texts: int) -> None:
 
 
 @pytest.mark.parametrize(("keeps_it", "text"), [(False, HELLO[:3]), (True, HELLO[:5])])
-async def test_stop_string(keeps_it: bool, text: list[int]) -> None:
+async def test_stop_string_ends_the_answer_and_is_told(keeps_it: bool, text: list[int]) -> None:
     stop = "".join(map(chr, HELLO[3:5]))
     request = hello(stop=["??", stop], include_stop_str_in_output=keeps_it)
     async with FakeReplica("a") as a, serving(a) as fronts:
@@ -236,7 +236,7 @@ async def test_stop_string(keeps_it: bool, text: list[int]) -> None:
     assert answer.usage == Usage(prompt=6, cached=4, completion=5)
 
 
-async def test_stop_token() -> None:
+async def test_stop_token_ends_the_answer_and_is_told() -> None:
     request = hello(stop_token_ids=[0, HELLO[4]])
     async with FakeReplica("a") as a, serving(a) as fronts:
         await ask(fronts["grpc"], request)
@@ -256,7 +256,7 @@ async def test_end_of_sequence_stops_unless_it_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("request_name", ["text", "chat"])
-async def test_logprobs(request_name: str) -> None:
+async def test_every_front_tells_the_same_logprobs(request_name: str) -> None:
     request = pb.GenerateRequest()
     request.CopyFrom(REQUESTS[request_name])
     request.sampling.logprobs = 2

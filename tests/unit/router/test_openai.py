@@ -112,7 +112,9 @@ async def test_openai_lists_models(client: openai.AsyncOpenAI) -> None:
         await client.models.retrieve("other/model")
 
 
-async def test_openai_completion(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+async def test_openai_completion_has_text_usage_and_its_default_length(
+    client: openai.AsyncOpenAI, dispatch: FakeDispatch
+) -> None:
     answer = await client.completions.create(model=MODEL, prompt="Hi", temperature=0, user="u")
 
     assert (answer.object, answer.model, answer.id[:5]) == ("text_completion", MODEL, "cmpl-")
@@ -126,7 +128,7 @@ async def test_openai_completion(client: openai.AsyncOpenAI, dispatch: FakeDispa
     assert dispatch.aborted == []
 
 
-async def test_openai_completion_stream(client: openai.AsyncOpenAI) -> None:
+async def test_openai_completion_stream_ends_with_its_reason_and_usage(client: openai.AsyncOpenAI) -> None:
     stream = await client.completions.create(
         model=MODEL, prompt="Hi", max_tokens=5, stream=True, stream_options={"include_usage": True}
     )
@@ -140,7 +142,7 @@ async def test_openai_completion_stream(client: openai.AsyncOpenAI) -> None:
     assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (2, 5)
 
 
-async def test_openai_chat(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+async def test_openai_chat_takes_every_form_of_content(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
     answer = await client.chat.completions.create(
         model=MODEL,
         messages=[
@@ -209,7 +211,7 @@ async def test_variables_for_the_chat_template_arrive(
     ]
 
 
-async def test_openai_chat_stream(client: openai.AsyncOpenAI) -> None:
+async def test_openai_chat_stream_begins_with_the_role_and_ends_with_usage(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True, stream_options={"include_usage": True}
     )
@@ -232,7 +234,9 @@ async def test_openai_chat_stream_helper_accumulates(client: openai.AsyncOpenAI)
     assert final.choices[0].finish_reason == "stop"
 
 
-async def test_openai_chat_logprobs(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+async def test_openai_chat_logprobs_have_the_bytes_of_split_characters(
+    client: openai.AsyncOpenAI, dispatch: FakeDispatch
+) -> None:
     dispatch.reply = text = "Aé"
     answer = await client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2
@@ -249,7 +253,7 @@ async def test_openai_chat_logprobs(client: openai.AsyncOpenAI, dispatch: FakeDi
     assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("A", -0.5), ("B", -1.5)]
 
 
-async def test_openai_completion_logprobs(client: openai.AsyncOpenAI) -> None:
+async def test_openai_completion_logprobs_have_the_offsets_of_their_tokens(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model=MODEL, prompt="Hi", logprobs=1, max_tokens=3, n=2)
 
     logprobs = answer.choices[1].logprobs
@@ -339,7 +343,9 @@ async def test_refusals_have_the_id_of_their_request(http: httpx.AsyncClient) ->
     assert "x-request-id" not in (await http.get("/v1/completions")).headers
 
 
-async def test_openai_choices_and_their_seeds(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+async def test_openai_choices_of_a_prompt_have_seeds_that_follow_each_other(
+    client: openai.AsyncOpenAI, dispatch: FakeDispatch
+) -> None:
     answer = await client.completions.create(model=MODEL, prompt=["a", "a"], n=2, seed=2**63 - 1, stop=[" w", "o"])
 
     assert [(choice.index, choice.text) for choice in answer.choices] == [(index, "Hell") for index in range(4)]
@@ -638,7 +644,7 @@ async def test_negative_seed_is_taken_as_its_64_bits(http: httpx.AsyncClient, di
         ([[]], [(None, [])]),
     ],
 )
-async def test_every_form_of_prompt(
+async def test_every_form_of_prompt_becomes_a_call_for_each(
     http: httpx.AsyncClient, dispatch: FakeDispatch, prompt: Any, expected: list[Any]
 ) -> None:
     for indent in (None, 2):

@@ -191,7 +191,7 @@ async def test_chat_goes_through_the_template() -> None:
     assert bytes(a.submits[0].prompt_token_ids) == b"<system>be<user>hi"
 
 
-async def test_tokenize_and_detokenize() -> None:
+async def test_text_and_conversations_become_tokens_and_tokens_text() -> None:
     async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
         await router.wait_ready(1)
         plain = await router.stub.Tokenize(pb.TokenizeRequest(text="hi"))
