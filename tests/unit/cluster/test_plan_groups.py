@@ -54,5 +54,7 @@ def plan(num_new: int, leaving: Sequence[int] = ()) -> GroupPlan:
         (0, 0, "1R 2s", plan(0, [0, 1])),
     ],
 )
-def test_next_steps(replicas: int, revision: int, live: str, expected: GroupPlan) -> None:
+def test_plan_names_the_groups_to_form_and_to_let_go(
+    replicas: int, revision: int, live: str, expected: GroupPlan
+) -> None:
     assert plan_groups(replicas, revision, groups(live)) == expected

@@ -90,7 +90,7 @@ def test_attention_is_told_of_windows_that_are_shorter_than_the_context(
         ("upper layers slide", [None] * 28 + [4096] * 20, 32768, {None: 1, 4096: 1}, 28),
     ],
 )
-def test_published_models(
+def test_layers_of_published_models_make_few_groups_of_equal_size(
     name: str, windows: list[int | None], max_context: int, expected: dict[int | None, int], num_planes: int
 ) -> None:
     groups = group_layers(windows, num_stages=1, max_context=max_context)
