@@ -5,7 +5,7 @@ ClusterError
 ├── ModelNotFoundError      no folder, packaged model or hub id of this name can be had, or a file of it read
 ├── ModelFilesChangedError  a folder has other files than when the model's revision was wanted
 ├── StartError              the service did not come up; the message says what stopped it
-├── RayError                Ray could not be started or reached
+├── RayStartError           Ray could not be started or reached
 ├── SpareError              (stays inside) Ray keeps no processes ready: starts take longer, and nothing else
 ├── NotServedError          no model, replica, group or node of this name; the message lists those there are
 ├── StoppingError           the service is being stopped, and nothing is changed any more
@@ -35,7 +35,7 @@ class StartError(ClusterError):
     """The service did not come up; the message says what stopped it."""
 
 
-class RayError(ClusterError):
+class RayStartError(ClusterError):
     """Ray could not be started or reached."""
 
 

@@ -25,7 +25,7 @@ from weft.addresses import split_host_port
 
 from cluster import late_agent
 from cluster.controller import NAMESPACE
-from cluster.errors import RayError
+from cluster.errors import RayStartError
 from workers.cores import give_way
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ _LATE_AGENTS = {"--dashboard_agent_command": late_agent.NEVER, "--runtime_env_ag
 
 
 def start_local_ray(*, log_to_driver: bool) -> None:
-    """Start a Ray of one node, whose address is a loopback one. Raises RayError."""
+    """Start a Ray of one node, whose address is a loopback one. Raises RayStartError."""
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
     _choose_token()
@@ -96,7 +96,7 @@ def start_local_ray(*, log_to_driver: bool) -> None:
             except Exception as error:  # Ray has no common base for what its start may raise
                 processes = _end(nodes)
                 if attempt == _START_ATTEMPTS:
-                    raise RayError(f"a local Ray could not be started: {error} ({processes})") from error
+                    raise RayStartError(f"a local Ray could not be started: {error} ({processes})") from error
                 logger.warning("a local Ray did not start, and is started again: %s (%s)", error, processes)
 
 
@@ -110,7 +110,7 @@ def _choose_token() -> None:
 
 
 def join_ray(address: str, *, log_to_driver: bool) -> None:
-    """Connect to a running Ray cluster. Raises RayError."""
+    """Connect to a running Ray cluster. Raises RayStartError."""
     _quieten()
     try:
         _check_reachable(address)
@@ -120,7 +120,7 @@ def join_ray(address: str, *, log_to_driver: bool) -> None:
     except Exception as error:  # as above
         was_refused = _REFUSED_TOKEN in f"{error} {error.__cause__}"
         reason = _TOKEN_HINT if was_refused else error
-        raise RayError(f"the Ray cluster at {address!r} cannot be joined: {reason}") from error
+        raise RayStartError(f"the Ray cluster at {address!r} cannot be joined: {reason}") from error
 
 
 def _check_reachable(address: str) -> None:

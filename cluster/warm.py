@@ -47,7 +47,7 @@ def warm(
         timeout_s: until they wait.
 
     Raises:
-        RayError: there is no such Ray cluster.
+        RayStartError: there is no such Ray cluster.
         SpareError: not all wait in time, or Ray cannot start them.
     """
     join_ray(ray_address, log_to_driver=False)

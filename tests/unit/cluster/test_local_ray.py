@@ -13,7 +13,7 @@ import pytest
 from ray._private.authentication import authentication_token_setup
 
 from cluster import local_ray
-from cluster.errors import RayError
+from cluster.errors import RayStartError
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -39,7 +39,7 @@ def test_an_address_where_nothing_listens_is_told_before_ray_waits_for_it(monkey
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         for nobody in (address, f"ray://{address}", "127.0.0.1:port"):
-            with pytest.raises(RayError, match="cannot be joined"):
+            with pytest.raises(RayStartError, match="cannot be joined"):
                 local_ray.join_ray(nobody, log_to_driver=False)
         assert asked == []
         listener.listen()
@@ -93,7 +93,7 @@ def test_a_token_is_brought_to_a_cluster_that_wants_one_only(
     monkeypatch.setattr(local_ray.ray, "init", lambda **settings: seen.append("joined"))
     with head_of_ray(wants_token=wants_token) as address:
         if wants_token and not has_token:
-            with pytest.raises(RayError, match=r"it wants the token .*RAY_AUTH_MODE=token .*~/\.ray/auth_token"):
+            with pytest.raises(RayStartError, match=r"it wants the token .*RAY_AUTH_MODE=token .*~/\.ray/auth_token"):
                 local_ray.join_ray(address, log_to_driver=False)
         else:
             local_ray.join_ray(address, log_to_driver=False)
@@ -105,7 +105,7 @@ def test_a_token_that_the_cluster_refuses_is_told_as_such(monkeypatch: pytest.Mo
         raise ConnectionError("Failed to connect") from RuntimeError("InvalidAuthToken: it is incorrect")
 
     monkeypatch.setattr(local_ray.ray, "init", init)
-    with pytest.raises(RayError, match="cannot be joined: it wants the token"):
+    with pytest.raises(RayStartError, match="cannot be joined: it wants the token"):
         local_ray.join_ray("auto", log_to_driver=False)
 
 
@@ -159,7 +159,7 @@ def test_a_ray_that_does_not_come_up_is_started_again(num_failures: int, monkeyp
     if num_failures < 2:
         local_ray.start_local_ray(log_to_driver=False)
     else:
-        with pytest.raises(RayError, match=r"it does not come up \(raylet had ended with -9\)"):
+        with pytest.raises(RayStartError, match=r"it does not come up \(raylet had ended with -9\)"):
             local_ray.start_local_ray(log_to_driver=False)
     assert attempts == ["local"] * min(num_failures + 1, 2)
     assert ["it does not come up (raylet had ended with -9)" in line for line in told] == [True] * (num_failures > 0)
