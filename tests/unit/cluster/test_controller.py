@@ -12,9 +12,11 @@ from helpers.ports import unlisted_port
 from weft.addresses import split_host_port
 
 from cluster import controller as module
+from cluster import reconciler as reconciler_module
 from cluster.config import build_spec
 from cluster.controller import Controller
 from cluster.errors import StartError
+from cluster.reconciler import Reconciler
 from cluster.saved_state import RouterRecord, SavedState, decode, encode
 
 ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0}}
@@ -45,17 +47,17 @@ class Ray:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
-    async def begin(controller: Controller, listener: grpc.aio.Server) -> None:
+    async def begin(controller: Controller, reconciler: Reconciler, listener: grpc.aio.Server) -> Reconciler:
         """Serve nobody, and form no groups."""
         ray.num_begun += 1
-        controller._loop = asyncio.create_task(asyncio.sleep(0))
         await listener.start()
         await listener.stop(None)  # lets go of the port
+        return reconciler
 
     ray = Ray()
     monkeypatch.setattr(module, "ray", SimpleNamespace(get_runtime_context=lambda: ray))
     monkeypatch.setattr(module, "RayStateStore", lambda: ray)
-    monkeypatch.setattr(module, "ask_ray", ray.asked.append)
+    monkeypatch.setattr(reconciler_module, "ask_ray", ray.asked.append)
     monkeypatch.setattr(Controller, "_begin", begin)
     for name in ("configure_logging", "take_spare", "give_way", "leave_spares", "_end_this_actor"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
@@ -95,18 +97,21 @@ async def resume(monkeypatch: pytest.MonkeyPatch, *, repeats_start: bool = False
 
 
 async def lose(controller: Controller) -> None:
-    if controller._metrics is not None:
-        await controller._metrics.close()
+    if controller._reconciler is not None:
+        await controller._reconciler._metrics.close()
+
+
+def parts(controller: Controller) -> Reconciler:
+    assert controller._reconciler is not None
+    return controller._reconciler
 
 
 def served(controller: Controller) -> dict[str, int]:
-    assert controller._state is not None
-    return {name: section.replicas for name, section in controller._state.sections().items()}
+    return {name: section.replicas for name, section in parts(controller).state.sections().items()}
 
 
 def routers_of(controller: Controller) -> Sequence[Any]:
-    assert controller._state is not None
-    return controller._state._routers
+    return parts(controller).state._routers
 
 
 async def test_a_service_that_is_taken_over_goes_on_with_its_models_and_settings(ray: Ray) -> None:
@@ -125,8 +130,9 @@ async def test_nothing_is_taken_over_of_a_service_that_was_stopped(ray: Ray) -> 
 async def test_what_a_controller_before_has_asked_ray_for_is_taken_back(ray: Ray) -> None:
     for asked in ([], [[]]):
         controller, _ = await start()
-        assert controller._nodes is not None
-        await controller._nodes.want([])
+        nodes = parts(controller)._nodes
+        assert nodes is not None
+        await nodes.want([])
         assert ray.asked == asked
 
 
@@ -138,8 +144,7 @@ async def test_a_stop_that_a_lost_controller_was_at_is_gone_on_with_and_nothing_
 
 async def test_a_controller_is_started_once_however_often_that_is_asked_for(ray: Ray) -> None:
     controller, goes_on = await start(replicas=2)
-    assert controller._service is not None
-    assert await controller.start() == (controller._service.address, goes_on)
+    assert await controller.start() == (parts(controller).address, goes_on)
     assert ray.num_begun == 1
 
 
@@ -158,10 +163,8 @@ async def test_ports_that_others_know_are_those_of_the_controller_before(
     routers = {"router-0": RouterRecord(grpc=1, http=None, metrics=2, restarts=3)}
     ray.saved = encode(SavedState(control_port=control, metrics_port=metrics, routers=routers))
     controller = await resume(monkeypatch) if is_restarted else (await start(takes_over=True))[0]
-    assert controller._service is not None
-    assert controller._metrics is not None
-    assert split_host_port(controller._service.address)[1] == control
-    assert split_host_port(controller._metrics.address)[1] == metrics
+    assert split_host_port(parts(controller).address)[1] == control
+    assert split_host_port(parts(controller)._metrics.address)[1] == metrics
     (router,) = routers_of(controller)
     assert (router.record, router.is_adopting, router.status().restarts) == (routers["router-0"], True, 3)
 
@@ -170,24 +173,25 @@ async def test_several_routers_share_ports_that_the_controller_holds_and_none_is
     controller, _ = await start(num_routers=2)
     first, second = (router.record for router in routers_of(controller))
     assert (
-        (first.grpc, first.http) == (second.grpc, second.http) == tuple(each.port for each in controller._shared_ports)
+        (first.grpc, first.http)
+        == (second.grpc, second.http)
+        == tuple(each.port for each in parts(controller)._shared_ports)
     )
     assert 0 not in (first.grpc, first.http)
     assert not any(router.is_adopting for router in routers_of(controller))
-    for each in controller._shared_ports:
+    for each in parts(controller)._shared_ports:
         each.close()
     ray.saved = None
     controller, _ = await start()
     assert [router.record for router in routers_of(controller)] == [RouterRecord(grpc=0, http=0, metrics=0)]
-    assert controller._shared_ports == []
+    assert parts(controller)._shared_ports == []
 
 
 @pytest.mark.parametrize("repeats_start", [False, True])
 async def test_restarts_are_counted(ray: Ray, monkeypatch: pytest.MonkeyPatch, repeats_start: bool) -> None:
     ray.saved = encode(SavedState(control_port=0, num_restarts=2))
     controller = await resume(monkeypatch, repeats_start=repeats_start)
-    assert controller._service is not None
-    assert (controller._service._num_restarts, ray.num_begun) == (3, 1)
+    assert (parts(controller)._service._num_restarts, ray.num_begun) == (3, 1)
 
 
 async def test_a_life_after_the_service_was_stopped_ends(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +216,7 @@ async def test_a_life_before_which_nothing_was_saved_waits_to_be_started(
 class Passes:
     """A state that is brought nearer to what is wanted pass by pass, and what was done meanwhile; a service too."""
 
-    controller: Controller
+    changed: asyncio.Event
     is_stopping: bool
     is_adopting: bool = True
     is_stopped: bool = False
@@ -222,7 +226,7 @@ class Passes:
         self.is_adopting = "look" not in self.done
         self.is_stopped = "know" in self.done
         self.done.append("look" if self.is_adopting else "know")
-        self.controller._changed.set()
+        self.changed.set()
 
     def log_sources(self) -> list[Any]:
         return []
@@ -248,11 +252,12 @@ async def test_routers_are_told_who_serves_only_once_that_is_known(
     ray: Ray, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
 ) -> None:
     controller, _ = await start()
-    monkeypatch.setattr(controller._metrics, "close", lambda: asyncio.sleep(0))
-    passes = Passes(controller, is_stopping)
-    controller._state = controller._service = controller._scaling = cast(Any, passes)
+    reconciler = parts(controller)
+    monkeypatch.setattr(reconciler._metrics, "close", lambda: asyncio.sleep(0))
+    passes = Passes(reconciler._changed, is_stopping)
+    reconciler.state = reconciler._service = reconciler._scaling = cast(Any, passes)
     async with asyncio.timeout(30):
-        await controller._run()
+        await controller._run(reconciler)
     assert [each for each in passes.done if each != "finish the stop"] == [
         "look", "know", "publish", "know", "publish", "end"
     ]  # fmt: skip
