@@ -5,7 +5,7 @@ key-value store of Ray's head, which lasts as long as the processes that it tell
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -107,16 +107,6 @@ class SavedState:
         return max(0.0, left_s - max(0.0, now_s - self.saved_s))
 
 
-class StateStore(Protocol):
-    """Keeps one value; RayStateStore, or a double in tests."""
-
-    def load(self) -> bytes | None:
-        """Return what was saved last."""
-
-    def save(self, data: bytes) -> None:
-        """Keep it; when this returns, a successor would find it."""
-
-
 def encode(state: SavedState) -> bytes:
     """Return it as JSON."""
     return msgspec.json.encode(state, enc_hook=_to_json)
@@ -149,7 +139,7 @@ class RayStateStore:
         return data
 
     def save(self, data: bytes) -> None:
-        """Keep it."""
+        """Keep it; when this returns, a successor would find it."""
         _kv()._internal_kv_put(self._KEY, data, namespace=self._NAMESPACE)
 
 
