@@ -10,10 +10,11 @@ from cluster.metrics import EngineCollector
 from cluster.rank_actor import RankSpec, ReplicaLoad
 from cluster.replica_server import ReplicaInfo, ReplicaServer
 from router.metrics_listener import MetricsListener
-from router.spans import make_tracer
+from router.spans import Tracer, make_tracer
+from router.tls import InnerTls
 from workers.async_engine import AsyncEngine
 from workers.config import EngineConfig
-from workers.engine import Engine, EngineLoad, StepResult
+from workers.engine import Engine, StepResult
 from workers.engine_builder import build_engine
 from workers.rank import Rendezvous
 from workers.stats import RankStats
@@ -31,20 +32,17 @@ class Leader:
         self._metrics = metrics
         self._tracer = make_tracer(spec.tracing, service="weft-replica", instance=spec.replica_id)
         self._rendezvous: Rendezvous | None = None
-        self._failed = asyncio.Event()
-        self._failure: BaseException | None = None
-        self._engine: AsyncEngine | None = None
-        self._server: ReplicaServer | None = None
-        self._load: EngineLoad | None = None
-        self._collector: EngineCollector | None = None
+        self._replica: LedReplica | None = None
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Open the store where the ranks meet, and return its host and port. May be called off the event loop."""
         self._rendezvous = Rendezvous.open(self._host)
         return self._rendezvous.host, self._rendezvous.port
 
-    async def start(self, config: EngineConfig, progress: Callable[[float], None], stats: RankStats) -> str:
-        """Load the model together with the other ranks, serve, and return the replica's host:port.
+    async def start(
+        self, config: EngineConfig, progress: Callable[[float], None], stats: RankStats
+    ) -> tuple["LedReplica", str]:
+        """Load the model together with the other ranks, serve, and return the replica and its host:port.
 
         Raises RouterConfigError when the TLS files cannot be used, RecordingError when decisions cannot be recorded.
         """
@@ -60,6 +58,24 @@ class Leader:
             rank_stats=stats,
             recorder=recorder,
         )
+        self._replica = LedReplica(self._spec, config, engine, self._tracer)
+        port = await self._replica.start(self._host, tls)
+        self._metrics.add(self._replica.collector)
+        return self._replica, join_host_port(self._host, port)
+
+    async def close(self) -> None:
+        """End the streams of routers at once, then the rest."""
+        if self._replica is not None:
+            await self._replica.close()
+        await asyncio.to_thread(self._tracer.close)
+
+
+class LedReplica:
+    """The engine of a replica and its gRPC service, until the first of them ends. Made and used on the event loop."""
+
+    def __init__(self, spec: RankSpec, config: EngineConfig, engine: Engine, tracer: Tracer) -> None:
+        self._failed = asyncio.Event()
+        self._failure: BaseException | None = None
         self._load = engine.load
         self._engine = AsyncEngine(
             engine,
@@ -68,34 +84,38 @@ class Leader:
             longest_turn_s=2 * config.step_timeout_s,  # the other ranks come before, who know more
         )
         self._server = ReplicaServer(
-            _info(self._spec, config, engine),
+            _info(spec, config, engine),
             self._engine,
-            tracer=self._tracer,
-            stream_interval_s=self._spec.stream_interval_s,
+            tracer=tracer,
+            stream_interval_s=spec.stream_interval_s,
         )
+        self.collector = EngineCollector(
+            engine.stats,
+            load=lambda: self._load,
+            num_cached_blocks=lambda: self._engine.num_resident_blocks,
+            block_size=engine.config.cache.block_size,
+            labels={"model": spec.model, "replica": spec.replica_id},
+        )
+
+    async def start(self, host: str, tls: InnerTls | None) -> int:
+        """Begin to compute and to serve; return the port. Raises RouterConfigError when TLS files cannot be used."""
         self._engine.start()
-        port = await self._server.start(self._host, tls)
-        self._collector = self._collect(engine, self._engine)
-        self._metrics.add(self._collector)
-        return join_host_port(self._host, port)
+        return await self._server.start(host, tls)
 
     async def wait_failed(self) -> None:
         """Wait for the engine to fail, and raise what it failed with."""
-        while not self._failed.is_set():
-            assert self._collector is not None
-            self._collector.take_observations()
+        while self._failure is None:
+            self.collector.take_observations()
             try:
                 async with asyncio.timeout(_TAKE_OBSERVATIONS_S):
                     await self._failed.wait()
             except TimeoutError:
                 pass
-        assert self._failure is not None
         raise self._failure
 
     async def drain(self) -> None:
         """Take no new requests, and wait until those in flight have ended."""
-        if self._server is not None:
-            await self._server.drain()
+        await self._server.drain()
 
     async def terminate(self, grace_s: float) -> None:
         """Drain for at most `grace_s`, then make `wait_failed` say that it was told to end."""
@@ -104,42 +124,25 @@ class Leader:
                 await self.drain()
         except TimeoutError:
             pass
-        if not self._failed.is_set():
+        if self._failure is None:
             self._on_failure(GroupTerminatedError("was told to end by SIGTERM"))
 
     async def close(self) -> None:
-        """End the streams of routers at once, then the rest."""
-        if self._server is not None:
-            await self._server.stop()
-        if self._engine is not None:
-            await self._engine.stop()
-        await asyncio.to_thread(self._tracer.close)
+        """End the streams of routers at once, then the engine."""
+        await self._server.stop()
+        await self._engine.stop()
 
     @property
-    def replica_load(self) -> ReplicaLoad:
-        """How busy the replica is, after its last step; only while it serves."""
-        load = self._last_load()
+    def load(self) -> ReplicaLoad:
+        """How busy the replica is, after its last step."""
+        load = self._load
         return ReplicaLoad(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             kv_usage=1 - load.num_free_blocks / load.num_blocks,
         )
 
-    def _collect(self, engine: Engine, running: AsyncEngine) -> EngineCollector:
-        return EngineCollector(
-            engine.stats,
-            load=self._last_load,
-            num_cached_blocks=lambda: running.num_resident_blocks,
-            block_size=engine.config.cache.block_size,
-            labels={"model": self._spec.model, "replica": self._spec.replica_id},
-        )
-
-    def _last_load(self) -> EngineLoad:
-        assert self._load is not None
-        return self._load
-
     def _on_step(self, result: StepResult) -> None:
-        assert self._server is not None
         self._load = result.load
         self._server.on_step(result)
 

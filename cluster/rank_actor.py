@@ -34,7 +34,7 @@ from workers.errors import EngineConfigError
 from workers.stats import RankStats
 
 if TYPE_CHECKING:
-    from cluster.leader import Leader
+    from cluster.leader import Leader, LedReplica
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ class RankActor:
         labels = {"model": spec.model, "replica": spec.replica_id, "rank": str(spec.rank)}
         self._metrics.add(RankCollector(self._stats, loaded_ratio=lambda: self._progress, labels=labels))
         self._leader: Leader | None = None
+        self._replica: LedReplica | None = None
         self._addresses: ReplicaAddresses | None = None
         self._is_ready = asyncio.Event()
         self._run: asyncio.Task[Outcome] | None = None
@@ -184,7 +185,7 @@ class RankActor:
 
     async def load(self) -> ReplicaLoad | None:
         """On the leader: say how busy the replica is; None before it serves."""
-        return None if self._addresses is None or self._leader is None else self._leader.replica_load
+        return None if self._replica is None else self._replica.load
 
     async def run(self, host: str, port: int) -> Outcome:
         """Load the model and work until this rank, or another one of the group, fails."""
@@ -207,14 +208,14 @@ class RankActor:
 
     async def drain(self) -> None:
         """On the leader: take no new requests, and wait until those in flight have ended."""
-        if self._leader is not None:
-            await self._leader.drain()
+        if self._replica is not None:
+            await self._replica.drain()
 
     async def terminate(self) -> None:
         """On the leader: drain, then end the whole group; requests that take too long go on elsewhere."""
-        if self._leader is None or self._addresses is None:
+        if self._replica is None:
             os._exit(1)  # it has no requests yet
-        await self._leader.terminate(self._spec.drain_timeout_s)
+        await self._replica.terminate(self._spec.drain_timeout_s)
 
     async def expect_end(self) -> None:
         """Know that the end of this rank is wanted: Ray ends its process next, by SIGTERM."""
@@ -246,10 +247,10 @@ class RankActor:
         leader = await asyncio.to_thread(self._import_leader)
         self._leader = leader
         try:
-            address = await leader.start(config, self._set_progress, self._stats)
+            self._replica, address = await leader.start(config, self._set_progress, self._stats)
             self._addresses = ReplicaAddresses(address=address, metrics_address=self._metrics.address)
             self._is_ready.set()
-            await leader.wait_failed()
+            await self._replica.wait_failed()
         finally:
             await leader.close()
 

@@ -146,8 +146,8 @@ async def test_rank_whose_engine_fails_ends_its_process(
     rank = actor(folder)
     ended = asyncio.create_task(run(rank))
     await asyncio.wait_for(rank.ready(), 60)
-    assert rank._leader is not None
-    rank._leader._on_failure(RuntimeError("rank 1 is gone"))
+    assert rank._replica is not None
+    rank._replica._on_failure(RuntimeError("rank 1 is gone"))
     outcome = await ended
     assert (outcome.message, outcome.is_refusal) == ("rank 0: rank 1 is gone", False)
     assert exits == [1]
