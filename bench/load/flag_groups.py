@@ -1,4 +1,7 @@
-"""The flags of `weft bench`, by what they are about. flags.py says what they mean; no import here costs anything."""
+"""The flags of `weft bench` and `weft simulate`, by what they are about. No import here costs anything.
+
+flags.py, offline_command.py and the simulator say what they mean.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -137,6 +140,62 @@ class GoalFlags:
     ttft_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
     tpot_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
     e2e_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineFlags:
+    """The engine of `weft bench offline`, and what it is measured with."""
+
+    model: Annotated[
+        str,
+        typer.Option(help="llama-110m, qwen2.5-0.5b or llama3-8b (random weights, made once), a folder, or a hub id."),
+    ] = "llama-110m"
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto"
+    quantization: Annotated[str, typer.Option(help="none, or int8: linear layers in 8 bits.")] = "none"
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or int8: keys and values in 8 bits.")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="dotted.path=value, as in a model's section of a cluster file; may be repeated."),
+    ] = None
+    workload: Annotated[list[str] | None, of_prompts(help="W1, W2 or W3; may be repeated. Default: all three.")] = None
+    dataset: Annotated[
+        str | None, of_prompts(help="In place of workloads: random, shared-prefix, sessions, prompts or trace.")
+    ] = None
+    num_requests: Annotated[
+        int | None,
+        of_prompts("--num-requests", "-n", min=1, help="Of a dataset. Default: 32, or all where a file has fewer."),
+    ] = None
+    repeats: Annotated[int, typer.Option(min=1, help="After one round to warm up.")] = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateFlags:
+    """The replicas of `weft simulate`, and the requests that they get."""
+
+    trace: Annotated[
+        Path | None, typer.Option(help="JSON lines, plain or .gz, as --dataset trace of bench. Default: made by seed.")
+    ] = None
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 2000
+    rate: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="Requests a second. Default: the trace's; else 8, or 2 a replica."),
+    ] = None
+    policy: Annotated[
+        str | None, typer.Option(help="Of the scheduler: names, with commas. Default: all; in a cluster: fcfs.")
+    ] = None
+    num_seqs: Annotated[int, typer.Option(min=1, help="Sequences running at once.")] = 32
+    num_blocks: Annotated[int, typer.Option(min=2, help="KV blocks of 16 tokens, or --block-size.")] = 8000
+    batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048
+    promote_after: Annotated[float, typer.Option(min=0, help="Seconds.")] = 60.0
+    deadlines: Annotated[
+        bool, typer.Option("--deadlines", help="Requests have one: 2, 5 or 20 times their time alone, and 2 s.")
+    ] = False
+    step_ms: Annotated[float, typer.Option(min=0, help="Of each step.")] = 8.0
+    token_us: Annotated[float, typer.Option(min=0, help="Of each token in it.")] = 50.0
+    context_ns: Annotated[float, typer.Option(min=0, help="Of each token that one of these sees.")] = 40.0
+    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,64 @@
+"""What `weft bench offline` does with its flags: it measures, shows the report and keeps its line."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.errors import BenchError
+from bench.load.flag_groups import GoalFlags, OfflineFlags, PromptFlags
+from bench.load.flags import find_idle, parse_datasets, parse_targets
+from bench.load.offline import OfflineOptions, measure_offline
+from bench.load.progress import OfflineProgress
+from bench.load.report import append_line, check_line_file, offline_line, print_offline, warn_idle
+from cluster.operate import parse_settings
+
+_DEFAULT_NUM_REQUESTS = 32
+
+
+def run_offline(engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags, *, json_file: Path | None) -> None:
+    """Measure every dataset. Raises BenchConfigError for a flag, BenchError for what ended the run."""
+    console = Console()
+    options = _parse(engine, prompts, goals)
+    warn_idle(console, _find_idle(engine, prompts, options))
+    if json_file is not None:
+        check_line_file(json_file)
+    with OfflineProgress(console) as watcher:
+        result = measure_offline(options, watcher)
+    print_offline(console, engine.model, result)
+    if json_file is not None:
+        append_line(offline_line(options, result), json_file)
+    if result.ended_by:
+        raise BenchError(f"ended before the last workload: {result.ended_by}")
+
+
+def _parse(engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags) -> OfflineOptions:
+    settings = {
+        "dtype": engine.dtype,
+        "quantization": engine.quantization,
+        "device": engine.device,
+        "num_threads": engine.threads,
+        **parse_settings([f"cache.dtype={engine.kv_cache_dtype}", *(engine.settings or [])]),
+    }
+    is_bounded = engine.num_requests is not None
+    return OfflineOptions(
+        model=engine.model,
+        settings=settings,
+        datasets=parse_datasets(engine.workload or [], engine.dataset, prompts, is_bounded=is_bounded),
+        num_requests=engine.num_requests or _DEFAULT_NUM_REQUESTS,
+        repeats=engine.repeats,
+        temperature=prompts.temperature,
+        top_k=prompts.top_k or 0,
+        top_p=1.0 if prompts.top_p is None else prompts.top_p,
+        repetition_penalty=1.0 if prompts.repetition_penalty is None else prompts.repetition_penalty,
+        ignore_eos=prompts.ignore_eos,
+        targets=parse_targets(goals),
+        seed=prompts.seed,
+    )
+
+
+def _find_idle(engine: OfflineFlags, prompts: PromptFlags, options: OfflineOptions) -> list[str]:
+    """The flags that are given and that nothing looks at."""
+    idle = find_idle([each.kind for each in options.datasets], prompts)
+    if engine.num_requests is not None and all(each.num_calls is not None for each in options.datasets):
+        idle.append("--num-requests")
+    return idle
