@@ -21,6 +21,8 @@ from cluster.errors import ClusterConfigError
 
 _MIN_FINISHED = 20
 """Requests that must have finished before the share that was on time means something."""
+_ROUNDING_DIGITS = 6
+"""3 replicas with 80 % of their blocks in use ask for 3 at a target of 0.8; floats make 3.0000000000000004 of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ class Autoscaler:
             reason=f"{requests:.1f} requests at {config.target_requests:g} a replica",
         )
         usage = sum(each.kv_usage for each in window) / len(window)
-        by_cache = math.ceil(round(latest.num_ready * usage / config.target_kv_usage, 6))
+        by_cache = math.ceil(round(latest.num_ready * usage / config.target_kv_usage, _ROUNDING_DIGITS))
         if by_cache > asked.replicas:
             asked = Decision(replicas=by_cache, reason=f"{usage:.0%} of the KV blocks in use")
         # requests that were served by fewer or more replicas tell nothing of those that are here now

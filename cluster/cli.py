@@ -78,7 +78,7 @@ def run_and_report(command: Callable[[], object]) -> None:
             raise
         _fail(error, 1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(130)  # as shells say that SIGINT ended a command
 
 
 def _fail(error: Exception, code: int) -> None:

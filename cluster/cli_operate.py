@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done.")]
 _Timeout = Annotated[float, typer.Option(min=0, help="With --wait: seconds.")]
-_WAIT_S = 1800.0
-_MAX_TAIL_KB = 1 << 30
+_WAIT_S = 1800.0  # as long as a model may take to load, by default
+_MAX_TAIL_KB = 1 << 30  # 1 TiB: all of any log
 
 
 def register(app: typer.Typer) -> None:

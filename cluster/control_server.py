@@ -39,6 +39,7 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second controller on the port must fail, not share it
 )
 _PART_BYTES = 1 << 20  # a message is at most 4 MB
+_STOP_GRACE_S = 0.2  # for the answer to Shutdown to be sent; streams are open for as long as they may
 
 
 class ControlState(Protocol):
@@ -140,7 +141,7 @@ class ControlServer(ControlServicer):
     async def stop(self) -> None:
         """End every stream and the service."""
         if self._server is not None:
-            await self._server.stop(grace=0.2)
+            await self._server.stop(grace=_STOP_GRACE_S)
 
     async def publish(self) -> None:
         """Tell the watchers when models or replicas have changed since the last call."""

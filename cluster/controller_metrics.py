@@ -29,6 +29,8 @@ _THIS_MACHINE = ("0.0.0.0", "::", "127.0.0.1", "::1")
 """Where a router can listen, or connect from, and nobody can connect to from another machine."""
 _READ_TIMEOUT_S = 5.0
 """An event loop that is busy for longer makes the scrape fail, which is the truth."""
+_STOP_POLL_S = 0.2
+"""How often the listener looks whether it was closed; the controller's end waits for that."""
 
 
 class ClusterState(NamedTuple):
@@ -110,7 +112,7 @@ class ControllerListener:
             raise StartError(f"the controller's metrics cannot listen on {address}: {error.strerror}") from error
         self._server.daemon_threads = True
         self.address = join_host_port(host, self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.2,), daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(_STOP_POLL_S,), daemon=True)
         self._thread.start()
 
     async def close(self) -> None:

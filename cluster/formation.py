@@ -47,8 +47,8 @@ from router.tls import InnerTls
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_ADOPT_TIMEOUT_S = 10.0
-_LOAD_TIMEOUT_S = 2.0
+_ADOPT_TIMEOUT_S = 10.0  # for every rank to answer a new controller
+_LOAD_TIMEOUT_S = 2.0  # for a leader to say how busy it is: as long as from one look of scaling.py to the next
 _HEAR_TIMEOUT_S = 1.0  # for a rank, which may hang, to be told that its end is wanted
 _NUM_QUESTIONS = 10  # that a leader leaves unanswered before it is taken for dead
 _DEATH_TIMEOUT_S = 10.0  # for a rank that does not answer to be known as dead, with the reason

@@ -35,7 +35,7 @@ _OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through Ray; the least it 
 _START_ATTEMPTS = 2
 """Once in hundreds of starts Ray's node, just begun, left no trace, and Ray gave it up after 30 seconds."""
 
-_JOIN_TIMEOUT_S = 10.0
+_JOIN_TIMEOUT_S = 10.0  # for Ray's head to answer
 
 _TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _REFUSED_TOKEN = "InvalidAuthToken"

@@ -15,10 +15,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _MAX_DEAD = 256
 """Processes whose logs stay known when they have ended."""
-_MAX_PIECE_BYTES = 256 << 10
+_MAX_PIECE_BYTES = 256 << 10  # of one log
 _MAX_ANSWER_BYTES = 2 << 20
 """All pieces together: gRPC takes messages of up to 4 MB."""
-_REMOTE_TIMEOUT_S = 10.0
+_REMOTE_TIMEOUT_S = 10.0  # for another node, which may have gone, to read a piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from email.parser import BytesHeaderParser
 
 from weft.addresses import split_host_port
 
-_TIMEOUT_S = 2.0
-_MAX_AT_ONCE = 16
-_MAX_BYTES = 16 << 20
+_TIMEOUT_S = 2.0  # for one page
+_MAX_AT_ONCE = 16  # connections
+_MAX_BYTES = 16 << 20  # of a page
 
 
 async def fetch_pages(addresses: Sequence[str]) -> Mapping[str, bytes]:

@@ -111,10 +111,11 @@ def threads_per_rank(cores: float, ranks_on_node: int) -> int:
 
 
 _EPSILON = 1e-6  # Ray counts resources in steps of 1e-4
+_UNLIMITED = 2**31  # stages that take nothing: more than any group has
 
 
 def _stages_that_fit(node: NodeResources, gpus: float, cpus: float) -> int:
     by_cpu = (node.free_cpus + _EPSILON) / cpus if cpus else float("inf")
     by_gpu = (node.free_gpus + _EPSILON) / gpus if gpus else float("inf")
     most = min(by_cpu, by_gpu)
-    return 2**31 if most == float("inf") else int(most)
+    return _UNLIMITED if most == float("inf") else int(most)

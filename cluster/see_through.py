@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 A = TypeVar("A")
 
-_RETRY_S = 0.5
+_RETRY_S = 0.5  # Ray fails so under load, which is not to be made worse
 
 
 async def see_through(work: Coroutine[Any, Any, T]) -> T:

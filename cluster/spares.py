@@ -46,8 +46,10 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _KIND = "WEFT_SPARE"
 _NOTES = "spare/"
 _BEGIN_S = 2.0
-"""Until Ray has started a process, mostly."""
+"""Most processes have started so long after Ray was asked for them."""
+_BEGIN_POLL_S = 0.1
 _LOOK_S = 5.0
+"""How often a spare looks whether its time was prolonged or ended."""
 _MARGIN_S = 10.0
 """A spare that is counted no more waits so long for who has counted it before."""
 
@@ -274,7 +276,7 @@ def _check_is_wanted(place: str) -> None:
 def _wait_for(begun: int, place: str) -> None:
     give_up_s = time.monotonic() + _BEGIN_S
     while len(_begun(place)) < begun and time.monotonic() < give_up_s:
-        time.sleep(_BEGIN_S / 20)
+        time.sleep(_BEGIN_POLL_S)
 
 
 def _place(node_id: str, kind: SpareKind) -> str:
