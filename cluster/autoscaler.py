@@ -36,11 +36,11 @@ class AutoscalerConfig:
     target_goodput: Annotated[float, Ge(0), Le(1)] = 0.95
     """Share of the finished requests that should have met both latency targets; 0: latency does not count."""
     target_ttft_s: Annotated[float, Gt(0)] | None = None
-    """Of the time to the first token; null: `router.metrics.slo_ttft_s`. Goodput is counted by it too."""
+    """Target of the time to the first token; null: `router.metrics.slo_ttft_s`. Goodput is counted by it too."""
     target_tpot_s: Annotated[float, Gt(0)] | None = None
-    """Of the mean time of each further token; null: `router.metrics.slo_tpot_s`."""
+    """Target of the mean time of each further token; null: `router.metrics.slo_tpot_s`."""
     window_s: Annotated[float, Gt(0)] = 30.0
-    """An observation asks for what the mean of so long a time needs."""
+    """An observation asks for what the mean of this time before it needs."""
     upscale_delay_s: Annotated[float, Ge(0)] = 15.0
     downscale_delay_s: Annotated[float, Ge(0)] = 300.0
     idle_s: Annotated[float, Ge(0)] = 900.0
@@ -58,20 +58,20 @@ class Observation:
     """One look at a model: what its READY replicas and its routers have now, and what ended since the look before."""
 
     time_s: float
-    """Of the clock that `decide` is given."""
+    """When it was made, on the clock that `decide` is given."""
     num_ready: int
     num_running: int
     num_waiting: int
-    """In the queues of replicas and routers, those held because there is no replica included."""
+    """Requests in the queues of replicas and routers, those held because there is no replica included."""
     kv_usage: float
-    """Mean over the READY replicas, 0 to 1."""
+    """Mean usage of the READY replicas' KV blocks, 0 to 1."""
     num_finished: int
     num_on_time: int
-    """Of those finished: within the targets of both TTFT and TPOT."""
+    """How many of `num_finished` were within the targets of both TTFT and TPOT."""
 
     @property
     def num_requests(self) -> int:
-        """All that are here."""
+        """How many requests run or wait."""
         return self.num_running + self.num_waiting
 
 
@@ -81,7 +81,7 @@ class Decision:
 
     replicas: int
     reason: str
-    """For the log and `weft status`; empty when nothing changes."""
+    """Why, for the log and `weft status`; empty when nothing changes."""
 
 
 class Autoscaler:
@@ -101,7 +101,7 @@ class Autoscaler:
         return max(config.upscale_delay_s, config.downscale_delay_s, config.idle_s) + config.window_s
 
     def decide(self, observations: Sequence[Observation], wanted: int, now_s: float) -> Decision:
-        """What follows from these observations, oldest first, the last one of now, where `wanted` replicas are wanted.
+        """Return what follows from these observations, oldest first and the last one of now, for `wanted` replicas.
 
         A delay counts only when the observations reach back so far: after a restart nothing shrinks too early.
         """
@@ -127,7 +127,7 @@ class Autoscaler:
         return Decision(replicas=wanted, reason="")
 
     def _asked(self, observations: Iterable[Observation]) -> Iterable[tuple[float, Decision]]:
-        """What each observation asks for, with the window before it."""
+        """Yield what each observation asks for, with the window before it."""
         window: deque[Observation] = deque()
         for observation in observations:
             window.append(observation)

@@ -13,11 +13,11 @@ from weft.addresses import split_host_port
 from cluster.errors import ClusterConfigError
 
 MAX_TIMEOUT_S = 1e9
-"""Later than this gRPC takes to have been long ago."""
+"""gRPC takes a time later than this for one that is long past."""
 
 
 def check_address(flag: str, address: str) -> None:
-    """Refuse what is no host:port, of which gRPC would make something. Raises ClusterConfigError."""
+    """Refuse what is no host:port, for gRPC would make something else of it. Raises ClusterConfigError."""
     try:
         split_host_port(address)
     except ValueError as error:
@@ -80,7 +80,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given(flags: Any) -> dict[str, Any]:
-    """The fields of a group that are not what they are by default."""
+    """Return the fields of a group whose values are not the defaults."""
     return {
         field.name: getattr(flags, field.name)
         for field in dataclasses.fields(flags)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 _OWN_PACKAGES = ("cluster", "parallel", "router", "weft", "workers")
 _FOREIGN_PACKAGES = ("grpcio", "msgspec", "numpy", "protobuf", "ray", "tokenizers", "torch", "triton")
-"""Of which a process should have the version that is installed. Nodes may differ in others: a head has a cloud's."""
+"""Packages that a process should have in the installed version. Nodes may differ in others: a head has a cloud's."""
 
 
 @cache
 def code_id() -> str:
-    """Return another text for other code: what our files say, where they are, and versions of what they import."""
+    """Return a text that differs for other code: other contents or places of our files, or versions of imports."""
     digest = sha256("\n".join(code_roots()).encode())
     for package in _OWN_PACKAGES:
         for folder in _folders(package):
@@ -25,7 +25,7 @@ def code_id() -> str:
 
 
 def code_roots() -> list[str]:
-    """Return where our packages lie, if that is no place where Python looks by itself, as with a checkout."""
+    """Return where our packages lie, unless Python finds them by itself; a checkout it does not."""
     roots = [folder.parent for package in _OWN_PACKAGES for folder in _folders(package)]
     return [str(root) for root in dict.fromkeys(roots) if root.name not in ("site-packages", "dist-packages")]
 

@@ -64,9 +64,9 @@ class ModelSpec:
     section: "ModelSection"
     """The settings that this was made from."""
     engine: EngineConfig
-    """Its `model` is `source` until a rank resolves it on its own node."""
+    """Settings of the engine, whose `model` is `source` until a rank resolves it on its own node."""
     stream_interval_s: float | None = None
-    """Between frames of steps; None: what suits the device."""
+    """Seconds between frames of steps; None: what suits the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,25 +78,25 @@ class ClusterSpec:
     control_port: int
     control_metrics_port: int
     inner_tls: InnerTls | None
-    """Of every gRPC connection inside the cluster, the router's included; None: plain text."""
+    """TLS of every gRPC connection inside the cluster, the router's included; None: plain text."""
     router: RouterConfig
-    """Of each of them, but for ports and ids."""
+    """Settings that all routers have, but for ports and ids."""
     num_routers: int
     ray_address: str | None
-    """None: a local Ray is started for this service alone."""
+    """Address of the Ray cluster; None: a local Ray is started for this service alone."""
     spare_s: float = 0.0
     """How long processes that are started ahead wait for work; 0: there are none."""
 
     @property
     def num_ranks(self) -> int:
-        """Rank processes, over all groups."""
+        """Number of rank processes, over all groups."""
         return sum(model.replicas * model.engine.parallel.world_size for model in self.models)
 
 
 _SectionT = TypeVar("_SectionT", bound=Section)
 
 MAX_REPLICAS = 4096
-"""Of a model: a mistyped number is refused, before the controller has made a group of each."""
+"""Limit of a model's replicas: a mistyped number is refused, before the controller has made a group of each."""
 
 
 class ModelSection(Section):
@@ -107,7 +107,7 @@ class ModelSection(Section):
     name: Annotated[str, Field(max_length=128, pattern=r"^[^\x00-\x20\x7f]*$")] | None = None
     """What clients call it, no blanks in it; None: the last part of `path`."""
     replicas: Annotated[int, Field(ge=0)] = 1
-    """At most MAX_REPLICAS."""
+    """Number of replica groups, at most MAX_REPLICAS."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     expert_parallel: bool = False
@@ -119,9 +119,9 @@ class ModelSection(Section):
     """"none", or "int8": linear layers and the head in 8 bits."""
     device: DeviceName = "auto"
     kernels: KernelsName = "auto"
-    """"auto": the fastest of the device."""
+    """"auto": the fastest kernels of the device."""
     attention_backend: AttentionBackendName = "auto"
-    """On CUDA."""
+    """Which attention CUDA devices use."""
     compile: bool = False
     """Compile the layers by torch's compiler: on CUDA, or with kernels "reference" or "cpu"."""
     max_cudagraph_capture_size: GraphSize = TOKEN_BUCKETS[-1]
@@ -138,7 +138,7 @@ class ModelSection(Section):
     """Bounds of `replicas`, for whoever changes it while the service runs."""
     max_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | None = None
     autoscaling: AutoscalerConfig | None = None
-    """The number follows the load, from `replicas` on and inside of the bounds; null: it stays as it was said."""
+    """Rules by which the number follows the load, from `replicas` on and within the bounds; null: it stays as it is."""
     accelerator: str | None = None
     """Place ranks only on GPUs of this type, as Ray names it: "A100", "H100", "L4" and so on; None: on any."""
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
@@ -218,16 +218,16 @@ def check_replicas(section: ModelSection, replicas: int) -> None:
 
 
 class RouterSection(RouterSettings):
-    """The front door."""
+    """The front door of the service."""
 
     port: Port = 50051
-    """gRPC; 0: any free port, for this and the other ports."""
+    """Port of gRPC; 0: any free port, for this and the other ports."""
     http_port: Port | None = 8000
-    """OpenAI-compatible HTTP; null: off."""
+    """Port of the OpenAI-compatible HTTP front; null: off."""
     metrics_port: Port | None = 9464
-    """Prometheus; null: off."""
+    """Port of Prometheus's page; null: off."""
     tls: TlsFiles | None = None
-    """Of the gRPC and HTTP listeners; null: plain text."""
+    """TLS of the gRPC and HTTP listeners; null: plain text."""
     api_keys: str | None = None
     """File of the API keys (docs/security.md); null: everybody may ask."""
     num_routers: Annotated[int, Field(ge=1)] = 1
@@ -265,7 +265,7 @@ class ControllerSection(Section):
 
     port: Port = DEFAULT_CONTROL_PORT
     metrics_port: Port | None = None
-    """Prometheus; null: 9465 beside the default `port`, any free port beside another, so that two services fit."""
+    """Port of Prometheus's page; null: 9465 beside the default `port`, else any free one, so that two services fit."""
 
     @property
     def actual_metrics_port(self) -> int:
@@ -276,7 +276,7 @@ class ControllerSection(Section):
 
 
 class RaySection(Section):
-    """Which Ray cluster."""
+    """Which Ray cluster the service runs on."""
 
     address: str | None = None
     """As in ray.init ("auto" finds the one of this machine); null: start a local one and end it with the service."""

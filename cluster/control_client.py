@@ -13,14 +13,14 @@ from cluster.errors import ClusterConfigError, ClusterError, ControllerError
 from router.tls import InnerTls, connect_blocking
 
 _CHANGE_TIMEOUT_S = 600.0
-"""A model that comes from a hub may be fetched first."""
+"""Limit of one change: a model that comes from a hub may be fetched first."""
 
 
 class ControlClient:
     """A connection to one controller; close it, or use it in a `with`. Every call has a deadline."""
 
     def __init__(self, address: str, *, tls: InnerTls | None = None, timeout_s: float = 10.0) -> None:
-        """Make one, with TLS where the controller has it. Raises RouterConfigError when a TLS file cannot be read."""
+        """Connect, with TLS where the controller has it. Raises RouterConfigError when a TLS file cannot be read."""
         self._address = address
         self._timeout_s = timeout_s
         self._tls = tls

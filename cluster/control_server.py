@@ -261,7 +261,7 @@ class ControlServer(ControlServicer):
     async def ReadLogs(  # noqa: N802
         self, request: control_pb2.ReadLogsRequest, context: _Context
     ) -> control_pb2.ReadLogsResponse:
-        """Read on in the logs of some processes."""
+        """Return what the logs of some processes hold beyond the offsets that the caller knows."""
         async with _refusing(context):
             if request.target and request.target not in self._logs.names:
                 raise NotServedError(f"no log is {request.target!r}; there are: {', '.join(self._logs.names)}")
@@ -294,7 +294,7 @@ class ControlServer(ControlServicer):
         return control_pb2.ShutdownResponse()
 
     def outside_routers(self) -> list[control_pb2.RouterStatus]:
-        """Routers that report and are none of the state's, where they connect from."""
+        """Return the routers that report but are not kept by this controller, with the addresses they connect from."""
         kept_ids = {router.router_id for router in self._state.router_statuses()}
         outside = [router for router in self._heard.values() if router.router_id not in kept_ids]
         return sorted(outside, key=lambda router: router.router_id)
@@ -304,7 +304,7 @@ class ControlServer(ControlServicer):
 
 
 def _reported_status(report: control_pb2.ReportDemandRequest, peer: str) -> control_pb2.RouterStatus:
-    """Say where a router is: its own address, so that nobody has pages of others fetched."""
+    """Return a reporting router's status, with its own host only, so that nobody has pages of others fetched."""
     host, _ = split_host_port(unquote(peer.partition(":")[2]))
 
     def address(port: int) -> str:
@@ -321,7 +321,7 @@ def _reported_status(report: control_pb2.ReportDemandRequest, peer: str) -> cont
 
 @asynccontextmanager
 async def _refusing(context: _Context) -> AsyncIterator[None]:
-    """Tell what the block refuses by its status."""
+    """End the call with the gRPC status of whatever the block refuses."""
     try:
         yield
     except NotServedError as error:

@@ -36,7 +36,7 @@ _BIND_TIMEOUT_S = 30.0  # a successor may come before the kernel has freed the p
 
 
 class Controller:
-    """One for each cluster. `start` once; a life after the first starts by itself. Lasts until Shutdown is called."""
+    """The actor of one cluster. `start` once; later lives start by themselves. Lasts until Shutdown is called."""
 
     def __init__(self, spec: ClusterSpec, log_level: str) -> None:
         configure_logging(log_level)
@@ -48,11 +48,11 @@ class Controller:
         actor_id, node_id = ray.get_runtime_context().get_actor_id(), ray.get_runtime_context().get_node_id()
         assert actor_id is not None
         self._id: str = actor_id
-        """The same in all lives."""
+        """Ray id of the actor, the same in all lives."""
         self._life = ControllerLife(pid=os.getpid(), node_id=node_id, log_file=own_log())
         self._has_stopped = asyncio.Event()
         self._reconciler: Reconciler | None = None
-        """None: it does not serve yet."""
+        """What runs while the controller serves; None: it does not serve yet."""
         self._goes_on = False
         self._loop: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
@@ -158,7 +158,7 @@ class Controller:
 
 
 def _is_successor() -> bool:
-    """Whether Ray has started this actor again."""
+    """Return whether Ray has started this actor again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's property warns of another one that it uses itself
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -26,20 +26,20 @@ from cluster.status_view import state_name
 
 _STATES = ("pending", "starting", "ready", "draining", "failed", "stopped")
 _THIS_MACHINE = ("0.0.0.0", "::", "127.0.0.1", "::1")
-"""Where a router can listen, or connect from, and nobody can connect to from another machine."""
+"""Addresses at which a router may listen, or connect from, and which other machines cannot connect to."""
 _READ_TIMEOUT_S = 5.0
-"""An event loop that is busy for longer makes the scrape fail, which is the truth."""
+"""Limit of a scrape: it fails where the event loop is busy for longer, which is the truth."""
 _STOP_POLL_S = 0.2
 """How often the listener looks whether it was closed; the controller's end waits for that."""
 
 
 class ClusterState(NamedTuple):
-    """One moment's state."""
+    """The state of a cluster at one moment."""
 
     models: Sequence[control_pb2.ModelStatus]
     routers: Sequence[control_pb2.RouterStatus]
     outside_routers: Sequence[control_pb2.RouterStatus] = ()
-    """Those that report and that others started."""
+    """Routers that report and that others started."""
 
 
 class ControllerCollector(Collector):
@@ -54,7 +54,7 @@ class ControllerCollector(Collector):
         return (*_models(state.models), *_groups(state.models), *_routers(state.routers))
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not read the state."""
+        """Return nothing: registering must not read the state."""
         return ()
 
 

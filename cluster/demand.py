@@ -10,14 +10,14 @@ from weft.v1 import control_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Of one model, over all routers."""
+    """What clients ask of one model, over all routers."""
 
     num_held: int = 0
     """Requests that are on no replica now."""
     num_finished: int = 0
-    """Since it was last asked for: requests that were served."""
+    """Requests that were served since the demand was last taken."""
     num_on_time: int = 0
-    """Of those: within both targets."""
+    """How many of `num_finished` were within both targets."""
 
     def __add__(self, other: "Demand") -> "Demand":
         return Demand(
@@ -49,14 +49,14 @@ class RouterDemand:
             )
 
     def take(self) -> Mapping[str, Demand]:
-        """Return it by model, and count what ends from zero again."""
+        """Return the demand by model, and count what ends from zero again."""
         taken = self._demands
         self._demands = {model: Demand(num_held=demand.num_held) for model, demand in taken.items()}
         return taken
 
 
 class DemandLedger:
-    """All routers that report now. Lives on the controller's event loop."""
+    """Keeps what all routers say that report now. Lives on the controller's event loop."""
 
     def __init__(self) -> None:
         self.somebody_waits = asyncio.Event()
@@ -65,7 +65,7 @@ class DemandLedger:
 
     @contextmanager
     def router(self) -> Iterator[RouterDemand]:
-        """One router for the length of the block; then nothing that it said counts any more."""
+        """Add a router for the length of the block; then nothing that it said counts any more."""
         router = RouterDemand(self.somebody_waits)
         self._routers.append(router)
         try:

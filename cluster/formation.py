@@ -50,28 +50,28 @@ _POLL_S = 0.2
 _ADOPT_TIMEOUT_S = 10.0  # for every rank to answer a new controller
 _LOAD_TIMEOUT_S = 2.0  # for a leader to say how busy it is: as long as from one look of scaling.py to the next
 _HEAR_TIMEOUT_S = 1.0  # for a rank, which may hang, to be told that its end is wanted
-_NUM_QUESTIONS = 10  # that a leader leaves unanswered before it is taken for dead
+_NUM_QUESTIONS = 10  # a leader that leaves so many unanswered is taken for dead
 _DEATH_TIMEOUT_S = 10.0  # for a rank that does not answer to be known as dead, with the reason
 _RANK_ACTOR = ray.remote(RankActor)
 
 
 class FormationListener(Protocol):
-    """Who is told how a formation goes."""
+    """Hears how a formation goes."""
 
     def on_waiting(self, reason: str) -> None:
-        """There is no room for it yet."""
+        """There is no room for the group yet."""
 
     def on_placed(self, node_ids: Sequence[str] = ()) -> None:
-        """It has its place, on these nodes of Ray; processes are being started."""
+        """The group has its place, on these Ray nodes; its processes are being started."""
 
     def on_ranks(self, places: Sequence[RankPlace]) -> None:
         """All processes run."""
 
     def on_adopted(self, places: Sequence[RankPlace], addresses: ReplicaAddresses | None) -> None:
-        """All processes run, since before this controller; `addresses` where the replica serves already."""
+        """All processes run, since before this controller; `addresses` is given where the replica serves already."""
 
     def on_progress(self, fraction: float) -> None:
-        """So much of the weights is loaded."""
+        """This fraction of the weights is loaded."""
 
     def on_ready(self, addresses: ReplicaAddresses) -> None:
         """The replica serves."""
@@ -84,7 +84,7 @@ class FormationSpec:
     replica_id: str
     model: ModelSpec
     text: RevisionText | None = None
-    """What its folder must hold; None: not known."""
+    """What the model's folder must hold; None: not known."""
     num_cluster_ranks: int
     """Ranks wanted in the whole cluster, to share the cores of its nodes."""
     spare_s: float = 0.0
@@ -92,7 +92,7 @@ class FormationSpec:
     may_grow: bool
     """Nodes may join the cluster: a group that fits on none of today's waits for them."""
     adopts: bool
-    """Its processes may run already: take them over, or end what is left of them."""
+    """The group's processes may run already: take them over, or end what is left of them."""
     log_level: str
     tracing: TracingConfig = field(default_factory=TracingConfig)
     recording: RecordingConfig = field(default_factory=RecordingConfig)
@@ -105,11 +105,11 @@ class _Stage:
 
     node_id: str
     num_threads: int
-    """Of each rank."""
+    """CPU threads of each rank."""
     num_node_ranks: int
-    """Ranks that the node has, or should have, of all groups."""
+    """Ranks of all groups that the node has, or should have."""
     options: dict[str, Any]
-    """Of the ranks' actors, by which they become spares; empty: too few wait there."""
+    """Options by which the actors of the ranks become spares; empty: too few spares wait on the node."""
 
 
 class Formation:
@@ -120,16 +120,16 @@ class Formation:
     ) -> None:
         """Make a life that has not begun; `drained_nodes` says where no group may be placed now."""
         self.bundles: list[dict[str, float]] = []
-        """What it takes of the cluster, a stage each; empty before `run`."""
+        """Resources that the group takes of the cluster, an entry for each stage; empty before `run`."""
         self._spec = spec
         self._listener = listener
         self._drained_nodes = drained_nodes
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._stages: Sequence[_Stage] = ()
-        """Empty before the ranks are created."""
+        """How each stage is started; empty before the ranks are created."""
         self._have_begun = False  # the ranks, so that they answer
-        self._start_by_s = 0.0  # of the event loop; from when it has its place, or was found
+        self._start_by_s = 0.0  # time of the event loop; set when it has its place, or was found
         self._leaving: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
@@ -149,7 +149,7 @@ class Formation:
             await see_through(self._tear_down(is_wanted=is_stopped))
             if self._leaving is not None:
                 await self._leaving
-                if is_stopped:  # those that wait do so for longer, and those that have gone are replaced
+                if is_stopped:  # waiting spares wait for longer, and others replace those that have gone
                     await asyncio.to_thread(self._leave_spares)
 
     async def drain(self, grace_s: float) -> None:
@@ -387,7 +387,7 @@ class Formation:
             leave_spares(stage.node_id, SpareKind.RANK, count=count, most=most, lifetime_s=lifetime_s)
 
     async def _announce_end(self) -> None:
-        """Tell the ranks that their end is wanted, which they would warn of; that one does not hear it does no harm."""
+        """Tell the ranks that their end is wanted, so that they do not warn of it; one that misses it does no harm."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_HEAR_TIMEOUT_S):
                 heard = (_await(actor.expect_end.remote()) for actor in self._actors)
@@ -467,7 +467,7 @@ async def _watch(rank: int, ref: Any) -> Outcome:
 
 
 async def _telling(runs: Sequence[asyncio.Task[Outcome]]) -> Outcome:
-    """Return the outcome that says most of those that come together: a refusal, then the first one."""
+    """Return the most telling of the outcomes that come together: a refusal, or else the first one."""
     done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
     if not any(task.result().is_refusal for task in done):
         late, _ = await asyncio.wait(runs, timeout=_POLL_S)

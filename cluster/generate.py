@@ -56,7 +56,7 @@ def generate(
 
 
 def to_request_error(error: ClientError) -> RequestError:
-    """The router's answer, or its silence, in words."""
+    """Return the router's error, or its silence, in words."""
     advice = ""
     if error.code is grpc.StatusCode.UNIMPLEMENTED:
         advice = "; who answers is no router of Weft"
@@ -75,7 +75,7 @@ def connect(router: str, *, api_key: str | None, tls_ca: Path | None, tls_name: 
         authorities = tls_ca.read_bytes()
     except OSError as error:
         raise RequestError(f"{tls_ca} cannot be read: {error.strerror}") from error
-    if b"-----BEGIN CERTIFICATE-----" not in authorities:  # of which gRPC would say that nobody can be reached
+    if b"-----BEGIN CERTIFICATE-----" not in authorities:  # gRPC would only say that nobody can be reached
         raise ClusterConfigError(f"--tls-ca: {tls_ca} holds no certificate; allowed: PEM")
     credentials = grpc.ssl_channel_credentials(authorities)
     return Client(router, api_key=api_key, credentials=credentials, tls_name=tls_name)

@@ -5,7 +5,7 @@ import importlib
 
 
 def import_for_good(*modules: str) -> None:
-    """Import them. Nothing of it is garbage: the collector neither looks meanwhile, nor at any of it later."""
+    """Import the modules. The garbage collector does not run meanwhile, and never looks at what they bring."""
     gc.disable()
     try:
         for module in modules:

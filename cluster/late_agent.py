@@ -63,7 +63,7 @@ def _check_waits(flags: Mapping[str, str], port_flag: str) -> None:
 
 
 def _tell_port(flags: Mapping[str, str], name: str, port: int) -> None:
-    """Where Ray's node looks for it, all at once."""
+    """Write the port where Ray's node looks for it, all at once."""
     path = os.path.join(flags["--session-dir"], f"{name}_{flags['--node-id']}")
     with open(f"{path}.tmp", "w") as file:
         file.write(str(port))

@@ -35,12 +35,12 @@ class RestartPolicy:
     """When a group that failed is formed again."""
 
     first_delay_s: float = 1.0
-    """Before the second attempt; the first one is made at once. Doubles with each failure in a row."""
+    """Wait before the second attempt; the first one is made at once. It doubles with each failure in a row."""
     max_delay_s: float = 30.0
     stable_after_s: float = 30.0
-    """READY for this long: earlier failures are forgotten."""
+    """A group that was READY for this long has its earlier failures forgotten."""
     max_start_attempts: int = 3
-    """Failures in a row of a group that was never READY, after which it is given up."""
+    """A group that was never READY is given up after so many failures in a row."""
 
     def delay_s(self, failures: int) -> float:
         """Return the wait after this many failures in a row."""
@@ -62,7 +62,7 @@ class Lifecycle:
         self.restarts = restarts
         """Formations after the first one."""
         self.was_ready = was_ready
-        """At any time, also under a former controller: it is never given up."""
+        """Whether it was READY at any time, also under a former controller: then it is never given up."""
 
     @property
     def is_over(self) -> bool:
@@ -70,7 +70,7 @@ class Lifecycle:
         return self.state in (GroupState.STOPPED, GroupState.FAILED)
 
     def may_form(self, now_s: float) -> bool:
-        """Whether a formation should be begun now."""
+        """Return whether a formation should be begun now."""
         return self.state is GroupState.PENDING and now_s >= self._not_before_s
 
     def wait(self, reason: str) -> None:

@@ -39,7 +39,7 @@ _JOIN_TIMEOUT_S = 10.0  # for Ray's head to answer
 
 _TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _REFUSED_TOKEN = "InvalidAuthToken"
-"""In what Ray says of a cluster that wants another token, or one at all."""
+"""What Ray's message has when a cluster wants another token, or one at all."""
 _TOKEN_HINT = (
     "it wants the token that it was started with; allowed: RAY_AUTH_MODE=token with that in RAY_AUTH_TOKEN or "
     "~/.ray/auth_token"
@@ -52,14 +52,14 @@ _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",  # no idle workers: each is a process of some 50 MB
     "RAY_enable_metrics_collection": "0",
-    "RAY_worker_niceness": "0",  # with the 15 of Ray others take the cores that compute
+    "RAY_worker_niceness": "0",  # at Ray's own 15 other processes take the cores that compute
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
     # Ten seconds, as Ray has them, but whoever connects before the other listens tries again soon, not after one.
     "RAY_raylet_client_num_connect_attempts": "200",
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
     # What Ray looks at while nothing happens: each look takes a core from a rank. Three are of agents.
-    "REPORTER_UPDATE_INTERVAL_MS": "600000",  # for its dashboard, which is left out
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",  # these go to the dashboard, which is left out
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
     "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "5",
     "RAY_memory_monitor_refresh_ms": "2000",
@@ -131,7 +131,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _wants_token(address: str) -> bool:
-    """Whether the cluster at host:port refuses who brings no token. Ray itself would try for 20 seconds."""
+    """Return whether the cluster at host:port refuses who brings no token. Ray itself would try for 20 seconds."""
     if address.startswith("ray://") or ":" not in address:  # "auto": Ray brings its token by itself
         return False
     with grpc.insecure_channel(address) as channel:
@@ -156,7 +156,7 @@ def _bring_token() -> bool:
 
 
 def has_local_ray_died() -> bool:
-    """Whether processes of the Ray that was started here have ended, as by a signal to all of them."""
+    """Return whether processes of the Ray that was started here have ended, as by a signal to all of them."""
     node = ray_worker._global_node
     return node is not None and bool(node.dead_processes())
 

@@ -14,10 +14,10 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _MAX_DEAD = 256
-"""Processes whose logs stay known when they have ended."""
+"""How many processes that have ended are remembered, so that their logs can still be read."""
 _MAX_PIECE_BYTES = 256 << 10  # of one log
 _MAX_ANSWER_BYTES = 2 << 20
-"""All pieces together: gRPC takes messages of up to 4 MB."""
+"""Limit of all pieces together: gRPC takes messages of up to 4 MB."""
 _REMOTE_TIMEOUT_S = 10.0  # for another node, which may have gone, to read a piece
 
 
@@ -26,9 +26,9 @@ class LogSource:
     """The log of one process."""
 
     name: str
-    """Of this life alone: "controller/4711" and "router-0/4712" by the pid, "m-0.1/0" by replica and rank."""
+    """Name of this life alone: "controller/4711" and "router-0/4712" by the pid, "m-0.1/0" by replica and rank."""
     belongs_to: frozenset[str]
-    """What else it can be asked for by: "controller"; "router" and "router-0"; its replica, its group, its model."""
+    """Other names for it: "controller"; "router" and "router-0"; its replica, its group, its model."""
     node_id: str
     path: str
 
@@ -49,20 +49,20 @@ class LogReader:
     """Knows the logs of all processes, those that have ended of late included."""
 
     def __init__(self, node_id: str, read_remote: ReadRemote | None = None) -> None:
-        """Know none yet; `node_id` is the node whose files are read directly."""
+        """Begin with no logs; `node_id` is the node whose files are read directly."""
         self._node_id = node_id
         self._read_remote = read_remote or _read_on_node
         self._sources: dict[str, LogSource] = {}
 
     def note(self, sources: Iterable[LogSource]) -> None:
-        """Know all processes that live, which are these; of those that have ended the oldest ones make room."""
+        """Remember all processes that live, which are these; of those that have ended the oldest ones make room."""
         living = {source.name: source for source in sources if source.path}
         dead = [(name, source) for name, source in self._sources.items() if name not in living]
         self._sources = dict(dead[-_MAX_DEAD:]) | living  # what lives comes last: so do those that die next
 
     @property
     def names(self) -> list[str]:
-        """Everything that can be asked for."""
+        """Every name that logs can be asked for by."""
         return sorted({name for source in self._sources.values() for name in (source.name, *source.belongs_to)})
 
     async def read(self, target: str, offsets: Mapping[str, int], tail_bytes: int) -> dict[str, LogPiece]:
@@ -91,7 +91,7 @@ class LogReader:
 
 
 def read_piece(path: str, offset: int | None, tail_bytes: int, max_bytes: int) -> LogPiece | None:
-    """Read on in a file of this machine, at most so many bytes; None when it is gone."""
+    """Return at most so many bytes of a file of this machine, from `offset` on; None when it is gone."""
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)

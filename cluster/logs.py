@@ -4,7 +4,7 @@ import logging
 import os
 
 LEVELS = ("debug", "info", "warning", "error")
-"""What --log-level takes."""
+"""The levels that --log-level takes."""
 
 
 def configure_logging(level: str) -> None:

@@ -81,7 +81,7 @@ class EngineCollector(Collector):
     def _counters(self) -> list[Metric]:
         stats = self._stats
         finished = self._family("weft_requests_finished", "Requests that ended well, by how.", "reason")
-        for reason in FinishReason:  # those that have not happened too: `rate` misses what a series begins with
+        for reason in FinishReason:  # also those not seen yet: `rate` misses what a series begins with
             finished.add_metric((*self._values, reason.value), stats.num_finished[reason])
         cached = self._family("weft_cached_tokens", "Prompt tokens found in the prefix cache, by where.", "source")
         cached.add_metric((*self._values, "device"), stats.num_cached_tokens - stats.num_host_tokens)

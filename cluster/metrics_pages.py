@@ -24,7 +24,7 @@ async def fetch_pages(addresses: Sequence[str]) -> Mapping[str, bytes]:
 
 
 async def fetch_page(address: str) -> bytes | None:
-    """Return the page, from its process and nobody else; None where it is none, too large, or does not come in time."""
+    """Return the page, from this address and no other; None where there is none, or it is too large or too late."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(*split_host_port(address))
@@ -38,7 +38,7 @@ async def fetch_page(address: str) -> bytes | None:
 
 
 async def _read_page(reader: asyncio.StreamReader) -> bytes:
-    """Raises ValueError where it is another answer, or longer than allowed."""
+    """Return the body of an answer. Raises ValueError where it is an error, or longer than allowed."""
     head = await reader.readuntil(b"\r\n\r\n")
     status, _, lines = head.partition(b"\r\n")
     length = int(BytesHeaderParser().parsebytes(lines).get("content-length", ""))

@@ -10,7 +10,7 @@ from cluster.errors import ModelNotFoundError
 from parallel.weight_index import FORMATS, read_index
 
 DEFAULT_MODEL = "weft-tiny"
-"""Served when nobody names a model."""
+"""The model that is served when nobody names one."""
 
 PACKAGED = {DEFAULT_MODEL: Path(__file__).parent / "default_model" / "weights"}
 """Models that come with the program."""
@@ -100,14 +100,14 @@ def _download(hub_id: str, commit: str | None) -> Path:
     for weights in FORMATS:
         index = folder / weights.index
         names = sorted(set(read_index(index).values())) if index.is_file() else [weights.single]
-        snapshot_download(hub_id, revision=folder.name, allow_patterns=names)  # of the same commit
+        snapshot_download(hub_id, revision=folder.name, allow_patterns=names)  # the commit of the small files
         if all((folder / name).is_file() for name in names):
             break
     return folder
 
 
 def _small_files() -> list[str]:
-    """Patterns of everything but weights that serves."""
+    """Return patterns for every file that serving needs, but for weights."""
     from weft.tokenizer.load import TOKENIZER_FILES
 
     return ["*.json", "*.jinja", *TOKENIZER_FILES]

@@ -19,17 +19,17 @@ _RETRY_S = 1.0
 
 
 class NodeRequest:
-    """What Ray's autoscaler was asked for last. Ray keeps one such request for the whole cluster."""
+    """Keeps what Ray's autoscaler was asked for last. Ray has one such request for the whole cluster."""
 
     def __init__(self, ask: Callable[[Bundles], None], *, is_successor: bool) -> None:
         """Args: `ask` tells Ray, and blocks; a controller that came after another one does not know what was asked."""
         self._ask = ask
         self._asked: Bundles | None = None if is_successor else []
-        """What Ray was told; None: not known."""
+        """The bundles that Ray was told of last; None: not known."""
         self._last_reason = ""
 
     async def want(self, bundles: Bundles) -> None:
-        """Ask for a cluster in which all of these fit, occupied or not; nothing: take the request back.
+        """Ask for a cluster in which all of these bundles fit, occupied or not; with none, take the request back.
 
         When Ray does not listen, the next call tries again.
         """
@@ -50,7 +50,7 @@ class NodeRequest:
             logger.info("no more nodes are asked for")
 
     async def close(self) -> None:
-        """Take the request back, for good; in a few seconds, for nobody does it later."""
+        """Take the request back for good, within a few seconds, for nobody would do it later."""
         for _ in range(_MAX_LAST_TRIES):
             await self.want([])
             if self._asked is not None:

@@ -65,17 +65,17 @@ _EMPTY = Page(samples={})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One look at everything."""
+    """One look at the whole cluster."""
 
     time_s: float
     status: control_pb2.GetStatusResponse
     pages: Mapping[str, Page]
-    """By metrics address; those that did not answer are missing."""
+    """Metrics pages by address; those that did not answer are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Of a latency, in seconds; None: nothing was observed."""
+    """Percentiles of a latency, in seconds; None: nothing was observed."""
 
     p50: float | None = None
     p90: float | None = None
@@ -95,11 +95,11 @@ class ModelView:
     last_scaling: str
     """The last change of that number and why; empty: none since the controller started."""
     requests_per_s: float | None
-    """None, also below: no router of the controller's tells."""
+    """None, as in the fields below: no router of this controller tells."""
     output_tokens_per_s: float | None
     prompt_tokens_per_s: float | None
     hit_rate: float | None
-    """Cached prompt tokens, of all."""
+    """Share of the prompt tokens that were cached."""
     ttft_s: Percentiles
     tpot_s: Percentiles
 
@@ -166,7 +166,7 @@ class Snapshot:
 
     uptime_s: float
     window_s: float
-    """That rates and percentiles span."""
+    """The time that rates and percentiles span."""
     models: list[ModelView]
     groups: list[GroupView]
     routers: list[RouterView]
@@ -181,7 +181,7 @@ class Window:
         self._observations: deque[Observation] = deque()
 
     def add(self, observation: Observation) -> Snapshot:
-        """Take one more, and return what the window shows with it."""
+        """Add an observation, and return what the window shows with it."""
         self._observations.append(observation)
         while len(self._observations) > 2 and self._observations[1].time_s <= observation.time_s - self._length_s:
             self._observations.popleft()

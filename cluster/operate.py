@@ -146,7 +146,7 @@ def wait_as_wanted(
 
 
 def is_as_wanted(model: control_pb2.ModelStatus) -> bool:
-    """Whether a model has its wanted number of READY groups, all of the wanted revision, and no other one."""
+    """Return whether a model has its wanted number of READY groups, all of the wanted revision, and no other one."""
     is_ready = all(
         group.state == control_pb2.GROUP_STATE_READY and group.revision == model.revision for group in model.groups
     )
@@ -199,7 +199,7 @@ def _wait(
 
 
 def is_of_this_machine(address: str) -> bool:
-    """Whether it is an address of this machine: only an address of one of its own interfaces can be bound."""
+    """Return whether an address is one of this machine's: only those can be bound."""
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
@@ -213,7 +213,7 @@ def _groups(status: control_pb2.GetStatusResponse) -> list[control_pb2.GroupStat
 
 
 def _print_change(console: Console, change: control_pb2.Change) -> None:
-    mark = _MARKS.get(change.kind, f"? change {change.kind}")  # of a newer controller
+    mark = _MARKS.get(change.kind, f"? change {change.kind}")  # from a newer controller
     console.print(f"{mark} {change.name}", highlight=False, markup=False)
     for line in change.details:
         console.print(f"    {line}", highlight=False, markup=False)

@@ -21,14 +21,14 @@ class NodeResources:
     free_gpus: float
     address: str = ""
     accelerators: frozenset[str] = frozenset()
-    """Types of its GPUs."""
+    """Types of the node's GPUs."""
 
 
 ACCELERATOR_PREFIX = "accelerator_type:"
 """A node with GPUs of a type has 1 of the Ray resource of this prefix and that name."""
 NODE_ID_LABEL = "ray.io/node-id"
 
-_ACCELERATOR_SHARE = 0.001  # of the one that a node has: asks for the type and takes next to nothing
+_ACCELERATOR_SHARE = 0.001  # a node has 1: this asks for the type and takes next to nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +54,18 @@ class Placement:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """One for each stage, in order."""
+        """Resources of every stage, in order."""
         return [self.bundle for _ in range(self.parallel.pipeline_parallel)]
 
     @property
     def strategy(self) -> str:
-        """Ray's name: a single stage is packed strictly, several go as near to each other as they can."""
+        """Ray's placement strategy: a single stage is packed strictly, several go as near to each other as they can."""
         return "STRICT_PACK" if self.parallel.pipeline_parallel == 1 else "PACK"
 
     @property
     def default_stream_interval_s(self) -> float:
-        """Between messages of one stream: where a CPU computes, they take time from the model. Longer intervals give
-        little more (docs/experiments/serving.md)."""
+        """Seconds between messages of one stream: where a CPU computes, they take time from the model. Longer intervals
+        give little more (docs/experiments/serving.md)."""
         return 0.0 if self.gpus_per_rank else 0.02
 
     def stage_of(self, rank: int) -> int:

@@ -18,11 +18,11 @@ class LiveGroup:
 
     group_id: str
     number: int
-    """In the order of their making."""
+    """Its place in the order in which the model's groups were made."""
     revision: int
     is_ready: bool
     has_failed: bool = False
-    """It was given up, and is not formed again."""
+    """The group was given up, and is not formed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,5 +51,5 @@ def plan_groups(replicas: int, revision: int, groups: Sequence[LiveGroup]) -> Gr
 
 
 def _most_useful_first(groups: Iterable[LiveGroup]) -> list[LiveGroup]:
-    """READY ones, then the older ones, whose caches are warm and whose start is further; those given up last."""
+    """Order groups: READY ones, then older ones, whose caches are warm and whose start is further; failed ones last."""
     return sorted(groups, key=lambda group: (not group.is_ready, group.has_failed, group.number))

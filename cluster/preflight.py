@@ -109,7 +109,7 @@ def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
 
 
 def _with_absolute_files(router: RouterConfig) -> RouterConfig:
-    """On a Ray cluster the router runs in another folder."""
+    """Return the settings with absolute paths: on a Ray cluster the router runs in another folder."""
     tls = router.tls
     if tls is not None:
         tls = replace(tls, **{name: os.path.abspath(path) for name, path in asdict(tls).items() if path is not None})
@@ -151,7 +151,7 @@ def _check_recording(recording: RecordingConfig) -> None:
 
 
 def _bind(host: str, port: int) -> None:
-    """Bind and let go. Raises OSError, or ValueError for a host that is no name."""
+    """Bind a port and let it go. Raises OSError, or ValueError for a host that is no name."""
     with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))

@@ -57,14 +57,14 @@ class RankSpec:
     text: RevisionText | None = None
     """What the model's folder must hold on every node; None: not known."""
     drain_timeout_s: float = 30.0
-    """After SIGTERM, until requests in flight move elsewhere."""
+    """Time after SIGTERM until requests in flight move elsewhere."""
     stream_interval_s: float = 0.0
-    """Of the leader: frames of steps are so far apart (replica_connection.py)."""
+    """Seconds between the leader's frames of steps (replica_connection.py)."""
     log_level: str = "warning"
     tracing: TracingConfig = field(default_factory=TracingConfig)
     recording: RecordingConfig = field(default_factory=RecordingConfig)
     inner_tls: InnerTls | None = None
-    """Of the leader's gRPC service, with files of the node that it runs on."""
+    """TLS of the leader's gRPC service, with files of the node that it runs on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +72,14 @@ class RankPlace:
     """Where a rank runs."""
 
     node: str
-    """Its address."""
+    """Address of the node."""
     pid: int
     node_id: str = ""
-    """Of Ray."""
+    """Ray id of the node."""
     log_file: str = ""
-    """On that node; empty: none."""
+    """Path on that node; empty: the rank logs to no file."""
     metrics_address: str = ""
-    """Where Prometheus reads what it counts."""
+    """Where Prometheus reads what the rank counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class RankReport:
     place: RankPlace
     has_begun: bool
     addresses: ReplicaAddresses | None
-    """Of a leader that serves."""
+    """Where the replica listens; None: the rank leads none, or does not serve yet."""
 
 
 def rank_name(replica_id: str, rank: int) -> str:
@@ -152,7 +152,7 @@ class RankActor:
         self._is_ready = asyncio.Event()
         self._run: asyncio.Task[Outcome] | None = None
         self._termination: asyncio.Task[None] | None = None
-        self._end_level = logging.WARNING  # of a SIGTERM and what comes of it
+        self._end_level = logging.WARNING  # level of logging a SIGTERM and what follows from it
 
     async def begin(self, host: str, port: int) -> RankPlace:
         """Begin to load the model and to work; say where this rank runs."""
@@ -226,7 +226,7 @@ class RankActor:
         self._termination = asyncio.create_task(self._terminate_group())
 
     async def _terminate_group(self) -> None:
-        """A group lives and dies as one: whichever rank was told to end, its leader drains."""
+        """Let the leader drain, whichever rank was told to end: a group lives and dies as one."""
         if self._spec.rank == 0:
             await self.terminate()
         else:
@@ -271,7 +271,7 @@ class RankActor:
         follow_group(config, rank=self._spec.rank, host=host, port=port, progress=self._set_progress, stats=self._stats)
 
     def _resolve(self) -> EngineConfig:
-        """The model's folder on this node, which must be what its revision says; the threads of this rank."""
+        """Return the settings with this node's folder, which must be as its revision says, and this rank's threads."""
         config, text = self._spec.engine, self._spec.text
         folder = resolve_model(config.model, commit=None if text is None else text.commit)
         if text is not None:

@@ -84,26 +84,26 @@ def running_pids(node_id: str) -> set[int]:
 
 
 def list_notes(prefix: str) -> list[str]:
-    """Return the notes that begin so. This and the next three block for a round trip to Ray's head."""
+    """Return the notes whose names begin so. This and the next three block for a round trip to Ray's head."""
     with _store() as store:
         return [key.decode() for key in store._internal_kv_list(prefix.encode(), namespace=_NAMESPACE)]
 
 
 def read_note(note: str) -> str | None:
-    """Return what it says; None: there is none."""
+    """Return what a note says; None: there is none."""
     with _store() as store:
         value = store._internal_kv_get(note.encode(), namespace=_NAMESPACE)
     return None if value is None else value.decode()
 
 
 def leave_note(note: str, text: str = "") -> None:
-    """Leave one for every process of the Ray cluster to see, in place of what it said before."""
+    """Leave a note for every process of the Ray cluster to see, in place of what it said before."""
     with _store() as store:
         store._internal_kv_put(note.encode(), text.encode(), namespace=_NAMESPACE)
 
 
 def drop_notes(prefix: str) -> None:
-    """Drop those that begin so."""
+    """Drop the notes whose names begin so."""
     with _store() as store:
         store._internal_kv_del(prefix.encode(), del_by_prefix=True, namespace=_NAMESPACE)
 

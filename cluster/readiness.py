@@ -4,7 +4,7 @@ from weft.v1 import control_pb2
 
 
 def is_ready(status: control_pb2.GetStatusResponse) -> bool:
-    """Whether every group is READY and every router listens."""
+    """Return whether every group is READY and every router listens."""
     groups_ready = all(
         group.state == control_pb2.GROUP_STATE_READY for model in status.models for group in model.groups
     )

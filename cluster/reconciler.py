@@ -92,7 +92,7 @@ class Reconciler:
         recording = None if self._recorder is None else ScalingRecording(self._recorder)
         self._scaling = Scaling(self.state, demand, recording=recording)
         self._nodes = None if spec.ray_address is None else NodeRequest(ask_ray, is_successor=is_successor)
-        """None: the Ray cluster is this machine."""
+        """What asks Ray for nodes; None: the Ray cluster is this machine."""
         self._service = ControlServer(
             self.state,
             self._logs,

@@ -11,14 +11,14 @@ KIND = "autoscaler"
 
 
 class ScalingSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The header: nothing, for each autoscaler comes with its settings."""
+    """The header of a recording: empty, for each autoscaler comes with its settings."""
 
 
 class AutoscalerMade(msgspec.Struct, frozen=True, array_like=True, tag="autoscaler"):
-    """A model is watched from now on, or by other rules."""
+    """From now on a model is watched, or watched by other rules."""
 
     number: int
-    """Of the autoscaler, by which later frames name it."""
+    """Number of the autoscaler, by which later frames name it."""
     model: str
     config: AutoscalerConfig
     min_replicas: int
@@ -30,9 +30,9 @@ class Decided(msgspec.Struct, frozen=True, array_like=True, tag="decide"):
 
     now_s: float
     number: int
-    """Of the autoscaler."""
+    """Number of the autoscaler."""
     observation: Observation
-    """The latest; those before it are in earlier frames."""
+    """The latest observation; those before it are in earlier frames."""
     wanted: int
     decision: Decision
 
@@ -60,7 +60,7 @@ class ScalingRecording:
 
 
 class RecordingAutoscaler(Autoscaler):
-    """An autoscaler, and a frame for each decision."""
+    """An autoscaler that also writes a frame for each decision."""
 
     def __init__(
         self, number: int, config: AutoscalerConfig, *, min_replicas: int, max_replicas: int, sink: FrameSink
@@ -70,7 +70,7 @@ class RecordingAutoscaler(Autoscaler):
         self._sink = sink
 
     def decide(self, observations: Sequence[Observation], wanted: int, now_s: float) -> Decision:
-        """What follows from these observations, of which there is one at least."""
+        """Return what follows from these observations, of which there is one at least."""
         decision = super().decide(observations, wanted, now_s)
         self._sink.write(Decided(now_s, self._number, observations[-1], wanted, decision))
         return decision

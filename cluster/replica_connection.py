@@ -22,7 +22,7 @@ class OutboxLimits:
 
     max_bytes: int = 64 << 20
     max_age_s: float = 20.0
-    """Of the oldest frame that is not written."""
+    """Limit of the age of the oldest frame that is not written."""
 
 
 class RouterConnection:
@@ -37,19 +37,19 @@ class RouterConnection:
         clock: Callable[[], float],
         stream_interval_s: float = 0.0,
     ) -> None:
-        """`stream_interval_s`: frames of steps are so far apart; 0: each step has one."""
+        """`stream_interval_s`: time from one frame of steps to the next; 0: each step has a frame."""
         self.number = number
-        """Of the stream, over the replica's life."""
+        """Number of the stream, over the replica's life."""
         self.router_id = router_id
         self.cut_off = asyncio.Event()
         """The router fell too far behind; nothing more is queued."""
         self._limits = limits
         self._clock = clock
         self._interval_s = stream_interval_s
-        self._names: dict[RequestId, str] = {}  # those in flight
+        self._names: dict[RequestId, str] = {}  # requests in flight
         self._engine_ids: dict[str, RequestId] = {}  # by name
         self._num_requests = 0
-        self._silent: set[RequestId] = set()  # of which nothing has come
+        self._silent: set[RequestId] = set()  # requests of which nothing has come
         self._outbox: deque[tuple[float, int, replica_pb2.ConnectResponse]] = deque()
         self._outbox_bytes = 0
         self._wake = asyncio.Event()
@@ -92,7 +92,7 @@ class RouterConnection:
         return self._names.get(engine_id)
 
     def add_output(self, engine_id: RequestId, output: replica_pb2.RequestOutput, *, is_last: bool) -> None:
-        """Take what the step under way gave a request that is open."""
+        """Keep what the step under way gave an open request."""
         self._steps.outputs.append(output)
         self._steps.is_urgent |= is_last or engine_id in self._silent
         self._silent.discard(engine_id)
@@ -178,7 +178,7 @@ class _Steps:
 
     outputs: list[replica_pb2.RequestOutput] = field(default_factory=list)
     events: dict[bytes, bool] = field(default_factory=dict)
-    """Of blocks, whether they were stored or evicted: the last counts, and one told twice changes nothing."""
+    """Whether each block was stored or evicted: its last event counts, and one told twice changes nothing."""
     load: replica_pb2.Load | None = None
-    """None: there was no step."""
+    """Load after the last of the steps; None: there was no step."""
     is_urgent: bool = False

@@ -37,7 +37,7 @@ class GroupLife(Protocol):
     """One life of a group: formation.Formation, or a double in tests."""
 
     bundles: list[dict[str, float]]
-    """What it takes of the cluster, a stage each; empty before `run`."""
+    """Resources that it takes of the cluster, an entry for each stage; empty before `run`."""
 
     async def run(self) -> Outcome:
         """Form the group, serve, and return how it ended; when cancelled, end it."""
@@ -61,7 +61,7 @@ class Form(Protocol):
         text: RevisionText | None,
         adopts: bool,
     ) -> GroupLife:
-        """Make it; nothing of it begins before `run`. `text`: what its folder must hold, where that is known."""
+        """Make a life, of which nothing begins before `run`. `text`: what its folder must hold, where that is known."""
 
 
 class ReplicaGroup:
@@ -93,10 +93,10 @@ class ReplicaGroup:
         self.model = record.spec
         self.lifecycle = Lifecycle(policy, clock(), restarts=record.restarts, was_ready=record.was_ready)
         self.is_adopting = adopts and record.num_lives > 0
-        """It is not known yet whether its last life goes on."""
+        """Whether it is unknown yet if the group's last life goes on."""
         self.replica_id = f"{self.group_id}.{record.num_lives}" if self.is_adopting else ""
         self.waits_for_room = False
-        """The cluster is too small for it now."""
+        """Whether the cluster is too small for the group now."""
         self._record = record
         self._form = form
         self._clock = clock
@@ -107,8 +107,8 @@ class ReplicaGroup:
         self._task: asyncio.Task[Outcome] | None = None
         self._is_leaving = False
         self._ending: asyncio.Task[None] | None = None
-        self._end_by_s = 0.0  # of the clock; only while it is ending
-        self._limit: asyncio.Timeout | None = None  # the same of the event loop, while the ending waits
+        self._end_by_s = 0.0  # time of the clock; only while it is ending
+        self._limit: asyncio.Timeout | None = None  # the same time for the event loop, while the ending waits
         self._is_known = asyncio.Event()  # set when it is not, or no longer, adopting
         if self.is_adopting:
             self.lifecycle.wait("a new controller looks for its processes")
@@ -134,17 +134,17 @@ class ReplicaGroup:
 
     @property
     def is_leaving(self) -> bool:
-        """It is drained and ended, and is not formed again."""
+        """Whether the group is drained and ended, and is not formed again."""
         return self._is_leaving
 
     @property
     def is_gone(self) -> bool:
-        """It has left, and nothing of it runs."""
+        """Whether the group has left, and nothing of it runs."""
         return self._is_leaving and self._ending is not None and self._ending.done()
 
     @property
     def node_ids(self) -> tuple[str, ...]:
-        """Of Ray, where its ranks run, are being started, or ran when the controller before ended; else empty."""
+        """Ray ids of the nodes where its ranks run, start, or ran when the controller before ended; else empty."""
         return self._node_ids
 
     @property
@@ -180,7 +180,7 @@ class ReplicaGroup:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """What it takes of the cluster, or would; empty while nothing is tried."""
+        """Resources that it takes of the cluster, or would take; empty while nothing is tried."""
         return [] if self._life is None else self._life.bundles
 
     async def load(self) -> ReplicaLoad | None:
@@ -336,7 +336,7 @@ class ReplicaGroup:
         self._end_adoption()
 
     async def _within_grace(self, event: Awaitable[object]) -> None:
-        """Wait for it, until the group is to end."""
+        """Wait for an event, at most until the group is to end."""
         try:
             async with asyncio.timeout(self._end_by_s - self._clock()) as self._limit:
                 await event

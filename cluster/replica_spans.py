@@ -12,7 +12,7 @@ from workers.request import RequestId, RequestOutput, Usage
 
 
 class ReplicaSpans:
-    """The requests that are traced now. Owned by the event loop."""
+    """Keeps the spans of requests that are traced now. Owned by the event loop."""
 
     def __init__(self, tracer: Tracer, replica_id: str) -> None:
         self._tracer = tracer

@@ -69,7 +69,7 @@ def to_failed(error: Exception) -> replica_pb2.RequestFailed:
 
 
 def _to_sampling(sampling: inference_pb2.SamplingParams) -> SamplingParams:
-    """Take what is set; the rest has the engine's defaults."""
+    """Return what the router has set; the rest has the engine's defaults."""
     scalars = {field.name: value for field, value in sampling.ListFields() if field.name not in _REPEATED}
     if scalars.get("top_k") == -1:
         scalars["top_k"] = 0

@@ -14,9 +14,9 @@ from parallel.errors import CheckpointError
 from parallel.weight_index import find_weights, read_index
 
 _DIGEST_VERSION = "1"
-"""Another one where the digest is made otherwise: a rank of another version cannot compare it then."""
+"""To be changed with the way the digest is made: a rank of another version then cannot compare it."""
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
-"""Of the weights: milliseconds from a local disk, and at a millisecond a read a quarter of a second."""
+"""Samples of the weights: read in milliseconds from a local disk, in a quarter of a second at a millisecond a read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +24,17 @@ class RevisionText:
     """What routers and ranks must know of a model's folder, as it was when a revision was wanted."""
 
     path: str
-    """Absolute."""
+    """Absolute path of the folder."""
     max_context: int
     """Longest prompt plus output, by the folder and the settings."""
     digest: str = ""
-    """Of the contents of what makes tokens of text (router/tokenizer.py); empty: saved by a version that kept none."""
+    """Digest of what makes tokens of text (router/tokenizer.py); empty: saved by a version that kept none."""
     files: str = ""
-    """Of what a replica reads (`digest_files`); empty: the controller had no weights to look at, or as above."""
+    """Digest of what a replica reads (`digest_files`); empty: the controller had no weights to look at, or as above."""
 
     @property
     def commit(self) -> str:
-        """Where the model comes from the hub, which commit of its repository: the folder is called so."""
+        """Commit of the hub's repository, where the model comes from there: the folder is called so."""
         return Path(self.path).name
 
 
@@ -70,7 +70,7 @@ def check_files(folder: Path, text: RevisionText, *, node: str) -> None:
 
 
 def is_alike(text: RevisionText, other: RevisionText) -> bool:
-    """Whether no difference is known of the files."""
+    """Return whether no difference between the files is known."""
     pairs = ((text.digest, other.digest), (text.files, other.files))
     return all(one == two for one, two in pairs if one and two)
 

@@ -27,9 +27,9 @@ class RouterPlace:
     http_address: str | None
     metrics_address: str | None
     node_id: str = ""
-    """Of Ray."""
+    """Ray id of the node."""
     log_file: str = ""
-    """On that node; empty: none."""
+    """Path on that node; empty: the router logs to no file."""
 
 
 class RouterActor:

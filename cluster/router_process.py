@@ -43,7 +43,7 @@ class RouterProcess:
     ) -> None:
         """Want a router that does not live yet; with `adopts`, one that may have outlived a former controller."""
         self.is_adopting = adopts
-        """It is not known yet whether its last life goes on."""
+        """Whether it is unknown yet if the router's last life goes on."""
         self.lifecycle = Lifecycle(policy, clock(), restarts=restarts, was_ready=adopts)
         self.router_id = config.router_id
         self._config = config
@@ -102,7 +102,7 @@ class RouterProcess:
         )
 
     def log_sources(self) -> list[LogSource]:
-        """Its log, while it runs."""
+        """Return the log of the router's process, while it runs."""
         if self._place is None:
             return []
         place = self._place
@@ -152,7 +152,7 @@ class RouterProcess:
         self._is_known.set()
 
     async def _run(self, *, adopts: bool) -> str:
-        """One life of the router; returns why it ended."""
+        """Run one life of the router; return why it ended."""
         self._actor = None
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -184,7 +184,7 @@ class RouterProcess:
         return True
 
     async def _find(self) -> bool:
-        """Take over the router that a former controller started; whether it is there and had begun."""
+        """Take over the router that a former controller started; return whether it is there and had begun."""
         await see_through(self._look())  # what is not found is not ended
         return self._actor is not None and bool(await self._actor.has_begun.remote())
 

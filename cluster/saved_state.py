@@ -25,22 +25,22 @@ class GroupRecord:
     section: ModelSection
     hash_key: bytes
     num_lives: int = 0
-    """Its last replica is `group_id`.`num_lives`."""
+    """How many replicas it has had; the last one is `group_id`.`num_lives`."""
     restarts: int = 0
     node_ids: tuple[str, ...] = ()
-    """Of Ray, where its last replica is or is being started; known before any process of it exists."""
+    """Ray ids of the nodes where its last replica is or is being started; known before any process of it exists."""
     was_ready: bool = False
-    """At any time."""
+    """Whether it was READY at any time."""
     is_leaving: bool = False
     left_s: float | None = None
-    """Until it is to have left, from `SavedState.saved_s` on. None: it stays, or it was saved by a version that did not
-    keep it."""
+    """Seconds until it is to have left, from `SavedState.saved_s` on. None: it stays, or it was saved by a version that
+    did not keep it."""
     text: RevisionText | None = None
-    """Of its revision, as it was when the group was wanted; None: saved by a version that kept none."""
+    """Files of its revision, as they were when the group was wanted; None: saved by a version that kept none."""
 
     @property
     def spec(self) -> ModelSpec:
-        """What it runs."""
+        """What the group runs."""
         return self.section.to_spec(self.hash_key)
 
 
@@ -52,7 +52,7 @@ class RouterRecord:
     http: int | None
     metrics: int | None
     restarts: int = 0
-    """Its lives after the first one; 0 as well where an older version saved."""
+    """How many lives it had after the first one; 0 as well where an older version saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,9 @@ class ControllerLife:
 
     pid: int
     node_id: str
-    """Of Ray."""
+    """Ray id of its node."""
     log_file: str
-    """On that node; empty: none."""
+    """Path on that node; empty: it logs to no file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,27 +71,27 @@ class SavedState:
     """Everything that a controller must know of the one before it."""
 
     control_port: int | None = None
-    """That the routers and operators know; None: nothing was saved yet."""
+    """Port of the controller that routers and operators know; None: nothing was saved yet."""
     metrics_port: int | None = None
-    """Of the controller, that Prometheus knows."""
+    """Port of the controller's metrics that Prometheus knows."""
     routers: dict[str, RouterRecord] = field(default_factory=dict)
-    """By their ids. One that is named here may not exist yet."""
+    """Routers by their ids. One that is named here may not exist yet."""
     num_restarts: int = 0
-    """Of the controller."""
+    """How often the controller was started again."""
     controller: ControllerLife | None = None
-    """None: nothing was saved yet, or by a version that did not keep it."""
+    """The process that saved; None: nothing was saved yet, or by a version that did not keep it."""
     models: dict[str, WantedModel] = field(default_factory=dict)
     groups: tuple[GroupRecord, ...] = ()
     next_numbers: dict[str, int] = field(default_factory=dict)
-    """Of the next group of each model, served now or earlier: a group id is used once."""
+    """Number of the next group of each model, served now or earlier: a group id is used once."""
     next_revisions: dict[str, int] = field(default_factory=dict)
-    """Of each model that was served earlier and is not now, which it begins with when it is served again."""
+    """Revision with which each model that is no longer served begins when it is served again."""
     drained_nodes: tuple[str, ...] = ()
     stop_left_s: float | None = None
-    """Until the service is to have stopped, from `saved_s` on. None: it serves on."""
+    """Seconds until the service is to have stopped, from `saved_s` on. None: it serves on."""
     saved_s: float = 0.0
-    """When, by the wall clock: a successor may run on another machine. Where that clock is set anew, what is under way
-    has less time, or all that was left."""
+    """When it was saved, by the wall clock: a successor may run on another machine. Where that clock is set anew, what
+    is under way has less time, or all that was left."""
 
     ended_controller: str | None = None
     """Id of the actor whose service was stopped to its end; a later life of the same one has nothing to do. All else is
@@ -103,12 +103,12 @@ class SavedState:
         return self.control_port is not None
 
     def left_of(self, left_s: float, now_s: float) -> float:
-        """Return what is left at a time of the wall clock of what was left when this was saved; never more."""
+        """Return what is left, at a time of the wall clock, of a time that was left when this was saved; never more."""
         return max(0.0, left_s - max(0.0, now_s - self.saved_s))
 
 
 def encode(state: SavedState) -> bytes:
-    """Return it as JSON."""
+    """Return the state as JSON."""
     return msgspec.json.encode(state, enc_hook=_to_json)
 
 
@@ -134,7 +134,7 @@ class RayStateStore:
     _NAMESPACE = b"weft"
 
     def load(self) -> bytes | None:
-        """Return what was saved last."""
+        """Return what was saved last; None: nothing was."""
         data: bytes | None = _kv()._internal_kv_get(self._KEY, namespace=self._NAMESPACE)
         return data
 

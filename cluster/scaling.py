@@ -18,7 +18,7 @@ from cluster.rank_actor import ReplicaLoad
 from cluster.recording import ScalingRecording
 
 LOOK_S = 2.0
-"""From one look to the next."""
+"""Seconds from one look to the next."""
 
 
 class ScaledState(Protocol):
@@ -26,11 +26,11 @@ class ScaledState(Protocol):
 
     @property
     def is_adopting(self) -> bool:
-        """It is not known yet what outlived the former controller."""
+        """Whether it is unknown yet what outlived the former controller."""
 
     @property
     def is_stopping(self) -> bool:
-        """The service is to stop, and no number can be changed."""
+        """Whether the service is to stop, so that no number can be changed."""
 
     def sections(self) -> Mapping[str, ModelSection]:
         """The settings of every wanted model, with the number of replicas wanted now."""
@@ -60,7 +60,7 @@ class Watch:
 
 @dataclass(slots=True, kw_only=True)
 class _WatchedModel:
-    """One model, as long as nobody else changes its number or its rules: then everything is observed anew."""
+    """One model, as long as nobody else changes its number or its rules; then everything is observed anew."""
 
     section: ModelSection
     watch: Watch

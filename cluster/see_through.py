@@ -17,7 +17,7 @@ _RETRY_S = 0.5  # Ray fails so under load, which is not to be made worse
 
 
 async def see_through(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for it; when cancelled, be cancelled only after its end. For work that must not be left half done."""
+    """Wait for work that must not be left half done; when cancelled, be cancelled only after its end."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)

@@ -103,7 +103,7 @@ def _wait_until_ready(service: Any, console: Console, *, stays: bool) -> None:
 
 
 class _LastingOutput:
-    """What cannot be written, on a full disk or to a pipe that nobody reads, is lost; whoever writes goes on."""
+    """Output that drops what cannot be written, on a full disk or to a pipe that nobody reads; the writer goes on."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -222,7 +222,7 @@ def _reachable(spec: ClusterSpec) -> str:
 
 
 def _with_control_port(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The background process cannot tell which port it took, so one is chosen here."""
+    """Return the settings with a control port chosen here: the background process cannot tell which one it took."""
     controller = dict(settings.get("controller", {}))
     if controller.get("port") == 0:
         host = settings.get("host", DEFAULT_HOST)

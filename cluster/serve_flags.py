@@ -19,14 +19,14 @@ _of_network = partial(typer.Option, rich_help_panel="Network")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a flag changes."""
+    """A setting that a flag changes."""
 
     path: str
     unit: int | None = None
-    """How many of the setting's one of the flag's is: 2**30 for bytes in GiB; None: they are the same."""
+    """How many units of the setting are one of the flag: 2**30 for bytes in GiB; None: they are the same."""
 
     def value(self, flag: Any) -> Any:
-        """Of the setting, for the flag's. Raises ClusterConfigError where that is no number."""
+        """Return the setting's value for the flag's. Raises ClusterConfigError where that is no number."""
         if isinstance(flag, Path):
             return str(flag)
         if self.unit is None:
@@ -37,7 +37,7 @@ class Setting:
 
 
 def settings_of(*groups: Any) -> Mapping[str, Any]:
-    """The settings of all flags that are given, by dotted path. Raises ClusterConfigError."""
+    """Return the settings of all flags that are given, by dotted path. Raises ClusterConfigError."""
     settings = {}
     for group in groups:
         hints = get_type_hints(type(group), include_extras=True)

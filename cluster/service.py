@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _STOPPED_TIMEOUT_S = 5.0
-_ANSWER_TIMEOUT_S = 90.0  # of a controller that may be between two lives, and wait for its port
+_ANSWER_TIMEOUT_S = 90.0  # a controller may be between two lives, and wait for its port
 _GOES_ON = "this Ray cluster has a service already, which goes on as it is; `weft apply` changes it"
 
 OnStatus = Callable[[control_pb2.GetStatusResponse], None]
@@ -48,7 +48,7 @@ class Service:
         self.control_address = control_address
         self.tls = tls
         self.was_taken_over = was_taken_over
-        """It ran before `start`: somebody may depend on it, whatever state it is in."""
+        """Whether it ran before `start`: somebody may depend on it, whatever state it is in."""
         self.client = ControlClient(control_address, tls=tls)
         self._controller = controller  # an actor ends when its last handle is dropped
         self._stopped = controller.stopped.remote()  # lasts over the controller's lives
@@ -72,7 +72,7 @@ class Service:
             start_local_ray(log_to_driver=log_to_driver)
         else:
             join_ray(spec.ray_address, log_to_driver=log_to_driver)
-        if ray.get_runtime_context().runtime_env:  # of the job: its actors are given it, and spares have another one
+        if ray.get_runtime_context().runtime_env:  # the job's actors are given it, and spares have another one
             spec = replace(spec, spare_s=0.0)
         created = None
         try:
@@ -127,12 +127,12 @@ class Service:
             time.sleep(_POLL_S)
 
     def is_alive(self) -> bool:
-        """Whether the controller has neither died for good nor been shut down."""
+        """Return whether the controller has neither died for good nor been shut down."""
         done, _ = ray.wait([self._stopped], timeout=0)
         return not done
 
     def wait_stopped(self, timeout_s: float) -> bool:
-        """Wait until the service was shut down by somebody, at most `timeout_s`; whether it was.
+        """Wait until the service was shut down by somebody, at most `timeout_s`; return whether it was.
 
         Raises:
             ControllerError: the controller died instead.
@@ -163,7 +163,7 @@ class Service:
         ray.wait([self._stopped], timeout=_STOPPED_TIMEOUT_S)  # Ray complains of a call that is open when it ends
 
     def close(self) -> None:
-        """Let go. A local Ray ends, and with it everything; a cluster goes on, and so does the service on it."""
+        """Disconnect. A local Ray ends, and with it everything; a cluster goes on, and so does the service on it."""
         self.client.close()
         leave_ray()
 

@@ -16,7 +16,7 @@ class SharedPort:
     """A port that is ours, for listeners with SO_REUSEPORT; taken from other programs until `close`."""
 
     def __init__(self, name: str, host: str, port: int) -> None:
-        """Take it; 0: any free one.
+        """Take a port; 0: any free one.
 
         Args:
             name: of the setting, for the error.
@@ -41,7 +41,7 @@ class SharedPort:
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Let it go; those who listen keep it."""
+        """Let the port go; those who listen keep it."""
         self._socket.close()
 
     def _hold(self, address: tuple[str, int]) -> None:

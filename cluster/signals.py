@@ -15,7 +15,7 @@ _PIPES: list[int] = []  # the handler writes for as long as the process lives
 
 
 def on_sigterm(callback: Callable[[], None]) -> None:
-    """Call `callback` in the running event loop at the first SIGTERM; the process goes on. Once in a process."""
+    """Call `callback` in the running event loop at the first SIGTERM; the process goes on. To be called once."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)

@@ -51,7 +51,7 @@ _BEGIN_POLL_S = 0.1
 _LOOK_S = 5.0
 """How often a spare looks whether its time was prolonged or ended."""
 _MARGIN_S = 10.0
-"""A spare that is counted no more waits so long for who has counted it before."""
+"""How long a spare that is no longer counted waits for whoever has counted it before."""
 
 
 class SpareKind(StrEnum):
@@ -63,12 +63,12 @@ class SpareKind(StrEnum):
 
     @property
     def full_name(self) -> str:
-        """Another one for other code."""
+        """Name that differs for other code."""
         return f"{code_id()}-{self}"
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What it imports."""
+        """Modules that the spare imports."""
         return ("cluster.leader",) if self is SpareKind.RANK else ("cluster.controller", "router.app")
 
     @property
@@ -126,7 +126,7 @@ def num_waiting(node_id: str, kind: SpareKind) -> int:
 
 
 def leave_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, most: int | None = None) -> None:
-    """Let Ray start some on a node, and those of other code end; what goes wrong is only logged.
+    """Have Ray start spares on a node, and those of other code end; what goes wrong is only logged.
 
     Blocks for a moment; for longer where a node starts fewer at a time.
 
@@ -144,7 +144,7 @@ def leave_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float
 
 
 def add_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, most: int | None = None) -> None:
-    """As `leave_spares`, but raises SpareError."""
+    """Do as `leave_spares`, but raise SpareError."""
     _end_others()
     place = _place(node_id, kind)
     before = float(read_note(f"{place}until") or 0)
@@ -172,7 +172,7 @@ def prepare() -> None:
     place = f"{_NOTES}{runtime.get_node_id()}/{os.environ[_KIND]}/"
     has_work = runtime.get_job_id() != ray.JobID.nil().hex()
     try:
-        if has_work:  # those that were said to wait are gone
+        if has_work:  # the spares that were said to wait are gone
             drop_notes(place)
         else:
             leave_note(f"{place}{os.getpid()}/begun")
@@ -204,7 +204,7 @@ def take_spare() -> None:
 
 
 def _compile_kernels() -> None:
-    """What else the first rank on this kind of CPU would compile. Blocks until it is there."""
+    """Compile what else the first rank on this kind of CPU would. Blocks until it is there."""
     # not imported with this module, which commands read
     from parallel.errors import DeviceError
     from parallel.kernels.native.build import build_library
@@ -259,7 +259,7 @@ def _end_unless_taken(wait: _Wait) -> None:
 
 
 def _begun(place: str) -> list[int]:
-    """Return their pids, in the order in which they stay: those that wait, then by pid."""
+    """Return the pids of spares in the order in which they stay: those that wait, then by pid."""
     notes = list_notes(place)
     waiting = {int(note.split("/")[-2]) for note in notes if note.endswith("/waits")}
     begun = {int(note.split("/")[-2]) for note in notes if note.endswith("/begun")}

@@ -36,7 +36,7 @@ def served_model(model: WantedModel, groups: Sequence[ReplicaGroup]) -> control_
 
 
 def starts_on_demand(section: ModelSection, groups: Sequence[ReplicaGroup]) -> bool:
-    """Whether a request may wait for the model's first replica; not where no group of it can start."""
+    """Return whether a request may wait for the model's first replica; not where no group of it can start."""
     if section.autoscaling is None or section.min_replicas > 0:
         return False
     states = [group.lifecycle.state for group in groups if not group.is_leaving]

@@ -27,11 +27,11 @@ from cluster.observe import (
 from cluster.status_view import STATE_STYLES, duration, router_state
 
 WINDOW_S = 30.0
-"""That rates and percentiles span."""
+"""The time that rates and percentiles span."""
 _LATENCY = "ms\np50/p90/p99"
-"""In the head of a column."""
+"""What the head of a column of latencies says."""
 _NARROW = 120
-"""Columns below which a table leaves out what is least missed."""
+"""On a terminal of fewer columns a table leaves out what is least missed."""
 
 
 def run_top(
@@ -100,7 +100,7 @@ def _models(models: Sequence[ModelView], *, is_wide: bool) -> Table:
 
 
 def _scalings(models: Sequence[ModelView]) -> list[Text]:
-    """Where the number of replicas follows the load, a line each."""
+    """Return a line for each model whose number of replicas follows the load."""
     scaled = [model for model in models if model.scales]
     return [Text(f"  {model.name} scales from {model.scales}: {model.last_scaling or '-'}", "dim") for model in scaled]
 
@@ -131,7 +131,7 @@ def _groups(groups: Sequence[GroupView], *, is_wide: bool) -> Table:
 
 
 def _reasons(groups: Sequence[GroupView]) -> list[Text]:
-    """Why groups are as they are, a line each."""
+    """Return a line for each group that says why it is as it is."""
     return [Text(f"  {group.replica_id or group.group_id}: {group.detail}", "dim") for group in groups if group.detail]
 
 
@@ -170,7 +170,7 @@ def _table(*columns: str) -> Table:
 
 
 def _latency(percentiles: Percentiles) -> str:
-    """In milliseconds, three digits of which are enough, or whole ones."""
+    """Return latencies in milliseconds, with three digits, which are enough, or as whole ones."""
     values = (percentiles.p50, percentiles.p90, percentiles.p99)
     if percentiles.p50 is None:
         return "-"

@@ -20,11 +20,11 @@ class Revision:
     """One version of a model's settings; groups are of one revision for life."""
 
     number: int
-    """Unique for the model's name, 1 first."""
+    """Unique among the model's revisions; the first one is 1."""
     section: ModelSection
-    """Complete, with the name and, where it is one, the absolute folder."""
+    """Complete settings, with the name and, where there is one, the absolute folder."""
     text: RevisionText | None = None
-    """None: to be read, for the revision has just become the current one, or was saved by a version that kept none."""
+    """What its folder holds; None: not read yet, as it just became current, or saved by a version that kept none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,12 @@ class WantedModel:
     """One model that should be served. How many replicas, the current revision's section says."""
 
     hash_key: bytes
-    """The same for all revisions, so that a router's prefix index spans a rollout."""
+    """Key of the block hashes, the same for all revisions, so that a router's prefix index spans a rollout."""
     current: Revision
     previous: Revision | None = None
-    """What undo goes back to."""
+    """The revision that undo goes back to."""
     next_number: int = 2
-    """Of the next new revision."""
+    """Number of the next new revision."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class WantedModel:
 
 
 Models = Mapping[str, WantedModel]
-"""By name."""
+"""Models by name."""
 
 
 class ChangeKind(StrEnum):
@@ -223,7 +223,7 @@ def _settings(section: ModelSection) -> ModelSection:
 
 
 def _with_replicas_of(model: WantedModel, section: ModelSection) -> ModelSection:
-    """The file's number is where a model begins that scales by itself; then it is the autoscaler's."""
+    """Return the section with the wanted number: a file's counts where a model begins, then the autoscaler's does."""
     if section.autoscaling is None:
         return section
     assert section.max_replicas is not None

@@ -30,11 +30,11 @@ from cluster.wanted import (
 logger = logging.getLogger(__name__)
 
 _MAX_CHECKS = 5
-"""Of one rollout: its model is read off the event loop, and read again when somebody has changed it meanwhile."""
+"""How often one rollout reads its model, off the event loop: again whenever somebody has changed it meanwhile."""
 
 
 class WantedModels:
-    """All of them. Methods are called on one event loop."""
+    """All models that are wanted. Methods are called on one event loop."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class WantedModels:
         self.current = with_texts(saved, {name: read_text(model.spec) for name, model in unread.items()}, before={})
         self.next_revisions = dict(next_revisions)
         self.scalings: dict[str, LastScaling] = {}
-        """The last one of each model, under this controller."""
+        """Last scaling of each model under this controller."""
         self._is_closed = False
         self._on_change = on_change
         self._clock = clock

@@ -41,11 +41,11 @@ class WantedRouter(Protocol):
 
     @property
     def router_id(self) -> str:
-        """Its name, over all of its lives."""
+        """The router's name, over all of its lives."""
 
     @property
     def is_adopting(self) -> bool:
-        """It is not known yet whether its last life goes on."""
+        """Whether it is unknown yet if the router's last life goes on."""
 
     @property
     def record(self) -> RouterRecord:
@@ -61,7 +61,7 @@ class WantedRouter(Protocol):
         """Tell where it is and whether it lives."""
 
     def log_sources(self) -> list[LogSource]:
-        """Its log, while it runs."""
+        """Return the log of the router's process, while it runs."""
 
 
 class WantedState:
@@ -95,7 +95,7 @@ class WantedState:
         """
         self._saved = saved
         self._is_saved = False
-        """Not what the controller before has changed in it, the count of restarts."""
+        """Whether the store holds `_saved`: at first it lacks what the new controller has changed, its restarts."""
         self._routers = routers
         self._form = form
         self._save_state = save
@@ -122,22 +122,22 @@ class WantedState:
 
     @property
     def is_adopting(self) -> bool:
-        """It is not known yet of every group and router whether it outlived the former controller."""
+        """Whether it is unknown yet of some group or router if it outlived the former controller."""
         return any(router.is_adopting for router in self._routers) or any(group.is_adopting for group in self._groups)
 
     @property
     def is_stopping(self) -> bool:
-        """The service is to stop, and nothing is formed any more. A successor goes on with that: `finish_stop`."""
+        """Whether the service is to stop, and forms nothing any more. A successor goes on with that: `finish_stop`."""
         return self._stop_by_s is not None
 
     @property
     def drained_nodes(self) -> frozenset[str]:
-        """Where no group is placed, by the node's Ray id."""
+        """Ray ids of the nodes where no group is placed."""
         return self._drained_nodes
 
     @property
     def num_ranks(self) -> int:
-        """Rank processes that are wanted, over all groups."""
+        """Number of rank processes that are wanted, over all groups."""
         return sum(model.replicas * model.spec.engine.parallel.world_size for model in self._models.values())
 
     def reconcile(self) -> None:
@@ -308,7 +308,7 @@ class WantedState:
     # How it is done
 
     def _leave_drained_nodes(self) -> bool:
-        """Let groups go that turn out to be on a drained node; whether there were any."""
+        """Let groups go that turn out to be on a drained node; return whether there were any."""
         staying = [group for group in self._groups if not group.is_leaving]
         groups = [group for group in staying if self._drained_nodes.intersection(group.node_ids)]
         for group in groups:
@@ -317,7 +317,7 @@ class WantedState:
         return bool(groups)
 
     def _plan(self) -> bool:
-        """Make and dismiss groups as plan_groups.py says; whether anything changed."""
+        """Make and dismiss groups as plan_groups.py says; return whether anything changed."""
         has_changed = False
         for name in self._names():
             model = self._models.get(name)
@@ -340,13 +340,13 @@ class WantedState:
         return has_changed
 
     def _left_s(self, record: GroupRecord) -> float:
-        """Until a group that was leaving under the controller before is to have left."""
+        """Return how long a group that was leaving under the controller before still has to leave."""
         if record.left_s is None:
             return record.section.drain_timeout_s
         return self._saved.left_of(record.left_s, self._wall_clock())
 
     def _names(self) -> list[str]:
-        """Models that are wanted, and those of which groups are left."""
+        """Return the models that are wanted, and those of which groups are left."""
         return [
             *self._models,
             *sorted({group.model.name for group in self._groups} - set(self._models)),

@@ -20,16 +20,16 @@ _PURPOSES = {SpareKind.RANK: "ranks", SpareKind.SERVICE: "controller and router"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """How many are to wait on a node."""
+    """How many processes are to wait on a node."""
 
     node_id: str
     address: str
-    """Of the node."""
+    """Address of the node."""
     kind: SpareKind
     count: int
 
     def __str__(self) -> str:
-        """As in "2 for ranks on 10.0.0.4"."""
+        """Say it as in "2 for ranks on 10.0.0.4"."""
         return f"{self.count} for {_PURPOSES[self.kind]} on {self.address}"
 
 

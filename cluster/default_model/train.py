@@ -32,12 +32,13 @@ VOCAB_SIZE = 2048
 CONTEXT = 1024
 BATCH_TOKENS = 4096
 SHARE_OF_SINGLE_DOCUMENTS = 0.85
-"""Of the steps: rows hold one document each, as in use, so that looking back for a name finds the right one. The other
-steps see rows of the whole context, for its late positions."""
+"""Share of the steps whose rows hold one document each, as in use, so that looking back for a name finds the right
+one. The other steps see rows of the whole context, for its late positions."""
 PEAK_LEARNING_RATE = 3e-3
 MUON_LEARNING_RATE = 1e-2
 EMBEDDING_STD = 0.1
-"""With the 0.02 of large models, what names share soon hides what sets them apart, and they are not copied."""
+"""Spread of the initial embeddings: with the 0.02 of large models, what names share soon hides what sets them apart,
+and they are not copied."""
 IGNORED = -100
 WARMUP_STEPS = 60
 

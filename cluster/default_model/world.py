@@ -22,7 +22,7 @@ ANIMAL_HOMES = {
     "turtle": "on the beach near the lighthouse",
     "goat": "on the side of the mountain",
 }
-"""Those who can be heroes of a story, and where each lives."""
+"""The kinds of animals that can be heroes of a story, and where each lives."""
 
 TRAITS = (
     "little", "brave", "kind", "clever", "curious", "shy", "cheerful", "sleepy", "gentle", "quiet", "young", "lucky",
