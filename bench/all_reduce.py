@@ -51,7 +51,7 @@ from workers.config import DeviceName, EngineConfig, ParallelConfig
 from workers.rank import JOIN_TIMEOUT_S, Rendezvous, join_mesh
 
 _NUM_CALLS = 100
-"""Of one way in one round, and in one graph."""
+"""Calls of each way in one round, and in one graph."""
 _END_TIMEOUT_S = 10.0
 
 
@@ -62,7 +62,7 @@ class Options:
     ranks: tuple[int, ...]
     """Sizes of groups."""
     sizes_kb: tuple[int, ...]
-    """Of the tensors, in units of 1,024 bytes."""
+    """Sizes of the tensors, in units of 1,024 bytes."""
     device: DeviceName
     dtype: str
     rounds: int
@@ -82,26 +82,26 @@ class Timing:
 
     ranks: int
     num_bytes: int
-    """Of the tensor that each rank has."""
+    """Size of the tensor that each rank has."""
     way: str
     median_us: float
     p99_us: float
 
     @classmethod
     def of(cls, times_s: Sequence[float], *, ranks: int, num_bytes: int, way: str) -> "Timing":
-        """From the time of each; there is at least one."""
+        """Summarize the time of each call, of which there is at least one."""
         times_us = sorted(1e6 * time_s for time_s in times_s)
         median_us, p99_us = percentile(times_us, 0.5), percentile(times_us, 0.99)
         return cls(ranks=ranks, num_bytes=num_bytes, way=way, median_us=median_us, p99_us=p99_us)
 
     @property
     def algorithm_gb_per_s(self) -> float:
-        """The tensor's bytes in the median time."""
+        """The tensor's bytes over the median time."""
         return self.num_bytes / self.median_us / 1e3
 
     @property
     def bus_gb_per_s(self) -> float:
-        """What each rank at least sends, and receives, in the median time."""
+        """What each rank at least sends, and receives, over the median time."""
         return self.algorithm_gb_per_s * 2 * (self.ranks - 1) / self.ranks
 
 
@@ -180,7 +180,7 @@ def _take_part(options: Options, num_ranks: int, rank: int, host: str, store: TC
 
 @torch.inference_mode()
 def _measure_size(axis: Axis, device: Device, num_bytes: int, options: Options) -> list[Timing]:
-    """All ways, in turns."""
+    """Measure all ways on tensors of one size, in turns."""
     dtype = DTYPES[options.dtype]
     x = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device.torch_device)  # as is every sum
     ways = _ways(x, axis, device)
@@ -194,7 +194,7 @@ def _measure_size(axis: Axis, device: Device, num_bytes: int, options: Options) 
 
 
 def _ways(x: Tensor, axis: Axis, device: Device) -> dict[str, Callable[[], list[float]]]:
-    """What measures a round, by the way's name: seconds of an all-reduce, many times."""
+    """Return what measures a round, by the way's name: it gives seconds of an all-reduce, many times."""
     eager = partial(all_reduce, x, axis)
     if device.works_by_itself:
         ways = _gpu_ways("NCCL", x, replace(axis, one_shot=None), device)
@@ -215,7 +215,7 @@ def _gpu_ways(name: str, x: Tensor, axis: Axis, device: Device) -> dict[str, Cal
 
 
 def _record(x: Tensor, axis: Axis) -> Callable[[], object]:
-    """What replays many all-reduces."""
+    """Return a call that replays many all-reduces."""
 
     def run(cut: Cut = call_at_once) -> Result:
         for _ in range(_NUM_CALLS):
@@ -226,7 +226,7 @@ def _record(x: Tensor, axis: Axis) -> Callable[[], object]:
 
 
 def _time_each(device: Device, call: Callable[[], object], num_in_call: int = 1) -> list[float]:
-    """Seconds of an all-reduce in each of many calls that follow each other."""
+    """Return the seconds of an all-reduce in each of many calls that follow each other."""
     marks = [device.mark()]
     for _ in range(_NUM_CALLS):
         call()

@@ -54,7 +54,7 @@ def time_attention(description: DecoderDescription, device: Device, dtype: torch
 
 
 def _meta(context_len: int, device: Device) -> AttentionMeta:
-    """One token, the last of its context. A recorded step has no lengths on the host (see cuda_graphs.py)."""
+    """Describe one token, the last of its context. A recorded step has no lengths on the host (see cuda_graphs.py)."""
     where = device.torch_device
     num_blocks = -(-context_len // _BLOCK_SIZE)
     return AttentionMeta(

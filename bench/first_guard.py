@@ -54,7 +54,7 @@ TARGETS = {"one stream": 1.0, "mixed": 3.0}
 """Least ratio of Weft's output tokens per second to those of `transformers`."""
 
 _BUSY_OTHERS = 0.1
-"""Cores; a round in which other processes used more is marked."""
+"""Cores: a round in which other processes used more is marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Round:
 
     @property
     def is_contended(self) -> bool:
-        """Other processes took part of the machine."""
+        """Whether other processes took part of the machine."""
         return any((span.others_cores or 0.0) > _BUSY_OTHERS for span in (self.weft, self.transformers))
 
 
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def run_rounds(model: Path, num_rounds: int) -> dict[str, list[Round]]:
-    """Both workloads, `num_rounds` times after one round of warm-up; who goes first alternates."""
+    """Run both workloads `num_rounds` times after one round of warm-up; who goes first alternates."""
     engine = build_engine(EngineConfig(model=str(model), dtype="bfloat16", device="cpu"))
     peer: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     peer.eval()
@@ -124,12 +124,12 @@ def run_rounds(model: Path, num_rounds: int) -> dict[str, list[Round]]:
 
 
 def one_stream(rng: random.Random) -> list[Job]:
-    """A single request."""
+    """Return a single request."""
     return [Job(prompt=_prompt(rng, 128), num_out=64)]
 
 
 def mixed(rng: random.Random) -> list[Job]:
-    """32 requests at once; the lengths are the same in every round, spread evenly and shuffled once."""
+    """Return 32 requests at once; the lengths are the same in every round, spread evenly and shuffled once."""
     lengths = random.Random(1)
     ins = [32 + round(index * (256 - 32) / 31) for index in range(32)]
     outs = [16 + round(index * (128 - 16) / 31) for index in range(32)]
@@ -139,7 +139,7 @@ def mixed(rng: random.Random) -> list[Job]:
 
 
 def run_weft(engine: Engine, jobs: Sequence[Job]) -> None:
-    """All jobs through the engine, to the end."""
+    """Run all jobs through the engine, to the end."""
     missing = {}
     for index, job in enumerate(jobs):
         sampling = SamplingParams(temperature=0.0, max_tokens=job.num_out, ignore_eos=True)
@@ -157,7 +157,7 @@ def run_weft(engine: Engine, jobs: Sequence[Job]) -> None:
 
 
 def run_transformers(peer: Any, jobs: Sequence[Job]) -> None:
-    """All jobs as one left-padded batch."""
+    """Run all jobs as one left-padded batch."""
     longest = max(len(job.prompt) for job in jobs)
     ids = torch.zeros(len(jobs), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -173,7 +173,7 @@ def run_transformers(peer: Any, jobs: Sequence[Job]) -> None:
 
 
 def median_ratio(rounds: Sequence[Round]) -> float:
-    """Over the rounds that had the machine to themselves, or over all where fewer than three did."""
+    """Return the median over the rounds that had the machine to themselves, or over all where fewer than three did."""
     quiet = [each for each in rounds if not each.is_contended]
     return statistics.median(each.ratio for each in (quiet if len(quiet) >= 3 else rounds))
 

@@ -78,7 +78,7 @@ def _config(folder: Path, num_ranks: int, *, looks_ahead: bool | None) -> Engine
 
 @contextmanager
 def _group(config: EngineConfig) -> Iterator[tuple[Engine, RankStats]]:
-    """A group whose other ranks are processes of this machine, and what its rank 0 counts."""
+    """Yield a group whose other ranks are processes of this machine, and what its rank 0 counts."""
     num_others = config.parallel.world_size - 1
     rendezvous = Rendezvous.open() if num_others else None
     context = multiprocessing.get_context("spawn")
@@ -99,7 +99,7 @@ def _group(config: EngineConfig) -> Iterator[tuple[Engine, RankStats]]:
 
 
 def _measure(engine: Engine, stats: RankStats, num_requests: int, num_rounds: int) -> dict[str, float]:
-    """Medians over the rounds."""
+    """Return the medians over the rounds."""
     rounds = [_run_once(engine, stats, num_requests, index) for index in range(num_rounds + 1)][1:]
     return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 

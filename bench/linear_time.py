@@ -33,9 +33,9 @@ from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
 
 _CPU_BYTES, _GPU_BYTES = 512 << 20, 4 << 30
-"""More than caches hold; on a GPU enough that launch and wait of a round, 10 us, are little of it."""
+"""More weights than caches hold; on a GPU enough that launch and wait of a round, 10 us, are little of it."""
 _MOST_COPIES = 320
-"""Of matrices so small that they stay in a cache anyway."""
+"""Limit of the copies of a matrix: where it is reached they are so small that they stay in a cache anyway."""
 Multiply = Callable[[Tensor], Tensor]
 
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]:
-    """[out, in] of a layer's matrices."""
+    """Return [out, in] of a layer's matrices."""
     hidden, inner = description.hidden_size, description.intermediate_size
     num_heads, num_kv_heads = description.num_heads, description.num_kv_heads
     return {
@@ -93,7 +93,7 @@ def _measure(
     is_int8: bool,
     is_gated: bool,
 ) -> float:
-    """Seconds of one product, the best of some rounds."""
+    """Return the seconds of one product, the best of some rounds."""
     num_out, num_in = shape
     x_TI = torch.randn(num_rows, num_in, device=device.torch_device).to(dtype)
     pack = kernels.quantize_linear if is_int8 else kernels.pack_linear

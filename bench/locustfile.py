@@ -152,7 +152,7 @@ class CompletionsUser(HttpUser):
 
 
 def _split(prompt: Prompt) -> tuple[str | tuple[int, ...] | None, list[Mapping[str, str]] | None]:
-    """Text or token ids, or the messages of a conversation."""
+    """Return text or token ids, or the messages of a conversation."""
     return (None, [*prompt.messages]) if isinstance(prompt, Chat) else (prompt, None)
 
 

@@ -24,12 +24,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTime:
-    """Of all cores since boot, in seconds."""
+    """CPU time of all cores since boot, in seconds."""
 
     used_s: float
-    """By this machine's processes and its kernel."""
+    """Time that this machine's processes and its kernel used."""
     taken_s: float
-    """When there was work, and the host of a virtual machine gave the core to others."""
+    """Time in which there was work, and the host of a virtual machine gave the core to others."""
 
 
 class Stopwatch:
@@ -41,7 +41,7 @@ class Stopwatch:
         self._start_s = time.perf_counter()
 
     def stop(self) -> Span:
-        """The time since creation."""
+        """Return the time since creation."""
         wall_s = time.perf_counter() - self._start_s
         busy_s = _busy_seconds()
         if busy_s is None or self._busy_s is None:
@@ -51,7 +51,7 @@ class Stopwatch:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware, versions and commit, for the line of JSON that ends a benchmark. Imports no torch."""
+    """Return hardware, versions and commit, for the line of JSON that ends a benchmark. Imports no torch."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -63,7 +63,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_torch() -> dict[str, Any]:
-    """What torch computes with, in this process."""
+    """Return what torch computes with, in this process."""
     import torch  # takes seconds, and a load generator does without
 
     return {
@@ -75,7 +75,7 @@ def describe_torch() -> dict[str, Any]:
 
 
 def cpu_time() -> CpuTime | None:
-    """None where the system does not tell."""
+    """Return the CPU time until now; None where the system does not tell."""
     try:
         first = _PROC_STAT.read_text().split("\n", 1)[0]
     except OSError:
@@ -86,7 +86,7 @@ def cpu_time() -> CpuTime | None:
 
 
 def _busy_seconds() -> float | None:
-    """Of all cores since boot, by everybody."""
+    """Return the time in which cores were busy since boot, for whomever."""
     cpu = cpu_time()
     return None if cpu is None else cpu.used_s + cpu.taken_s
 
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this file is tracked in; None where it was installed."""
+    """Return the commit of the checkout that this file is tracked in; None where it was installed."""
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
         return _git("describe", "--always", "--dirty", "--abbrev=12")

@@ -109,7 +109,7 @@ class _Served:
         self._has_ended = asyncio.Event()
 
     async def run(self, sessions: Sequence[Session]) -> None:
-        """Until every request has ended."""
+        """Run until every request has ended."""
         self._num_open = len(sessions)
         for number, session in enumerate(sessions):
             name = self._connection.open_request(str(number))
@@ -126,7 +126,7 @@ class _Served:
             frame.SerializeToString()
 
     def _on_step(self, result: StepResult) -> None:
-        """As cluster/replica_server.py does."""
+        """Do what cluster/replica_server.py does."""
         for output in result.outputs:
             is_last = output.finish is not None or output.error is not None
             name = self._connection.name_of(output.request_id) or ""
@@ -163,7 +163,7 @@ def _to_request(name: RequestId, session: Session, sampling: SamplingParams) -> 
 
 
 def _shares(engine: Engine, stats: RankStats) -> dict[str, float]:
-    """The idle share, what it is in milliseconds of a step, and how many steps there were."""
+    """Return the idle share, what it is in milliseconds of a step, and how many steps there were."""
     idle_s, num_steps = stats.model_idle_s, engine.stats.num_steps
     return {"share": idle_s / (idle_s + stats.model_busy_s), "ms": 1e3 * idle_s / num_steps, "steps": num_steps}
 

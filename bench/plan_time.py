@@ -77,7 +77,7 @@ def _follow(endpoint: str, rank: int, results: Connection) -> None:
     with RankLink(endpoint, rank) as link:
         link.report(0, _START_TIMEOUT_S)
         while link.receive_plan() is not None:
-            arrivals_s.append(time.perf_counter())  # of the machine, not of the process
+            arrivals_s.append(time.perf_counter())  # a clock of the machine, not of the process
     results.send(arrivals_s)
 
 

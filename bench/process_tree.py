@@ -44,7 +44,7 @@ class TreeMemory:
 
     @property
     def pss_bytes(self) -> int:
-        """Of the whole tree."""
+        """Memory of the whole tree."""
         return sum(process.pss_bytes for process in self.processes)
 
 
@@ -55,13 +55,13 @@ class Peak:
     memory: TreeMemory = field(default_factory=lambda: TreeMemory(processes=()))
 
     def observe(self, memory: TreeMemory) -> None:
-        """Keep it if it is larger."""
+        """Keep a tree if it is larger."""
         if memory.pss_bytes > self.memory.pss_bytes:
             self.memory = memory
 
 
 def measure_tree(pid: int) -> TreeMemory:
-    """Memory of `pid` and its descendants now; those that end meanwhile are left out."""
+    """Return the memory of `pid` and its descendants now; those that end meanwhile are left out."""
     measured = (_measure(each) for each in find_tree(pid))
     return TreeMemory(processes=tuple(process for process in measured if process is not None))
 
@@ -87,7 +87,7 @@ def watch_tree(pid: int, *, interval_s: float = 0.25) -> Iterator[Peak]:
 
 
 def find_tree(root: int) -> list[int]:
-    """A process and its descendants."""
+    """Return a process and its descendants."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit():

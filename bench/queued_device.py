@@ -101,7 +101,7 @@ class _QueuedKernels(ReferenceKernels):
 
 
 def build_queued_engine(config: EngineConfig, device: QueuedDevice, stats: RankStats) -> Engine:
-    """As `build_engine`, of one rank, over the stand-in."""
+    """Build an engine of one rank over the stand-in, as `build_engine` does."""
     folder = Path(config.model)
     dtype = resolve_dtype(config.dtype, folder, device)
     kernels = _QueuedKernels(device)

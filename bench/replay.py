@@ -30,12 +30,12 @@ class Difference:
     """The first decision that is another one now."""
 
     call: int
-    """Its number, from 1."""
+    """Number of the call, from 1."""
     kind: str
     time_s: float | None
-    """Of the recorded clock."""
+    """Time of the recorded clock."""
     place: str
-    """Where in the decision."""
+    """Where in the decision it is."""
     recorded: str
     now: str
 
@@ -47,13 +47,13 @@ class Outcome:
     path: str
     kind: str
     calls: dict[str, int]
-    """That were decided again, by kind."""
+    """How many calls of each kind were decided again."""
     num_equal: int
     recorded_s: float
-    """From the first call to the last, by the recorded clock."""
+    """Time from the first call to the last, by the recorded clock."""
     replay_s: float
     is_torn: bool
-    """Its last frame is not whole: the process died while it wrote."""
+    """Whether the last frame is not whole: the process died while it wrote."""
     difference: Difference | None
 
 
@@ -140,7 +140,7 @@ def first_difference(recorded: Any, now: Any, place: str = "") -> tuple[str, str
 
 
 def _parts(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The parts of two values of the same type, by name."""
+    """Return the parts of two values of the same type, by name."""
     names: Sequence[str] = ()
     if isinstance(one, msgspec.Struct):
         names = one.__struct_fields__
@@ -182,7 +182,7 @@ def replay(paths: Sequence[Path], *, as_json: bool) -> None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The recordings in a folder."""
+    """Return the recordings in a folder."""
     return sorted(folder.glob(f"*{SUFFIX}"))
 
 

@@ -41,10 +41,10 @@ from workers.request import SamplingParams
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _NUM_PROMPTS = 8
 _DECODE_TARGETS = {1: 0.85, 256: 0.75}
-"""By number of sequences."""
+"""Least share of what the device can, by number of sequences."""
 _PREFILL_TARGET = 0.6
 _GROWTH_TARGET = 2.0
-"""Of attention, from the first context to the last."""
+"""Limit of attention's time at the last context, over that at the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +54,15 @@ class Phase:
     name: str
     measured_s: float
     least_s: float
-    """At the measured rates of memory and products."""
+    """Least time, at the measured rates of memory and products."""
     bound: str
     """"memory" or "products"."""
     target: float | None
-    """Of the share."""
+    """Least share that is wanted."""
 
     @property
     def share(self) -> float:
-        """Of what the device can."""
+        """Share of what the device can."""
         return self.least_s / self.measured_s
 
 
@@ -72,11 +72,11 @@ class Window:
 
     duration_s: float
     seen: tuple[int, ...]
-    """Of each token that came in it: how many tokens it was computed from, itself included."""
+    """How many tokens each token that came in it was computed from, itself included."""
 
 
 def find_window(records: Sequence[CallRecord], num_in: int) -> Window:
-    """From the last sequence's first token to the first sequence's last one.
+    """Return the time from the last sequence's first token to the first sequence's last one.
 
     Raises BenchConfigError where there is no such time.
     """
@@ -123,7 +123,7 @@ def measure_prefill(engine: Engine, cost: ModelCost, ceiling: Ceiling, *, num_in
 
 
 def _run(engine: Engine, num_seqs: int, num_in: int, num_out: int, salt: str) -> list[CallRecord]:
-    """All at once; a salt for each run, so that none finds the prefixes of another."""
+    """Run all at once; each run has a salt, so that none finds the prefixes of another."""
     inputs, outputs = Lengths(low=num_in, high=num_in), Lengths(low=num_out, high=num_out)
     made = make_sessions(DatasetOptions(inputs=inputs, outputs=outputs), vocab_size=engine.vocab_size, seed=0)
     return run_engine(engine, [*take_calls(made, num_seqs)], _GREEDY, cache_salt=f"{salt} {num_seqs} {num_out}")

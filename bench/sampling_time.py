@@ -31,7 +31,7 @@ _KINDS: dict[str, tuple[float, int, float, float] | None] = {
     "top-k 20, top-p 0.8": (0.7, 20, 0.8, 0.0),
     "top-p 0.9": (0.6, 0, 0.9, 0.0),
 }
-"""temperature, top-k, top-p, min-p; None: the largest."""
+"""Temperature, top-k, top-p and min-p of each kind; None: the largest is taken."""
 _NUM_EDITS = 500
 
 

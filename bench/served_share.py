@@ -48,7 +48,7 @@ _OTHER_PORTS = ("--http-port", "0", "--metrics-port", "0", "--control-port", "0"
 _READY_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 30.0
 _SETTLE_S = 0.3
-"""After processes were stopped for a while, their timers have much to do."""
+"""Pause after processes were stopped for a while: their timers have much to do."""
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ class _Engine:
         self._connection = connection
 
     def run(self, kind: DatasetKind, seed: int) -> float:
-        """Output tokens a second."""
+        """Return output tokens a second."""
         self._connection.send((kind, seed))
         return self._connection.recv()
 
@@ -92,7 +92,7 @@ class _Service:
         self._pids = pids
 
     def run(self, kind: DatasetKind, seed: int) -> float:
-        """Output tokens a second, all requests at once."""
+        """Send all requests at once; return output tokens a second."""
         options = ServeOptions(
             target=self._target,
             loads=(OpenLoop(rate=math.inf),),
@@ -126,7 +126,7 @@ class _Service:
 
 
 def _run_round(engine: _Engine, service: _Service, kind: DatasetKind, number: int) -> tuple[float, float]:
-    """(offline, served), each of them first in every second round."""
+    """Return (offline, served), each of them measured first in every second round."""
     if number % 2:
         offline = engine.run(kind, number)
         return offline, service.run(kind, number)
@@ -170,7 +170,7 @@ def _run_engine(connection: "Connection[float, tuple[DatasetKind, int]]", folder
 
 @contextmanager
 def _service(folder: Path) -> Iterator[_Service]:
-    """`weft serve` of its own, on free ports, with all processes that it has started; it is stopped at first."""
+    """Yield a `weft serve` of its own, on free ports, with all processes that it has started; stopped at first."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # Ray's daemons stay in this tree
     before = set(find_tree(os.getpid()))
     command = [sys.executable, "-m", "cluster.cli", "serve", str(folder), "--port", "0", *_OTHER_PORTS]
@@ -193,7 +193,7 @@ def _service(folder: Path) -> Iterator[_Service]:
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    """Its gRPC address."""
+    """Return its gRPC address."""
     end_s = time.monotonic() + _READY_TIMEOUT_S
     while time.monotonic() < end_s and process.poll() is None:
         said = log.read_text()

@@ -92,7 +92,7 @@ def _round(args: argparse.Namespace) -> dict[str, float]:
 
 @contextmanager
 def _new_ray() -> Iterator[str]:
-    """A Ray head on loopback, ended with everything that it has started."""
+    """Yield a Ray head on loopback, ended with everything that it has started."""
     os.environ.update(_RAY_ENVIRONMENT)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         port, client_port = _free_port(), _free_port()
@@ -154,7 +154,7 @@ def _read(process: "subprocess.Popen[str]", seen: dict[str, float], start_s: flo
 
 
 def _cpu() -> tuple[float, float]:
-    """As in `_CPU`."""
+    """Return the times that `_CPU` names."""
     cpu = cpu_time()
     assert cpu is not None, "Linux tells it"
     return cpu.used_s, cpu.taken_s
@@ -165,7 +165,7 @@ def _pids() -> set[str]:
 
 
 def _commands(pids: set[str]) -> dict[str, str]:
-    """The command lines of these processes."""
+    """Return the command lines of these processes."""
     commands = {}
     for pid in pids:
         try:

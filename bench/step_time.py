@@ -41,7 +41,7 @@ _NUM_WARM_UP_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Of one policy with so many running sequences: CPU time, in milliseconds."""
+    """CPU time of one policy with so many running sequences, in milliseconds."""
 
     policy: SchedulingPolicy
     num_seqs: int
@@ -51,7 +51,7 @@ class StepTime:
     inputs_ms: float
     total_ms: float
     p99_ms: float
-    """Of the total."""
+    """99th percentile of the total."""
 
 
 class Steps:

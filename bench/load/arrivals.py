@@ -27,7 +27,7 @@ class OpenLoop:
 
     @property
     def is_at_once(self) -> bool:
-        """All sessions are due at the start."""
+        """Whether all sessions are due at the start."""
         return math.isinf(self.rate)
 
 
@@ -36,7 +36,7 @@ class Replay:
     """Sessions begin when they did in their trace."""
 
     speed: float = 1.0
-    """Seconds of the trace in one of now."""
+    """How many seconds of the trace are sent in one second."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf:

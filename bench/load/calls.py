@@ -31,7 +31,7 @@ class Session:
 
     calls: tuple[Call, ...]
     at_s: float | None = None
-    """When it began, from the start of the trace that it was recorded in; None: no trace says."""
+    """When it began, in seconds from the start of its recorded trace; None: no trace says."""
     think_s: float = 0.0
     """Pause before each call but the first."""
 
@@ -44,7 +44,7 @@ class Lengths:
     high: int
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
+        """Draw one of the numbers."""
         return rng.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -52,5 +52,5 @@ class Lengths:
 
 
 def draw_ids(rng: random.Random, length: int, vocab_size: int) -> tuple[int, ...]:
-    """Random token ids below `vocab_size`."""
+    """Draw random token ids below `vocab_size`."""
     return tuple(rng.choices(range(vocab_size), k=length))

@@ -29,7 +29,7 @@ from bench.errors import BenchConfigError
 from bench.load.calls import Call, Chat, Lengths, Prompt, Session, draw_ids
 
 HASH_BLOCK_TOKENS = 512
-"""Of the block that a hash id stands for."""
+"""Prompt tokens that a hash id stands for."""
 
 _CACHED_BLOCKS = 1024
 
@@ -49,11 +49,11 @@ class TraceLimits:
             raise BenchConfigError(f"--length-scale is {self.scale:g}; allowed: more than 0, at most 1")
 
     def num_in(self, length: int) -> int:
-        """Prompt tokens to send for a recorded length."""
+        """Return the prompt tokens to send for a recorded length."""
         return self._fit(length, self.max_input_tokens)
 
     def num_out(self, length: int) -> int:
-        """Tokens to generate for a recorded length."""
+        """Return the tokens to generate for a recorded length."""
         return self._fit(length, self.max_output_tokens)
 
     def _fit(self, length: int, most: int | None) -> int:
@@ -152,7 +152,7 @@ def _prompts_of(record: Mapping[str, Any], where: str) -> list[Prompt]:
 
 
 def _whole(text: str, where: str) -> str:
-    """The text, which can be encoded: JSON may have half of a surrogate pair."""
+    """Return the text where it can be encoded, else raise BenchConfigError: JSON may have half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -200,7 +200,7 @@ def _milliseconds(record: Mapping[str, Any], where: str) -> float:
 
 
 def _read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each line, and where it is, for messages."""
+    """Yield each line's record, and where the line is, for messages."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):

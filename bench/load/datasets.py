@@ -21,7 +21,7 @@ class DatasetKind(StrEnum):
     RANDOM = "random"
     """Random token ids."""
     SHARED_PREFIX = "shared-prefix"
-    """The same, after one of a few long prefixes."""
+    """Random token ids after one of a few long prefixes."""
     SESSIONS = "sessions"
     """Conversations: each call repeats what was said before, replies included, and adds to it."""
     PROMPTS = "prompts"
@@ -39,7 +39,7 @@ class DatasetOptions:
 
     kind: DatasetKind = DatasetKind.RANDOM
     file: Path | None = None
-    """Of `prompts` and `trace`."""
+    """File of the kinds `prompts` and `trace`."""
     has_end: bool = False
     """`prompts` are sent once, not again and again."""
     inputs: Lengths = field(default_factory=lambda: Lengths(low=128, high=128))
@@ -47,9 +47,9 @@ class DatasetOptions:
     outputs: Lengths = field(default_factory=lambda: Lengths(low=64, high=64))
     """Tokens to generate; a trace, and a file's own `output_length`, count more."""
     prefix_tokens: int = 512
-    """Of `shared-prefix`, and of the system prompt of `sessions`."""
+    """Length of the prefixes of `shared-prefix`, and of the system prompt of `sessions`."""
     num_prefixes: int = 1
-    """How many different ones there are."""
+    """How many different prefixes there are."""
     turns: Lengths = field(default_factory=lambda: Lengths(low=2, high=5))
     """Calls of each of the `sessions`."""
     think_s: float = 0.0
@@ -64,7 +64,7 @@ class DatasetOptions:
 
     @property
     def num_calls(self) -> int | None:
-        """All there are; None: as many as are wanted, or only the file knows."""
+        """How many calls there are; None: as many as are wanted, or only the file knows."""
         return len(make_workload(self.kind, vocab_size=1, seed=0)) if self.kind in WORKLOADS else None
 
 
@@ -128,7 +128,7 @@ def _shared_prefix_sessions(options: DatasetOptions, vocab_size: int, rng: rando
 
 
 def _conversations(options: DatasetOptions, vocab_size: int, rng: random.Random) -> Iterator[Session]:
-    """The replies in the history are made up too, so that every engine is sent the same prompts."""
+    """Yield conversations whose recorded replies are made up too, so that every engine is sent the same prompts."""
     prefixes = _prefixes(options, vocab_size, rng)
     while True:
         history = rng.choice(prefixes)

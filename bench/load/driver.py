@@ -21,7 +21,7 @@ Pause = Callable[[float], Awaitable[None]]
 
 _TURNED_AWAY = (ErrorKind.UNAVAILABLE, ErrorKind.OVERLOADED)
 _TURNED_AWAY_PAUSE_S = 1.0
-"""A service that is gone or full answers at once: a closed loop would ask it again thousands of times a second."""
+"""Pause after a refusal: a closed loop would ask a service that is gone or full thousands of times a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Run:
 
     records: list[CallRecord]
     cpu_share: float
-    """Of one core, that this process took meanwhile: near 1, the generator is what is measured."""
+    """Share of one core that this process took meanwhile: near 1, the generator is what is measured."""
     num_unsent: int
     """Later calls of sessions that ended with a failure."""
 
@@ -96,7 +96,7 @@ class Driver:
             await asyncio.sleep(0)  # it is sent before the next session is made, which takes time
 
     async def _work(self, sessions: Iterator[Session], end_s: float | None) -> None:
-        for session in sessions:  # of all workers: each takes the next
+        for session in sessions:  # all workers share them: each takes the next
             if end_s is not None and self._clock() >= end_s:
                 return
             error = await self._run_session(session, None, end_s)
@@ -132,7 +132,7 @@ class Driver:
 
 
 def _arrivals(load: Load, sessions: Iterator[Session], seed: int) -> Iterator[tuple[float, Session]]:
-    """When each session is due; none in a closed loop."""
+    """Yield when each session is due; nothing in a closed loop."""
     match load:
         case OpenLoop():
             return zip(draw_offsets(load, random.Random(f"arrivals {seed}")), sessions, strict=False)

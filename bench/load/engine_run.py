@@ -11,7 +11,7 @@ from workers.engine import Engine
 from workers.request import Request, RequestId, RequestOutput, SamplingParams
 
 _MAX_QUEUED = 512
-"""Requests that wait in the engine at once; it refuses those beyond its `max_waiting`."""
+"""Limit of the requests that wait in the engine at once; it refuses those beyond its `max_waiting`."""
 
 
 def run_engine(
@@ -46,9 +46,9 @@ class _Ready:
 
     session: Session
     index: int
-    """Of the call in its session."""
+    """Place of the call in its session."""
     since_s: float
-    """The start, or the end of the call before."""
+    """When it could first be sent: at the start, or at the end of the call before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class _Feed:
                 self._add(self._waiting.popleft())
                 num_queued += 1
             self._engine.launch()
-            result = self._engine.take_result()  # of the step before, while this one runs
+            result = self._engine.take_result()  # the step before, while this one runs
             num_queued = result.load.num_waiting
             now_s = self._clock()
             for output in result.outputs:

@@ -45,7 +45,7 @@ class ServiceFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFlags:
-    """Who tells what the service's ranks do, and what their machines can."""
+    """Where to learn what the service's ranks do, and what their machines can."""
 
     control: Annotated[
         str | None,
@@ -200,7 +200,7 @@ class SimulateFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFlags:
-    """Of `weft simulate`: a whole cluster in place of one replica."""
+    """The cluster of `weft simulate`, in place of one replica."""
 
     replicas: Annotated[
         int | None, of_cluster(min=1, help="Simulate routers over so many, and compare routing policies.")

@@ -43,16 +43,16 @@ _LOOKED_AT = {
     "max_input_tokens": (DatasetKind.TRACE,),
     "max_output_tokens": (DatasetKind.TRACE,),
 }
-"""By which kinds of datasets."""
+"""The kinds of datasets that look at each flag."""
 _NEEDED = {"burstiness": "rate", "speed": "replay"}
-"""With which other flag a flag says something."""
+"""The flag that must be given for a flag to mean something."""
 
 _Kind = TypeVar("_Kind", bound=StrEnum)
 _Number = TypeVar("_Number", int, float)
 
 
 def choose(flag: str, text: str, kinds: type[_Kind]) -> _Kind:
-    """One of a closed set."""
+    """Return a member of a closed set."""
     try:
         return kinds(text)
     except ValueError:
@@ -60,7 +60,7 @@ def choose(flag: str, text: str, kinds: type[_Kind]) -> _Kind:
 
 
 def parse_lengths(flag: str, text: str) -> Lengths:
-    """A number, or a range as in 32-256."""
+    """Parse a number, or a range as in 32-256."""
     low, dash, high = text.partition("-")
     try:
         lengths = Lengths(low=int(low), high=int(high if dash else low))
@@ -74,7 +74,7 @@ def parse_lengths(flag: str, text: str) -> Lengths:
 def parse_datasets(
     workloads: Sequence[str], dataset: str | None, prompts: PromptFlags, *, is_bounded: bool
 ) -> tuple[DatasetOptions, ...]:
-    """What an engine in this process is given: workloads, all of them by default, or a dataset."""
+    """Return what an engine in this process is given: workloads, all of them by default, or a dataset."""
     if dataset is not None:
         if workloads:
             raise BenchConfigError("--workload and --dataset are both given; allowed: one of them")
@@ -86,7 +86,7 @@ def parse_datasets(
 
 
 def parse_dataset(name: str, prompts: PromptFlags, *, think_s: float = 0.0, is_bounded: bool = False) -> DatasetOptions:
-    """What is sent; `is_bounded`: a flag says how much, so that a file's prompts are sent again until it is."""
+    """Return what is sent; `is_bounded`: a flag says how much, so that a file's prompts are sent again until it is."""
     return DatasetOptions(
         kind=choose("--dataset", name, DatasetKind),
         file=prompts.file,
@@ -106,7 +106,7 @@ def parse_dataset(name: str, prompts: PromptFlags, *, think_s: float = 0.0, is_b
 
 
 def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | None = None) -> Target:
-    """Which service, and the targets that it is sent; that it speaks HTTP may be said by its URL alone."""
+    """Return the service, with the targets that it is sent; that it speaks HTTP may be said by its URL alone."""
     default = Protocol.GRPC if service.url is None else Protocol.HTTP
     protocol = default if service.protocol is None else choose("--protocol", service.protocol, Protocol)
     other = ("--url", service.url) if protocol is Protocol.GRPC else ("--router", service.router)
@@ -141,7 +141,7 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | 
 
 
 def parse_loads(load: LoadFlags) -> tuple[Load, ...]:
-    """Open loops, closed loops, or a replay: one kind only."""
+    """Return open loops, closed loops, or a replay: one kind only."""
     kinds = {"--rate": load.rate is not None, "--concurrency": load.concurrency is not None, "--replay": load.replay}
     named = [flag for flag, is_given in kinds.items() if is_given]
     if len(named) > 1:
@@ -156,7 +156,7 @@ def parse_loads(load: LoadFlags) -> tuple[Load, ...]:
 
 
 def parse_targets(goals: GoalFlags) -> Targets | None:
-    """What requests must keep for goodput; None: nobody asks."""
+    """Return what requests must keep for goodput; None: nobody asks."""
     targets = Targets(
         ttft_s=_seconds(goals.ttft_target), tpot_s=_seconds(goals.tpot_target), e2e_s=_seconds(goals.e2e_target)
     )
@@ -164,7 +164,7 @@ def parse_targets(goals: GoalFlags) -> Targets | None:
 
 
 def parse_peak(ranks: RankFlags) -> Peak:
-    """What is known of the ranks' machines."""
+    """Return what is known of the ranks' machines."""
     return Peak(
         read_bytes_per_s=None if ranks.peak_bandwidth is None else ranks.peak_bandwidth * 1e9,
         flops_per_s=None if ranks.peak_flops is None else ranks.peak_flops * 1e9,
@@ -172,7 +172,7 @@ def parse_peak(ranks: RankFlags) -> Peak:
 
 
 def find_control(ranks: RankFlags, target: Target) -> tuple[str, int | None]:
-    """Where the controller is, and the port on which it must have a router; any where its address was given."""
+    """Return where the controller is, and the port its router must have; None: any, for its address was given."""
     if ranks.control is not None:
         check_address("--control", ranks.control)
         return ranks.control, None
@@ -182,7 +182,7 @@ def find_control(ranks: RankFlags, target: Target) -> tuple[str, int | None]:
 
 
 def find_idle(kinds: Iterable[DatasetKind], *groups: PromptFlags | SessionFlags | LoadFlags) -> list[str]:
-    """The flags that are given and that nothing looks at: no dataset of these kinds, and not the load."""
+    """Return the flags that are given and that nothing looks at: no dataset of these kinds, and not the load."""
     flags = [name for group in groups for name in given(group)]
     idle = [name for name in flags if name in _LOOKED_AT and not {*kinds} & {*_LOOKED_AT[name]}]
     idle += [name for name, needed in _NEEDED.items() if name in flags and needed not in flags]
@@ -193,7 +193,7 @@ def _is_url(text: str) -> bool:
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # of the port, or of an IPv6 address
+    except ValueError:  # what the port, or an IPv6 address, raises
         return False
 
 

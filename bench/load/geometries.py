@@ -11,7 +11,7 @@ from cluster.make_model import make_model
 from cluster.models import resolve_model
 
 GEOMETRIES: Mapping[str, str] = {"llama-110m": "110m", "qwen2.5-0.5b": "qwen2.5-0.5b", "llama3-8b": "8b"}
-"""Names that `--model` takes, and the presets of `weft make-model` that they are."""
+"""Names that `--model` takes, and their presets of `weft make-model`."""
 
 STORED_DTYPE = "bfloat16"
 

@@ -38,7 +38,7 @@ _KINDS: Mapping[type[ClientError], ErrorKind] = {
 
 @asynccontextmanager
 async def connect_grpc(target: Target) -> AsyncIterator["GrpcSender"]:
-    """A connection for the length of the block. Raises BenchError when the authorities cannot be read."""
+    """Connect for the length of the block. Raises BenchError when the authorities cannot be read."""
     credentials = None if target.tls_ca is None else grpc.ssl_channel_credentials(read_authorities(target.tls_ca))
     async with AsyncClient(
         target.address,

@@ -26,10 +26,10 @@ _GPU_TOKENS = _GPU_FEATURES = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """The best of some rounds, with as many threads as the process has."""
+    """What the machine can at best, with as many threads as the process has."""
 
     read_bytes_per_s: float
-    """Summing numbers that no cache holds."""
+    """Bytes a second of summing numbers that no cache holds."""
     flops_per_s: float
     """A large linear layer in the dtype of the model, or in 8 bits where its layers are, as the engine's kernels or
     torch do it, whichever is faster."""
@@ -65,7 +65,7 @@ def _measure_flops(device: Device, dtype: torch.dtype, num_tokens: int, num_feat
 
 
 def best_s(device: Device, work: Callable[[], object]) -> float:
-    """The shortest of some rounds; the first, which may pay for setting up, is none of them."""
+    """Return the shortest time of some rounds, without the first, which may pay for setting up."""
     times = []
     for _ in range(_ROUNDS + 1):
         device.synchronize()

@@ -36,7 +36,7 @@ _KINDS = {
 
 @asynccontextmanager
 async def connect_http(target: Target) -> AsyncIterator["HttpSender"]:
-    """Connections for the length of the block. Raises BenchError when the authorities cannot be read."""
+    """Connect for the length of the block. Raises BenchError when the authorities cannot be read."""
     tls: ssl.SSLContext | bool = True
     if target.tls_ca is not None:
         tls = _trust(target.tls_ca)
@@ -133,7 +133,7 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
 
 
 async def _read_rest(content: aiohttp.StreamReader) -> None:
-    """To the end, without which the next request would have to connect anew; a server that never ends is left."""
+    """Read to the end, without which the next request would have to connect anew; a server that never ends is left."""
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(_END_TIMEOUT_S):
             await content.read()
@@ -147,7 +147,7 @@ def _trust(file: Path) -> ssl.SSLContext:
 
 
 def _message_of(body: bytes) -> str:
-    """What a refusal says, in OpenAI's form or as it is."""
+    """Return what a refusal says, in OpenAI's form or as it is."""
     try:
         chunk = _Chunks.decode(body)
     except msgspec.DecodeError:
@@ -185,9 +185,9 @@ class _Delta(Struct):
 
 class _Choice(Struct):
     text: str | None = None
-    """Of a completion."""
+    """Text of a completion."""
     delta: _Delta | None = None
-    """Of a chat."""
+    """Part of a chat's answer."""
     finish_reason: str | None = None
 
     @property
@@ -226,5 +226,5 @@ _KINDS_OF_TYPES = {
 
 
 def _kind_of_error(error: _Error) -> ErrorKind:
-    """Of an error that comes in the middle of a stream, where there is no status."""
+    """Return the kind of an error that comes in the middle of a stream, where there is no status."""
     return _KINDS_OF_TYPES.get(error.type, ErrorKind.SERVER)

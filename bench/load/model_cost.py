@@ -32,11 +32,11 @@ class ModelCost:
 
     weights: WeightSizes
     windows: tuple[int | None, ...]
-    """Of each layer: how many tokens it sees; None: all."""
+    """How many tokens each layer sees; None: all."""
     kv_bytes: int
-    """Of one token in one layer."""
+    """Bytes of one token's keys and values in one layer."""
     attention_flops: int
-    """Of one token that sees one other, in one layer."""
+    """Operations of one token that sees one other, in one layer."""
 
     @classmethod
     def of(
@@ -47,7 +47,7 @@ class ModelCost:
         int8_linears: bool = False,
         int8_cache: bool = False,
     ) -> "ModelCost":
-        """Counted from what the decoder would load. Raises ModelError when it cannot be built."""
+        """Count what the decoder would load. Raises ModelError when it cannot be built."""
         decoder = Decoder(
             description,
             mesh=Mesh.single(),
@@ -65,12 +65,12 @@ class ModelCost:
         )
 
     def bytes_read(self, work: Work) -> float:
-        """The least that had to be read from memory."""
+        """Return the least that had to be read from memory."""
         keys = sum(self._seen_once(usage) for usage in work.requests)
         return sum(self.weights.bytes_read(num) for num in work.step_tokens) + keys * self.kv_bytes
 
     def flops(self, work: Work) -> float:
-        """Multiplications and additions, each counted."""
+        """Return the multiplications and additions, each counted."""
         num_computed = sum(
             usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens - 1 for usage in work.requests
         )
@@ -81,31 +81,31 @@ class ModelCost:
         return num_computed * per_token + 2 * num_sampled * weights.head_elements + seen * self.attention_flops
 
     def decode_bytes(self, num_seqs: int, num_steps: float, seen: Sequence[int]) -> float:
-        """The least that steps read in which so many sequences decode; `seen` by each of their tokens."""
+        """Return the least that steps read in which so many sequences decode; `seen` by each of their tokens."""
         return num_steps * self.weights.bytes_read(num_seqs) + self._keys_seen(seen) * self.kv_bytes
 
     def decode_flops(self, seen: Sequence[int]) -> float:
-        """Multiplications and additions of tokens that are decoded, and see so many each."""
+        """Return the multiplications and additions of tokens that are decoded, and see so many each."""
         weights = self.weights
         active = weights.matrix_elements + weights.expert_elements * weights.expert_share + weights.head_elements
         return len(seen) * 2 * active + self._keys_seen(seen) * self.attention_flops
 
     def _keys_seen(self, seen: Sequence[int]) -> int:
-        """Over all layers."""
+        """Return the keys that these tokens see, over all layers."""
         return sum(
             num_layers * sum(num if window is None else min(num, window) for num in seen)
             for window, num_layers in self._kinds()
         )
 
     def _seen_once(self, usage: Usage) -> int:
-        """Keys read, over all layers: by the prompt once, by each further token anew."""
+        """Return the keys read, over all layers: by the prompt once, by each further token anew."""
         return sum(
             num_layers * (usage.prompt_tokens + _sum_seen(usage.prompt_tokens, _last(usage), window))
             for window, num_layers in self._kinds()
         )
 
     def _seen(self, usage: Usage) -> int:
-        """Keys that each computed token sees, over all layers."""
+        """Return the keys that each computed token sees, over all layers."""
         return sum(
             num_layers * _sum_seen(usage.cached_tokens, _last(usage), window) for window, num_layers in self._kinds()
         )
@@ -116,12 +116,12 @@ class ModelCost:
 
 
 def _last(usage: Usage) -> int:
-    """Tokens computed at the end; the last one generated is not."""
+    """Return how many tokens are computed at the end; the last one generated is not."""
     return usage.prompt_tokens + usage.completion_tokens - 1
 
 
 def _sum_seen(start: int, stop: int, window: int | None) -> int:
-    """Of the tokens after the first `start` up to number `stop`: how many tokens each sees, itself included."""
+    """Sum how many tokens each token sees, itself included, after the first `start` and up to number `stop`."""
     full = stop if window is None else min(stop, window)
     growing = (full * (full + 1) - start * (start + 1)) // 2 if full > start else 0
     return growing + (0 if window is None else window * max(0, stop - max(start, window)))

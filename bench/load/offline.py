@@ -46,10 +46,10 @@ class OfflineOptions:
     model: str
     """A geometry of geometries.py, or a model as `weft serve` takes it."""
     settings: Mapping[str, Any]
-    """Of the model, as in its section of a cluster file."""
+    """Settings of the model, as in its section of a cluster file."""
     datasets: tuple[DatasetOptions, ...]
     num_requests: int
-    """Of each dataset that has no end, in each repeat."""
+    """Requests of each dataset that has no end, in each repeat."""
     repeats: int
     temperature: float
     top_k: int = 0
@@ -58,7 +58,7 @@ class OfflineOptions:
     ignore_eos: bool
     targets: Targets | None
     seed: int
-    """Of the first repeat; each has the next one, and so other tokens."""
+    """Seed of the first repeat; each has the next one, and so other tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,9 @@ class Repeat:
     peak_memory_bytes: int
     """Resident on a CPU, allocated on a GPU."""
     model_idle_share: float
-    """Of the time with work for it, that in which the model did not compute: scheduling, inputs, sampling, outputs."""
+    """Share of the time with work in which the model did not compute: scheduling, inputs, sampling, outputs."""
     energy_j: float | None
-    """Of the GPU; None where nothing tells."""
+    """Energy that the GPU took; None where nothing tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +90,15 @@ class OfflineResult:
     num_parameters: int
     load_s: float
     load_peak_memory_bytes: int
-    """The most that the process had until the model was loaded and measured."""
+    """The most memory that the process had until the model was loaded and measured."""
     ceiling: Ceiling
     repeats: Mapping[str, Sequence[Repeat]]
-    """By workload, of those that were run to their end."""
+    """The repeats of each workload that was run to its end."""
     ended_by: str = ""
-    """What kept the others from it; empty: there are none."""
+    """What kept the other workloads from it; empty: there are none."""
 
     def median(self, name: str, of: Callable[[Repeat], float | None]) -> float | None:
-        """The median over a workload's repeats, of those that have the value."""
+        """Return the median over a workload's repeats, of those that have the value."""
         values = [value for value in map(of, self.repeats[name]) if value is not None]
         return statistics.median(values) if values else None
 
@@ -167,7 +167,7 @@ class _Bench:
     def run_all(
         self, datasets: Sequence[DatasetOptions], watcher: OfflineWatcher
     ) -> tuple[dict[str, list[Repeat]], str]:
-        """Each in turn; what there is, and what kept the rest from being run."""
+        """Run each in turn; return what there is, and what kept the rest from being run."""
         repeats: dict[str, list[Repeat]] = {}
         try:
             for dataset in datasets:
@@ -179,7 +179,7 @@ class _Bench:
         return repeats, ""
 
     def _run(self, dataset: DatasetOptions, watcher: OfflineWatcher) -> list[Repeat]:
-        """One round to warm up, which is not among the results, and the repeats."""
+        """Run one round to warm up, which is not among the results, and the repeats."""
         options = self._options
         watcher.begin(str(dataset.kind), options.repeats + 1)
         repeats = []
@@ -231,7 +231,7 @@ class _Encoder:
         self._tokenizer: ModelTokenizer | None = None
 
     def __call__(self, session: Session) -> Session:
-        """The same session as token ids."""
+        """Return the session with token ids."""
         return replace(session, calls=tuple(Call(prompt=self._ids(c.prompt), num_out=c.num_out) for c in session.calls))
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ class _Encoder:
 
 
 def engine_config(folder: Path, settings: Mapping[str, Any]) -> EngineConfig:
-    """Of one rank, from what a cluster file says of its model. Raises ClusterError, EngineConfigError."""
+    """Return the settings of one rank, from those of a model's section. Raises ClusterError, EngineConfigError."""
     config = build_section({**settings, "path": str(folder)}).to_spec(hash_key=b"bench").engine
     if config.parallel.world_size != 1:
         raise EngineConfigError(
@@ -256,7 +256,7 @@ def engine_config(folder: Path, settings: Mapping[str, Any]) -> EngineConfig:
 
 
 def _num_parameters(folder: Path, dtype: torch.dtype) -> int:
-    """Of what one rank loads."""
+    """Count the parameters that one rank loads."""
     mesh = Mesh.single()
     return ModelCost.of(
         untie_stored_head(describe_model(folder), folder, mesh=mesh, dtype=dtype), dtype

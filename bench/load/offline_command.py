@@ -57,7 +57,7 @@ def _parse(engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags) -> Offl
 
 
 def _find_idle(engine: OfflineFlags, prompts: PromptFlags, options: OfflineOptions) -> list[str]:
-    """The flags that are given and that nothing looks at."""
+    """Return the flags that are given and that nothing looks at."""
     idle = find_idle([each.kind for each in options.datasets], prompts)
     if engine.num_requests is not None and all(each.num_calls is not None for each in options.datasets):
         idle.append("--num-requests")

@@ -11,17 +11,17 @@ from bench.load.utilization import Peak, RankCounters, RanksUnknownError, Utiliz
 from cluster.operate import is_of_this_machine
 
 MeasurePeak = Callable[[RankCounters], Awaitable[Peak]]
-"""Of this machine, for a rank like that."""
+"""Measures what this machine can, for a rank like that."""
 
 _FLAGS = "--peak-bandwidth and --peak-flops say it"
 _MEASURE_TIMEOUT_S = 120.0
 
 
 class RankObserver:
-    """Of one model, through all loads. What it cannot know is missing, and the reason kept."""
+    """Watches the ranks of one model through all loads. What it cannot know is missing, and the reason kept."""
 
     def __init__(self, source: RankSource | None, model: str, *, peak: Peak, measure_peak: MeasurePeak) -> None:
-        """Args: `peak` is what was given of it; `measure_peak` is for what was not."""
+        """Args: `peak` is what was given of the machines; `measure_peak` is for what was not."""
         self._source = source
         self._model = model
         self._measure_peak = measure_peak
@@ -47,15 +47,15 @@ class RankObserver:
             self.peak = _complete(self.peak, await self._measure_peak(next(iter(ranks.values()))))
 
     async def begin(self) -> None:
-        """A load begins."""
+        """Look at the ranks as a load begins."""
         self._before, self._after = await self._look(), None
 
     async def end(self) -> None:
-        """It has ended."""
+        """Look at the ranks as the load ends."""
         self._after = await self._look()
 
     def utilization(self, duration_s: float) -> Utilization | None:
-        """Of the load, which took so long; None where it did not end, or the ranks are not known or not the same."""
+        """Return what the ranks did in a load of this length; None where it did not end, or they are not known."""
         if self._before is None or self._after is None:
             return None
         try:

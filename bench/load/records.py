@@ -49,20 +49,20 @@ class CallRecord:
     """When an open loop wanted to send it; None: nobody said when."""
     sent_s: float
     first_s: float | None = None
-    """The first token."""
+    """When the first token came."""
     last_s: float | None = None
-    """The last token so far."""
+    """When the last token so far came."""
     gaps_s: list[float] = field(default_factory=list)
-    """Between one token and the next; 0 between those that came together."""
+    """Times between one token and the next; 0 between those that came together."""
     num_seen: int = 0
-    """Tokens seen; over HTTP pieces of text, which may be fewer."""
+    """How many tokens were seen; over HTTP pieces of text, which may be fewer."""
     usage: Usage | None = None
     error: CallError | None = None
     failed_s: float | None = None
     """When it failed."""
 
     def note(self, num_tokens: int, now_s: float) -> None:
-        """Tokens came now. With 0 only the time counts: of a token that has no text, over HTTP."""
+        """Note that tokens came now. With 0 only the time counts: of a token that has no text, over HTTP."""
         if num_tokens and self.num_seen and self.last_s is not None:
             self.gaps_s.append(now_s - self.last_s)
         self.gaps_s += [0.0] * (num_tokens - 1)
@@ -72,32 +72,32 @@ class CallRecord:
             self.first_s = now_s
 
     def fail(self, error: CallError, now_s: float) -> None:
-        """It failed now."""
+        """Note that the request failed now."""
         self.error, self.failed_s = error, now_s
 
     @property
     def end_s(self) -> float:
-        """When the last was seen of it."""
+        """When something was last seen of the request."""
         return max(time_s for time_s in (self.sent_s, self.last_s, self.failed_s) if time_s is not None)
 
     @property
     def is_answered(self) -> bool:
-        """It ended well."""
+        """Whether the request ended well."""
         return self.usage is not None and self.error is None
 
     @property
     def num_in(self) -> int:
-        """Prompt tokens."""
+        """How many tokens the prompt has."""
         return 0 if self.usage is None else self.usage.prompt_tokens
 
     @property
     def num_out(self) -> int:
-        """Tokens generated."""
+        """How many tokens were generated."""
         return 0 if self.usage is None else self.usage.completion_tokens
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending to the first token."""
+        """Time from sending to the first token."""
         return None if self.first_s is None else self.first_s - self.sent_s
 
     @property
@@ -109,12 +109,12 @@ class CallRecord:
 
     @property
     def e2e_s(self) -> float | None:
-        """From sending to the last token."""
+        """Time from sending to the last token."""
         return None if self.last_s is None else self.last_s - self.sent_s
 
     @property
     def lag_s(self) -> float | None:
-        """How much later than due it was sent."""
+        """How much later than due the request was sent."""
         return None if self.due_s is None else self.sent_s - self.due_s
 
 

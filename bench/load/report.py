@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 MAX_LAG_S = 0.010
 """Requests later than this, at the 99th percentile, are a load that differs from what was asked for."""
 MAX_CPU_SHARE = 0.8
-"""Of a core: a load generator beyond this may be what is measured. Of no account in less than a second."""
+"""Share of a core: a load generator beyond it may be what is measured. Of no account in less than a second."""
 
 MIN_FOR_P99 = 100
 
 MIN_SEEN = 0.5
-"""Of the tokens: with fewer pieces of text, times of text say little about tokens."""
+"""Share of the tokens: with fewer pieces of text, times of text say little about tokens."""
 
 _SECRETS = ("api_key",)
 _LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "end to end": "e2e_s"}
 
 
 def load_name(load: Load) -> str:
-    """What a load is, in a few words."""
+    """Return a load in a few words."""
     match load:
         case OpenLoop():
             shape = {math.inf: "evenly", 1.0: "Poisson"}.get(load.burstiness, f"gamma, burstiness {load.burstiness:g}")
@@ -55,7 +55,7 @@ def warn_idle(console: Console, flags: Sequence[str]) -> None:
 
 
 def print_point(console: Console, point: Point) -> None:
-    """One load in detail."""
+    """Print one load in detail."""
     if point.summary.num_answered:
         console.print(_latency_table(point))
     console.print(_throughput_line(point.summary), highlight=False)
@@ -66,13 +66,13 @@ def print_point(console: Console, point: Point) -> None:
 
 
 def print_sweep(console: Console, points: Sequence[Point]) -> None:
-    """All loads together, where there are several."""
+    """Print all loads together, where there are several."""
     if len(points) > 1:
         console.print(_sweep_table(points))
 
 
 def print_limits(console: Console, outcome: Outcome) -> None:
-    """What MBU and FLOPs are shares of; and what is missing from what was told of the ranks, and why."""
+    """Print what MBU and FLOPs are shares of; and what is missing from what was told of the ranks, and why."""
     peak = outcome.peak or Peak()
     rates = {"MBU": (peak.read_bytes_per_s, "GB/s"), "FLOPs": (peak.flops_per_s, "GFLOP/s")}
     known = [f"{name} of {rate / 1e9:.1f} {unit}" for name, (rate, unit) in rates.items() if rate is not None]
@@ -89,7 +89,7 @@ def print_limits(console: Console, outcome: Outcome) -> None:
 
 
 def warnings(point: Point) -> list[str]:
-    """What makes the numbers of a load doubtful."""
+    """Return what makes the numbers of a load doubtful."""
     summary = point.summary
     found = []
     lag = summary.lag_s
@@ -119,7 +119,7 @@ def warnings(point: Point) -> list[str]:
 
 
 def print_offline(console: Console, model: str, result: "OfflineResult") -> None:
-    """Every workload: medians over its repeats, and the speeds of each."""
+    """Print every workload: medians over its repeats, and the speeds of each."""
     ceiling = result.ceiling
     console.print(
         f"{model}: {result.num_parameters / 1e6:.1f} M parameters in {result.dtype} on {result.device}, "
@@ -140,7 +140,7 @@ def print_offline(console: Console, model: str, result: "OfflineResult") -> None
 
 
 def serve_line(options: ServeOptions, outcome: Outcome) -> str:
-    """Everything about a serving benchmark, as one line of JSON."""
+    """Return everything about a serving benchmark, as one line of JSON."""
     points = [{"name": load_name(point.load), **_plain(point), "warnings": warnings(point)} for point in outcome.points]
     model = None if outcome.model is None else outcome.model.name
     ranks = {"peak": _plain(outcome.peak), "ranks_unknown": outcome.ranks_unknown}
@@ -149,12 +149,12 @@ def serve_line(options: ServeOptions, outcome: Outcome) -> str:
 
 
 def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:
-    """Everything about an offline benchmark, as one line of JSON."""
+    """Return everything about an offline benchmark, as one line of JSON."""
     return _line({"benchmark": "offline", "arguments": _plain(options), "result": _plain(result)} | describe_torch())
 
 
 def check_line_file(file: Path) -> None:
-    """Raises BenchError, before hours of measuring, when nothing can be added to a file."""
+    """Check that a line can be added to a file, before hours of measuring. Raises BenchError."""
     _append("", file)
 
 
@@ -176,7 +176,7 @@ def _line(fields: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Values as JSON has them; infinite numbers as text, secrets not at all."""
+    """Return values as JSON has them; infinite numbers as text, secrets not at all."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {name: _plain(each) for name, each in fields.items() if name not in _SECRETS}
@@ -289,7 +289,7 @@ _OFFLINE_COLUMNS = (
 
 
 def _offline_cells(result: "OfflineResult", name: str) -> dict[str, str]:
-    """One workload's row: "-" where nothing tells or nobody asks."""
+    """Return one workload's row: "-" where nothing tells or nobody asks."""
     repeats = result.repeats[name]
     cells = (
         _number(result.median(name, lambda repeat: repeat.summary.output_rate)),

@@ -15,7 +15,7 @@ Received = Callable[[int], None]
 
 
 class Protocol(StrEnum):
-    """Ways to ask."""
+    """Ways to ask a service."""
 
     GRPC = "grpc"
     HTTP = "http"
@@ -29,35 +29,35 @@ class Target:
     address: str
     """host:port for gRPC; a URL such as http://127.0.0.1:8000 for HTTP."""
     model: str = ""
-    """May be left out where one model is served."""
+    """Name of the model; may be left out where one is served."""
     api_key: str | None = None
     tls_ca: Path | None = None
     """Authorities of the service's certificate (PEM). With it gRPC speaks TLS; HTTP does where the URL says https."""
     tls_name: str | None = None
-    """That the certificate must have; None: that in the address."""
+    """Name that the certificate must have; None: that in the address."""
     timeout_s: float = 300.0
-    """Of each request."""
+    """Limit of each request."""
     temperature: float = 0.0
     top_k: int | None = None
-    """None: as the service has it; the same for the next."""
+    """None, as below: what the service has by default."""
     top_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = True
     """Generate as many tokens as were asked for, whatever the model says."""
     target_ttft_s: float | None = None
-    """Sent with each request, for this and the next; None: it is not, and the service's own counts there."""
+    """Sent with each request, as is the next; None: it is not, and the service's own target counts there."""
     target_tpot_s: float | None = None
 
     @property
     def sampling(self) -> dict[str, float]:
-        """What is sent of how tokens are chosen, by the names that both protocols have for it."""
+        """Return what is sent of how tokens are chosen, by the names that both protocols have for it."""
         names = "temperature", "top_k", "top_p", "repetition_penalty"
         chosen = {name: getattr(self, name) for name in names}
         return {name: value for name, value in chosen.items() if value is not None}
 
     @property
     def targets_s(self) -> dict[str, float]:
-        """What is sent of the two, by the names that both protocols have for them."""
+        """Return what is sent of the two targets, by the names that both protocols have for them."""
         targets = {"target_ttft_s": self.target_ttft_s, "target_tpot_s": self.target_tpot_s}
         return {name: value for name, value in targets.items() if value is not None}
 
@@ -75,7 +75,7 @@ class Sender(Interface):
     """A connection to a service, for one event loop."""
 
     async def find_model(self) -> ServedModel:
-        """The model that answers; from then on requests name it.
+        """Return the model that answers; from then on requests name it.
 
         Raises BenchError when there is none, or the service cannot be reached.
         """
@@ -85,7 +85,7 @@ class Sender(Interface):
 
 
 def choose_model(target: Target, names: Sequence[str]) -> str:
-    """The one that is asked for, or the only one. Raises BenchError."""
+    """Return the model that is asked for, or the only one. Raises BenchError."""
     if target.model in names:
         return target.model
     if not target.model and len(names) == 1:
@@ -95,7 +95,7 @@ def choose_model(target: Target, names: Sequence[str]) -> str:
 
 
 def read_authorities(file: Path) -> bytes:
-    """The PEM file. Raises BenchError when it cannot be read."""
+    """Read the PEM file. Raises BenchError when it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:

@@ -24,7 +24,7 @@ SMALL_VOCAB_SIZE = 500
 """Token ids below this are known to about every model."""
 
 FIND_TIMEOUT_S = 10.0
-"""For the service to say which models it serves; a host that is not there may say nothing."""
+"""Limit of the time in which the service says what it serves; a host that is not there may say nothing."""
 
 _WARMUP_CONCURRENCY = 8
 
@@ -35,10 +35,10 @@ class ServeOptions:
 
     target: Target
     loads: tuple[Load, ...]
-    """One after the other, each with the same prompts and none of the cached prefixes of those before it."""
+    """Loads, one after the other, each with the same prompts and none of the cached prefixes of those before it."""
     dataset: DatasetOptions
     num_requests: int | None
-    """Of each load; None: all of the dataset, or as many as begin within the duration."""
+    """Requests of each load; None: all of the dataset, or as many as begin within the duration."""
     duration_s: float | None
     """Nothing is sent later than this, turns of sessions included."""
     num_warmup: int
@@ -58,11 +58,11 @@ class Point:
     load: Load
     summary: Summary
     cpu_share: float
-    """Of one core, that the load generator took."""
+    """Share of one core that the load generator took."""
     num_unsent: int = 0
     """Calls that never were sent: later ones of sessions that ended with a failure."""
     utilization: Utilization | None = None
-    """None: not known, or the load was interrupted."""
+    """What the ranks did; None: not known, or the load was interrupted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,14 +70,14 @@ class Outcome:
     """What was measured. Filled load by load, so that who is interrupted keeps what there is."""
 
     model: ServedModel | None = None
-    """None: the service was not reached yet."""
+    """The model that answers; None: the service was not reached yet."""
     peak: Peak | None = None
-    """Of the ranks' machines; None: nobody looked yet."""
+    """What the ranks' machines can; None: nobody looked yet."""
     ranks_unknown: str = ""
-    """Why it is not known of some loads what the ranks did; empty: it is, or nobody asked."""
+    """Why it is not known of some loads what the ranks did; empty: it is known, or nobody asked."""
     points: list[Point] = field(default_factory=list)
     is_complete: bool = False
-    """All loads were run to their end; else the last point may be a part of one."""
+    """Whether all loads were run to their end; else the last point may be a part of one."""
 
 
 async def measure(
@@ -134,7 +134,7 @@ class _Measuring:
             await self._measure(load)
 
     async def _warm_up(self, num_requests: int) -> None:
-        """With other prompts than the loads have: not every service keeps caches apart."""
+        """Send other prompts than the loads have: not every service keeps caches apart."""
         self._watcher.begin(None, num_requests)
         load = ClosedLoop(concurrency=_WARMUP_CONCURRENCY)
         sessions = (replace(each, think_s=0.0) for each in self._sessions(self._options.seed + 1, num_requests))

@@ -50,7 +50,7 @@ def run_serve(
 
 
 async def _until_terminated(measuring: Awaitable[Outcome]) -> None:
-    """SIGTERM ends it as Ctrl-C does: what was measured is told."""
+    """Let SIGTERM end the measuring as Ctrl-C does: what was measured is told."""
     measured = asyncio.ensure_future(measuring)
     if threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measured.cancel)
@@ -71,7 +71,7 @@ def _tell(
 
 
 def _connect(control: str, ranks: RankFlags) -> ControlClient:
-    """Raises ClusterConfigError when the TLS files cannot be used."""
+    """Connect to the controller. Raises ClusterConfigError when the TLS files cannot be used."""
     cert, key, ca = (
         None if file is None else str(file)
         for file in (ranks.control_tls_cert, ranks.control_tls_key, ranks.control_tls_ca)

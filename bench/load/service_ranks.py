@@ -22,7 +22,7 @@ class RankSource(Protocol):
 
 
 class ServiceRanks:
-    """Those that a controller knows. Implements RankSource."""
+    """The ranks that a controller knows. Implements RankSource."""
 
     def __init__(self, client: ControlClient, *, router_port: int | None) -> None:
         """Args: `router_port` is one that a router of the controller must listen on; None: any will do."""
@@ -54,7 +54,7 @@ class ServiceRanks:
 
 
 def _places(status: control_pb2.GetStatusResponse, model: str) -> dict[str, control_pb2.RankStatus]:
-    """The ranks of a model's replicas that are ready, by what tells them from others."""
+    """Return the ranks of a model's replicas that are ready, by what tells them from others."""
     places = {
         f"{group.replica_id}/{rank.rank} ({rank.pid})": rank
         for each in status.models
@@ -90,5 +90,5 @@ def _read(name: str, rank: control_pb2.RankStatus, page: Page | None) -> RankCou
 
 
 def _value(page: Page, name: str) -> float | None:
-    """The only sample of this name; None where there is none."""
+    """Return the only sample of this name; None where there is none."""
     return next((value for (each, _), value in page.samples.items() if each == name), None)

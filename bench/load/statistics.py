@@ -11,7 +11,7 @@ from bench.load.records import CallRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Some times, in seconds."""
+    """Distribution of some times, in seconds."""
 
     count: int
     mean: float
@@ -23,7 +23,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Distribution | None":
-        """Of the values that there are; None where there is none."""
+        """Summarize the values that there are; None where there is none."""
         found = sorted(value for value in values if value is not None)
         if not found:
             return None
@@ -37,7 +37,7 @@ class Targets:
     """What a request must keep to count as good."""
 
     ttft_s: float | None = None
-    """None: any."""
+    """Limit of the TTFT; None: any."""
     tpot_s: float | None = None
     e2e_s: float | None = None
 
@@ -48,7 +48,7 @@ class Targets:
                 raise BenchConfigError(f"--{name}-target is {target_s * 1000:g} ms; allowed: more than 0")
 
     def are_met(self, record: CallRecord) -> bool:
-        """Whether an answered request kept all; one without a second token has no TPOT to keep."""
+        """Return whether an answered request kept all; one without a second token has no TPOT to keep."""
         seen = ((record.ttft_s, self.ttft_s), (record.tpot_s, self.tpot_s), (record.e2e_s, self.e2e_s))
         return all(_is_within(seen_s, target_s) for seen_s, target_s in seen)
 
@@ -61,7 +61,7 @@ class Goodput:
     num_requests: int
     request_rate: float
     output_rate: float
-    """Their output tokens a second."""
+    """Output tokens a second of these requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +71,13 @@ class Summary:
     num_requests: int
     num_answered: int
     num_short: int
-    """Answered with fewer tokens than asked for."""
+    """Requests that were answered with fewer tokens than asked for."""
     errors: dict[str, int]
-    """By kind."""
+    """How many errors there were of each kind."""
     first_messages: dict[str, str]
-    """Of the first error of each kind."""
+    """Message of the first error of each kind."""
     duration_s: float
-    """From the first request sent to the end of the last, answered or failed."""
+    """Time from the first request sent to the end of the last, answered or failed."""
     input_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -96,7 +96,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which this share of ordered values lies, between neighbours in proportion (as numpy does)."""
+    """Return the value below which this share of ordered values lies, interpolated between neighbours as in numpy."""
     place = share * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -104,7 +104,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def summarize(records: Sequence[CallRecord], targets: Targets | None = None) -> Summary:
-    """The numbers of a run with at least one request."""
+    """Return the numbers of a run with at least one request."""
     answered = [record for record in records if record.is_answered]
     errors = [record.error for record in records if record.error is not None]
     start_s, end_s = min(record.sent_s for record in records), max(record.end_s for record in records)
@@ -135,7 +135,7 @@ def summarize(records: Sequence[CallRecord], targets: Targets | None = None) -> 
 
 
 def describe_errors(summary: Summary) -> str:
-    """Of each kind how many, and the first message."""
+    """Say how many errors of each kind there were, with the first message."""
     return "; ".join(
         f"{number} {kind} ({summary.first_messages[kind]})" for kind, number in sorted(summary.errors.items())
     )

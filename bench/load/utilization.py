@@ -15,20 +15,20 @@ class RankCounters:
     """One rank at one moment: what it is, and its totals since its start."""
 
     node: str
-    """Its address."""
+    """Address of its node."""
     device: str
     """"cpu" or "cuda"."""
     dtype: str
     quantization: str
     busy_s: float
-    """In which its model computed."""
+    """Time in which its model computed."""
     read_bytes: float
-    """The least that it had to read in that time."""
+    """The least that its model had to read in that time."""
     flops: float | None
-    """The operations that it had to do; None, here and below: it does not tell."""
+    """The operations that its model had to do; None, here and below: it does not tell."""
     peak_memory_bytes: float | None
     energy_j: float | None
-    """Of its GPU."""
+    """Energy that its GPU took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class Peak:
     read_bytes_per_s: float | None = None
     flops_per_s: float | None = None
     unknown: str = ""
-    """Why one of them is not known."""
+    """Why one of the values is not known."""
 
     @property
     def is_known(self) -> bool:
-        """Both are."""
+        """Whether both values are known."""
         return self.read_bytes_per_s is not None and self.flops_per_s is not None
 
 
@@ -52,11 +52,11 @@ class Utilization:
 
     num_ranks: int
     busy_share: float
-    """Of the load's time, that in which a rank's model computed; mean of the ranks."""
+    """Share of the load's time in which a rank's model computed; mean of the ranks."""
     read_bytes_per_s: float | None
-    """Of a rank while its model computes, mean of the ranks."""
+    """What a rank reads while its model computes, mean of the ranks."""
     flops_per_s: float | None
-    """Likewise."""
+    """What a rank computes while its model does, mean of the ranks."""
     mbu: float | None
     """What the ranks had to read, over what memory gives in the time of the load."""
     flop_utilization: float | None
@@ -64,7 +64,7 @@ class Utilization:
     peak_memory_bytes: float | None
     """The most that any of the ranks has held since its start: resident on a CPU, allocated on a GPU."""
     energy_j: float | None
-    """Of the ranks' GPUs."""
+    """Energy that the ranks' GPUs took."""
 
 
 def compare(
@@ -95,13 +95,13 @@ def compare(
 
 
 def _num_devices(ranks: Mapping[str, RankCounters]) -> int:
-    """GPUs, one for each rank; of CPUs nodes, for the ranks of a node share its memory and cores."""
+    """Count GPUs, one for each rank; on CPUs nodes, for the ranks of a node share its memory and cores."""
     on_cpu = {rank.node for rank in ranks.values() if rank.device == "cpu"}
     return len(on_cpu) + sum(rank.device != "cpu" for rank in ranks.values())
 
 
 def _grown(before: Mapping[str, RankCounters], after: Mapping[str, RankCounters], name: str) -> float | None:
-    """A counter's growth over all ranks; None where one does not tell."""
+    """Return a counter's growth over all ranks; None where one does not tell."""
     first, last = ([getattr(ranks[key], name) for key in after] for ranks in (before, after))
     return None if None in first or None in last else sum(last) - sum(first)
 

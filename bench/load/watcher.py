@@ -1,4 +1,4 @@
-"""Who is told how a benchmark gets on. These keep it to themselves; progress.py shows it."""
+"""Objects that hear how a benchmark gets on. These keep it to themselves; progress.py shows it."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ServeWatcher:
-    """Of a serving benchmark."""
+    """Hears how a serving benchmark gets on."""
 
     def prepare(self, what: str) -> None:
         """Something begins that comes before the loads, and takes a while."""
@@ -26,7 +26,7 @@ class ServeWatcher:
 
 
 class OfflineWatcher:
-    """Of an offline benchmark."""
+    """Hears how an offline benchmark gets on."""
 
     def begin(self, what: str, total: float | None) -> None:
         """Something begins that takes a while."""

@@ -16,7 +16,7 @@ from bench.load.calls import Call, draw_ids
 
 
 def make_workload(name: str, *, vocab_size: int, seed: int) -> tuple[Call, ...]:
-    """The calls of W1, W2 or W3. Raises KeyError for another name."""
+    """Return the calls of W1, W2 or W3. Raises KeyError for another name."""
     return tuple(WORKLOADS[name](random.Random(f"{name} {seed}"), vocab_size))
 
 
@@ -41,7 +41,7 @@ def _shared_prefix(rng: random.Random, vocab_size: int) -> list[Call]:
 
 
 def _spread(low: int, high: int, number: int) -> list[int]:
-    """Numbers from low to high, evenly."""
+    """Return numbers from low to high, evenly."""
     return [low + round(index * (high - low) / (number - 1)) for index in range(number)]
 
 

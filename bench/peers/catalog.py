@@ -16,7 +16,7 @@ _START = "import sys; sys.path.append(sys.argv[1]); from {module} import main; m
 
 
 def default_venvs() -> Path:
-    """Where the environments are unless a flag says otherwise."""
+    """Return where the environments are unless a flag says otherwise."""
     return Path.home() / ".cache" / "weft" / "peers"
 
 
@@ -25,13 +25,13 @@ class Peer:
     """One engine."""
 
     module: str
-    """With `main`, the worker."""
+    """Module whose `main` is the worker."""
     venv: str | None
     """Folder of its environment below the cache; None: the one that runs this."""
     environment: Callable[[Path], Mapping[str, str]] = lambda venv: {}
     """Variables it needs, given its environment's folder."""
     devices: tuple[str, ...] = ("cpu",)
-    """Where its worker can run it."""
+    """Devices on which its worker can run it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Start:
 
 
 def check_peers(names: Iterable[str]) -> None:
-    """Raises BenchConfigError for a name that is none."""
+    """Raise BenchConfigError for a name that is no peer's."""
     allowed = [each for each in PEERS if each != WEFT]
     for name in names:
         if name not in allowed:
@@ -51,7 +51,7 @@ def check_peers(names: Iterable[str]) -> None:
 
 
 def find_start(name: str, *, venvs: Path, num_threads: int, device: str) -> Start:
-    """How to start an engine's worker.
+    """Return how to start an engine's worker.
 
     Raises BenchError where its environment has not been made or its worker does not run on the device.
     """
@@ -101,4 +101,4 @@ PEERS: Mapping[str, Peer] = {
     "openvino": Peer(module="bench.peers.run_openvino", venv="openvino"),
     "vllm": Peer(module="bench.peers.run_vllm", venv="vllm", environment=_vllm),
 }
-"""By the name that `--peers` takes."""
+"""Peers by the name that `--peers` takes."""

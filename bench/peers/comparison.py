@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 BUSY_OTHERS = 0.1
-"""Cores; a section during which other processes used more does not count."""
+"""Cores: a section during which other processes used more does not count."""
 
 SMALL_GAP = {"float32": 1e-3, "bfloat16": 0.25, "int8": 0.5}
 """Log-probability, by dtype: where Weft's best two tokens are closer, another kernel may rightly choose the other."""
@@ -20,7 +20,7 @@ class Measured:
     engine: str
     num_requests: int
     num_tokens: int
-    """Generated and asked for."""
+    """Tokens that were generated and asked for."""
     wall_s: float
     others_cores: float | None
     first_s: float | None
@@ -52,13 +52,13 @@ class Row:
     rates: tuple[float, ...]
     """Output tokens a second of the quiet rounds."""
     dropped_rates: tuple[float, ...]
-    """Of the contended ones; they count for nothing."""
+    """Output tokens a second of the contended rounds; they count for nothing."""
     median_rate: float | None
-    """None: every round was contended."""
+    """Median of `rates`; None: every round was contended."""
     ratio: float | None
     """The reference's rate to this one's: median over rounds in which both were quiet; None: there is none."""
     ttft_s: float | None
-    """Median, of a workload with one request, where the engine tells."""
+    """Median TTFT, of a workload with one request, where the engine tells."""
     tpot_s: float | None
 
 
@@ -68,11 +68,11 @@ class Agreement:
 
     num_requests: int
     num_same: int
-    """To the last token."""
+    """Requests whose tokens are equal to the last."""
     num_close: int
-    """Equal up to a token where the reference's best two were close."""
+    """Requests that are equal up to a token where the reference's best two were close."""
     num_far: int
-    """Different where they were not: another model, or a mistake."""
+    """Requests that differ where these were not close: another model, or a mistake."""
     mean_prefix: float
     """Equal first tokens, as a share of those asked for."""
     widest_gap: float
@@ -80,7 +80,7 @@ class Agreement:
 
 
 def interleave(engines: Sequence[str], workloads: Sequence[str], rounds: int) -> Iterator[tuple[int, str, str]]:
-    """(round, workload, engine) in the order of running: engines take turns on each workload of each round."""
+    """Return (round, workload, engine) in the order of running: engines take turns on each workload of each round."""
     for index in range(1, rounds + 1):
         for workload in workloads:
             for engine in engines:
@@ -88,7 +88,7 @@ def interleave(engines: Sequence[str], workloads: Sequence[str], rounds: int) ->
 
 
 def summarize(measured: Iterable[Measured], *, reference: str) -> list[Row]:
-    """A row for each workload and engine, in the order in which they first ran."""
+    """Return a row for each workload and engine, in the order in which they first ran."""
     groups: dict[tuple[str, str], list[Measured]] = {}
     for each in measured:
         groups.setdefault((each.workload, each.engine), []).append(each)

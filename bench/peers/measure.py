@@ -21,7 +21,7 @@ from bench.peers.process import Section, Worker, WorkerError
 from bench.peers.worker import Job, Loaded, Sampling, Setup
 
 _LOAD_TIMEOUT_S = 1800.0
-"""The first load converts the checkpoint."""
+"""Limit of loading: the first load converts the checkpoint."""
 _RUN_TIMEOUT_S = 900.0
 
 
@@ -38,11 +38,11 @@ class Options:
     venvs: Path
     seed: int
     weft_kv_cache_dtype: str
-    """Of Weft alone: "auto" or "int8"."""
+    """What Weft alone keeps keys and values in: "auto" or "int8"."""
     device: str
     """"cpu" or "cuda"."""
     sampling: Sampling
-    """Of the timed rounds; tokens are compared where all take the most probable ones."""
+    """Sampling of the timed rounds; tokens are compared where all take the most probable ones."""
     settle_s: float
     """Pause before each section: thread pools of the engine before spin for up to 0.2 s, then sleep."""
 
@@ -56,9 +56,9 @@ class Outcome:
     """Engines that could not be started or loaded, or failed, and why."""
     measured: list[Measured] = field(default_factory=list)
     agreements: dict[str, dict[str, Agreement]] = field(default_factory=dict)
-    """By workload and peer."""
+    """How the tokens of each workload and peer compare with Weft's."""
     was_interrupted: bool = False
-    """Before the last round: by Ctrl-C."""
+    """Whether Ctrl-C ended it before the last round."""
 
 
 def measure(options: Options, *, tell: Callable[[str], None]) -> Outcome:
@@ -109,7 +109,7 @@ class _Run:
                 self._tell(f"{workload} {engine}: {describe_agreement(agreements[engine])}")
 
     def section(self, index: int, workload: str, engine: str) -> None:
-        """One timed run."""
+        """Time one run."""
         calls = self._calls(workload, index)
         section = self._ask(engine, calls, self._options.sampling)
         if section is None:
@@ -149,7 +149,7 @@ class _Run:
 
 @contextmanager
 def _started(options: Options, outcome: Outcome, tell: Callable[[str], None]) -> Iterator[dict[str, Worker]]:
-    """The workers of all engines that could be loaded, one after the other; all end with the block."""
+    """Yield the workers of all engines that could be loaded, one after the other; all end with the block."""
     workers: dict[str, Worker] = {}
     try:
         for name in (WEFT, *options.peers):
@@ -174,7 +174,7 @@ def _started(options: Options, outcome: Outcome, tell: Callable[[str], None]) ->
 
 
 def _setup(name: str, options: Options) -> Setup:
-    """Sizes that hold for all workloads, so that every engine gets the same."""
+    """Return sizes that hold for all workloads, so that every engine gets the same."""
     cache = options.venvs / "checkpoints" / f"{options.model.name}-{_digest(options.model)}" / name
     cache.mkdir(parents=True, exist_ok=True)
     jobs = [make_workload(workload, vocab_size=1, seed=0) for workload in options.workloads]
@@ -193,7 +193,7 @@ def _setup(name: str, options: Options) -> Setup:
 
 
 def _digest(model: Path) -> str:
-    """Of what the folder's files are, as far as names, sizes and times tell: a model that changes is converted anew."""
+    """Return a digest of the folder's files, by names, sizes and times: a model that changes is converted anew."""
     stats = {file.name: file.stat() for file in sorted(model.iterdir()) if file.suffix in (".json", ".safetensors")}
     seen = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()])
     return hashlib.blake2b(seen.encode(), digest_size=6).hexdigest()
@@ -205,7 +205,7 @@ def _job(calls: Sequence[Call], sampling: Sampling, *, with_gaps: bool = False) 
 
 
 def describe_agreement(agreement: Agreement) -> str:
-    """In words."""
+    """Say in words how tokens compare."""
     return (
         f"{agreement.num_same} of {agreement.num_requests} answers are Weft's, {agreement.num_close} leave it at a "
         f"small gap, {agreement.num_far} at a larger one (widest {agreement.widest_gap:.3f}); "

@@ -34,7 +34,7 @@ class Section:
     others_cores: float | None
     """Cores that all other processes kept busy meanwhile; None where the system does not tell."""
     first_s: float | None
-    """Until the first token of all; None: the engine does not tell."""
+    """Time until the first token of all; None: the engine does not tell."""
     gaps: list[list[float]] | None
 
 
@@ -104,7 +104,7 @@ class Worker:
 
 
 def _read(stream: IO[str], replies: "Queue[str | None]") -> None:
-    """Lines until the worker closes its end, then None."""
+    """Yield lines until the worker closes its end, then None."""
     for line in stream:
         replies.put(line)
     replies.put(None)

@@ -13,7 +13,7 @@ from bench.peers.measure import Options, Outcome, describe_agreement
 
 
 def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that was seen and computed; every round is in it, the contended ones marked."""
+    """Return everything that was seen and computed; every round is in it, the contended ones marked."""
     return {
         "bench": "peers",
         "model": options.model.name,
@@ -39,7 +39,7 @@ def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any
 
 
 def print_report(console: Console, outcome: Outcome) -> None:
-    """Rates and ratios by workload, how the tokens compare, and who is missing."""
+    """Print rates and ratios by workload, how the tokens compare, and who is missing."""
     best = _best_peers(outcome)
     rows = summarize(outcome.measured, reference=WEFT)
     for workload in dict.fromkeys(row.workload for row in rows):
@@ -60,7 +60,7 @@ def print_report(console: Console, outcome: Outcome) -> None:
 
 
 def _best_peers(outcome: Outcome) -> dict[str, Row]:
-    """By workload, the peer with the highest median; none where all its rounds were contended."""
+    """Return the peer with the highest median of each workload; none where all its rounds were contended."""
     best: dict[str, Row] = {}
     for row in summarize(outcome.measured, reference=WEFT):
         if row.engine != WEFT and row.median_rate is not None:

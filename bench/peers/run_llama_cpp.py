@@ -32,7 +32,7 @@ class _Sequence:
     """Prompt tokens that are in the cache."""
     tokens: list[int] = field(default_factory=list)
     sampler: Any = None
-    """Of llama.cpp; None: the most probable token is taken."""
+    """Sampler of llama.cpp; None: the most probable token is taken."""
 
     @property
     def is_finished(self) -> bool:
@@ -57,7 +57,7 @@ class LlamaCpp:
         self._batch = _API.llama_batch_init(_BATCH_TOKENS, 0, 1)
 
     def describe(self) -> Loaded:
-        """The version of the bindings, which name the library's commit."""
+        """Return the version of the bindings, which name the library's commit."""
         dtype = "q8_0" if self._dtype == "int8" else self._dtype
         return Loaded(
             packages=packages("llama_cpp_python"),
@@ -66,7 +66,7 @@ class LlamaCpp:
         )
 
     def run(self, job: Job) -> Answer:
-        """Prompts in batches as full as they go, decoding sequences first; a shared prefix is computed once."""
+        """Run prompts in batches as full as they go, decoding sequences first; a shared prefix is computed once."""
         prefix = _shared_prefix(job.prompts)
         context = self._together if prefix else self._apart
         _API.llama_memory_clear(_API.llama_get_memory(context), False)
@@ -107,7 +107,7 @@ class LlamaCpp:
         return context
 
     def _make_sampler(self, sampling: Sampling, sequence: _Sequence) -> Any:
-        """Penalties over all tokens; top-k first, since it costs least so and a temperature leaves it as it is."""
+        """Chain samplers: penalties over all tokens; then top-k, cheapest here, which temperature leaves as it is."""
         chain = _API.llama_sampler_chain_init(_API.llama_sampler_chain_default_params())
         stages = []
         if sampling.repetition_penalty != 1:
@@ -131,7 +131,7 @@ class LlamaCpp:
         return chain
 
     def _fill_prefix(self, context: Any, sequences: Sequence[_Sequence], prefix: int) -> None:
-        """Compute it for the first and let the others refer to it."""
+        """Compute the prefix for the first sequence and let the others refer to it."""
         memory = _API.llama_get_memory(context)
         for start in range(0, prefix, _BATCH_TOKENS):
             self._batch.n_tokens = 0
@@ -198,7 +198,7 @@ class LlamaCpp:
 
 
 def _shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens that all prompts begin with, leaving each one token of its own; 0 for a single prompt."""
+    """Return how many tokens all prompts begin with, leaving each one token of its own; 0 for a single prompt."""
     if len(prompts) < 2:
         return 0
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)

@@ -14,7 +14,7 @@ from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, cached, pac
 
 _API: Any = openvino_genai
 _PRECISIONS = {"bfloat16": ("fp32", "bf16"), "float32": ("fp32", "f32"), "int8": ("int8", "bf16")}
-"""By dtype: weights as exported, and what the CPU computes in (fp32 weights become bf16 when compiled for it)."""
+"""For each dtype: weights as exported, and what the CPU computes in (fp32 weights become bf16 when compiled for it)."""
 
 
 class OpenVino:
@@ -34,13 +34,13 @@ class OpenVino:
         self._num_requests = 0
 
     def describe(self) -> Loaded:
-        """Versions, and the precision of weights and of computing."""
+        """Return versions, and the precision of weights and of computing."""
         return Loaded(
             packages=packages("openvino", "openvino-genai"), dtype=f"{self._weights} weights, {self._precision}"
         )
 
     def run(self, job: Job) -> Answer:
-        """All requests at once; prompts differ between jobs, so the prefix cache finds nothing older."""
+        """Run all requests at once; prompts differ between jobs, so the prefix cache finds nothing older."""
         handles = []
         for prompt, num_out in zip(job.prompts, job.num_out, strict=True):
             ids: Any = openvino.Tensor(np.array([prompt], dtype=np.int64))

@@ -18,7 +18,7 @@ class Generate:
         self._model = load_model(setup, attention="sdpa")
 
     def describe(self) -> Loaded:
-        """Its version and torch's."""
+        """Return the versions of transformers and torch."""
         return Loaded(packages=packages("transformers", "torch"), dtype=str(self._model.dtype), note="left padding")
 
     def run(self, job: Job) -> Answer:
@@ -42,7 +42,7 @@ class Generate:
 
 
 def load_model(setup: Setup, *, attention: str) -> Any:
-    """The model in the dtype asked for. Raises ValueError for one that is 8 bits."""
+    """Return the model in the dtype asked for. Raises ValueError for one that is 8 bits."""
     if setup.dtype not in ("bfloat16", "float32"):
         raise ValueError(f"dtype is {setup.dtype!r}; allowed: 'bfloat16', 'float32'")
     torch.set_num_threads(setup.num_threads)
@@ -54,7 +54,7 @@ def load_model(setup: Setup, *, attention: str) -> Any:
 
 
 def make_config(sampling: Sampling, num_out: int) -> Any:
-    """Exactly so many tokens: there is no end of text."""
+    """Have exactly so many tokens generated: there is no end of text."""
     make: Callable[..., Any] = transformers.GenerationConfig
     how: dict[str, Any] = {"do_sample": False}
     if not sampling.is_greedy:  # without top_k there would be one of 50

