@@ -250,10 +250,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m bench.all_reduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", default="2,4", help="sizes of groups (%(default)s)")
-    parser.add_argument("--sizes", default="4,16,64,256,1024", help="of the tensor, in KB (%(default)s)")
+    parser.add_argument("--sizes", default="4,16,64,256,1024", help="sizes of the tensor, in KB (%(default)s)")
     parser.add_argument("--device", choices=NAMES, default="auto", help="(%(default)s)")
     parser.add_argument("--dtype", choices=[*DTYPES], default="bfloat16", help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=10, help=f"of {_NUM_CALLS} calls each way (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help=f"rounds of {_NUM_CALLS} calls each way (%(default)s)")
     parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
     return parser.parse_args(arguments)
 

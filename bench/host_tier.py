@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder in Hugging Face layout")
-    parser.add_argument("--tokens", type=int, default=2001, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=2001, help="length of each prompt")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(argv)
     times = measure(options.model, num_tokens=options.tokens, num_repeats=options.repeats)

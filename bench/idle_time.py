@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="llama-110m")
     parser.add_argument("--tensor-parallel", default="1,2", help="sizes of the group")
-    parser.add_argument("--requests", default="32,256", help="at once")
+    parser.add_argument("--requests", default="32,256", help="requests at once")
     parser.add_argument(
         "--async", default="auto,on", dest="asynchronous", help="whether steps are planned ahead; auto: as by default"
     )

@@ -60,7 +60,7 @@ def main() -> None:
     """Measure in rounds, and tell medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path.home() / ".cache/weft/models/llama-110m"
-    parser.add_argument("folder", type=Path, nargs="?", default=default, help="of a model")
+    parser.add_argument("folder", type=Path, nargs="?", default=default, help="folder of a model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()

@@ -38,14 +38,14 @@ _seeds = itertools.count()
 def _add_arguments(parser: LocustArgumentParser) -> None:
     group = parser.add_argument_group("Weft")
     group.add_argument("--router", default="127.0.0.1:50051", help="host:port of the router's gRPC service")
-    group.add_argument("--model", default="", help="default: the only model served")
+    group.add_argument("--model", default="", help="model to ask; default: the only one served")
     group.add_argument(
         "--prompts", default=None, help="JSON lines, plain or .gz, as `weft bench` takes; default: random"
     )
-    group.add_argument("--input-tokens", default="128", help="of each prompt: a number, or 32-256")
-    group.add_argument("--output-tokens", default="64", help="to generate: a number, or 16-128")
+    group.add_argument("--input-tokens", default="128", help="tokens of each prompt: a number, or 32-256")
+    group.add_argument("--output-tokens", default="64", help="tokens to generate: a number, or 16-128")
     parser.add_argument(  # groups know no secrets
-        "--api-key", default=None, env_var="WEFT_API_KEY", is_secret=True, help="where the service wants one"
+        "--api-key", default=None, env_var="WEFT_API_KEY", is_secret=True, help="API key, where the service wants one"
     )
 
 

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--step", default="5,10,20", help="milliseconds on the device")
     parser.add_argument("--launch", type=float, default=0.0, help="milliseconds of the host beside it")
     parser.add_argument("--running", default="32,256", help="sequences at once")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="of each request; 1: none")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="penalty of each request; 1: none")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     sys.setswitchinterval(2e-4)  # as in cluster/rank_actor.py

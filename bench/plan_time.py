@@ -31,8 +31,8 @@ def main() -> None:
     """Measure groups of several sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,5", help="sizes of the group, the leader included")
-    parser.add_argument("--sequences", type=int, default=32, help="that a plan schedules")
-    parser.add_argument("--pause-ms", type=float, default=0.5, help="between two plans")
+    parser.add_argument("--sequences", type=int, default=32, help="sequences that a plan schedules")
+    parser.add_argument("--pause-ms", type=float, default=0.5, help="milliseconds between two plans")
     parser.add_argument("--plans", type=int, default=300)
     args = parser.parse_args()
     table = Table(

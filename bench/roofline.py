@@ -171,10 +171,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
     parser.add_argument("--set", action="append", default=[], help="dotted.path=value, as `weft bench offline` has it")
     parser.add_argument("--batches", type=_numbers, default=[1, 256], help="sequences that decode at once (1,256)")
-    parser.add_argument("--input-tokens", type=int, default=128, help="of their prompts (%(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=128, help="of each (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=2048, help=f"of {_NUM_PROMPTS} prompts (%(default)s)")
-    parser.add_argument("--contexts", type=_numbers, default=[4096, 65536], help="of attention (4096,65536)")
+    parser.add_argument("--input-tokens", type=int, default=128, help="tokens of their prompts (%(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=128, help="tokens that each generates (%(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=2048, help=f"tokens of each of {_NUM_PROMPTS} prompts (%(default)s)"
+    )
+    parser.add_argument(
+        "--contexts", type=_numbers, default=[4096, 65536], help="context lengths of attention (4096,65536)"
+    )
     parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
     return parser.parse_args(arguments)
 

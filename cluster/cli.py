@@ -44,9 +44,9 @@ DEFAULT_ROUTER = f"{DEFAULT_HOST}:50051"
 
 LogLevel = Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")]
 Router = Annotated[str, typer.Option(help="host:port of the router's gRPC service.")]
-Model = Annotated[str, typer.Option(help="Default: the only model served.")]
+Model = Annotated[str, typer.Option(help="Model to ask. Default: the only one served.")]
 ApiKey = Annotated[
-    str | None, typer.Option(envvar="WEFT_API_KEY", show_envvar=True, help="Where the router wants one.")
+    str | None, typer.Option(envvar="WEFT_API_KEY", show_envvar=True, help="API key, where the router wants one.")
 ]
 TlsCa = Annotated[
     Path | None, typer.Option(help="Speak TLS to a router whose certificate these authorities signed (PEM).")
@@ -56,7 +56,7 @@ TemplateKwargs = Annotated[
     str | None,
     typer.Option(metavar="JSON", help='Variables for the chat template, such as {"enable_thinking": false}.'),
 ]
-Timeout = Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Seconds.")]
+Timeout = Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Give up after so many seconds.")]
 
 
 def main() -> None:
@@ -114,9 +114,7 @@ def serve(
     cache: CacheFlags,
     network: NetworkFlags,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when READY, leave it running.")] = False,
-    log_file: Annotated[
-        Path | None, typer.Option(help="With --detach, on a Ray of its own: where output goes.")
-    ] = None,
+    log_file: Annotated[Path | None, typer.Option(help="With --detach, on a local Ray: where output goes.")] = None,
     log_level: LogLevel = "warning",
 ) -> None:
     """Serve a model, or what a YAML file says, until Ctrl-C or `weft stop`."""
@@ -145,7 +143,7 @@ def serve(
 @with_control
 def status(
     client: "ControlClient",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show models, replica groups and routers."""
     from cluster.status_view import print_status, status_as_dict
@@ -266,7 +264,7 @@ def chat(
 def make_model(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
     preset: Annotated[
-        str | None, typer.Option(help="tiny, 110m, 1b, 8b, qwen2.5-0.5b or tiny-moe; single flags change it.")
+        str | None, typer.Option(help="tiny, 110m, 1b, 8b, qwen2.5-0.5b or tiny-moe; the flags below change it.")
     ] = None,
     family: Annotated[str | None, typer.Option(help="llama, mistral, qwen2, mixtral, ...")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
@@ -282,7 +280,7 @@ def make_model(
     max_context: Annotated[int | None, typer.Option()] = None,
     tie_embeddings: Annotated[bool | None, typer.Option("--tie-embeddings/--no-tie-embeddings")] = None,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     tokenizer: Annotated[
         Path | None, typer.Option(help=f"Folder whose tokenizer is copied; default: that of {DEFAULT_MODEL}.")
     ] = None,

@@ -33,23 +33,27 @@ def connect(
         typer.Option(
             envvar="WEFT_CONTROL_TLS_CERT",
             metavar="PEM",
-            help="Where the cluster has inner_tls: an operator's certificate chain,",
+            help="Where the cluster has inner_tls: an operator's certificate chain.",
             rich_help_panel=_PANEL,
         ),
     ] = None,
     tls_key: Annotated[
         str | None,
-        typer.Option(envvar="WEFT_CONTROL_TLS_KEY", metavar="PEM", help="its key,", rich_help_panel=_PANEL),
+        typer.Option(
+            envvar="WEFT_CONTROL_TLS_KEY", metavar="PEM", help="Key of that certificate.", rich_help_panel=_PANEL
+        ),
     ] = None,
     tls_ca: Annotated[
         str | None,
         typer.Option(
-            envvar="WEFT_CONTROL_TLS_CA", metavar="PEM", help="the cluster's authorities,", rich_help_panel=_PANEL
+            envvar="WEFT_CONTROL_TLS_CA", metavar="PEM", help="The cluster's authorities.", rich_help_panel=_PANEL
         ),
     ] = None,
     tls_name: Annotated[
         str,
-        typer.Option(envvar="WEFT_CONTROL_TLS_NAME", help="and the name in its certificates.", rich_help_panel=_PANEL),
+        typer.Option(
+            envvar="WEFT_CONTROL_TLS_NAME", help="Name in the cluster's certificates.", rich_help_panel=_PANEL
+        ),
     ] = INNER_NAME,
 ) -> "ControlClient":
     """Return a connection to the controller. Raises ClusterConfigError when address or TLS files cannot be used."""

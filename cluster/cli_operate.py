@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cluster.control_client import ControlClient
 
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done.")]
-_Timeout = Annotated[float, typer.Option(min=0, help="With --wait: seconds.")]
+_Timeout = Annotated[float, typer.Option(min=0, help="With --wait: give up after so many seconds.")]
 _WAIT_S = 1800.0  # as long as a model may take to load, by default
 _MAX_TAIL_KB = 1 << 30  # 1 TiB: all of any log
 
@@ -43,8 +43,8 @@ def apply(
 @with_control
 def scale(
     client: "ControlClient",
-    model: Annotated[str, typer.Argument(help="What clients call it.")],
-    replicas: Annotated[int, typer.Argument(min=0, max=2**31 - 1, help="Replica groups.")],
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    replicas: Annotated[int, typer.Argument(min=0, max=2**31 - 1, help="Number of replica groups.")],
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
 ) -> None:
@@ -57,12 +57,12 @@ def scale(
 @with_control
 def rollout(
     client: "ControlClient",
-    model: Annotated[str, typer.Argument(help="What clients call it.")],
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="dotted.path=value, as in the model's section of the file; may be repeated."),
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Back to the revision before.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Go back to the revision before.")] = False,
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
 ) -> None:
@@ -86,7 +86,7 @@ def drain(
             min=0, max=MAX_TIMEOUT_S, help="Seconds until requests move to other replicas; default: drain_timeout_s."
         ),
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Of a node: place groups there again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Place groups on a drained node again.")] = False,
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
 ) -> None:
@@ -103,8 +103,8 @@ def drain(
 def top(
     client: "ControlClient",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next.")] = 2.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object each interval.")] = False,
-    count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Look so often, then end.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object each interval.")] = False,
+    count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="End after so many looks.")] = None,
 ) -> None:
     """Watch models, groups, ranks and nodes: queues, KV use, cache hits, latencies, tokens per second."""
     from cluster.top import run_top
@@ -122,9 +122,9 @@ def logs(
             help="Or a model, a group, or one process: m-0.1/0, router-0/4711. Default: everything.",
         ),
     ] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is logged from now on.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print what is logged from now on.")] = False,
     tail_kb: Annotated[
-        int, typer.Option(min=0, max=_MAX_TAIL_KB, help="Of each log, at most so many KiB from its end.")
+        int, typer.Option(min=0, max=_MAX_TAIL_KB, help="Begin at most so many KiB before the end of each log.")
     ] = 64,
 ) -> None:
     """Print what processes have logged, on whichever node, those that died of late included."""
@@ -134,15 +134,15 @@ def logs(
 
 
 def warm(
-    ray_address: Annotated[str, typer.Option(help='Ray cluster; "auto": of this machine.')] = "auto",
+    ray_address: Annotated[str, typer.Option(help='Ray cluster; "auto": the one of this machine.')] = "auto",
     all_nodes: Annotated[
-        bool, typer.Option("--all-nodes", help="Of the cluster; default: the node on this machine.")
+        bool, typer.Option("--all-nodes", help="Warm all nodes of the cluster; default: the one on this machine.")
     ] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks that a node gets; default: one for each GPU, or one.")
+        int | None, typer.Option(min=1, help="Ranks that each node is ready for; default: one for each GPU, or one.")
     ] = None,
     keep: Annotated[float, typer.Option(min=60, help="Seconds that the processes wait for a service.")] = 86400.0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds until they wait.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Give up after so many seconds.")] = 120.0,
 ) -> None:
     """After `ray start`: let processes wait with everything imported, so that the first `weft serve` is fast too."""
     import_for_good("cluster.warm")  # Ray

@@ -21,14 +21,14 @@ class RequestFlags:
     presence_penalty: Annotated[float | None, typer.Option()] = None
     frequency_penalty: Annotated[float | None, typer.Option()] = None
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on where the model would end its text.")] = False
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: each token's log-probability, and so many of the likeliest.")
+        int | None, typer.Option(help="With --json: log-probabilities of each token and of so many likeliest ones.")
     ] = None
     priority: Annotated[int | None, typer.Option(help="Lower is served first, under the policy `priority`.")] = None
     target_ttft_s: Annotated[
-        float | None, typer.Option("--target-ttft", help="Seconds: counts as goodput with a first token by then.")
+        float | None, typer.Option("--target-ttft", help="Seconds to the first token; slower is no goodput.")
     ] = None
-    target_tpot_s: Annotated[float | None, typer.Option("--target-tpot", help="Likewise, for each further token.")] = (
-        None
-    )
+    target_tpot_s: Annotated[
+        float | None, typer.Option("--target-tpot", help="Seconds for each further token; slower is no goodput.")
+    ] = None

@@ -78,7 +78,7 @@ class ModelFlags:
         ),
         Setting("models[0].expert_parallel"),
     ] = None
-    replicas: Annotated[int | None, _of_model(help="Replica groups."), Setting("models[0].replicas")] = None
+    replicas: Annotated[int | None, _of_model(help="Number of replica groups."), Setting("models[0].replicas")] = None
     dtype: Annotated[str | None, _of_model(help="auto, float32, float16 or bfloat16."), Setting("models[0].dtype")] = (
         None
     )
@@ -146,7 +146,7 @@ class CacheFlags:
         float | None,
         _of_cache(
             metavar="SECONDS",
-            help="Tokens closer than this come in one message; 0: in one each. Default: 0.02 on a CPU, else 0.",
+            help="Tokens closer together than this share a message; 0: none do. Default: 0.02 on a CPU, else 0.",
         ),
         Setting("models[0].stream_interval_s"),
     ] = None
@@ -163,7 +163,7 @@ class CacheFlags:
     ] = None
     memory_fraction: Annotated[
         float | None,
-        _of_cache(help="Of a GPU's memory, for everything."),
+        _of_cache(help="Share of a GPU's memory, for everything."),
         Setting("models[0].cache.memory_fraction"),
     ] = None
     cpu_cache_gb: Annotated[
@@ -198,15 +198,19 @@ class NetworkFlags:
         _of_network(help="Router processes, on the same gRPC and HTTP ports."),
         Setting("router.num_routers"),
     ] = None
-    port: Annotated[int | None, _of_network(help="gRPC; 0: any."), Setting("router.port")] = None
-    http_port: Annotated[int | None, _of_network(help="OpenAI HTTP; 0: any."), Setting("router.http_port")] = None
+    port: Annotated[int | None, _of_network(help="Port of gRPC; 0: any."), Setting("router.port")] = None
+    http_port: Annotated[int | None, _of_network(help="Port of OpenAI HTTP; 0: any."), Setting("router.http_port")] = (
+        None
+    )
     metrics_port: Annotated[
-        int | None, _of_network(help="Prometheus of the router; 0: any."), Setting("router.metrics_port")
+        int | None, _of_network(help="Port of the router's metrics; 0: any."), Setting("router.metrics_port")
     ] = None
-    control_port: Annotated[int | None, _of_network(help="Controller; 0: any."), Setting("controller.port")] = None
+    control_port: Annotated[
+        int | None, _of_network(help="Port of the controller; 0: any."), Setting("controller.port")
+    ] = None
     ray_address: Annotated[
         str | None,
-        _of_network(help='Ray cluster to join ("auto": of this machine); default: a local one.'),
+        _of_network(help='Ray cluster to join ("auto": the one of this machine); default: a local one.'),
         Setting("ray.address"),
     ] = None
     record_decisions: Annotated[

@@ -32,15 +32,15 @@ class ServiceFlags:
         str | None, of_service(help=f"host:port of the router's gRPC service. Default: {DEFAULT_ROUTER}.")
     ] = None
     url: Annotated[
-        str | None, of_service(help=f"Over HTTP: any OpenAI-compatible service. Default: {DEFAULT_URL}.")
+        str | None, of_service(help=f"Any OpenAI-compatible service, over HTTP. Default: {DEFAULT_URL}.")
     ] = None
-    model: Annotated[str, of_service(help="Default: the only model served.")] = ""
+    model: Annotated[str, of_service(help="Model to ask. Default: the only one served.")] = ""
     api_key: Annotated[
-        str | None, of_service(envvar="WEFT_API_KEY", show_envvar=True, help="Where the service wants one.")
+        str | None, of_service(envvar="WEFT_API_KEY", show_envvar=True, help="API key, where the service wants one.")
     ] = None
     tls_ca: Annotated[Path | None, of_service(help="Authorities of the service's certificate (PEM): speak TLS.")] = None
-    tls_name: Annotated[str | None, of_service(help="Name in it. Default: that of the address.")] = None
-    timeout: Annotated[float, of_service(min=0.1, max=MAX_TIMEOUT_S, help="Seconds of each request.")] = 300.0
+    tls_name: Annotated[str | None, of_service(help="Name in that certificate. Default: that of the address.")] = None
+    timeout: Annotated[float, of_service(min=0.1, max=MAX_TIMEOUT_S, help="Limit of each request, in seconds.")] = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +56,30 @@ class RankFlags:
     ] = None
     control_tls_cert: Annotated[
         Path | None,
-        of_service(envvar="WEFT_CONTROL_TLS_CERT", metavar="PEM", help="With inner_tls, as for weft status."),
+        of_service(
+            envvar="WEFT_CONTROL_TLS_CERT",
+            metavar="PEM",
+            help="Where the cluster has inner_tls: an operator's certificate chain.",
+        ),
     ] = None
-    control_tls_key: Annotated[Path | None, of_service(envvar="WEFT_CONTROL_TLS_KEY", metavar="PEM")] = None
-    control_tls_ca: Annotated[Path | None, of_service(envvar="WEFT_CONTROL_TLS_CA", metavar="PEM")] = None
-    control_tls_name: Annotated[str, of_service(envvar="WEFT_CONTROL_TLS_NAME")] = INNER_NAME
+    control_tls_key: Annotated[
+        Path | None, of_service(envvar="WEFT_CONTROL_TLS_KEY", metavar="PEM", help="Key of that certificate.")
+    ] = None
+    control_tls_ca: Annotated[
+        Path | None, of_service(envvar="WEFT_CONTROL_TLS_CA", metavar="PEM", help="The cluster's authorities.")
+    ] = None
+    control_tls_name: Annotated[
+        str, of_service(envvar="WEFT_CONTROL_TLS_NAME", help="Name in the cluster's certificates.")
+    ] = INNER_NAME
     peak_bandwidth: Annotated[
         float | None,
         of_output(
             min=1e-3, help="GB/s of a GPU's memory, or a CPU node's. Default: measured, where ranks are on CPUs here."
         ),
     ] = None
-    peak_flops: Annotated[float | None, of_output(min=1e-3, help="GFLOP/s of a GPU, or a CPU node. Likewise.")] = None
+    peak_flops: Annotated[
+        float | None, of_output(min=1e-3, help="GFLOP/s of a GPU, or a CPU node's. Default: as for --peak-bandwidth.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +93,19 @@ class LoadFlags:
     burstiness: Annotated[
         float, of_load(help="With --rate: gamma shape of the gaps. 1: Poisson; less: bursts; inf: even.")
     ] = 1.0
-    replay: Annotated[bool, of_load("--replay", help="Open loop: as in the trace.")] = False
+    replay: Annotated[bool, of_load("--replay", help="Open loop: send at the times of the trace.")] = False
     speed: Annotated[float, of_load(help="With --replay: so many times as fast.")] = 1.0
     concurrency: Annotated[
         str | None, of_load(help="Closed loop: requests at a time. 1,4,16 is a sweep. Default load: 8.")
     ] = None
     num_requests: Annotated[
         int | None,
-        of_load("--num-requests", "-n", min=1, help="Of each load. Default: 100, or all where a file has fewer."),
+        of_load(
+            "--num-requests", "-n", min=1, help="Requests of each load. Default: 100, or all where a file has fewer."
+        ),
     ] = None
     duration: Annotated[float | None, of_load(min=0.1, help="Seconds in which each load is sent.")] = None
-    warmup: Annotated[int, of_load(min=0, help="Requests before, not counted.")] = 8
+    warmup: Annotated[int, of_load(min=0, help="Requests sent before, not counted.")] = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +116,10 @@ class PromptFlags:
         Path | None,
         of_prompts(help="JSON lines, plain or .gz, of prompts (sent again where more are asked for) or a trace."),
     ] = None
-    input_tokens: Annotated[str, of_prompts(help="Of each prompt: a number, or 32-256.")] = "128"
-    output_tokens: Annotated[str, of_prompts(help="To generate: a number, or 16-128.")] = "64"
-    prefix_tokens: Annotated[int, of_prompts(min=1, help="Shared by prompts (shared-prefix, sessions).")] = 512
-    num_prefixes: Annotated[int, of_prompts(min=1, help="How many different ones.")] = 1
+    input_tokens: Annotated[str, of_prompts(help="Tokens of each prompt: a number, or 32-256.")] = "128"
+    output_tokens: Annotated[str, of_prompts(help="Tokens to generate: a number, or 16-128.")] = "64"
+    prefix_tokens: Annotated[int, of_prompts(min=1, help="Tokens that prompts share (shared-prefix, sessions).")] = 512
+    num_prefixes: Annotated[int, of_prompts(min=1, help="How many different prefixes.")] = 1
     turns: Annotated[str, of_prompts(help="Calls of a session: a number, or 2-5.")] = "2-5"
     length_scale: Annotated[float, of_prompts(help="Multiplies all lengths of a trace.")] = 1.0
     max_input_tokens: Annotated[int | None, of_prompts(min=1, help="Longer prompts of a trace are cut.")] = None
@@ -117,7 +131,7 @@ class PromptFlags:
     ignore_eos: Annotated[
         bool, of_prompts("--ignore-eos/--no-ignore-eos", help="Always generate to the full length.")
     ] = True
-    seed: Annotated[int, of_prompts(help="Of prompts and arrivals.")] = 0
+    seed: Annotated[int, of_prompts(help="Seed of prompts and arrivals.")] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +143,10 @@ class SessionFlags:
         int | None, of_prompts(min=1, help="Random ids are below it. Default: the model's; HTTP: 500.")
     ] = None
     send_targets: Annotated[
-        bool, of_output("--send-targets", help="With each request, those of TTFT and TPOT: the router counts by them.")
+        bool,
+        of_output(
+            "--send-targets", help="Send the TTFT and TPOT targets with each request: the router counts by them."
+        ),
     ] = False
 
 
@@ -137,9 +154,9 @@ class SessionFlags:
 class GoalFlags:
     """What requests must keep for goodput."""
 
-    ttft_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
-    tpot_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
-    e2e_target: Annotated[float | None, of_output(help="For goodput: milliseconds.")] = None
+    ttft_target: Annotated[float | None, of_output(help="For goodput: milliseconds to the first token.")] = None
+    tpot_target: Annotated[float | None, of_output(help="For goodput: milliseconds for each further token.")] = None
+    e2e_target: Annotated[float | None, of_output(help="For goodput: milliseconds to the last token.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +182,11 @@ class OfflineFlags:
     ] = None
     num_requests: Annotated[
         int | None,
-        of_prompts("--num-requests", "-n", min=1, help="Of a dataset. Default: 32, or all where a file has fewer."),
+        of_prompts(
+            "--num-requests", "-n", min=1, help="Requests of a dataset. Default: 32, or all where a file has fewer."
+        ),
     ] = None
-    repeats: Annotated[int, typer.Option(min=1, help="After one round to warm up.")] = 3
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds, after one to warm up.")] = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,25 +196,27 @@ class SimulateFlags:
     trace: Annotated[
         Path | None, typer.Option(help="JSON lines, plain or .gz, as --dataset trace of bench. Default: made by seed.")
     ] = None
-    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 2000
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 2000
     rate: Annotated[
         float | None,
         typer.Option(min=1e-6, help="Requests a second. Default: the trace's; else 8, or 2 a replica."),
     ] = None
     policy: Annotated[
-        str | None, typer.Option(help="Of the scheduler: names, with commas. Default: all; in a cluster: fcfs.")
+        str | None, typer.Option(help="Scheduling policies, with commas. Default: all; in a cluster: fcfs.")
     ] = None
     num_seqs: Annotated[int, typer.Option(min=1, help="Sequences running at once.")] = 32
     num_blocks: Annotated[int, typer.Option(min=2, help="KV blocks of 16 tokens, or --block-size.")] = 8000
     batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048
-    promote_after: Annotated[float, typer.Option(min=0, help="Seconds.")] = 60.0
+    promote_after: Annotated[float, typer.Option(min=0, help="Seconds of waiting, then a request goes first.")] = 60.0
     deadlines: Annotated[
         bool, typer.Option("--deadlines", help="Requests have one: 2, 5 or 20 times their time alone, and 2 s.")
     ] = False
-    step_ms: Annotated[float, typer.Option(min=0, help="Of each step.")] = 8.0
-    token_us: Annotated[float, typer.Option(min=0, help="Of each token in it.")] = 50.0
-    context_ns: Annotated[float, typer.Option(min=0, help="Of each token that one of these sees.")] = 40.0
-    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0
+    step_ms: Annotated[float, typer.Option(min=0, help="Milliseconds of each step.")] = 8.0
+    token_us: Annotated[float, typer.Option(min=0, help="Microseconds of each token in a step.")] = 50.0
+    context_ns: Annotated[
+        float, typer.Option(min=0, help="Nanoseconds of each earlier token that such a token sees.")
+    ] = 40.0
+    seed: Annotated[int, typer.Option(help="Seed of all that is random.")] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,23 +226,27 @@ class ClusterFlags:
     replicas: Annotated[
         int | None, of_cluster(min=1, help="Simulate routers over so many, and compare routing policies.")
     ] = None
-    router_policy: Annotated[str, of_cluster(help="Names, with commas.")] = (
+    router_policy: Annotated[str, of_cluster(help="Routing policies, with commas.")] = (
         "round_robin,least_loaded,power_of_two,prefix_affinity"
     )
-    routers: Annotated[int, of_cluster(min=1, help="In front of them; each gets as many requests.")] = 1
+    routers: Annotated[int, of_cluster(min=1, help="Routers in front of the replicas; each gets as many requests.")] = 1
     autoscale: Annotated[str | None, of_cluster(help="least:most replicas. Default: their number stays.")] = None
     target_requests: Annotated[float, of_cluster(min=0.01, help="With --autoscale: requests of a replica.")] = 32.0
-    upscale_delay: Annotated[float, of_cluster(min=0, help="With --autoscale: seconds.")] = 15.0
-    downscale_delay: Annotated[float, of_cluster(min=0, help="With --autoscale: seconds.")] = 300.0
+    upscale_delay: Annotated[float, of_cluster(min=0, help="With --autoscale: seconds before replicas are added.")] = (
+        15.0
+    )
+    downscale_delay: Annotated[float, of_cluster(min=0, help="With --autoscale: seconds before replicas go.")] = 300.0
     start_time: Annotated[float, of_cluster(min=0, help="Seconds until a new replica is READY.")] = 30.0
     fail: Annotated[
         list[str] | None, of_cluster(help="seconds:replica, from 0: it dies then, and starts anew. May be repeated.")
     ] = None
     max_in_flight: Annotated[int, of_cluster(min=1, help="Requests of each router that replicas work on.")] = 1024
-    network_ms: Annotated[float, of_cluster(min=0, help="One way between router and replica.")] = 0.2
+    network_ms: Annotated[float, of_cluster(min=0, help="Milliseconds between router and replica, one way.")] = 0.2
     block_size: Annotated[int, of_cluster(min=1, help="Tokens of a KV block.")] = 16
     length_scale: Annotated[float, of_cluster(help="Multiplies all lengths of a trace.")] = 1.0
-    copies: Annotated[int, of_cluster(min=1, help="Of the trace, side by side, each with prompts of its own.")] = 1
+    copies: Annotated[
+        int, of_cluster(min=1, help="Copies of the trace, side by side, each with prompts of its own.")
+    ] = 1
 
 
 Json = Annotated[Path | None, of_output("--json", help="Append one line of JSON to this file.")]

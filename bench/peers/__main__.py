@@ -62,19 +62,25 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--geometry", default="llama-110m", help="llama-110m, qwen2.5-0.5b, llama3-8b, or a model's folder"
     )
-    parser.add_argument("--dtype", choices=list(SMALL_GAP), default="bfloat16", help="of all engines")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of all engines (%(default)s)")
-    parser.add_argument("--weft-kv-cache-dtype", choices=["auto", "int8"], default="auto", help="Weft's (%(default)s)")
-    parser.add_argument("--peers", default=",".join(peers), help=f"of {', '.join(peers)} (all)")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of W1, W2, W3 (all)")
+    parser.add_argument("--dtype", choices=list(SMALL_GAP), default="bfloat16", help="what all engines compute in")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where all engines compute (%(default)s)"
+    )
+    parser.add_argument(
+        "--weft-kv-cache-dtype", choices=["auto", "int8"], default="auto", help="keys and values of Weft (%(default)s)"
+    )
+    parser.add_argument("--peers", default=",".join(peers), help=f"engines, of {', '.join(peers)} (all)")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="workloads, of W1, W2, W3 (all)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that is not (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable tokens (%(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="of tokens that are drawn; 0: off (%(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of tokens that are drawn; 1: off (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="where tokens are drawn; 0: off (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="where tokens are drawn; 1: off (%(default)s)")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help="1: off (%(default)s)")
-    parser.add_argument("--threads", type=int, help="of each engine (the cores of this process)")
+    parser.add_argument("--threads", type=int, help="CPU threads of each engine (the cores of this process)")
     parser.add_argument("--venvs", type=Path, default=default_venvs(), help="where the environments are (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts; each round has the next one (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the prompts; each round has the next (%(default)s)"
+    )
     parser.add_argument("--settle", type=float, default=0.5, help="seconds between two runs (%(default)s)")
     parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
     return parser.parse_args(arguments)
