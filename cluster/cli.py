@@ -129,10 +129,10 @@ def serve(
     settings = merge_settings(target, settings_of(model, cache, network))
     spec = build_spec(settings)
     if network.take_over and spec.ray_address is None:
-        raise ClusterConfigError("--take-over: there is nothing on a Ray of its own; allowed: with --ray-address")
+        raise ClusterConfigError("--take-over: a local Ray has no service to take over; allowed: with --ray-address")
     goes_to_background = detach and spec.ray_address is None
     if log_file is not None and not goes_to_background:
-        raise ClusterConfigError("--log-file: nothing is written there; allowed: with --detach, on a Ray of its own")
+        raise ClusterConfigError("--log-file: nothing would be written there; allowed: with --detach, on a local Ray")
     if goes_to_background:
         serve_in_background(settings, Console(), log_level=log_level, log_file=log_file)
     else:
@@ -190,11 +190,11 @@ def generate(
     from cluster.generate import generate as run_generate
 
     if system is not None and not chat:
-        raise ClusterConfigError("--system: a prompt that is no chat has none; allowed: with --chat")
+        raise ClusterConfigError("--system: a plain prompt has no system message; allowed: with --chat")
     if chat_template_kwargs is not None and not chat:
-        raise ClusterConfigError("--chat-template-kwargs: a prompt that is no chat has none; allowed: with --chat")
+        raise ClusterConfigError("--chat-template-kwargs: a plain prompt has no chat template; allowed: with --chat")
     if request.logprobs is not None and not as_json:
-        raise ClusterConfigError("--logprobs: text does not show them; allowed: with --json")
+        raise ClusterConfigError("--logprobs: plain output does not show them; allowed: with --json")
     options = given(request)
     if chat_template_kwargs is not None:
         options["chat_template_kwargs"] = read_object("--chat-template-kwargs", chat_template_kwargs)

@@ -94,7 +94,7 @@ def drain(
     from cluster.operate import drain_target, this_node
 
     if (target is None) != here:
-        raise ClusterConfigError("drain wants a REPLICA or NODE, or --this-node; allowed: one of the two")
+        raise ClusterConfigError("drain takes a REPLICA or NODE, or --this-node; allowed: one of the two")
     target = this_node(client) if target is None else target
     drain_target(client, target, Console(), grace_s=grace, undo=undo, wait_s=timeout if wait else None)
 

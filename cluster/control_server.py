@@ -240,7 +240,7 @@ class ControlServer(ControlServicer):
         async with _refusing(context):
             settings = _settings(request.settings_json)
             if request.undo and settings:
-                raise ClusterConfigError("undo goes back to the settings before; allowed: no settings with it")
+                raise ClusterConfigError("undo goes back to the settings before; allowed: undo without settings")
             if request.undo:
                 change, revision = await self._state.undo(request.model)
             else:

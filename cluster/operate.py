@@ -126,13 +126,13 @@ def wait_as_wanted(
 
     def is_done(status: control_pb2.GetStatusResponse) -> bool:
         if status.controller.stopping:
-            raise ControllerError("the service is stopping: what is wanted of it is not done any more")
+            raise ControllerError("the service is stopping and carries out no more changes")
         models = [each for each in status.models if model in ("", each.name)]
         if model and not any(each.revision for each in models):
             raise ControllerError(f"{model} is no longer served: others have removed it")
         for each in models:
             if replicas not in (None, each.wanted_replicas) and not each.HasField("autoscaling"):
-                raise ControllerError(f"{model} is no longer to have {replicas} replicas, but {each.wanted_replicas}")
+                raise ControllerError(f"others have changed {model} from {replicas} replicas to {each.wanted_replicas}")
             for group in each.groups:
                 is_wanted = group.revision == each.revision and not group.leaving  # another one is being replaced
                 if is_wanted and group.state == control_pb2.GROUP_STATE_FAILED:
@@ -142,7 +142,7 @@ def wait_as_wanted(
     status = _wait(client, console, is_done, what="as wanted", timeout_s=timeout_s)
     for each in status.models:
         if each.name == model and replicas not in (None, each.wanted_replicas):
-            console.print(f"It has gone on from {replicas} replicas to {each.wanted_replicas}.", highlight=False)
+            console.print(f"It has scaled itself from {replicas} to {each.wanted_replicas} replicas.", highlight=False)
 
 
 def is_as_wanted(model: control_pb2.ModelStatus) -> bool:

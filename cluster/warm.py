@@ -94,5 +94,5 @@ def _fulfil(wishes: Sequence[Wish], *, keep_s: float, timeout_s: float) -> None:
             return
         if time.monotonic() > give_up_s:
             names = ", ".join(str(wish) for wish in missing)
-            raise SpareError(f"not every process waits after {timeout_s:g} s; missing are some of {names}")
+            raise SpareError(f"some processes do not wait after {timeout_s:g} s, among: {names}")
         time.sleep(_POLL_S)

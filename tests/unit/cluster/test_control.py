@@ -197,7 +197,7 @@ async def test_what_cannot_be_is_refused_with_its_reason(running: Running) -> No
                 client.rollout("m", {"step": 1})
             with pytest.raises(ControllerError, match="max_context is 0"):
                 client.rollout("m", {"max_context": 0})
-            with pytest.raises(ClusterConfigError, match="no settings with it"):
+            with pytest.raises(ClusterConfigError, match="undo without settings"):
                 client.rollout("m", {"max_context": 64}, undo=True)
             with pytest.raises(ClusterConfigError, match=r"models\[0\].modle: unknown key"):
                 client.apply({"models": [{"modle": "b"}]}, dry_run=False)

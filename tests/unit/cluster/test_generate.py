@@ -78,7 +78,7 @@ async def test_how_to_sample_and_when_go_with_the_request() -> None:
 
 def test_log_probabilities_that_nothing_would_show_are_refused() -> None:
     result = CliRunner().invoke(app, ["generate", "hi", "--logprobs", "1", "--router", "127.0.0.1:1"])
-    assert "--logprobs: text does not show them; allowed: with --json" in str(result.exception)
+    assert "--logprobs: plain output does not show them; allowed: with --json" in str(result.exception)
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=["generate", "chat"])
@@ -90,7 +90,7 @@ def test_name_of_a_certificate_is_refused_without_tls(command: list[str]) -> Non
 
 def test_system_message_of_no_chat_is_refused() -> None:
     result = CliRunner().invoke(app, ["generate", "hi", "--system", "Be kind.", "--router", "127.0.0.1:1"])
-    assert "--system: a prompt that is no chat has none" in str(result.exception)
+    assert "--system: a plain prompt has no system message" in str(result.exception)
 
 
 @pytest.mark.parametrize("command", [["generate", "hi", "--chat"], ["chat"]], ids=["generate", "chat"])
@@ -107,7 +107,7 @@ async def test_variables_for_the_chat_template_go_with_the_request(command: list
     [
         (["--chat", "--chat-template-kwargs", "think=no"], "is 'think=no', which is not JSON: Expecting value"),
         (["--chat", "--chat-template-kwargs", "[1]"], "is '[1]'; allowed: a JSON object"),
-        (["--chat-template-kwargs", "{}"], "a prompt that is no chat has none; allowed: with --chat"),
+        (["--chat-template-kwargs", "{}"], "a plain prompt has no chat template; allowed: with --chat"),
     ],
 )
 def test_what_is_no_variables_for_a_chat_template_is_refused(flags: list[str], said: str) -> None:

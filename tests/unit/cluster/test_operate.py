@@ -159,11 +159,11 @@ def test_wait_ends_when_another_number_is_wanted_and_only_tells_it_of_a_model_th
     console: Console, out: io.StringIO
 ) -> None:
     status = model((2, READY), wanted=1)
-    with pytest.raises(ControllerError, match="m is no longer to have 2 replicas, but 1"):
+    with pytest.raises(ControllerError, match="others have changed m from 2 replicas to 1"):
         scale_model(FakeClient(statuses=[status]).client, "m", 2, console, wait_s=5.0)
     status.autoscaling.max_replicas = 4
     scale_model(FakeClient(statuses=[status]).client, "m", 2, console, wait_s=5.0)
-    assert out.getvalue().splitlines()[-2:] == ["As wanted.", "It has gone on from 2 replicas to 1."]
+    assert out.getvalue().splitlines()[-2:] == ["As wanted.", "It has scaled itself from 2 to 1 replicas."]
     scale_model(FakeClient(statuses=[status]).client, "m", 1, console, wait_s=5.0)
     assert out.getvalue().splitlines()[-1] == "As wanted."
 

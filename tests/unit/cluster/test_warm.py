@@ -73,5 +73,5 @@ def test_ray_is_asked_until_all_wait(monkeypatch: pytest.MonkeyPatch, wishes: li
 
 
 def test_what_does_not_come_in_time_is_named(monkeypatch: pytest.MonkeyPatch, wishes: list[Wish]) -> None:
-    with pytest.raises(SpareError, match=r"after 0.02 s; missing are some of 2 for ranks on 10\.0\.0\.4"):
+    with pytest.raises(SpareError, match=r"after 0.02 s, among: 2 for ranks on 10\.0\.0\.4"):
         fulfil(monkeypatch, Starts(num_forgotten=10**9), wishes, timeout_s=0.02)
