@@ -19,6 +19,21 @@ from workers.async_engine import Snapshot
 from workers.engine import EngineLoad, StepResult
 from workers.request import Request, RequestId, RequestOutput
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+"""config.json of a model that is described and divided, and never loaded."""
+
 
 class FakeClock:
     """Time that passes when a test says so."""

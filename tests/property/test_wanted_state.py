@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from helpers.cluster import FakeClock, FakeLife, FakeRouter, Formations, turns, write_tokenizer
+from helpers.cluster import LLAMA, FakeClock, FakeLife, FakeRouter, Formations, turns, write_tokenizer
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -27,19 +27,6 @@ logging.getLogger("cluster").setLevel(logging.CRITICAL)  # groups die here all t
 
 T = TypeVar("T")
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-}
 NAMES = ("a", "b")
 SURGE = 1
 

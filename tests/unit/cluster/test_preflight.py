@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.cluster import LLAMA
 
 from cluster.config import ClusterSpec, build_spec
 from cluster.errors import ModelNotFoundError, StartError
@@ -13,25 +14,12 @@ from parallel.errors import ConfigError, ParallelismError, UnsupportedModelError
 from router.tls import TlsFiles
 from workers.errors import EngineConfigError
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-}
 ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0}}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return tmp_path
 
 
@@ -99,7 +87,7 @@ def test_unreadable_config_is_refused(folder: Path, text: str, error: type[Excep
 
 def test_context_that_no_message_could_tell_is_refused(folder: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 40_000_000.0, "original_max_position_embeddings": 256}
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": scaling}))
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "rope_scaling": scaling}))
     with pytest.raises(ConfigError, match="max_context is 10240000000; allowed: at most 2147483647"):
         check_spec(spec(folder))
 

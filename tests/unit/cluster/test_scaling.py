@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers.cluster import FakeClock, FakeLife, FakeRouter, Formations, turns, write_tokenizer
+from helpers.cluster import LLAMA, FakeClock, FakeLife, FakeRouter, Formations, turns, write_tokenizer
 from weft.recording import Recorder, Recording
 from weft.v1 import control_pb2
 
@@ -24,19 +24,6 @@ from cluster.saved_state import SavedState, decode, encode
 from cluster.scaling import Scaling, observe
 from cluster.wanted_state import WantedState
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-}
 RULES = {"target_requests": 10, "window_s": 10, "upscale_delay_s": 10, "downscale_delay_s": 60, "idle_s": 120}
 STEP_S = 2.0
 

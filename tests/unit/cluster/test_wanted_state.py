@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from helpers.cluster import FakeClock, FakeRouter, Formations, turns, write_tokenizer
+from helpers.cluster import LLAMA, FakeClock, FakeRouter, Formations, turns, write_tokenizer
 from weft.v1 import control_pb2
 
 from cluster import preflight
@@ -22,19 +22,6 @@ from cluster.saved_state import RouterRecord, SavedState, decode, encode
 from cluster.wanted_state import WantedState
 from workers.errors import EngineConfigError
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-}
 NODES = [
     NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")
     for index, name in enumerate("ab")
