@@ -109,6 +109,6 @@ def test_no_group_is_started_with_more_ranks_than_gpus(monkeypatch: pytest.Monke
         ("--json", "/no/such/folder/file", "cannot be written"),
     ],
 )
-def test_wrong_arguments_are_told(flag: str, value: str, message: str) -> None:
+def test_wrong_arguments_are_refused_by_name(flag: str, value: str, message: str) -> None:
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
         all_reduce.main(["--device", "cpu", flag, value])

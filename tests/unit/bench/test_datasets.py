@@ -200,7 +200,7 @@ def test_wrong_lines_of_prompts_are_told(tmp_path: Path, text: str, message: str
         sessions(1, kind=DatasetKind.PROMPTS, file=file)
 
 
-def test_wrong_traces_are_told(tmp_path: Path) -> None:
+def test_wrong_traces_are_refused_with_their_line(tmp_path: Path) -> None:
     limits = TraceLimits()
     line = {"input_length": 1, "output_length": 1}
     for name, records, message in (

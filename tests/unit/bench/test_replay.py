@@ -219,7 +219,7 @@ def test_recording_of_something_else_is_refused(tmp_path: Path) -> None:
         replay_file(tmp_path / "file")
 
 
-def test_differences_have_a_place() -> None:
+def test_first_difference_says_where_it_is_and_what_differs() -> None:
     assert first_difference([1, (2, 3)], [1, (2, 3)]) is None
     assert first_difference([1, (2, 3)], [1, (2, 4)]) == ("[1][1]", "3", "4")
     assert first_difference([1], [1, 2]) == ("[1]", "nothing", "2")

@@ -547,6 +547,6 @@ def test_flags_that_nothing_looks_at_are_found() -> None:
         (["--dataset", "trace", "--file", "x", "--length-scale", "2"], "--length-scale is 2"),
     ],
 )
-def test_wrong_flags_are_told(arguments: list[str], message: str) -> None:
+def test_wrong_flags_of_serve_are_refused_by_name(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["bench", "serve", *arguments])
     assert message in str(result.exception)

@@ -42,7 +42,7 @@ def test_percentiles_are_those_of_numpy(number: int) -> None:
     assert (distribution.p95, distribution.max) == (pytest.approx(np.percentile(values, 95)), max(values))
 
 
-def test_times_of_one_request() -> None:
+def test_ttft_and_tpot_add_up_to_the_whole_time() -> None:
     record = answered(1.0, [1.5, 1.75, 2.5])
     assert (record.ttft_s, record.tpot_s, record.e2e_s) == (0.5, 0.5, 1.5)
     assert record.gaps_s == [0.25, 0.75]

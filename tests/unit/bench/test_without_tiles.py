@@ -32,7 +32,7 @@ def test_tiles_are_refused_and_nothing_else_is() -> None:
     assert _answer(sys.executable, "-m", "bench.without_tiles") == _EPERM
 
 
-def test_children_are_refused_too() -> None:
+def test_child_processes_get_no_tiles_either() -> None:
     assert _answer(sys.executable, "-m", "bench.without_tiles", "env") == _EPERM
 
 

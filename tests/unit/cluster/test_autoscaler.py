@@ -102,7 +102,7 @@ def test_few_requests_prove_nothing() -> None:
     assert decide([look(time_s, on_time="0/1") for time_s in range(16)], 1).replicas == 1
 
 
-def test_zero_and_back() -> None:
+def test_idle_model_goes_to_no_replica_and_back_with_the_first_request() -> None:
     config = replace(CONFIG, downscale_delay_s=20)
     quiet = [look(0, running=1), *[look(time_s) for time_s in range(1, 62)]]
     assert decide(quiet[:60], 1, config, least=0).replicas == 1
@@ -114,7 +114,7 @@ def test_zero_and_back() -> None:
     assert decide(quiet[1:50], 1, config, least=0).replicas == 1, "what was before is not known"
 
 
-def test_bounds_hold_at_once() -> None:
+def test_number_out_of_bounds_is_brought_back_at_once() -> None:
     assert decide([look(0)], 20).replicas == 8
     assert decide([look(0)], 0).replicas == 1
     assert decide([look(time_s, running=10_000) for time_s in range(40)], 1).replicas == 8

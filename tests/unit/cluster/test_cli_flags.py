@@ -64,7 +64,7 @@ def test_help_of_serve_has_its_flags_by_what_they_are_about() -> None:
 
 
 @pytest.mark.parametrize("command", [["drain", "m-0"], ["stop"]])
-def test_grace_has_an_end(command: list[str]) -> None:
+def test_grace_without_an_end_is_refused(command: list[str]) -> None:
     result = CliRunner().invoke(weft, [*command, "--control", "127.0.0.1:1", "--grace", "inf"])
     assert result.exit_code == 2
     assert "Invalid value for '--grace'" in result.output

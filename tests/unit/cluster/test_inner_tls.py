@@ -86,7 +86,7 @@ async def test_controller_takes_nobody_without_a_certificate_of_its_authority(
                 await ControlStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=10)
 
 
-def test_section_reaches_every_part(tls: InnerTls) -> None:
+def test_inner_tls_reaches_the_cluster_and_the_links_of_routers(tls: InnerTls) -> None:
     files = {"cert_file": tls.cert_file, "key_file": tls.key_file, "ca_file": tls.ca_file}
     spec = build_spec({"inner_tls": files, "router": {"link": {"backoff_s": 0.5}}})
     assert spec.inner_tls == spec.router.link.tls == tls

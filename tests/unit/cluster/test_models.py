@@ -48,7 +48,7 @@ def test_unknown_name_says_what_is_allowed(source: str) -> None:
         resolve_model(source)
 
 
-def test_file_is_no_model(folder: Path) -> None:
+def test_file_in_place_of_a_folder_is_refused(folder: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="is a file"):
         resolve_model(str(folder / "config.json"))
 

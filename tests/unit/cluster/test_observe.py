@@ -84,7 +84,9 @@ def test_percentiles_are_of_the_window_only() -> None:
         ({1.0: 0, 2.0: 1, float("inf"): 10}, 0.99, 2.0),  # beyond the last bound nothing is known
     ],
 )
-def test_percentile_of_buckets(buckets: dict[float, float], fraction: float, expected: float | None) -> None:
+def test_percentile_is_interpolated_within_its_bucket(
+    buckets: dict[float, float], fraction: float, expected: float | None
+) -> None:
     assert percentile(buckets, fraction) == (None if expected is None else pytest.approx(expected))
 
 
@@ -139,7 +141,7 @@ def test_router_that_finishes_its_requests_is_shown_to_drain() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_everything_is_shown(width: int) -> None:
+def test_tables_show_models_groups_routers_and_nodes_within_the_width(width: int) -> None:
     out = io.StringIO()
     Console(file=out, width=width).print(render(take_snapshot(look(0), look(2)), width))
     text = out.getvalue()

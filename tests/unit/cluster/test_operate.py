@@ -174,7 +174,7 @@ def test_group_that_failed_before_the_rollout_does_not_end_the_wait(console: Con
     assert out.getvalue().splitlines()[-1] == "As wanted."
 
 
-def test_wait_has_an_end(console: Console) -> None:
+def test_wait_that_lasts_too_long_ends_and_says_how_groups_are(console: Console) -> None:
     fake = FakeClient(statuses=[model((2, READY), (2, STARTING))])
     with pytest.raises(ControllerError, match="not as wanted within 0 s: m-0 ready, m-1 starting"):
         scale_model(fake.client, "m", 2, console, wait_s=0.0)

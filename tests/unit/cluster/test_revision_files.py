@@ -70,7 +70,7 @@ def test_another_model_in_the_same_folder_is_refused(folder: Path, change: Calla
         check_files(folder, text, node="10.0.0.7")
 
 
-def test_each_file_of_several_counts(folder: Path) -> None:
+def test_change_in_any_of_several_weight_files_is_refused(folder: Path) -> None:
     split(folder)
     text = wanted(folder)
     check_files(folder, text, node="here")

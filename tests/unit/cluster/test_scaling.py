@@ -370,7 +370,7 @@ async def test_nobody_is_looked_at_before_it_is_known_what_lives(folder: Path) -
     assert service.wanted == 1
 
 
-async def test_who_waits_is_looked_at_once(folder: Path) -> None:
+async def test_a_wait_causes_one_look_and_no_endless_looking(folder: Path) -> None:
     service = await Service(folder).begin(min_replicas=0, replicas=0)
     looks = 0
 
