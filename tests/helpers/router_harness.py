@@ -1,7 +1,7 @@
 """A whole router in the test's event loop: real gRPC to fake replicas, tokens that are bytes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 
+from helpers.polling import GUARD_S, poll
 from router.app import BoundAddresses, run_router
 from router.call import Conversation, TokenName
 from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from weft.v1.inference_pb2_grpc import InferenceAsyncStub
 
 BOS = 256
-GUARD_S = 120.0
-"""What should happen at once has failed when it has not by then: a busy machine takes its time."""
 
 
 class ByteTokenizer:
@@ -130,20 +129,6 @@ class RunningRouter:
     async def _num_ready(self, model: str) -> int:
         models = (await self.stub.ListModels(pb.ListModelsRequest())).models
         return next((m.ready_replicas for m in models if m.name == model), -1)
-
-
-async def poll(read: Callable[[], Awaitable[object]], wanted: object, timeout_s: float = GUARD_S) -> None:
-    """Wait until an async function returns what is wanted."""
-    async with asyncio.timeout(timeout_s):
-        while await read() != wanted:  # noqa: ASYNC110 - what it reads is in another task or process
-            await asyncio.sleep(0.005)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = GUARD_S) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 def router_config(*addresses: str, control: str | None = None, **changes: object) -> RouterConfig:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 from helpers.ipv6 import needs_ipv6
-from helpers.router_harness import poll, router_config, running_router
+from helpers.polling import poll
+from helpers.router_harness import router_config, running_router
 from rich.console import Console
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub

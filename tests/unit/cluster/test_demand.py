@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from helpers.router_harness import until
+from helpers.polling import until
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 

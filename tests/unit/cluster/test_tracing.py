@@ -8,7 +8,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 from helpers.fake_replica import FakeReplica
-from helpers.router_harness import router_config, running_router, text_request, until
+from helpers.polling import until
+from helpers.router_harness import router_config, running_router, text_request
 from helpers.traces import Traces, gated_replica
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode

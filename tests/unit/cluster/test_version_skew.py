@@ -21,7 +21,8 @@ from google.protobuf.message_factory import GetMessageClass
 from helpers.fake_model import run_alone
 from helpers.fake_replica import FakeReplica, expected_tokens
 from helpers.fixed_control import fixed_control
-from helpers.router_harness import prompt_ids, router_config, running_router, text_request, until
+from helpers.polling import until
+from helpers.router_harness import prompt_ids, router_config, running_router, text_request
 from helpers.traces import gated_replica
 from weft import protocol
 from weft.v1 import inference_pb2, replica_pb2

@@ -21,7 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers.fake_replica import FakeReplica
 from helpers.ipv6 import needs_ipv6
-from helpers.router_harness import ByteTokenizer, RunningRouter, poll, router_config, running_router, text_request
+from helpers.polling import poll
+from helpers.router_harness import ByteTokenizer, RunningRouter, router_config, running_router, text_request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from weft.recording import RecordingConfig
 from weft.v1 import inference_pb2 as pb

@@ -17,7 +17,8 @@ import yaml
 from grpc import StatusCode
 from helpers.fake_replica import EOS, FakeReplica, certain_text, expected_tokens
 from helpers.fronts import FRONT_NAMES, Answer, Front, RefusedError, TokenLogprob, Usage, ask, open_fronts
-from helpers.router_harness import prompt_ids, router_config, running_router, text_request, until
+from helpers.polling import until
+from helpers.router_harness import prompt_ids, router_config, running_router, text_request
 from weft.v1 import inference_pb2 as pb
 from weft.v1.replica_pb2 import Submit
 

@@ -7,8 +7,9 @@ import grpc
 import pytest
 from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica
+from helpers.polling import poll, until
 from helpers.ports import unlisted_port
-from helpers.router_harness import RunningRouter, poll, router_config, running_router, text_request, until
+from helpers.router_harness import RunningRouter, router_config, running_router, text_request
 from weft.v1 import control_pb2
 from weft.v1 import inference_pb2 as pb
 

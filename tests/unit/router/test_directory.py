@@ -9,8 +9,9 @@ import grpc
 import pytest
 from helpers.fake_control import FakeControl
 from helpers.fake_replica import HASH_KEY, FakeReplica
+from helpers.polling import until
 from helpers.ports import unlisted_port
-from helpers.router_harness import prompt_ids, router_config, running_router, text_request, until
+from helpers.router_harness import prompt_ids, router_config, running_router, text_request
 from weft.block_hash import block_hashes, root_hash
 from weft.v1 import control_pb2, replica_pb2
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
-from helpers.router_harness import Answer, RunningRouter, prompt_ids, router_config, running_router, text_request, until
+from helpers.polling import until
+from helpers.router_harness import Answer, RunningRouter, prompt_ids, router_config, running_router, text_request
 from weft.recording import RecordingConfig
 from weft.v1 import inference_pb2 as pb
 

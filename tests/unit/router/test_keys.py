@@ -13,7 +13,8 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.fake_replica import FakeReplica
-from helpers.router_harness import router_config, running_router, until
+from helpers.polling import until
+from helpers.router_harness import router_config, running_router
 
 from router.client import AsyncClient, OverloadedError, UnauthenticatedError
 from router.errors import RateLimitedError, RouterConfigError

@@ -7,7 +7,8 @@ import grpc
 import httpx
 import pytest
 from helpers.fake_replica import FakeReplica
-from helpers.router_harness import poll, router_config, running_router, text_request
+from helpers.polling import poll
+from helpers.router_harness import router_config, running_router, text_request
 from weft.v1 import inference_pb2 as pb
 
 from router.breaker import Breaker

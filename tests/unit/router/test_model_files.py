@@ -8,7 +8,8 @@ import pytest
 from helpers.cluster import write_tokenizer
 from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica
-from helpers.router_harness import poll, router_config, running_router, until
+from helpers.polling import poll, until
+from helpers.router_harness import router_config, running_router
 from weft.v1 import inference_pb2 as pb
 
 from cluster.models import PACKAGED

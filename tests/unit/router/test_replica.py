@@ -12,7 +12,7 @@ import grpc
 import pytest
 from helpers.cluster import FakeClock
 from helpers.fake_replica import FakeReplica
-from helpers.router_harness import until
+from helpers.polling import until
 from weft import protocol
 from weft.v1 import inference_pb2, replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server

@@ -11,15 +11,8 @@ import httpx
 import pytest
 from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica, expected_tokens
-from helpers.router_harness import (
-    ByteTokenizer,
-    RunningRouter,
-    prompt_ids,
-    router_config,
-    running_router,
-    text_request,
-    until,
-)
+from helpers.polling import until
+from helpers.router_harness import ByteTokenizer, RunningRouter, prompt_ids, router_config, running_router, text_request
 from weft.v1 import control_pb2
 from weft.v1 import inference_pb2 as pb
 

@@ -8,7 +8,8 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
-from helpers.router_harness import RunningRouter, poll, prompt_ids, router_config, running_router, text_request
+from helpers.polling import poll
+from helpers.router_harness import RunningRouter, prompt_ids, router_config, running_router, text_request
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 

@@ -8,7 +8,8 @@ import pytest
 from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica
 from helpers.fronts import ask, open_fronts
-from helpers.router_harness import ByteTokenizer, poll, router_config, running_router, text_request
+from helpers.polling import poll
+from helpers.router_harness import ByteTokenizer, router_config, running_router, text_request
 from weft.v1 import control_pb2
 from weft.v1 import inference_pb2 as pb
 

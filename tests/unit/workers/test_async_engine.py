@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from helpers.engines import FakeExecutor, Outcome, fake_engine, request
 from helpers.fake_model import run_alone
+from helpers.polling import until
 from weft.recording import Recorder, Recording
 
 from workers import async_engine
@@ -150,12 +151,6 @@ async def test_an_engine_with_nothing_to_do_does_not_hang(monkeypatch: pytest.Mo
     await until(lambda: bool(failures) or num_looks >= 3 * async_engine._NUM_LOOKS)
     await engine.stop()
     assert not failures
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def calls_in(path: Path) -> list[SchedulerCall]:
