@@ -6,6 +6,7 @@
 
 Needs the extra `bench`. For measuring, `weft bench serve` is the better tool: it says when it is the bottleneck, knows
 goodput, and its open loop does not slow down with the service. Locust has the page, and spreads over many machines.
+Over HTTP its "first token" is when headers come, which Weft sends with the first token; other servers may do so before.
 """
 
 import itertools

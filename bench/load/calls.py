@@ -51,6 +51,19 @@ class Lengths:
         return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
 
 
+def begin_otherwise(prompt: Prompt, word: str) -> Prompt:
+    """A prompt like this one that shares no cached prefix with it: `word` comes first, token ids come last first."""
+    match prompt:
+        case str():
+            return f"{word} {prompt}"
+        case Chat(messages=(first, *rest)):
+            return Chat(messages=({**first, "content": f"{word} {first['content']}"}, *rest))
+        case Chat():
+            return prompt
+        case _:
+            return prompt[::-1]
+
+
 def draw_ids(rng: random.Random, length: int, vocab_size: int) -> tuple[int, ...]:
     """Draw random token ids below `vocab_size`."""
     return tuple(rng.choices(range(vocab_size), k=length))

@@ -42,7 +42,15 @@ def serve(
     plot: Annotated[Path | None, of_output(help="Draw the loads into this folder (PNG).")] = None,
 ) -> None:
     """Send load to a running service and report latencies, throughput, goodput and how well machines are used."""
-    from bench.load.flags import find_idle, parse_dataset, parse_loads, parse_peak, parse_target, parse_targets
+    from bench.load.flags import (
+        check_replay,
+        find_idle,
+        parse_dataset,
+        parse_loads,
+        parse_peak,
+        parse_target,
+        parse_targets,
+    )
     from bench.load.serve import ServeOptions
     from bench.load.serve_command import run_serve
 
@@ -60,6 +68,7 @@ def serve(
         seed=prompts.seed,
         peak=parse_peak(ranks),
     )
+    check_replay(options.loads, data.kind)
     idle = find_idle([data.kind], prompts, sessions, load)
     run_serve(options, ranks, idle=idle, json_file=json_file, plot=plot)
 

@@ -119,9 +119,10 @@ class Driver:
         record = CallRecord(num_asked=call.num_out, due_s=due_s, sent_s=self._clock())
         self._records.append(record)
         try:
-            record.usage = await self._sender.send(
+            usage = await self._sender.send(
                 call, self._cache_salt, lambda num_tokens: record.note(num_tokens, self._clock())
             )
+            record.finish(usage, self._clock())
         except CallError as error:
             record.fail(error, self._clock())
         except asyncio.CancelledError:

@@ -110,11 +110,12 @@ class _Feed:
             del self._open[output.request_id]
         elif output.finish is not None:
             usage = output.finish.usage
-            entry.record.usage = Usage(
+            told = Usage(
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=usage.completion_tokens,
             )
+            entry.record.finish(told, now_s)
             del self._open[output.request_id]
             session, index = entry.ready.session, entry.ready.index + 1
             if index < len(session.calls):

@@ -33,6 +33,7 @@ DEFAULT_CONCURRENCY = 8
 
 _MADE = (DatasetKind.RANDOM, DatasetKind.SHARED_PREFIX, DatasetKind.SESSIONS)
 _LOOKED_AT = {
+    "vocab_size": tuple(kind for kind in DatasetKind if kind is not DatasetKind.PROMPTS),
     "input_tokens": _MADE,
     "output_tokens": (*_MADE, DatasetKind.PROMPTS),
     "prefix_tokens": (DatasetKind.SHARED_PREFIX, DatasetKind.SESSIONS),
@@ -118,6 +119,11 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | 
     check_address("--router", grpc)
     if not _is_url(http):
         raise BenchConfigError(f"--url is {http!r}; allowed: http://HOST[:PORT]... or https://HOST[:PORT]...")
+    is_plain = service.tls_ca is None if protocol is Protocol.GRPC else urlsplit(http).scheme == "http"
+    for flag, value in (("--tls-ca", service.tls_ca), ("--tls-name", service.tls_name)):
+        if is_plain and value is not None:
+            instead = "with --tls-ca" if protocol is Protocol.GRPC else "with an https:// URL"
+            raise BenchConfigError(f"{flag} is {str(value)!r}, and the connection is plain; allowed: {instead}")
     if service.api_key is not None and not (service.api_key.isascii() and service.api_key.isprintable()):
         raise BenchConfigError("--api-key has a line break, or another character; allowed: printable ASCII")
     if sent is not None and sent.ttft_target is None and sent.tpot_target is None:
@@ -179,6 +185,12 @@ def find_control(ranks: RankFlags, target: Target) -> tuple[str, int | None]:
     url = urlsplit(target.address if "://" in target.address else f"grpc://{target.address}")
     router_port = url.port or {"http": 80, "https": 443}.get(url.scheme)
     return join_host_port(url.hostname or "", DEFAULT_CONTROL_PORT), router_port
+
+
+def check_replay(loads: Iterable[Load], kind: DatasetKind) -> None:
+    """Only a trace has times; that one without them is meant, shows when it is read."""
+    if kind is not DatasetKind.TRACE and any(isinstance(load, Replay) for load in loads):
+        raise BenchConfigError(f"--replay is given, and --dataset {kind} has no times; allowed: with --dataset trace")
 
 
 def find_idle(kinds: Iterable[DatasetKind], *groups: PromptFlags | SessionFlags | LoadFlags) -> list[str]:

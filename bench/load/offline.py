@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bench.errors import BenchConfigError
 from bench.load.calls import Call, Chat, Prompt, Session
 from bench.load.datasets import DatasetOptions, make_sessions, take_calls
 from bench.load.engine_run import run_engine
@@ -24,7 +25,7 @@ from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
-from parallel.errors import ModelError
+from parallel.errors import DeviceError, ModelError
 from parallel.families.registry import describe_model
 from parallel.kernels.select import multiplies_bfloat16
 from parallel.mesh import Mesh
@@ -114,7 +115,10 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
     watcher.begin("find or make the model", None)
     folder = find_model(options.model)
     config = engine_config(folder, options.settings)
-    device = select_device(config.device)
+    try:
+        device = select_device(config.device)
+    except DeviceError as error:
+        raise BenchConfigError(str(error)) from error
     has_products = multiplies_bfloat16(device.torch_device, config.kernels)
     dtype = resolve_dtype(config.dtype, folder, device, multiplies_bfloat16=has_products)
     watcher.begin("load", 1.0)

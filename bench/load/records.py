@@ -58,8 +58,8 @@ class CallRecord:
     """How many tokens were seen; over HTTP pieces of text, which may be fewer."""
     usage: Usage | None = None
     error: CallError | None = None
-    failed_s: float | None = None
-    """When it failed."""
+    ended_s: float | None = None
+    """When its answer was complete, or when it failed."""
 
     def note(self, num_tokens: int, now_s: float) -> None:
         """Note that tokens came now. With 0 only the time counts: of a token that has no text, over HTTP."""
@@ -71,14 +71,18 @@ class CallRecord:
         if self.first_s is None:
             self.first_s = now_s
 
+    def finish(self, usage: Usage, now_s: float) -> None:
+        """Note that its answer is complete now."""
+        self.usage, self.ended_s = usage, now_s
+
     def fail(self, error: CallError, now_s: float) -> None:
         """Note that the request failed now."""
-        self.error, self.failed_s = error, now_s
+        self.error, self.ended_s = error, now_s
 
     @property
     def end_s(self) -> float:
         """When something was last seen of the request."""
-        return max(time_s for time_s in (self.sent_s, self.last_s, self.failed_s) if time_s is not None)
+        return max(time_s for time_s in (self.sent_s, self.last_s, self.ended_s) if time_s is not None)
 
     @property
     def is_answered(self) -> bool:

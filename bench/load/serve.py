@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load
-from bench.load.calls import Session
+from bench.load.calls import Session, begin_otherwise
 from bench.load.datasets import DatasetOptions, make_sessions, take_calls
 from bench.load.driver import Driver, Run
 from bench.load.grpc_sender import connect_grpc
@@ -134,10 +134,19 @@ class _Measuring:
             await self._measure(load)
 
     async def _warm_up(self, num_requests: int) -> None:
-        """Send other prompts than the loads have: not every service keeps caches apart."""
+        """Send other prompts than the loads have, those of a file begun otherwise: not every service keeps caches
+        apart."""
         self._watcher.begin(None, num_requests)
         load = ClosedLoop(concurrency=_WARMUP_CONCURRENCY)
-        sessions = (replace(each, think_s=0.0) for each in self._sessions(self._options.seed + 1, num_requests))
+        word = f"({uuid.uuid4().hex})"
+        sessions = (
+            replace(
+                each,
+                think_s=0.0,
+                calls=tuple(replace(call, prompt=begin_otherwise(call.prompt, word)) for call in each.calls),
+            )
+            for each in self._sessions(self._options.seed + 1, num_requests)
+        )
         run = await self._driver().run(load, sessions, seed=0)
         summary = summarize(run.records)
         if not summary.num_answered:

@@ -300,6 +300,7 @@ def test_what_was_measured_before_a_failure_is_told(tmp_path: Path, monkeypatch:
             ClusterConfigError,
             "cache.dtype: \"fp8\"; allowed: 'auto' or 'int8'",
         ),
+        (["--model", "weft-tiny", "--device", "cuda"], BenchConfigError, "device is 'cuda'.*; allowed: auto, cpu"),
         (["--model", "weft-tiny", "--set", "tensor_parallel=2"], EngineConfigError, "2 ranks are asked for"),
     ],
 )

@@ -28,7 +28,7 @@ from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, OpenLoop
 from bench.load.calls import Call, Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
-from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags
+from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags, SessionFlags
 from bench.load.flags import find_idle, parse_target
 from bench.load.http_sender import connect_http
 from bench.load.plots import plot_sweep
@@ -162,10 +162,12 @@ async def test_texts_and_conversations_are_sent_turn_by_turn(
     said = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     file.write_text(json.dumps({"messages": said}) + "\n" + json.dumps({"prompt": "héllo"}) + "\n")
     dataset = DatasetOptions(kind=DatasetKind.PROMPTS, file=file, outputs=Lengths(low=4, high=4))
-    (point,) = (await measure(options(target(router, protocol), dataset=dataset, num_requests=3))).points
+    asked = options(target(router, protocol), dataset=dataset, num_requests=3, num_warmup=3)
+    (point,) = (await measure(asked)).points
     assert (point.summary.num_answered, point.summary.output_tokens) == (3, 12)
-    texts = sorted(bytes(i for i in submit.prompt_token_ids if i < 256).decode() for submit in replica.submits)
-    assert texts == ["<user>user", "<user>user<assistant>assistant<user>user", "héllo"]
+    texts = [bytes(i for i in submit.prompt_token_ids if i < 256).decode() for submit in replica.submits]
+    assert sorted(texts[3:]) == ["<user>user", "<user>user<assistant>assistant<user>user", "héllo"]
+    assert {text.removeprefix("<user>")[0] for text in texts[:3]} == {"("}, "prompts of the warm-up begin otherwise"
 
 
 @PROTOCOLS
@@ -514,6 +516,7 @@ def test_flags_that_nothing_looks_at_are_found() -> None:
     prompts = PromptFlags(turns="3", input_tokens="64", length_scale=0.5)
     assert find_idle([DatasetKind.SESSIONS], prompts) == ["--length-scale"]
     assert find_idle([DatasetKind.W1, DatasetKind.W2], prompts) == ["--input-tokens", "--turns", "--length-scale"]
+    assert find_idle([DatasetKind.PROMPTS], SessionFlags(vocab_size=9)) == ["--vocab-size"]
     assert find_idle([DatasetKind.RANDOM], LoadFlags(burstiness=2.0, speed=2.0)) == ["--burstiness", "--speed"]
     assert find_idle([DatasetKind.RANDOM], LoadFlags(rate="1", burstiness=2.0)) == []
 
@@ -522,6 +525,9 @@ def test_flags_that_nothing_looks_at_are_found() -> None:
     ("arguments", "message"),
     [
         (["--rate", "1", "--concurrency", "2"], "--rate and --concurrency are given; allowed: one of them"),
+        (["--replay"], "--replay is given, and --dataset random has no times; allowed: with --dataset trace"),
+        (["--url", "http://a", "--tls-ca", "f"], "--tls-ca is 'f', and the connection is plain; allowed: with an http"),
+        (["--tls-name", "n"], "--tls-name is 'n', and the connection is plain; allowed: with --tls-ca"),
         (["--rate", "fast"], "--rate is 'fast'; allowed: a number, or several as in 1,4,16"),
         (["--concurrency", "1.5"], "--concurrency is '1.5'"),
         (["--send-targets", "--e2e-target", "9"], "--send-targets: there is none; allowed: with --ttft-target"),

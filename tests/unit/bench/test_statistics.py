@@ -17,7 +17,8 @@ def answered(
     record = CallRecord(num_asked=num_asked or len(times_s), due_s=due_s, sent_s=sent_s)
     for time_s in times_s:
         record.note(1, time_s)
-    record.usage = Usage(prompt_tokens=num_in, cached_tokens=num_in // 2, completion_tokens=len(times_s))
+    usage = Usage(prompt_tokens=num_in, cached_tokens=num_in // 2, completion_tokens=len(times_s))
+    record.finish(usage, max(times_s, default=sent_s))
     return record
 
 
@@ -140,6 +141,17 @@ def test_targets_must_be_positive() -> None:
         Targets(ttft_s=0.0)
     with pytest.raises(BenchConfigError, match=r"--e2e-target is nan ms"):
         Targets(e2e_s=float("nan"))
+
+
+def test_an_answer_without_tokens_lasts_until_its_end() -> None:
+    silent, usage = CallRecord(num_asked=1, due_s=None, sent_s=1.0), answered(1.0, [1.5]).usage
+    assert usage is not None
+    silent.finish(usage, 3.0)
+    for targets, num_good in ((Targets(ttft_s=1.9), 0), (Targets(e2e_s=1.9), 0), (Targets(ttft_s=2.0, tpot_s=1.0), 1)):
+        summary = summarize([silent], targets)
+        assert (summary.duration_s, summary.request_rate) == (2.0, 0.5)
+        assert summary.goodput is not None
+        assert summary.goodput.num_requests == num_good
 
 
 def test_time_per_token_counts_tokens_and_not_pieces_of_text() -> None:
