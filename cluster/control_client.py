@@ -1,9 +1,10 @@
 """The operator's end of weft.v1.Control: what the commands and a starting service ask of the controller."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import grpc
 from weft.v1 import control_pb2
@@ -15,9 +16,18 @@ from router.tls import InnerTls, connect_blocking
 _CHANGE_TIMEOUT_S = 600.0
 """Limit of one change: a model that comes from a hub may be fetched first."""
 
+_NUM_THREADS = 4
+"""A stop goes out while the answer to an interrupted question is awaited."""
+
+_AnswerT = TypeVar("_AnswerT")
+
 
 class ControlClient:
-    """A connection to one controller; close it, or use it in a `with`. Every call has a deadline."""
+    """A connection to one controller; close it, or use it in a `with`. Every call has a deadline.
+
+    gRPC is called in other threads: a KeyboardInterrupt amid its code, which a signal raises in the main thread, would
+    leave its locks taken, and whatever is called then would wait for good.
+    """
 
     def __init__(self, address: str, *, tls: InnerTls | None = None, timeout_s: float = 10.0) -> None:
         """Connect, with TLS where the controller has it. Raises RouterConfigError when a TLS file cannot be read."""
@@ -26,6 +36,7 @@ class ControlClient:
         self._tls = tls
         self._channel = connect_blocking(address, tls, [("grpc.use_local_subchannel_pool", 1)])
         self._stub = ControlStub(self._channel)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS)
 
     def __enter__(self) -> "ControlClient":
         return self
@@ -34,13 +45,14 @@ class ControlClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
+        """Close the connection; calls that somebody waits for fail."""
+        with suppress(RuntimeError):  # closed before
+            self._threads.submit(self._channel.close)
+        self._threads.shutdown(wait=False)
 
     def status(self) -> control_pb2.GetStatusResponse:
         """Return the state of models, groups and routers. Raises ControllerError."""
-        with self._translated():
-            return self._stub.GetStatus(control_pb2.GetStatusRequest(), timeout=self._timeout_s)
+        return self._call(self._stub.GetStatus, control_pb2.GetStatusRequest(), self._timeout_s)
 
     def apply(self, settings: Mapping[str, Any], *, dry_run: bool) -> Sequence[control_pb2.Change]:
         """Want exactly the models of a cluster file; return what that changes.
@@ -50,27 +62,23 @@ class ControlClient:
             ControllerError: a model cannot be had or split as wanted, or nobody answers.
         """
         request = control_pb2.ApplyRequest(settings_json=json.dumps(settings, default=str), dry_run=dry_run)
-        with self._translated():
-            return self._stub.Apply(request, timeout=_CHANGE_TIMEOUT_S).changes
+        return self._call(self._stub.Apply, request, _CHANGE_TIMEOUT_S).changes
 
     def scale(self, model: str, replicas: int) -> int:
         """Want so many replicas; return how many were wanted before. Raises as `apply`."""
         request = control_pb2.ScaleRequest(model=model, replicas=replicas)
-        with self._translated():
-            return self._stub.Scale(request, timeout=self._timeout_s).previous_replicas
+        return self._call(self._stub.Scale, request, self._timeout_s).previous_replicas
 
     def rollout(self, model: str, settings: Mapping[str, Any], *, undo: bool = False) -> control_pb2.RolloutResponse:
         """Replace a model's groups, or go back. Raises as `apply`."""
         text = json.dumps(settings, default=str) if settings else ""
         request = control_pb2.RolloutRequest(model=model, settings_json=text, undo=undo)
-        with self._translated():
-            return self._stub.Rollout(request, timeout=_CHANGE_TIMEOUT_S)
+        return self._call(self._stub.Rollout, request, _CHANGE_TIMEOUT_S)
 
     def drain(self, target: str, *, grace_s: float | None = None, undo: bool = False) -> control_pb2.DrainResponse:
         """Take a replica or a node out of service, or a node into it again. Raises ControllerError."""
         request = control_pb2.DrainRequest(target=target, grace_s=grace_s, undo=undo)
-        with self._translated():
-            return self._stub.Drain(request, timeout=self._timeout_s)
+        return self._call(self._stub.Drain, request, self._timeout_s)
 
     def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> Sequence[control_pb2.LogChunk]:
         """Return what logs hold after these offsets; without an offset, from `tail_bytes` before the end.
@@ -78,8 +86,7 @@ class ControlClient:
         Raises ControllerError.
         """
         request = control_pb2.ReadLogsRequest(target=target, offsets=offsets, tail_bytes=tail_bytes)
-        with self._translated():
-            return self._stub.ReadLogs(request, timeout=2 * self._timeout_s).chunks
+        return self._call(self._stub.ReadLogs, request, 2 * self._timeout_s).chunks
 
     def read_metrics(self, addresses: Iterable[str]) -> Mapping[str, bytes]:
         """Return the metrics pages at these addresses of `status`, by way of the controller.
@@ -87,19 +94,18 @@ class ControlClient:
         Those that do not answer are missing. Raises ControllerError.
         """
         request = control_pb2.ReadMetricsRequest(addresses=addresses)
-        with self._translated():
-            return {each.address: each.page for each in self._stub.ReadMetrics(request, timeout=2 * self._timeout_s)}
+        pages = self._call(
+            lambda asked, timeout: [*self._stub.ReadMetrics(asked, timeout=timeout)], request, 2 * self._timeout_s
+        )
+        return {each.address: each.page for each in pages}
 
     def shut_down(self, grace_s: float) -> None:
         """Stop everything; returns when it has stopped. Raises ControllerError."""
-        with self._translated():
-            request = control_pb2.ShutdownRequest(grace_s=grace_s)
-            self._stub.Shutdown(request, timeout=grace_s + self._timeout_s)
+        self._call(self._stub.Shutdown, control_pb2.ShutdownRequest(grace_s=grace_s), grace_s + self._timeout_s)
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _call(self, method: Callable[..., _AnswerT], request: object, timeout_s: float) -> _AnswerT:
         try:
-            yield
+            return self._threads.submit(method, request, timeout=timeout_s).result()
         except grpc.RpcError as error:
             raise self._translate(error) from error
 

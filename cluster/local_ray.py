@@ -11,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +22,13 @@ import ray
 from ray._private import node as ray_node
 from ray._private import services as ray_services
 from ray._private import worker as ray_worker
+from ray.job_config import JobConfig
 from weft.addresses import split_host_port
 
 from cluster import late_agent
 from cluster.controller import NAMESPACE
 from cluster.errors import RayStartError
+from router.tls import connect_blocking
 from workers.cores import give_way
 
 logger = logging.getLogger(__name__)
@@ -86,6 +89,7 @@ def start_local_ray(*, log_to_driver: bool) -> None:
                 ray.init(
                     address="local",
                     namespace=NAMESPACE,
+                    job_config=_without_this_folder(),
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     log_to_driver=log_to_driver,
@@ -95,9 +99,31 @@ def start_local_ray(*, log_to_driver: bool) -> None:
                 return
             except Exception as error:  # Ray has no common base for what its start may raise
                 processes = _end(nodes)
+                if "AF_UNIX path length" in str(error) or isinstance(error, UnicodeError):
+                    raise RayStartError(
+                        f"a local Ray cannot have its sockets in {tempfile.gettempdir()}: {error}; allowed: a folder "
+                        "for temporary files (TMPDIR) with a short path of ASCII characters"
+                    ) from error
                 if attempt == _START_ATTEMPTS:
                     raise RayStartError(f"a local Ray could not be started: {error} ({processes})") from error
                 logger.warning("a local Ray did not start, and is started again: %s (%s)", error, processes)
+
+
+class _Fixed(list[str]):
+    """A list that stays as it is."""
+
+    def extend(self, values: Iterable[str]) -> None:
+        """Do nothing."""
+
+
+def _without_this_folder() -> JobConfig:
+    """Return a job whose processes import nothing from the working folder, where anything may be called `cluster`.
+
+    Ray would put it first on the path of each, and has no setting against it.
+    """
+    config = JobConfig()
+    config._py_driver_sys_path = _Fixed()
+    return config
 
 
 def _choose_token() -> None:
@@ -134,7 +160,7 @@ def _wants_token(address: str) -> bool:
     """Return whether the cluster at host:port refuses who brings no token. Ray itself would try for 20 seconds."""
     if address.startswith("ray://") or ":" not in address:  # "auto": Ray brings its token by itself
         return False
-    with grpc.insecure_channel(address) as channel:
+    with connect_blocking(address, tls=None) as channel:
         ask: Any = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
         try:
             ask(b"", timeout=_JOIN_TIMEOUT_S)

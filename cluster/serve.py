@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 import msgspec
 from rich.console import Console
@@ -141,11 +141,10 @@ def serve_in_background(
     check_spec(build_spec(settings))
     settings = _with_control_port(settings)
     spec = build_spec(settings)
-    path = log_file or Path.home() / ".cache" / "weft" / f"serve-{spec.control_port}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as log:
+    path = log_file or _default_log(spec.control_port)
+    with _open_log(path) as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.background", log_level],
+            [sys.executable, "-P", "-m", "cluster.background", log_level],  # whatever this folder calls cluster
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -161,6 +160,21 @@ def serve_in_background(
         process.wait()
         raise
     print_addresses(console, status, _reachable(spec), spec.inner_tls, stays=False, log_file=path)
+
+
+def _default_log(port: int) -> Path:
+    try:
+        return Path.home() / ".cache" / "weft" / f"serve-{port}.log"
+    except RuntimeError as error:
+        raise StartError("this user has no home folder for the log; allowed: --log-file") from error
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb")
+    except OSError as error:
+        raise StartError(f"{path} cannot be written: {error.strerror}; allowed: another --log-file") from error
 
 
 def print_addresses(

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
+from weft.addresses import is_loopback
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 
@@ -56,6 +57,7 @@ from router.client_wire import (
     tokenize_request,
 )
 from router.spans import NO_TRACER, TraceContext, Tracer
+from router.tls import NO_PROXY
 
 __all__ = [
     "AsyncClient",
@@ -140,9 +142,9 @@ class Client(_TypedErrors):
         self._metadata = _metadata(api_key)
         self._tracer = tracer
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.insecure_channel(target, options=_channel_options(target))
         else:
-            self._channel = grpc.secure_channel(target, credentials, options=_secure_options(tls_name))
+            self._channel = grpc.secure_channel(target, credentials, options=_channel_options(target, tls_name))
         self._stub = InferenceStub(self._channel)
 
     def close(self) -> None:
@@ -267,9 +269,9 @@ class AsyncClient(_TypedErrors):
         self._metadata = _metadata(api_key)
         self._tracer = tracer
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options=_channel_options(target))
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=_secure_options(tls_name))
+            self._channel = grpc.aio.secure_channel(target, credentials, options=_channel_options(target, tls_name))
         self._stub = InferenceStub(self._channel)
 
     async def close(self) -> None:
@@ -363,8 +365,14 @@ class AsyncClient(_TypedErrors):
         raise _not_ready(timeout_s, model, replicas)
 
 
-def _secure_options(tls_name: str | None) -> tuple[tuple[str, str | int], ...]:
-    return _CHANNEL_OPTIONS if tls_name is None else (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls_name))
+def _channel_options(target: str, tls_name: str | None = None) -> list[tuple[str, str | int]]:
+    """Return how `target` is dialled: a router of this machine by no proxy, whatever the environment says."""
+    options: list[tuple[str, str | int]] = [*_CHANNEL_OPTIONS]
+    if is_loopback(target):
+        options.append(NO_PROXY)
+    if tls_name is not None:
+        options.append(("grpc.ssl_target_name_override", tls_name))
+    return options
 
 
 def _with_context(metadata: TraceContext | None, context: TraceContext) -> TraceContext | None:

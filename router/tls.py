@@ -136,8 +136,13 @@ def bind(server: grpc.Server | grpc.aio.Server, address: str, tls: TlsFiles | In
     return server.add_secure_port(address, tls.credentials)
 
 
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""Channel option: dial the address itself, whatever `https_proxy` says in the environment."""
+
+
 def connect(address: str, tls: InnerTls | None, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-    """Return a connection to another part of the cluster, with TLS where it is given."""
+    """Return a connection to another part of the cluster, with TLS where it is given and by no proxy."""
+    options = (*options, NO_PROXY)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.channel_credentials, options=(*options, *tls.channel_options))
@@ -145,6 +150,7 @@ def connect(address: str, tls: InnerTls | None, options: Sequence[tuple[str, Any
 
 def connect_blocking(address: str, tls: InnerTls | None, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
     """Return a connection as `connect` does, for callers without an event loop."""
+    options = (*options, NO_PROXY)
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.channel_credentials, options=(*options, *tls.channel_options))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from bench.errors import BenchError
 from cluster.make_model import make_model
 from cluster.models import resolve_model
 
@@ -19,13 +20,16 @@ STORED_DTYPE = "bfloat16"
 def find_model(name: str, *, cache: Path | None = None) -> Path:
     """The folder of a geometry, written now where the cache has none; else of a model as `weft serve` finds it.
 
-    Raises ModelNotFoundError when it is neither.
+    Raises ModelNotFoundError when it is neither, BenchError when the cache cannot be written.
     """
     if name not in GEOMETRIES:
         return resolve_model(name)
     folder = (cache or _default_cache()) / name
-    if not (folder / "config.json").is_file():
-        _write(folder, GEOMETRIES[name])
+    try:
+        if not (folder / "config.json").is_file():
+            _write(folder, GEOMETRIES[name])
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be written: {error.strerror}; allowed: a home folder that can") from error
     return folder
 
 

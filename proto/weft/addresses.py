@@ -4,6 +4,7 @@ An IPv6 address has brackets where a port follows it (RFC 3986, section 3.2.2) a
 setting, and where it is bound.
 """
 
+import ipaddress
 import socket
 
 
@@ -20,6 +21,15 @@ def split_host_port(address: str) -> tuple[str, int]:
     if not (host and is_port and join_host_port(host, port) == address):
         raise ValueError(f"{address!r} is no address; allowed: host:port, or [IPv6 address]:port, up to 65535")
     return host, int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the host of host:port is this machine, by what is written there: no name but localhost is looked up."""
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -143,6 +143,23 @@ async def test_watcher_sees_membership_now_and_at_every_change(running: Running)
         assert second.version == first.version + 1
 
 
+async def test_no_call_is_made_where_a_signal_interrupts(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KeyboardInterrupt amid gRPC's own code leaves its locks taken."""
+    callers = set()
+
+    def note(*args: object, **options: object) -> control_pb2.GetStatusResponse:
+        callers.add(threading.current_thread())
+        return control_pb2.GetStatusResponse()
+
+    with ControlClient(running[2]) as client:
+        monkeypatch.setattr(client._stub, "GetStatus", note)
+        client.status()
+        client.close()
+        client.close()
+    assert threading.main_thread() not in callers
+    assert len(callers) == 1
+
+
 async def test_operator_sees_status_and_shuts_down(running: Running) -> None:
     state, _, address = running
     with ControlClient(address) as client:

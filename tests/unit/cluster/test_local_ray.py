@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -119,6 +120,43 @@ def test_a_ray_of_its_own_has_a_token_that_is_in_no_file(
     local_ray.start_local_ray(log_to_driver=False)
     assert len(environment.get("RAY_AUTH_TOKEN", "")) == (0 if said else 64)
     assert said.items() <= environment.items()
+
+
+@pytest.mark.usefixtures("environment")
+def test_processes_of_a_ray_of_its_own_import_nothing_from_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+
+    def start(*, job_config: Any, **settings: object) -> None:
+        job_config._py_driver_sys_path.extend(["/home/somebody/cluster"])  # as Ray does
+        jobs.append(job_config._get_proto_job_config())
+
+    monkeypatch.setattr(local_ray, "give_way", lambda: None)
+    monkeypatch.setattr(local_ray.ray, "init", start)
+    local_ray.start_local_ray(log_to_driver=False)
+    (job,) = jobs
+    assert list(job.py_driver_sys_path) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /tmp/a/long/one"),
+        UnicodeEncodeError("ascii", "ö", 0, 1, "ordinal not in range(128)"),
+    ],
+)
+@pytest.mark.usefixtures("environment")
+def test_a_folder_in_which_no_socket_can_be_is_told_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def start(**settings: object) -> None:
+        attempts.append(settings)
+        raise error
+
+    monkeypatch.setattr(local_ray, "give_way", lambda: None)
+    monkeypatch.setattr(local_ray.ray, "init", start)
+    with pytest.raises(RayStartError, match=r"allowed: a folder for temporary files \(TMPDIR\) with a short path"):
+        local_ray.start_local_ray(log_to_driver=False)
+    assert len(attempts) == 1
 
 
 class Process:

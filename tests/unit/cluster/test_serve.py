@@ -5,6 +5,7 @@ import io
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from weft.v1 import control_pb2
 
 from cluster.config import build_spec
 from cluster.errors import StartError
-from cluster.serve import _reachable, _run, _stop_signals, print_addresses
+from cluster.serve import _default_log, _open_log, _reachable, _run, _stop_signals, print_addresses
 
 
 class InterruptedService:
@@ -147,6 +148,18 @@ def test_service_goes_on_where_nothing_can_be_written(caplog: pytest.LogCaptureF
     assert [record.getMessage() for record in caplog.records] == [
         "output is lost: No space left on device; the service goes on"
     ]
+
+
+def test_log_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def know_none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match=r"file/x\.log cannot be written: .*; allowed: another --log-file"):
+        _open_log(tmp_path / "file" / "x.log")
+    monkeypatch.setattr(Path, "home", know_none)
+    with pytest.raises(StartError, match="this user has no home folder for the log; allowed: --log-file"):
+        _default_log(1)
 
 
 def test_address_that_routers_share_is_told_once() -> None:

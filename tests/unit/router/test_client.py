@@ -65,6 +65,16 @@ async def client(target: str) -> AsyncIterator[AsyncClient]:
         yield client
 
 
+async def test_no_proxy_is_asked_for_a_router_of_this_machine(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    port = target.rpartition(":")[2]
+    for address in (target, f"localhost:{port}"):
+        assert await with_sync(address, lambda client: client.models())
+        async with AsyncClient(address, timeout_s=20) as client:
+            assert await client.models()
+
+
 async def with_sync(target: str, work: Callable[[Client], Any]) -> Any:
     """Run sync client code in a thread: the server lives on this loop."""
 
