@@ -26,7 +26,7 @@ from cluster.control_client import ControlClient
 from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ControllerError, StartError
 from cluster.imports import import_for_good
-from cluster.preflight import check_spec
+from cluster.preflight import check_spec, find_slowness
 from cluster.readiness import first_failure, is_ready
 from cluster.status_view import ChangeView, StartView, bounds
 from router.tls import InnerTls
@@ -61,19 +61,20 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
         try:
             with Service.start(spec, log_level=log_level, takes_over=takes_over) as service:
                 rearm()
-                _run(service, console, stays=stays, grace_s=spec.router.grace_s)
+                _run(service, console, spec=spec, stays=stays)
         except KeyboardInterrupt:
             console.print("Stopped before it was ready.")
             raise
 
 
-def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None:
+def _run(service: Any, console: Console, *, spec: ClusterSpec, stays: bool) -> None:
     console.file = cast("IO[str]", _LastingOutput(console.file))
     was_ready = False
     try:
         _wait_until_ready(service, console, stays=stays)
         was_ready = True
         print_addresses(console, service.status(), service.control_address, service.tls, stays=stays)
+        _tell_slowness(console, spec)
         changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=_WATCH_S):
             with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
@@ -81,7 +82,7 @@ def _run(service: Any, console: Console, *, stays: bool, grace_s: float) -> None
     except KeyboardInterrupt:
         console.print("Stopping ...")
         with suppress(KeyboardInterrupt):  # a second one: nobody waits any longer
-            service.shut_down(grace_s)
+            service.shut_down(spec.router.grace_s)
         if not was_ready:
             raise
     if stays:
@@ -160,6 +161,7 @@ def serve_in_background(
         process.wait()
         raise
     print_addresses(console, status, _reachable(spec), spec.inner_tls, stays=False, log_file=path)
+    _tell_slowness(console, spec)
 
 
 def _default_log(port: int) -> Path:
@@ -210,6 +212,12 @@ def print_addresses(
         say(f"  log         {log_file}")
     stop = shlex.join(["weft", "stop", *connection_flags(control, tls)])
     say(f"Stop it with `{stop}`{' or Ctrl-C' if stays else ''}.")
+
+
+def _tell_slowness(console: Console, spec: ClusterSpec) -> None:
+    if (reason := find_slowness(spec)) is not None:
+        warning = f"Warning: ranks compute in plain torch, several times slower: {reason}"
+        console.print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _wait_ready(

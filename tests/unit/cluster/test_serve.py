@@ -15,6 +15,8 @@ from cluster.config import build_spec
 from cluster.errors import StartError
 from cluster.serve import _default_log, _open_log, _reachable, _run, _stop_signals, print_addresses
 
+SPEC = build_spec({"ray": {"address": "127.0.0.1:1"}})
+
 
 class InterruptedService:
     """Somebody presses Ctrl-C while it serves, and again while it stops."""
@@ -53,7 +55,7 @@ def test_either_signal_is_an_interrupt_and_again_after_another_has_set_its_own(n
 
 def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     service, out = InterruptedService(), io.StringIO()
-    _run(service, Console(file=out), stays=True, grace_s=30.0)
+    _run(service, Console(file=out), stays=True, spec=SPEC)
     assert service.graces_s == [30.0]
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
 
@@ -68,7 +70,7 @@ class SlowService(InterruptedService):
 def test_service_that_was_stopped_before_it_was_ready_was_no_success() -> None:
     service = SlowService()
     with pytest.raises(KeyboardInterrupt):
-        _run(service, Console(file=io.StringIO()), stays=True, grace_s=30.0)
+        _run(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
     assert service.graces_s == [30.0]
 
 
@@ -96,7 +98,7 @@ class FailedService(InterruptedService):
 def test_service_that_does_not_come_up_is_ended() -> None:
     service = FailedService(was_taken_over=False)
     with pytest.raises(StartError, match="no such tensor"):
-        _run(service, Console(file=io.StringIO()), stays=True, grace_s=30.0)
+        _run(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
     assert (service.graces_s, service.num_looks) == ([0.0], 0)
 
 
@@ -105,7 +107,7 @@ def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
 ) -> None:
     caplog.set_level("WARNING", "cluster.serve")
     service = FailedService(was_taken_over=True)
-    _run(service, Console(file=io.StringIO()), stays=True, grace_s=30.0)
+    _run(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
     assert (service.graces_s, service.num_looks) == ([30.0], 3), "it was watched until Ctrl-C"
     assert [record.getMessage() for record in caplog.records] == [
         "not all of the service that was taken over is ready: m-1: no such tensor"
@@ -115,7 +117,7 @@ def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
 def test_failed_group_of_a_service_that_was_taken_over_is_an_error_for_who_does_not_stay() -> None:
     service = FailedService(was_taken_over=True)
     with pytest.raises(StartError, match="no such tensor"):
-        _run(service, Console(file=io.StringIO()), stays=False, grace_s=30.0)
+        _run(service, Console(file=io.StringIO()), stays=False, spec=SPEC)
     assert service.graces_s == [], "it goes on"
 
 
@@ -143,7 +145,7 @@ class FullDisk(io.StringIO):
 def test_service_goes_on_where_nothing_can_be_written(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "cluster.serve")
     service = ChangingService()
-    _run(service, Console(file=FullDisk()), stays=True, grace_s=30.0)
+    _run(service, Console(file=FullDisk()), stays=True, spec=SPEC)
     assert service.graces_s == [30.0], "it has served until it was stopped"
     assert [record.getMessage() for record in caplog.records] == [
         "output is lost: No space left on device; the service goes on"
