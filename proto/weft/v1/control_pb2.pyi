@@ -522,7 +522,7 @@ class ModelStatus(_message.Message):
     revision: _builtins.int
     """Revision of the settings that are wanted now; every rollout has a new one."""
     previous_revision: _builtins.int
-    """Revision that `--undo` goes back to; 0: none."""
+    """Revision that `--undo` goes back to; 0: none. For programs: `weft status` shows it only with --json."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]: ...
     @_builtins.property
