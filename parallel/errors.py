@@ -7,7 +7,7 @@ ModelError                    a model folder or its split cannot be used
 └── ParallelismError          the model cannot be divided over this many ranks
 CollectiveError               a peer rank went away or timed out during a collective
 DeviceError                   the device, or the kernels for it, cannot be had on this machine
-RecordingError                a step could not be recorded as a CUDA graph
+GraphCaptureError             a step could not be recorded as a CUDA graph
 """
 
 
@@ -39,5 +39,5 @@ class DeviceError(RuntimeError):
     """The device that was asked for, or the kernels for it, cannot be had on this machine."""
 
 
-class RecordingError(RuntimeError):
+class GraphCaptureError(RuntimeError):
     """A step could not be recorded as a CUDA graph, though its layers can be; the process is not to go on."""

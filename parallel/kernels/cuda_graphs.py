@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from parallel.errors import DeviceError, RecordingError
+from parallel.errors import DeviceError, GraphCaptureError
 from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS, StepBucket, choose_bucket, choose_pieces
 from parallel.kernels.cuda_pieces import Cut, CutAttention, call_at_once
@@ -175,7 +175,7 @@ class CudaGraphs:
         sizes want it, then record: a graph, and one more for each cut.
 
         `memory` is a pool of torch's; without a graph that lives a pool cannot be recorded into again.
-        Raises RecordingError where the run went well, but not the recording.
+        Raises GraphCaptureError where the run went well, but not the recording.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -210,7 +210,7 @@ class CudaGraphs:
                 result = run(cut)
         except RuntimeError as error:
             reason = error.__context__ or error  # what comes out is often that the recording was cut short
-            raise RecordingError(
+            raise GraphCaptureError(
                 f"a step cannot be recorded as a CUDA graph: {reason}; "
                 "allowed: a smaller memory_fraction or max_cudagraph_capture_size, whose 0 records none"
             ) from error

@@ -12,7 +12,7 @@ from helpers.gloo_pool import GlooPool, RankFailedError
 from helpers.recording import MAX_CONTEXT, RecordingKernels, StandIn, make_runner
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
-from parallel.errors import RecordingError
+from parallel.errors import GraphCaptureError
 from parallel.kernels.cuda_buckets import StepBucket
 from parallel.mesh import Mesh
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -96,7 +96,7 @@ def test_a_rank_that_cannot_record_fails_the_start_with_its_reason(
         max_context=MAX_CONTEXT,
     )
     monkeypatch.setattr("helpers.engines._be_rank", _be_rank_that_cannot_record)
-    with pytest.raises(RankFailedError, match="GroupFailedError: rank 1 failed: RecordingError: out of memory"):
+    with pytest.raises(RankFailedError, match="GroupFailedError: rank 1 failed: GraphCaptureError: out of memory"):
         in_group(gloo_pool, config, _never, may_die=True)
 
 
@@ -114,5 +114,5 @@ def _be_rank_that_cannot_record(rank: int, *args: Any) -> Any:
         patch.setattr("workers.rank._select_kernels", lambda *args: kernels)
         try:
             return _be_rank(rank, *args)
-        except RecordingError:
+        except GraphCaptureError:
             os._exit(1)  # as a rank of a cluster does

@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.checkpoint import load_decoder
 from parallel.device.cpu import CpuDevice
-from parallel.errors import DeviceError, RecordingError
+from parallel.errors import DeviceError, GraphCaptureError
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache, RunLayers
 from parallel.kernels.cuda_buckets import StepBucket
 from parallel.kernels.cuda_graphs import GraphedLayers, Recording, Result
@@ -94,7 +94,7 @@ class RecordingKernels(ReferenceKernels):
         self._device.free_bytes -= 1000 if memory else 50_000
         result = run()
         if len(self.recorded) == self._fails_at:
-            raise RecordingError("out of memory")
+            raise GraphCaptureError("out of memory")
         self.recorded.append(self._step)
 
         def replay() -> None:

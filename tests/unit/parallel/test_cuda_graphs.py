@@ -11,7 +11,7 @@ import torch
 from helpers.paged_layout import make_meta
 from torch import Tensor
 
-from parallel.errors import CollectiveError, DeviceError, RecordingError
+from parallel.errors import CollectiveError, DeviceError, GraphCaptureError
 from parallel.kernels.base import AttentionMeta, LayerCache
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers, Recording, Result
@@ -285,7 +285,7 @@ def test_a_recording_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
             raise CollectiveError("out of memory")
         return torch.ones(1), torch.ones(1)
 
-    with pytest.raises(RecordingError, match=r"CUDA graph: out of memory; allowed: .*max_cudagraph_capture_size"):
+    with pytest.raises(GraphCaptureError, match=r"CUDA graph: out of memory; allowed: .*max_cudagraph_capture_size"):
         CudaGraphs().record(run, None)
 
 
@@ -303,8 +303,8 @@ def test_a_recording_that_fails_is_no_reason_to_go_on_without() -> None:
     """The other ranks have recorded."""
 
     def record(run: Callable[[], Result], memory: object) -> Recording:
-        raise RecordingError("out of memory")
+        raise GraphCaptureError("out of memory")
 
     layers = GraphedLayers(Layers(), record)
-    with pytest.raises(RecordingError):
+    with pytest.raises(GraphCaptureError):
         check_step(layers, [(1, 4)], new_caches())

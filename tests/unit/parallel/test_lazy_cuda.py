@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel.device.cuda import CudaDevice
 from parallel.device.select import select_device
-from parallel.errors import DeviceError, RecordingError
+from parallel.errors import DeviceError, GraphCaptureError
 from parallel.kernels.base import AttentionParams, Kernels, LayerCache
 from parallel.kernels.cuda_graphs import CudaGraphs
 from parallel.kernels.cuda_pieces import Cut, call_at_once
@@ -139,7 +139,7 @@ def test_what_waits_cannot_be_recorded(cuda: LazyCuda, wait: Callable[[Tensor], 
         wait(x)
         return x, x
 
-    with pytest.raises(RecordingError, match="not permitted when stream is capturing"):
+    with pytest.raises(GraphCaptureError, match="not permitted when stream is capturing"):
         record(run)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.ipv6 import needs_ipv6
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
-from parallel.errors import RecordingError
+from parallel.errors import GraphCaptureError
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
 from workers.errors import EngineConfigError
 from workers.rank import Rendezvous, _choose_interface, _leave, follow_group, follow_plans, lead_group
@@ -179,12 +179,12 @@ def test_a_rank_that_fails_says_so_before_it_leaves(monkeypatch: pytest.MonkeyPa
             events.append(f"last words: {error}")
 
         def report(self, value: int, timeout_s: float) -> int:
-            raise RecordingError("out of memory")
+            raise GraphCaptureError("out of memory")
 
     store = SimpleNamespace(get=lambda key: b"endpoint")
     monkeypatch.setattr("workers.rank.TCPStore", lambda *args, **options: store)
     monkeypatch.setattr("workers.rank.RankLink", Link)
     monkeypatch.setattr("workers.rank._leave", lambda *args, has_failed: events.append(f"leaves, failed {has_failed}"))
-    with pytest.raises(RecordingError):
+    with pytest.raises(GraphCaptureError):
         follow_group(EngineConfig(model="anything"), rank=1, host="127.0.0.1", port=1)
     assert events == ["last words: out of memory", "leaves, failed True"]
