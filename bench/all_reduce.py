@@ -42,7 +42,7 @@ from parallel.collectives import all_reduce
 from parallel.device.base import Device
 from parallel.device.select import NAMES, select_device
 from parallel.dtypes import DTYPES
-from parallel.errors import CollectiveError, DeviceError, GraphCaptureError
+from parallel.errors import ParallelError
 from parallel.kernels.cuda_graphs import CudaGraphs, Result
 from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.local_exchange import MAX_BYTES
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(text)
         if args.json is not None:
             append_line(text, args.json)
-    except (ClusterError, CollectiveError, DeviceError, GraphCaptureError) as error:
+    except (ClusterError, ParallelError) as error:
         sys.exit(f"error: {error}")
 
 
