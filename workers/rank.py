@@ -21,7 +21,8 @@ import os
 import platform
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -31,7 +32,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from parallel.checkpoint import load_decoder
-from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
@@ -274,7 +274,8 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
     has_products = multiplies_bfloat16(device.torch_device, config.kernels)
     dtype = resolve_dtype(config.dtype, folder, device, multiplies_bfloat16=has_products)
     check_dtype(config.cache, describe_model(folder), device.torch_device)
-    kernels = _select_kernels(config, device.torch_device, dtype)
+    with _refusing_settings():
+        kernels = _select_kernels(config, device.torch_device, dtype)
     decoder = load_decoder(
         folder,
         mesh=mesh,
@@ -287,31 +288,30 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
         max_context=config.max_context,
         progress=progress,
     )
-    if isinstance(kernels, InductorKernels):
-        _compile(decoder, kernels)
+    if isinstance(kernels, InductorKernels):  # no other rank is to wait for minutes inside of a step
+        with _refusing_settings():
+            kernels.compile_ahead(*decoder.layer_inputs(), decoder.num_local_layers)
     return ModelRunner(decoder, mesh=mesh, device=device, config=config, stats=stats)
 
 
+@contextmanager
+def _refusing_settings() -> Iterator[None]:
+    """Kernels that cannot be had here are settings that cannot be used."""
+    try:
+        yield
+    except DeviceError as error:
+        raise EngineConfigError(str(error)) from error
+
+
 def _select_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
-    try:
-        return select_kernels(
-            device,
-            dtype,
-            config.kernels,
-            attention_backend=config.attention_backend,
-            compiles=config.compile,
-            max_graph_size=config.max_cudagraph_capture_size,
-        )
-    except DeviceError as error:
-        raise EngineConfigError(str(error)) from error
-
-
-def _compile(decoder: Decoder, kernels: InductorKernels) -> None:
-    """Before there is a step: it may take minutes, and no other rank has to wait inside of one."""
-    try:
-        kernels.compile_ahead(*decoder.layer_inputs(), decoder.num_local_layers)
-    except DeviceError as error:
-        raise EngineConfigError(str(error)) from error
+    return select_kernels(
+        device,
+        dtype,
+        config.kernels,
+        attention_backend=config.attention_backend,
+        compiles=config.compile,
+        max_graph_size=config.max_cudagraph_capture_size,
+    )
 
 
 def _local_rank(rank: int) -> int:

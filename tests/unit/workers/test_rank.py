@@ -36,6 +36,16 @@ def test_a_group_of_several_ranks_needs_a_rendezvous() -> None:
         lead_group(config)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"kernels": "cuda"}, "allowed"), ({"kernels": "cpu-native", "compile": True}, "compile with kernels")],
+)
+def test_kernels_that_cannot_be_had_are_settings_that_cannot_be_used(settings: dict[str, Any], message: str) -> None:
+    config = EngineConfig(model=str(PACKAGED[DEFAULT_MODEL]), device="cpu", cache=CacheConfig(num_blocks=8), **settings)
+    with pytest.raises(EngineConfigError, match=message):
+        lead_group(config)
+
+
 def test_a_rank_says_what_it_computes_with() -> None:
     stats = RankStats()
     config = EngineConfig(
