@@ -18,6 +18,7 @@ from workers.errors import EngineConfigError, EngineError, InvalidRequestError, 
 from workers.executor import Executor
 from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
+from workers.limits import find_end, stop_ids
 from workers.plan import StepPlan
 from workers.recording import RecordingScheduler
 from workers.request import Finish, FinishReason, Request, RequestId, RequestOutput, Usage
@@ -296,9 +297,15 @@ class Engine:
         A replica may die after it sent the last token and before it said that it was the last.
         """
         token_ids, sampling = request.generated_token_ids, request.sampling
-        stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
         last = token_ids[-1]
-        is_stopped = last in stop_ids and len(token_ids) > sampling.min_tokens
+        reason = find_end(
+            request,
+            len(token_ids),
+            last,
+            stop_token_ids=stop_ids(sampling, self.eos_token_ids),
+            max_num_tokens=self._scheduler.limits.max_num_tokens(request),
+        )
+        is_stopped = reason is FinishReason.STOP
         detokenizer.resume(token_ids[:-1] if is_stopped and not sampling.include_stop_str_in_output else token_ids)
         usage = Usage(
             prompt_tokens=len(request.prompt_token_ids),
@@ -310,12 +317,9 @@ class Engine:
         )
         if detokenizer.stop_string is not None:
             return Finish(reason=FinishReason.STOP, usage=usage, stop_string=detokenizer.stop_string)
-        if is_stopped:
-            return Finish(reason=FinishReason.STOP, usage=usage, stop_token_id=last)
-        is_full = len(request.prompt_token_ids) + len(token_ids) >= self.max_context
-        if len(token_ids) >= sampling.max_tokens or is_full:
-            return Finish(reason=FinishReason.LENGTH, usage=usage)
-        return None
+        if reason is None:
+            return None
+        return Finish(reason=reason, usage=usage, stop_token_id=last if is_stopped else None)
 
     def _note_step(self, flight: _Flight, now_s: float) -> None:
         stats, counters = self.stats, self._scheduler.counters

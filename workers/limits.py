@@ -1,9 +1,9 @@
-"""How long a request may become here, and the refusal of one that cannot be served whatever else runs."""
+"""How long a request may become here, which token is its last, and the refusal of one that cannot be served at all."""
 
 from dataclasses import dataclass
 
 from workers.errors import InvalidRequestError
-from workers.request import Request
+from workers.request import FinishReason, Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +40,22 @@ class LengthLimits:
                 f"a prompt of {num_prompt} tokens with max_tokens {max_tokens} puts {num_computed} tokens into the "
                 f"KV cache; allowed: {self.cache_tokens}, all of it"
             )
+
+
+def stop_ids(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Return the ids of tokens that end a request: its own, and the model's unless it ignores them."""
+    return frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_token_ids)
+
+
+def find_end(
+    request: Request, num_generated: int, last_token_id: int, *, stop_token_ids: frozenset[int], max_num_tokens: int
+) -> FinishReason | None:
+    """Return why a request ends with the last of its generated tokens; None: it goes on.
+
+    `stop_token_ids` as of `stop_ids`, and `max_num_tokens` as of LengthLimits. Stop strings are the detokenizer's.
+    """
+    if last_token_id in stop_token_ids and num_generated > request.sampling.min_tokens:
+        return FinishReason.STOP
+    if len(request.prompt_token_ids) + num_generated >= max_num_tokens:
+        return FinishReason.LENGTH
+    return None

@@ -15,7 +15,7 @@ from workers.batch import Batch, Flight
 from workers.config import SchedulerConfig
 from workers.errors import InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache_manager import KVCacheManager
-from workers.limits import LengthLimits
+from workers.limits import LengthLimits, find_end, stop_ids
 from workers.plan import ModelOutput, SampledToken, ScheduledSequence, StepPlan
 from workers.queueing import ServingOrder
 from workers.request import Finish, FinishReason, Request, RequestId, TokenLogprobs
@@ -81,7 +81,7 @@ class Scheduler:
         """`max_in_flight` plans at most; `looks_ahead`: a sequence is in up to two of them, else in one."""
         self._config = config
         self._cache = cache
-        self._limits = LengthLimits(max_context=max_context, cache_tokens=cache.max_sequence_tokens(max_context))
+        self.limits = LengthLimits(max_context=max_context, cache_tokens=cache.max_sequence_tokens(max_context))
         self._max_chunk_tokens = min(config.max_chunk_tokens, cache.max_chunk_tokens)
         self._eos_token_ids = eos_token_ids
         self._max_in_flight = max_in_flight
@@ -132,15 +132,14 @@ class Scheduler:
         """
         if request.request_id in self._sequences:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; allowed: a new one")
-        self._limits.check(request)
+        self.limits.check(request)
         if self.num_waiting >= self._config.max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests wait; allowed: {self._config.max_waiting}")
-        sampling = request.sampling
         sequence = Sequence(
             request=request,
             arrival_number=self._num_arrivals,
-            stop_token_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._eos_token_ids),
-            max_num_tokens=self._limits.max_num_tokens(request),
+            stop_token_ids=stop_ids(request.sampling, self._eos_token_ids),
+            max_num_tokens=self.limits.max_num_tokens(request),
             arrival_s=now_s,
         )
         self._num_arrivals += 1
@@ -369,13 +368,24 @@ class Scheduler:
         sequence.token_ids.append(token_id)
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
-        if token_id in sequence.stop_token_ids and sequence.num_output_tokens > sequence.request.sampling.min_tokens:
-            self._finish(sequence, FinishReason.STOP, now_s, stop_token_id=token_id)
-        elif len(sequence.token_ids) >= sequence.max_num_tokens:
-            self._finish(sequence, FinishReason.LENGTH, now_s)
+        if token_id in sequence.stop_token_ids or len(sequence.token_ids) >= sequence.max_num_tokens:
+            self._end_with(sequence, token_id, now_s)  # only where it can: most tokens are spared the call
         return TokenOutput(sequence=sequence, token_id=token_id, logprobs=token.logprobs, finish=sequence.finish)
 
     # The end of a sequence
+
+    def _end_with(self, sequence: Sequence, token_id: int, now_s: float) -> None:
+        """End a sequence if this token, its last one, is where it ends."""
+        reason = find_end(
+            sequence.request,
+            sequence.num_output_tokens,
+            token_id,
+            stop_token_ids=sequence.stop_token_ids,
+            max_num_tokens=sequence.max_num_tokens,
+        )
+        if reason is not None:
+            stop_token_id = token_id if reason is FinishReason.STOP else None
+            self._finish(sequence, reason, now_s, stop_token_id=stop_token_id)
 
     def _watch_deadline(self, sequence: Sequence) -> None:
         deadline_s = sequence.request.deadline_s
