@@ -15,7 +15,6 @@
 An error on any rank goes to the leader over its connection and ends the group.
 """
 
-import fcntl
 import logging
 import os
 import platform
@@ -24,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import torch
@@ -45,6 +43,7 @@ from parallel.one_shot import OneShotAllReduce
 from workers.config import EngineConfig
 from workers.errors import EngineConfigError, GroupFailedError
 from workers.executor import Executor, GroupExecutor, LocalExecutor, explain
+from workers.interfaces import choose_interfaces
 from workers.kv_cache import check_dtype
 from workers.model_runner import ModelRunner
 from workers.plan import ModelOutput
@@ -224,7 +223,7 @@ def join_mesh(config: EngineConfig, rank: int, host: str, store: TCPStore) -> Me
 
     All ranks call it, with the store of one Rendezvous and its host.
     """
-    _choose_interface(host)
+    os.environ.update(choose_interfaces(host, os.environ))
     world_size = config.parallel.world_size
     device = select_device(config.device, _local_rank(rank))
     store.set(_node_key(rank), platform.node())
@@ -322,48 +321,6 @@ def _local_rank(rank: int) -> int:
 def _set_num_threads(config: EngineConfig, *, num_local_ranks: int) -> None:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(config.num_threads or max(1, num_cores // num_local_ranks))
-
-
-def _choose_interface(host: str) -> None:
-    """Tell gloo to use the interface by which this machine reaches the leader, unless told otherwise.
-
-    Left to itself it takes the address of the machine's name, often an alias of loopback, which no other machine
-    reaches. NCCL finds its interfaces, of which there may be several; it is only told to stay on loopback where all do.
-    """
-    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing, and tells the address that it would be sent from
-        own = ip_address(probe.getsockname()[0])
-    if own.is_loopback:
-        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    elif name := _interface_of(own):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _interface_of(address: IPv4Address | IPv6Address) -> str | None:
-    """The interface that has an address; None when Linux does not tell."""
-    if isinstance(address, IPv6Address):
-        return _interface_of_ipv6(address)
-    get_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(query, get_address, name.encode().ljust(40, b"\0"))
-            except OSError:
-                continue  # it has no such address, or this is no Linux
-            if answer[20:24] == address.packed:
-                return name
-    return None
-
-
-def _interface_of_ipv6(address: IPv6Address) -> str | None:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()  # address, index, prefix, scope, flags, name
-    except OSError:
-        return None
-    return next((name for has, *_, name in map(str.split, lines) if bytes.fromhex(has) == address.packed), None)
 
 
 def _endpoint_key(rank: int) -> str:

@@ -1,7 +1,6 @@
 """Where ranks meet, and what a group needs to form."""
 
 import os
-import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +8,12 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from helpers.ipv6 import needs_ipv6
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.errors import GraphCaptureError
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
 from workers.errors import EngineConfigError
-from workers.rank import Rendezvous, _choose_interface, _leave, follow_group, follow_plans, lead_group
+from workers.rank import Rendezvous, _leave, follow_group, follow_plans, lead_group
 from workers.stats import RankStats
 
 
@@ -67,49 +65,6 @@ def test_a_rank_says_what_it_computes_with() -> None:
     assert stats.peak_memory_bytes() > 50e6, "torch alone takes more"
     assert stats.energy_j is not None
     assert stats.energy_j() is None, "there is no GPU"
-
-
-def outside_interfaces(family: socket.AddressFamily) -> dict[str, str]:
-    """By name, an address of this family of each interface of this machine that others reach."""
-    return {
-        name: entry.address
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family == family and not entry.address.startswith(("127.", "::1", "fe80:"))
-    }
-
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # put back at the end
-        monkeypatch.delenv(name)
-
-
-@pytest.mark.usefixtures("environment")
-@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_a_group_on_loopback_stays_there(host: str) -> None:
-    _choose_interface(host)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
-
-
-@pytest.mark.usefixtures("environment")
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_a_group_over_machines_uses_the_interface_of_its_address(family: socket.AddressFamily) -> None:
-    outside = outside_interfaces(family)
-    if not outside:
-        pytest.skip(f"needs an interface besides loopback that has an address of {family.name}")
-    name, address = next(iter(outside.items()))
-    _choose_interface(address)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == name
-    assert "NCCL_SOCKET_IFNAME" not in os.environ
-
-
-@pytest.mark.usefixtures("environment")
-def test_an_interface_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    _choose_interface("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 class NotedRank:
