@@ -1,14 +1,12 @@
 """One rank's part of a step: a plan's tensors through this stage's layers, and on the last stage to tokens."""
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from parallel.collectives import broadcast
@@ -17,7 +15,6 @@ from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
 from parallel.host_memory import populate_when_idle
 from parallel.kernels.base import AttentionMeta, LayerCache, Search, Sift
-from parallel.kernels.cuda_buckets import StepBucket, fullest_context, largest_pieces, largest_steps
 from parallel.kernels.sampling import Edits
 from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh
@@ -29,17 +26,12 @@ from workers.kv_cache import allocate_planes, block_rows, choose_num_blocks, lay
 from workers.model_clock import ModelClock, StepCost
 from workers.model_flops import ModelFlops
 from workers.model_reads import ModelReads
-from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
-from workers.request import SamplingParams
+from workers.plan import ModelOutput, StepPlan
+from workers.rehearsal import Rehearsal
 from workers.sampler import Sampled, Sampler, nothing_sampled
 from workers.slot_draws import SlotDraws
 from workers.stats import RankStats
 from workers.step_inputs import StepInputs
-
-logger = logging.getLogger(__name__)
-
-_MOST_SAMPLING = SamplingParams(top_p=0.9, logprobs=1, repetition_penalty=1.1)
-"""What takes most memory and work of the sampler."""
 
 
 class _Asked(NamedTuple):
@@ -124,24 +116,19 @@ class ModelRunner:
 
     def choose_num_blocks(self) -> int:
         """Return how many cache blocks this rank can hold. All ranks call it; on CUDA they run steps together."""
+        rehearsal = self._rehearsal()
         return choose_num_blocks(
-            self._config.cache, self._decoder, self._device, self._profile, self._measure_graph_bytes
+            self._config.cache, self._decoder, self._device, rehearsal.profile, rehearsal.measure_graph_bytes
         )
 
     def allocate(self, num_blocks: int) -> None:
         """Make the cache, and its host tier if there is one. All ranks call it, with the same `num_blocks`.
 
-        Then they run small steps together, for what happens once should not be part of a request: one on a CPU; on CUDA
-        one of each size of which the layers record a graph.
+        Then they run small steps together, as rehearsal.py says.
         """
         planes = self._allocate(num_blocks)
         self._rows_RBX = block_rows(self._decoder, planes, num_blocks=num_blocks)
-        if self.is_busy_while_computing:
-            self._rehearse_prompts([1])
-        else:
-            self._record_steps()
-            for sampling in (_MOST_SAMPLING, SamplingParams(), SamplingParams(temperature=0.0)):
-                self._rehearse([(0, min(2, self._decoder.description.max_context))], sampling)
+        self._rehearsal().run_ahead()
         self._stats = self._served_stats
         self._clock = ModelClock(self._device, self._stats)
         if self._config.scheduler.async_scheduling is None and self.joins_later and self._decoder.starts_steps:
@@ -156,6 +143,30 @@ class ModelRunner:
         planes = allocate_planes(self._decoder, num_blocks=num_blocks, block_size=block_size)
         self._caches = lay_out_caches(self._decoder, planes, block_size=block_size)
         return planes
+
+    @contextmanager
+    def _small_cache(self) -> Iterator[None]:
+        """Have a cache of one block, before there is the real one."""
+        self._allocate(1)
+        yield
+        self._caches = []
+
+    def _rehearsal(self) -> Rehearsal:
+        return Rehearsal(
+            self._decoder,
+            device=self._device,
+            config=self._config,
+            stats=self._served_stats,
+            small_cache=self._small_cache,
+            run=self._rehearse,
+        )
+
+    def _rehearse(self, plan: StepPlan) -> None:
+        """Run a plan, and forget its sequences."""
+        self.run(plan)
+        if not self._mesh.is_last_stage:
+            self._link.flush()
+        self._inputs, self._draws, self._sampler = self._new_state()
 
     def run(self, plan: StepPlan) -> ModelOutput | None:
         """Do this rank's part of the next step.
@@ -319,91 +330,3 @@ class ModelRunner:
         if not self._mesh.is_last_stage or self._mesh.tp.rank > 0:
             return inputs, draws, None
         return inputs, draws, Sampler(device=self._device, draws=draws, choice=self._choice)
-
-    def _profile(self) -> None:
-        """Run the largest step: the whole token budget, as many sampled rows as there can be; its last sequence has
-        the longest context, and then that with which attention keeps the most partitions of the others.
-        """
-        max_context = self._decoder.description.max_context
-        lengths = _largest_lengths(self._config, max_context)
-        self._allocate(1)
-        for context in sorted({fullest_context(len(lengths), max_context), max_context}):
-            start = max(0, context - lengths[-1])
-            self._rehearse([*((0, length) for length in lengths[:-1]), (start, lengths[-1])])
-        self._caches = []
-
-    def _steps_to_record(self) -> list[list[StepBucket]]:
-        """Those in pieces, and whole ones. The same on every rank, which run them together: their layers may
-        communicate.
-        """
-        scheduler, max_context = self._config.scheduler, self._decoder.description.max_context
-        max_num_seqs = min(self._config.max_cudagraph_capture_size, scheduler.max_num_seqs)
-        if not max_num_seqs:
-            return []
-        max_num_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max_context)
-        return [
-            largest_pieces(max_num_tokens),
-            largest_steps(max_num_seqs=max_num_seqs, max_context=max_context),
-        ]
-
-    def _measure_graph_bytes(self) -> int:
-        """What graphs will take, by the two largest of each kind: the first brings the memory of what is in between,
-        which all share, and each of the others is taken to need as much as the second.
-
-        They are of a cache of one block, and dropped when the real one is seen.
-        """
-        self._allocate(1)
-        graph_bytes = 0
-        for steps in self._steps_to_record():
-            free_bytes = [self._device.free_memory_bytes()]
-            for step in steps[:2]:
-                self._rehearse_step(step)
-                free_bytes.append(self._device.free_memory_bytes())
-            taken = [max(0, before - after) for before, after in pairwise(free_bytes)]
-            graph_bytes += sum(taken) + sum(taken[1:]) * max(0, len(steps) - 2)
-        self._caches = []
-        return graph_bytes
-
-    def _record_steps(self) -> None:
-        """Let the layers record each size of step, the largest first, whose memory the others then share."""
-        start_s, steps = time.perf_counter(), [*chain(*self._steps_to_record())]
-        for number, step in enumerate(steps, 1):
-            self._rehearse_step(step)
-            if number == len(steps) or steps[number].max_context_len != step.max_context_len:
-                took_s = time.perf_counter() - start_s
-                logger.info("%d of %d sizes of steps were run ahead in %.1f s", number, len(steps), took_s)
-        if num_recorded := self._decoder.num_recorded:
-            self._served_stats.num_recorded_steps = num_recorded
-            self._served_stats.recording_s = time.perf_counter() - start_s
-
-    def _rehearse_step(self, step: StepBucket) -> None:
-        if not step.is_in_pieces:
-            self._rehearse_decodes(step)
-            return
-        num_whole, rest = divmod(step.num_tokens, self._decoder.description.max_context)
-        self._rehearse_prompts([*[rest] * (rest > 0), *[self._decoder.description.max_context] * num_whole])
-
-    def _rehearse_prompts(self, lengths: Sequence[int]) -> None:
-        self._rehearse([(0, length) for length in lengths])
-
-    def _rehearse_decodes(self, step: StepBucket) -> None:
-        """One sequence has the longest context: that decides on the bucket."""
-        self._rehearse([(step.max_context_len - 1, 1), *[(0, 1)] * (step.num_tokens - 1)])
-
-    def _rehearse(self, shares: Sequence[tuple[int, int]], sampling: SamplingParams = _MOST_SAMPLING) -> None:
-        """Run a step of new sequences that nobody has asked for, (start, tokens) of each, all in the first block."""
-        new = [NewSequence(slot, [0] * num, num, sampling, []) for slot, (_, num) in enumerate(shares)]
-        scheduled = [ScheduledSequence(slot, start, num, [], [], True) for slot, (start, num) in enumerate(shares)]
-        self.run(StepPlan(0, [], new, scheduled))
-        if not self._mesh.is_last_stage:
-            self._link.flush()
-        self._inputs, self._draws, self._sampler = self._new_state()
-
-
-def _largest_lengths(config: EngineConfig, max_context: int) -> list[int]:
-    """Every slot taken, the token budget spent: one token for each sequence, and the rest shared by the last ones."""
-    budget, num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    lengths = np.ones(num_seqs, np.int64)
-    for slot in reversed(range(num_seqs)):
-        lengths[slot] += min(budget - int(lengths.sum()), max_context - 1)
-    return [int(length) for length in lengths]

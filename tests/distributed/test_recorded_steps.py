@@ -39,7 +39,7 @@ class Served:
 def serve(mesh: Mesh, max_size: int) -> Served:
     """Two sequences, twelve decode steps; in two of them a third one's prompt comes besides."""
     runner, kernels, _ = make_runner(mesh=mesh, max_num_seqs=3, max_size=max_size)
-    graph_bytes = runner._measure_graph_bytes()
+    graph_bytes = runner._rehearsal().measure_graph_bytes()
     kernels.recorded.clear()
     runner.allocate(200)
     recorded, before = kernels.recorded.copy(), [axis.counts.copy() for axis in (mesh.tp, mesh.pp)]

@@ -79,7 +79,7 @@ def test_the_largest_size_is_a_setting(model: Path, max_size: int, sizes: list[i
 
 def test_memory_of_all_graphs_is_estimated_from_the_two_largest_of_each_kind(model: Path) -> None:
     runner, kernels, _ = make_runner(model, max_num_seqs=5)
-    assert runner._measure_graph_bytes() == 50_000 + (2 + 8) * 1000
+    assert runner._rehearsal().measure_graph_bytes() == 50_000 + (2 + 8) * 1000
     whole = [choose_bucket(num_tokens=n, num_decodes=n, max_context_len=MAX_CONTEXT) for n in (5, 4)]
     assert kernels.recorded == [*PIECES[:2], *whole]
     runner.allocate(200)
@@ -108,13 +108,13 @@ def test_the_profile_sees_the_longest_context_and_the_most_partitions(
 
     monkeypatch.setattr(RecordingKernels, "_attend", note)
     runner, _, _ = make_runner(model, max_num_seqs=5, max_size=0)
-    runner._profile()
+    runner._rehearsal().profile()
     assert seen[::2] == [(64, 4, context) for context in contexts]
 
 
 def test_without_graphs_there_is_nothing_to_measure(model: Path) -> None:
     runner, kernels, stats = make_runner(model, max_size=0)
-    assert runner._measure_graph_bytes() == 0
+    assert runner._rehearsal().measure_graph_bytes() == 0
     assert kernels.recorded == []
     runner.allocate(200)
     assert (stats.num_recorded_steps, stats.recording_s) == (0, 0.0)

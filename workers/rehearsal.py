@@ -1,0 +1,142 @@
+"""Steps that a rank runs before there are requests: to measure what they take, and for what happens only once.
+
+Plans are run by model_runner.py; graphs are recorded by the layers themselves, when they see a size of step.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain, pairwise
+
+import numpy as np
+
+from parallel.decoder import Decoder
+from parallel.device.base import Device
+from parallel.kernels.cuda_buckets import StepBucket, fullest_context, largest_pieces, largest_steps
+from workers.config import EngineConfig
+from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers.request import SamplingParams
+from workers.stats import RankStats
+
+logger = logging.getLogger(__name__)
+
+_MOST_SAMPLING = SamplingParams(top_p=0.9, logprobs=1, repetition_penalty=1.1)
+"""What takes most memory and work of the sampler."""
+
+
+class Rehearsal:
+    """Runs steps that nobody has asked for. All ranks of a group run the same ones together: layers may communicate."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        device: Device,
+        config: EngineConfig,
+        stats: RankStats,
+        small_cache: Callable[[], AbstractContextManager[None]],
+        run: Callable[[StepPlan], None],
+    ) -> None:
+        """`run` carries out a plan and forgets its sequences, in the cache that there is or, inside of `small_cache`,
+        in one of a single block; `stats`: where to note what was recorded.
+        """
+        self._decoder = decoder
+        self._device = device
+        self._config = config
+        self._stats = stats
+        self._small_cache = small_cache
+        self._run = run
+
+    def profile(self) -> None:
+        """Run the largest step: the whole token budget, as many sampled rows as there can be; its last sequence has
+        the longest context, and then that with which attention keeps the most partitions of the others.
+        """
+        max_context = self._decoder.description.max_context
+        lengths = _largest_lengths(self._config, max_context)
+        with self._small_cache():
+            for context in sorted({fullest_context(len(lengths), max_context), max_context}):
+                start = max(0, context - lengths[-1])
+                self._run_step([*((0, length) for length in lengths[:-1]), (start, lengths[-1])])
+
+    def measure_graph_bytes(self) -> int:
+        """Return what graphs will take, by the two largest of each kind: the first brings the memory of what is in
+        between, which all share, and each of the others is taken to need as much as the second.
+
+        They are of the small cache, and dropped when the real one is seen.
+        """
+        graph_bytes = 0
+        with self._small_cache():
+            for steps in self._steps_to_record():
+                free_bytes = [self._device.free_memory_bytes()]
+                for step in steps[:2]:
+                    self._run_size(step)
+                    free_bytes.append(self._device.free_memory_bytes())
+                taken = [max(0, before - after) for before, after in pairwise(free_bytes)]
+                graph_bytes += sum(taken) + sum(taken[1:]) * max(0, len(steps) - 2)
+        return graph_bytes
+
+    def run_ahead(self) -> None:
+        """Run small steps, for what happens once should not be part of a request.
+
+        On a CPU it is one; on CUDA one of each size of which the layers record a graph, and one for each way to sample.
+        """
+        if not self._device.works_by_itself:
+            self._run_prompts([1])
+            return
+        self._record_steps()
+        for sampling in (_MOST_SAMPLING, SamplingParams(), SamplingParams(temperature=0.0)):
+            self._run_step([(0, min(2, self._decoder.description.max_context))], sampling)
+
+    def _steps_to_record(self) -> list[list[StepBucket]]:
+        """The sizes of steps that are recorded in pieces, and those that are recorded whole."""
+        scheduler, max_context = self._config.scheduler, self._decoder.description.max_context
+        max_num_seqs = min(self._config.max_cudagraph_capture_size, scheduler.max_num_seqs)
+        if not max_num_seqs:
+            return []
+        max_num_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max_context)
+        return [
+            largest_pieces(max_num_tokens),
+            largest_steps(max_num_seqs=max_num_seqs, max_context=max_context),
+        ]
+
+    def _record_steps(self) -> None:
+        """Let the layers record each size of step, the largest first, whose memory the others then share."""
+        start_s, steps = time.perf_counter(), [*chain(*self._steps_to_record())]
+        for number, step in enumerate(steps, 1):
+            self._run_size(step)
+            if number == len(steps) or steps[number].max_context_len != step.max_context_len:
+                took_s = time.perf_counter() - start_s
+                logger.info("%d of %d sizes of steps were run ahead in %.1f s", number, len(steps), took_s)
+        if num_recorded := self._decoder.num_recorded:
+            self._stats.num_recorded_steps = num_recorded
+            self._stats.recording_s = time.perf_counter() - start_s
+
+    def _run_size(self, step: StepBucket) -> None:
+        if not step.is_in_pieces:
+            self._run_decodes(step)
+            return
+        num_whole, rest = divmod(step.num_tokens, self._decoder.description.max_context)
+        self._run_prompts([*[rest] * (rest > 0), *[self._decoder.description.max_context] * num_whole])
+
+    def _run_prompts(self, lengths: Sequence[int]) -> None:
+        self._run_step([(0, length) for length in lengths])
+
+    def _run_decodes(self, step: StepBucket) -> None:
+        """One sequence has the longest context: that decides on the bucket."""
+        self._run_step([(step.max_context_len - 1, 1), *[(0, 1)] * (step.num_tokens - 1)])
+
+    def _run_step(self, shares: Sequence[tuple[int, int]], sampling: SamplingParams = _MOST_SAMPLING) -> None:
+        """Run a step of new sequences that nobody has asked for, (start, tokens) of each, all in the first block."""
+        new = [NewSequence(slot, [0] * num, num, sampling, []) for slot, (_, num) in enumerate(shares)]
+        scheduled = [ScheduledSequence(slot, start, num, [], [], True) for slot, (start, num) in enumerate(shares)]
+        self._run(StepPlan(0, [], new, scheduled))
+
+
+def _largest_lengths(config: EngineConfig, max_context: int) -> list[int]:
+    """Every slot taken, the token budget spent: one token for each sequence, and the rest shared by the last ones."""
+    budget, num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    lengths = np.ones(num_seqs, np.int64)
+    for slot in reversed(range(num_seqs)):
+        lengths[slot] += min(budget - int(lengths.sum()), max_context - 1)
+    return [int(length) for length in lengths]
