@@ -19,6 +19,7 @@ from workers.executor import Executor
 from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.limits import find_end, stop_ids
+from workers.overlap import Lookahead
 from workers.plan import StepPlan
 from workers.recording import RecordingScheduler
 from workers.request import Finish, FinishReason, Request, RequestId, RequestOutput, Usage
@@ -124,7 +125,7 @@ class Engine:
             max_context=self.max_context,
             eos_token_ids=eos_token_ids,
             max_in_flight=executor.max_in_flight,
-            looks_ahead=executor.looks_ahead,
+            looks_ahead=executor.lookahead is not Lookahead.NEVER,
         )
         self._streams: dict[RequestId, _Stream] = {}
         self._flights: deque[_Flight] = deque()
@@ -206,7 +207,8 @@ class Engine:
             self._deliver_all()  # comes before the last output
             self._outputs += [self._end(sequence, "") for sequence in self._scheduler.expire(now_s)]
         while len(self._flights) < self._executor.max_in_flight:
-            if self._flights and self._executor.spares_newcomers and not self._scheduler.num_waiting:
+            waits_to_look_ahead = self._executor.lookahead is Lookahead.WHILE_REQUESTS_WAIT
+            if self._flights and waits_to_look_ahead and not self._scheduler.num_waiting:
                 break
             plan = self._scheduler.schedule(self._clock())
             if plan is None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from workers.errors import GroupFailedError
 from workers.model_runner import ModelRunner, StepWork
+from workers.overlap import Lookahead, StepExecution
 from workers.plan import ModelOutput, StepPlan
 from workers.transport import LeaderLink
 
@@ -27,10 +28,8 @@ class Executor(Protocol):
     """Slots of the host tier of the cache, the same on every rank."""
     max_in_flight: int
     """Plans to submit before the first is collected, so that no stage waits."""
-    looks_ahead: bool
-    """A plan may have a share whose last token is the one that the plan before samples."""
-    spares_newcomers: bool
-    """It is worth that only while requests wait."""
+    lookahead: Lookahead
+    """When a plan may have a share whose last token is the one that the plan before samples."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step. GroupFailedError."""
@@ -52,9 +51,8 @@ class LocalExecutor:
         self.num_blocks = num_blocks
         self.windows = runner.windows
         self.num_host_blocks = runner.num_host_blocks
-        self.looks_ahead = runner.looks_ahead
-        self.spares_newcomers = runner.spares_newcomers
-        self.max_in_flight = 2 if runner.looks_ahead else 1
+        self.lookahead = runner.lookahead
+        self.max_in_flight = 1 + (runner.lookahead is not Lookahead.NEVER)
         self._steps = RankSteps(runner)
         self._numbers: deque[int] = deque()
 
@@ -104,9 +102,8 @@ class GroupExecutor:
         self.num_blocks = num_blocks
         self.windows = runner.windows
         self.num_host_blocks = runner.num_host_blocks
-        self.looks_ahead = runner.looks_ahead
-        self.spares_newcomers = runner.spares_newcomers
-        self.max_in_flight = num_stages + runner.looks_ahead
+        self.lookahead = runner.lookahead
+        self.max_in_flight = num_stages + (runner.lookahead is not Lookahead.NEVER)
         self._steps = RankSteps(runner)
         self._link = link
         self._last_rank = last_rank
@@ -166,15 +163,15 @@ class GroupExecutor:
 class RankSteps:
     """This process's rank: steps are started in order, and finished in the same order.
 
-    A device that works by itself is given a step at once. Where the step keeps the thread that starts it busy (a CPU),
-    it is done when somebody waits for it: in the thread that waits, or in one of its own where the next step is planned
-    meanwhile. A rank without others begins it as soon as the one before is done, and who waits joins in.
+    A QUEUED step is started at once, and a JOINED one as soon as the one before is done. A COMPUTED one is done when
+    somebody waits for it, in the thread that waits; or in one of its own, where the next step is planned meanwhile.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._is_busy = runner.is_busy_while_computing
-        needs_thread = self._is_busy and runner.looks_ahead and not runner.joins_later
+        self._is_queued = runner.execution is StepExecution.QUEUED
+        self._is_joined = runner.execution is StepExecution.JOINED
+        needs_thread = runner.execution is StepExecution.COMPUTED and runner.lookahead is not Lookahead.NEVER
         self._thread = ThreadPoolExecutor(1, "steps") if needs_thread else None
         self._prepared: deque[StepWork] = deque()
         self._started: deque[Callable[[], ModelOutput | None]] = deque()
@@ -184,15 +181,15 @@ class RankSteps:
         work = self._runner.prepare(plan)
         if self._thread is not None:
             self._started.append(self._thread.submit(lambda: self._runner.start(work)()).result)
-        elif self._is_busy:
+        elif self._is_queued:
+            self._started.append(self._runner.start(work))
+        else:
             self._prepared.append(work)
             self._start_one()
-        else:
-            self._started.append(self._runner.start(work))
 
     def finish(self) -> ModelOutput | None:
         """Wait for the oldest step not finished; its output where this rank samples. Raises what the step raised."""
-        while self._prepared and not self._runner.joins_later:  # the next stage waits for those after the oldest too
+        while self._prepared and not self._is_joined:  # the next stage waits for those after the oldest too
             self._started.append(self._runner.start(self._prepared.popleft()))
         output = self._started.popleft()()
         self._start_one()
@@ -202,11 +199,11 @@ class RankSteps:
         """Wait for the steps that are under way, and start no other."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
-        while self._runner.joins_later and self._started:
+        while self._is_joined and self._started:
             self._started.popleft()()
 
     def _start_one(self) -> None:
-        if self._runner.joins_later and self._prepared and not self._started:
+        if self._is_joined and self._prepared and not self._started:
             self._started.append(self._runner.start(self._prepared.popleft()))
 
 

@@ -26,6 +26,7 @@ from workers.kv_cache import allocate_planes, block_rows, choose_num_blocks, lay
 from workers.model_clock import ModelClock, StepCost
 from workers.model_flops import ModelFlops
 from workers.model_reads import ModelReads
+from workers.overlap import Lookahead, StepExecution, choose_execution, choose_lookahead
 from workers.plan import ModelOutput, StepPlan
 from workers.rehearsal import Rehearsal
 from workers.sampler import Sampled, Sampler, nothing_sampled
@@ -59,8 +60,8 @@ class ModelRunner:
     """Executes plans in order, every rank the same ones. `allocate` comes before the first.
 
     A step has two halves, each of which belongs to one thread: `prepare`, which looks at the plan alone, and `start`.
-    Where the device works by itself (CUDA), `start` only queues the step there, and what it returns waits for it. Where
-    `joins_later`, other threads begin it, if they can, and what `start` returns joins them and does the rest.
+    Of a QUEUED step `start` only queues the work, and what it returns waits for it. Of a JOINED one other threads begin
+    it, if they can, and what `start` returns joins them and does the rest.
     """
 
     def __init__(
@@ -83,15 +84,10 @@ class ModelRunner:
         self._link = StageLink(
             mesh, hidden_size=decoder.description.hidden_size, dtype=decoder.dtype, device=decoder.device
         )
-        self.is_busy_while_computing = not device.works_by_itself
-        """`start` computes, instead of queueing work on the device."""
-        self.joins_later = self.is_busy_while_computing and mesh.world_size == 1
-        """A step is done by whoever waits for it, one at a time; other threads begin it when it is started."""
-        wants = config.scheduler.async_scheduling
-        self.looks_ahead = mesh.pp.size == 1 and (not self.is_busy_while_computing if wants is None else wants)
-        """Every rank keeps what was sampled last in each slot, so that a step can be planned before that is known."""
-        self.spares_newcomers = False
-        """A step is planned so only while requests wait: one that comes while none does would wait a step longer."""
+        self.execution = choose_execution(works_by_itself=device.works_by_itself, world_size=mesh.world_size)
+        self._is_joined = self.execution is StepExecution.JOINED
+        self.lookahead = self._choose_lookahead()
+        """To read after `allocate`."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._latest: tuple[Sampled | None, torch.Tensor] = None, torch.empty(0, dtype=torch.int64)
         self._choice = select_sampling(device.torch_device, config.kernels)
@@ -131,12 +127,19 @@ class ModelRunner:
         self._rehearsal().run_ahead()
         self._stats = self._served_stats
         self._clock = ModelClock(self._device, self._stats)
-        if self._config.scheduler.async_scheduling is None and self.joins_later and self._decoder.starts_steps:
-            self.looks_ahead = self.spares_newcomers = True
+        self.lookahead = self._choose_lookahead()  # steps were run, which may have shown that others can begin them
         if self.num_host_blocks:
             self._host = make_host_cache(self._rows_RBX, num_slots=self.num_host_blocks)
         if self._decoder.device.type == "cpu":
             populate_when_idle(self._rows_RBX)
+
+    def _choose_lookahead(self) -> Lookahead:
+        return choose_lookahead(
+            self.execution,
+            async_scheduling=self._config.scheduler.async_scheduling,
+            num_stages=self._mesh.pp.size,
+            starts_steps=self._decoder.starts_steps,
+        )
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         block_size = self._config.cache.block_size
@@ -187,18 +190,18 @@ class ModelRunner:
         """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
         start_s = time.perf_counter()
         self._draws.apply(work.plan)
-        if self.joins_later and work.inputs.fed_rows.shape[0]:  # only now, for few steps ask
+        if self._is_joined and work.inputs.fed_rows.shape[0]:  # only now, for few steps ask
             self._keep_latest()
         asked = self._ask(work.inputs)
         layers = self._start_layers(work, asked)
         cost = None
-        if self.joins_later:  # while the others compute
+        if self._is_joined:  # while the others compute
             cost = self._cost(work, asked)
             self._inputs.look_ahead()
-        queued = None if self.joins_later else self._finish_model(work, asked, layers, None)
+        queued = None if self._is_joined else self._finish_model(work, asked, layers, None)
 
         def finish() -> ModelOutput | None:
-            sampled = self._finish_model(work, asked, layers, cost) if self.joins_later else queued
+            sampled = self._finish_model(work, asked, layers, cost) if self._is_joined else queued
             output = None if sampled is None else ModelOutput(work.plan.number, sampled.result())
             end_s = time.perf_counter()
             self._stats.add_step(end_s - max(start_s, self._step_end_s))  # it may have begun during the one before
@@ -227,14 +230,14 @@ class ModelRunner:
         if not self._draws.has_edits or not inputs.fed_rows.shape[0]:
             return self._draws.edits(slots, positions)
         last_S = self._last_sampled[inputs.sample_slots_device]
-        if self.is_busy_while_computing:  # it is known by now
+        if self.execution is not StepExecution.QUEUED:  # it is known by now
             self._draws.add_early(slots, positions, last_S.tolist())
         return self._draws.edits(slots, positions, last_S)
 
     def _start_layers(self, work: StepWork, asked: _Asked) -> _FinishLayers:
         """Let other threads begin, where they can; what is returned does the rest of the layers' work."""
         metas = [work.inputs.metas[group] for group in self._group_of_layer]
-        if not self.joins_later or not self._decoder.can_start(metas):
+        if not self._is_joined or not self._decoder.can_start(metas):
             return partial(self._run_layers, work, metas)
         inputs = work.inputs
         x, rows = self._layers_input(work), inputs.sample_rows
@@ -304,9 +307,9 @@ class ModelRunner:
                 edits = asked.edits if asked.search is None else None  # else they are made
                 with torch.inference_mode():
                     sampled = self._sampler.sample(given, *rows, edits)
-        if self.looks_ahead:
+        if self.lookahead is not Lookahead.NEVER:
             self._latest = sampled, inputs.sample_slots_device
-            if not self.joins_later:
+            if not self._is_joined:
                 self._keep_latest()
         return sampled
 

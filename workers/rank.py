@@ -46,6 +46,7 @@ from workers.executor import Executor, GroupExecutor, LocalExecutor, explain
 from workers.interfaces import choose_interfaces
 from workers.kv_cache import check_dtype
 from workers.model_runner import ModelRunner
+from workers.overlap import StepExecution
 from workers.plan import ModelOutput
 from workers.stats import RankStats
 from workers.transport import LeaderLink, RankLink
@@ -165,12 +166,12 @@ def follow_group(
 def follow_plans(link: RankLink, runner: ModelRunner) -> None:
     """Do this rank's part of every plan, and send its outputs.
 
-    A device that works by itself has the next step, if that is planned, before the output of one is waited for.
+    Of QUEUED steps the next, if that is planned, is started before the output of one is waited for.
     """
     started: deque[Callable[[], ModelOutput | None]] = deque()
     while (plan := link.receive_plan()) is not None:
         started.append(runner.start(runner.prepare(plan)))
-        while started and (runner.is_busy_while_computing or not link.has_message()):
+        while started and (runner.execution is not StepExecution.QUEUED or not link.has_message()):
             output = started.popleft()()
             if output is not None:
                 link.send_output(output)

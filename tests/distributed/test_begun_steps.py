@@ -16,6 +16,7 @@ from workers.config import CacheConfig, SchedulerConfig
 from workers.engine import Engine
 from workers.errors import GroupFailedError
 from workers.executor import LocalExecutor
+from workers.overlap import Lookahead, StepExecution
 from workers.rank import lead_group
 from workers.request import Request, RequestId
 
@@ -72,7 +73,7 @@ def make_engine(
 
 def begins_steps(executor: LocalExecutor) -> bool:
     decoder, runner = executor._steps._runner._decoder, executor._steps._runner
-    assert runner.joins_later
+    assert runner.execution is StepExecution.JOINED
     return decoder._started is not None and decoder._started._program is not None  # type: ignore[attr-defined]
 
 
@@ -98,14 +99,15 @@ def tokens_of(outcomes: dict[str, Outcome]) -> dict[str, list[int]]:
 
 def test_steps_begun_by_other_threads_give_the_same_tokens(folder: Path) -> None:
     engine, executor = make_engine(folder, num_threads=1)
-    assert not executor.looks_ahead  # nobody would begin a step
+    assert executor.lookahead is Lookahead.NEVER  # nobody would begin a step
     expected = [tokens_of(run(engine, requests())), tokens_of(run(engine, requests()[:1]))]
     engine.close()
+    lookaheads = {False: Lookahead.NEVER, True: Lookahead.ALWAYS, None: Lookahead.WHILE_REQUESTS_WAIT}
     for looks_ahead, max_num_seqs in ((False, 8), (True, 8), (None, 8), (None, 2)):
         engine, executor = make_engine(folder, looks_ahead=looks_ahead, max_num_seqs=max_num_seqs)
         if not begins_steps(executor):
             pytest.skip("this CPU has no products of bfloat16 pairs")
-        assert (executor.looks_ahead, executor.spares_newcomers) == (looks_ahead is not False, looks_ahead is None)
+        assert executor.lookahead is lookaheads[looks_ahead]
         assert [tokens_of(run(engine, requests())), tokens_of(run(engine, requests()[:1]))] == expected
         engine.close()
 

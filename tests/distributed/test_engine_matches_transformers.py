@@ -36,6 +36,7 @@ from workers.engine_builder import read_eos_token_ids
 from workers.errors import GroupFailedError
 from workers.executor import Executor
 from workers.model_runner import ModelRunner, StepWork
+from workers.overlap import Lookahead
 from workers.plan import StepPlan
 from workers.request import FinishReason, Request, RequestId
 from workers.tokenizer import load_token_table
@@ -208,7 +209,7 @@ def mixed_requests(folder: Path) -> list[Request]:
 
 
 def _check_mixed(executor: Executor, config: EngineConfig, requests: list[Request]) -> None:
-    assert executor.looks_ahead == config.scheduler.async_scheduling
+    assert (executor.lookahead is Lookahead.ALWAYS) == config.scheduler.async_scheduling
     together = run(engine_of(executor, config, prefill_chunk_tokens=50), requests)
     alone = engine_of(executor, config)
     for item in requests:

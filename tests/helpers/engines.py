@@ -16,6 +16,7 @@ from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerC
 from workers.engine import Engine, StepResult
 from workers.errors import GroupFailedError
 from workers.executor import Executor
+from workers.overlap import Lookahead
 from workers.plan import ModelOutput, StepPlan
 from workers.rank import Rendezvous, follow_group, lead_group
 from workers.request import Finish, Request, RequestId, RequestOutput, SamplingParams, TokenLogprobs
@@ -32,14 +33,14 @@ class FakeExecutor:
         block_size: int = 4,
         max_in_flight: int = 1,
         looks_ahead: bool = False,
-        spares_newcomers: bool = False,
         windows: tuple[int | None, ...] = (None,),
         num_host_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.windows = windows
         self.num_host_blocks = num_host_blocks
-        self.max_in_flight, self.looks_ahead, self.spares_newcomers = max_in_flight, looks_ahead, spares_newcomers
+        self.max_in_flight = max_in_flight
+        self.lookahead = Lookahead.ALWAYS if looks_ahead else Lookahead.NEVER
         self.model = FakeModel(block_size, windows)
         self.is_closed = False
         self.num_checks = 0
@@ -76,8 +77,7 @@ class LimitedExecutor:
         self.num_blocks = num_blocks
         self.windows = executor.windows
         self.num_host_blocks = executor.num_host_blocks
-        self.max_in_flight, self.looks_ahead = executor.max_in_flight, executor.looks_ahead
-        self.spares_newcomers = executor.spares_newcomers
+        self.max_in_flight, self.lookahead = executor.max_in_flight, executor.lookahead
         self.submit = executor.submit
         self.collect = executor.collect
         self.check = executor.check

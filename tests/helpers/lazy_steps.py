@@ -11,6 +11,7 @@ from parallel.kernels.base import Kernels
 from parallel.mesh import Mesh
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.model_runner import ModelRunner
+from workers.overlap import StepExecution
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 
@@ -73,7 +74,7 @@ def run_overlapped(runner: ModelRunner) -> list[ModelOutput | None]:
     outputs, waiting = [], []
     for plan in make_plans():
         waiting.append(runner.start(runner.prepare(plan)))
-        if len(waiting) == 2 or runner.is_busy_while_computing:
+        if len(waiting) == 2 or runner.execution is not StepExecution.QUEUED:
             outputs.append(waiting.pop(0)())
     return [*outputs, *(wait() for wait in waiting)]
 

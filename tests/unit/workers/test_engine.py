@@ -15,6 +15,7 @@ from workers.engine import Engine
 from workers.engine_builder import read_eos_token_ids
 from workers.errors import EngineConfigError, GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache import num_blocks_within
+from workers.overlap import Lookahead
 from workers.plan import StepPlan
 from workers.request import FinishReason, RequestId
 from workers.sequence import Sequence
@@ -381,8 +382,9 @@ def test_several_plans_in_flight_change_nothing(max_in_flight: int, looks_ahead:
         assert outcomes[item.request_id].token_ids == run_alone(item)
 
 
-def test_steps_are_planned_ahead_only_while_requests_wait_where_newcomers_are_spared() -> None:
-    executor = FakeExecutor(max_in_flight=2, looks_ahead=True, spares_newcomers=True)
+def test_steps_can_be_planned_ahead_only_while_requests_wait() -> None:
+    executor = FakeExecutor(max_in_flight=2)
+    executor.lookahead = Lookahead.WHILE_REQUESTS_WAIT
     engine = fake_engine(executor, max_num_seqs=2)
     requests = [request(str(i), range(i, i + 5), max_tokens=6) for i in range(3)]
     in_flight = set()

@@ -7,15 +7,15 @@ import pytest
 
 from workers.errors import GroupFailedError
 from workers.executor import GroupExecutor, RankSteps
+from workers.overlap import Lookahead, StepExecution
 from workers.plan import ModelOutput, StepPlan
 
 
 class FakeRunner:
     """Notes what is asked of it, by the number of the plan."""
 
-    def __init__(self, *, is_busy_while_computing: bool, looks_ahead: bool = False, joins_later: bool = False) -> None:
-        self.is_busy_while_computing, self.looks_ahead = is_busy_while_computing, looks_ahead
-        self.joins_later, self.spares_newcomers = joins_later, False
+    def __init__(self, execution: StepExecution, lookahead: Lookahead = Lookahead.NEVER) -> None:
+        self.execution, self.lookahead = execution, lookahead
         self.events: list[str] = []
 
     def prepare(self, plan: StepPlan) -> int:
@@ -41,9 +41,9 @@ def plan(number: int) -> StepPlan:
     return StepPlan(number, [], [], [])
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
-def test_device_that_works_by_itself_has_the_next_step_before_the_first_is_waited_for(looks_ahead: bool) -> None:
-    runner = FakeRunner(is_busy_while_computing=False, looks_ahead=looks_ahead)
+@pytest.mark.parametrize("lookahead", Lookahead)
+def test_device_that_works_by_itself_has_the_next_step_before_the_first_is_waited_for(lookahead: Lookahead) -> None:
+    runner = FakeRunner(StepExecution.QUEUED, lookahead)
     steps = steps_of(runner)
     steps.start(plan(0))
     steps.start(plan(1))
@@ -52,7 +52,7 @@ def test_device_that_works_by_itself_has_the_next_step_before_the_first_is_waite
 
 
 def test_a_step_that_keeps_the_thread_busy_is_only_prepared_until_it_is_waited_for() -> None:
-    runner = FakeRunner(is_busy_while_computing=True)
+    runner = FakeRunner(StepExecution.COMPUTED)
     steps = steps_of(runner)
     steps.start(plan(0))
     assert runner.events == ["prepare 0"]
@@ -61,7 +61,7 @@ def test_a_step_that_keeps_the_thread_busy_is_only_prepared_until_it_is_waited_f
 
 
 def test_later_stages_get_every_step_before_the_oldest_is_waited_for() -> None:
-    runner = FakeRunner(is_busy_while_computing=True)
+    runner = FakeRunner(StepExecution.COMPUTED)
     steps = steps_of(runner)
     steps.start(plan(0))
     steps.start(plan(1))
@@ -73,7 +73,7 @@ def test_later_stages_get_every_step_before_the_oldest_is_waited_for() -> None:
 
 
 def test_planned_ahead_a_busy_step_runs_in_a_thread_and_in_order() -> None:
-    runner = FakeRunner(is_busy_while_computing=True, looks_ahead=True)
+    runner = FakeRunner(StepExecution.COMPUTED, Lookahead.ALWAYS)
     steps = steps_of(runner)
     steps.start(plan(0))
     steps.start(plan(1))
@@ -83,9 +83,9 @@ def test_planned_ahead_a_busy_step_runs_in_a_thread_and_in_order() -> None:
     steps.close()
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
-def test_a_rank_without_others_begins_a_step_when_the_one_before_is_done(looks_ahead: bool) -> None:
-    runner = FakeRunner(is_busy_while_computing=True, looks_ahead=looks_ahead, joins_later=True)
+@pytest.mark.parametrize("lookahead", Lookahead)
+def test_a_rank_without_others_begins_a_step_when_the_one_before_is_done(lookahead: Lookahead) -> None:
+    runner = FakeRunner(StepExecution.JOINED, lookahead)
     steps = steps_of(runner)
     steps.start(plan(0))
     steps.start(plan(1))
@@ -110,7 +110,7 @@ class DeadLink:
 
 
 def test_a_group_that_failed_while_there_was_nothing_to_do_is_left_as_a_failed_one() -> None:
-    runner: Any = FakeRunner(is_busy_while_computing=False)
+    runner: Any = FakeRunner(StepExecution.QUEUED)
     runner.windows, runner.num_host_blocks = (None,), 0
     link: Any = DeadLink()
     left: list[bool] = []

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from workers.model_runner import ModelRunner
+from workers.overlap import Lookahead
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
 
@@ -73,7 +74,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
 
 
 def test_a_step_is_started_without_a_wait_whatever_its_requests_want(runner: ModelRunner) -> None:
-    assert runner.looks_ahead
+    assert runner.lookahead is Lookahead.ALWAYS
     prompts = [NewSequence(slot, [1, 2, 3, 4], 4, sampling, [2]) for slot, sampling in enumerate(SAMPLING)]
     plans = [
         StepPlan(0, [], prompts, [ScheduledSequence(slot, 0, 4, [], [slot], True) for slot in range(3)]),

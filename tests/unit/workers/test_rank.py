@@ -13,6 +13,7 @@ from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.errors import GraphCaptureError
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
 from workers.errors import EngineConfigError
+from workers.overlap import StepExecution
 from workers.rank import Rendezvous, _leave, follow_group, follow_plans, lead_group
 from workers.stats import RankStats
 
@@ -71,8 +72,8 @@ class NotedRank:
     """A link and a runner in one: plans come in groups, each of which is there when the last output of the one before
     was sent."""
 
-    def __init__(self, *groups: list[int], is_busy_while_computing: bool) -> None:
-        self.is_busy_while_computing = is_busy_while_computing
+    def __init__(self, *groups: list[int], execution: StepExecution) -> None:
+        self.execution = execution
         self._groups = [list(group) for group in groups]
         self.events: list[str] = []
 
@@ -95,20 +96,20 @@ class NotedRank:
         self.events.append(f"send {output}")
 
 
-def events_of(*groups: list[int], is_busy_while_computing: bool) -> list[str]:
-    rank: Any = NotedRank(*groups, is_busy_while_computing=is_busy_while_computing)
+def events_of(*groups: list[int], execution: StepExecution) -> list[str]:
+    rank: Any = NotedRank(*groups, execution=execution)
     follow_plans(rank, rank)
     events: list[str] = rank.events
     return events
 
 
 def test_a_step_that_is_planned_is_on_the_device_before_an_output_is_waited_for() -> None:
-    events = events_of([1, 2], [3], [4, 5], is_busy_while_computing=False)
+    events = events_of([1, 2], [3], [4, 5], execution=StepExecution.QUEUED)
     assert events == ["start 1", "start 2", "send 1", "send 2", "start 3", "send 3", "start 4", "start 5", "send 4"]
 
 
 def test_on_a_cpu_an_output_goes_before_the_next_step_is_computed() -> None:
-    assert events_of([1, 2], is_busy_while_computing=True) == ["start 1", "send 1", "start 2", "send 2"]
+    assert events_of([1, 2], execution=StepExecution.COMPUTED) == ["start 1", "send 1", "start 2", "send 2"]
 
 
 @pytest.mark.parametrize(
