@@ -12,7 +12,7 @@ _NOTHING: list[int] = []
 """Stays empty. A list for each share would be one more for the garbage collector to count."""
 
 
-class Flight(NamedTuple):
+class InFlightPlan(NamedTuple):
     """A plan whose output has not come back, with the sequences of its shares in their order."""
 
     plan: StepPlan
@@ -68,7 +68,7 @@ class Batch:
         """Take back the share of a sequence that nobody needs, if it has one."""
         self.budget += self.shares.pop(sequence, 0)
 
-    def launch(self, number: int, removed_slots: list[int], copies: Copies, *, follows: bool) -> Flight:
+    def launch(self, number: int, removed_slots: list[int], copies: Copies, *, follows: bool) -> InFlightPlan:
         """Turn the step into a plan; note on its sequences that they are in flight and what the ranks know of them."""
         new = [_introduce(sequence) for sequence in self.new]
         ones = [sequence for sequence, num_tokens in self.shares.items() if num_tokens == 1]
@@ -76,7 +76,7 @@ class Batch:
         sequences = ones + more
         scheduled = [_plan_share(sequence, self.shares[sequence]) for sequence in sequences]
         plan = StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads, follows)
-        return Flight(plan, sequences)
+        return InFlightPlan(plan, sequences)
 
 
 def _introduce(sequence: Sequence) -> NewSequence:

@@ -65,7 +65,7 @@ class _Stream:
     last_token_s: float | None = None
 
 
-class _Flight(NamedTuple):
+class _SubmittedPlan(NamedTuple):
     plan: StepPlan
     submitted_s: float
 
@@ -128,7 +128,7 @@ class Engine:
             looks_ahead=executor.lookahead is not Lookahead.NEVER,
         )
         self._streams: dict[RequestId, _Stream] = {}
-        self._flights: deque[_Flight] = deque()
+        self._submitted: deque[_SubmittedPlan] = deque()
         self._busy_since_s = 0.0  # as far as it is in no statistics yet; of meaning while a step is in flight
         self._sampled_s = 0.0
         self._sampled: list[TokenOutput] = []  # of the step collected last, to be delivered
@@ -201,19 +201,19 @@ class Engine:
             GroupFailedError: a rank died, hung or diverged; the engine is of no more use.
         """
         now_s = self._clock()
-        if not self._flights:
+        if not self._submitted:
             self._busy_since_s = now_s
         if self._scheduler.has_expired(now_s):
             self._deliver_all()  # comes before the last output
             self._outputs += [self._end(sequence, "") for sequence in self._scheduler.expire(now_s)]
-        while len(self._flights) < self._executor.max_in_flight:
+        while len(self._submitted) < self._executor.max_in_flight:
             waits_to_look_ahead = self._executor.lookahead is Lookahead.WHILE_REQUESTS_WAIT
-            if self._flights and waits_to_look_ahead and not self._scheduler.num_waiting:
+            if self._submitted and waits_to_look_ahead and not self._scheduler.num_waiting:
                 break
             plan = self._scheduler.schedule(self._clock())
             if plan is None:
                 break
-            self._flights.append(_Flight(plan, self._clock()))
+            self._submitted.append(_SubmittedPlan(plan, self._clock()))
             self._executor.submit(plan)
 
     def collect(self) -> bool:
@@ -222,24 +222,24 @@ class Engine:
         Raises as `launch`.
         """
         self._deliver_all()
-        if not self._flights:
+        if not self._submitted:
             return False
-        flight = self._flights.popleft()
+        submitted = self._submitted.popleft()
         output = self._executor.collect()
         now_s = self._sampled_s = self._clock()
-        for token in self._scheduler.update(flight.plan, output, now_s):
+        for token in self._scheduler.update(submitted.plan, output, now_s):
             if token.sequence.request.sampling.stop:  # its text may end it, which is to be known before the next plan
                 self._outputs.append(self._deliver(token, now_s))
             else:
                 self._sampled.append(token)
         self._take_events()
-        self._note_step(flight, now_s)
+        self._note_step(submitted, now_s)
         return True
 
     def take_result(self) -> StepResult:
         """Return what the steps collected since the last call gave. Nothing that runs waits for it."""
         self._deliver_all()
-        if not self._flights:
+        if not self._submitted:
             self._take_events()  # else what the steps in flight store is told when they are done
         outputs, self._outputs = self._outputs, []
         stored, self._stored = self._stored, []
@@ -323,12 +323,12 @@ class Engine:
             return None
         return Finish(reason=reason, usage=usage, stop_token_id=last if is_stopped else None)
 
-    def _note_step(self, flight: _Flight, now_s: float) -> None:
+    def _note_step(self, submitted: _SubmittedPlan, now_s: float) -> None:
         stats, counters = self.stats, self._scheduler.counters
-        num_tokens = sum(share.num_tokens for share in flight.plan.scheduled)
+        num_tokens = sum(share.num_tokens for share in submitted.plan.scheduled)
         stats.num_steps += 1
         stats.num_computed_tokens += num_tokens
-        stats.step_sequences.add(len(flight.plan.scheduled))
+        stats.step_sequences.add(len(submitted.plan.scheduled))
         stats.step_tokens.add(num_tokens)
         stats.num_preemptions = counters.num_preemptions
         stats.num_recomputed_tokens = counters.num_recomputed_tokens
@@ -336,7 +336,7 @@ class Engine:
         stats.num_host_tokens = counters.num_host_tokens
         stats.num_saved_blocks = self._host.num_saved_blocks
         stats.num_loaded_blocks = self._host.num_loaded_blocks
-        stats.step_s.add(now_s - flight.submitted_s)
+        stats.step_s.add(now_s - submitted.submitted_s)
         stats.busy_s += now_s - self._busy_since_s
         self._busy_since_s = now_s
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from workers.batch import Batch, Flight
+from workers.batch import Batch, InFlightPlan
 from workers.config import SchedulerConfig
 from workers.errors import InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache_manager import KVCacheManager
@@ -91,7 +91,7 @@ class Scheduler:
         order = ServingOrder(config.policy, promote_after_s=config.promote_after_s)
         self._roster = Roster(cache, order, num_slots=config.max_num_seqs)
         self.counters = self._roster.counters
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[InFlightPlan] = deque()
         self._num_arrivals = 0
         self._num_plans = 0
         self._has_had_work = False  # ever since the latest plan
@@ -100,7 +100,7 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether there is a reason to step: a sequence that has not ended or a plan in flight."""
-        return bool(self._sequences or self._flights)
+        return bool(self._sequences or self._in_flight)
 
     @property
     def num_running(self) -> int:
@@ -115,7 +115,7 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Plans whose output has not come back."""
-        return len(self._flights)
+        return len(self._in_flight)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -186,7 +186,7 @@ class Scheduler:
         Decodes (one token left to compute) are served first, then running prefills and the queue, each in order: the
         queue after all prefills that are not of a later level.
         """
-        if len(self._flights) >= self._max_in_flight or (self._flights and self._must_settle):
+        if len(self._in_flight) >= self._max_in_flight or (self._in_flight and self._must_settle):
             return None
         self._must_settle = False
         self._roster.renew_order(now_s)
@@ -207,13 +207,13 @@ class Scheduler:
         Raises:
             GroupFailedError: the output is not that plan's.
         """
-        flight = self._flights[0]
-        assert flight.plan is plan, f"plan {plan.number} is not the oldest in flight, {flight.plan.number} is"
-        flight.check_answers(output)
-        self._flights.popleft()
+        oldest = self._in_flight[0]
+        assert oldest.plan is plan, f"plan {plan.number} is not the oldest in flight, {oldest.plan.number} is"
+        oldest.check_answers(output)
+        self._in_flight.popleft()
         sampled = iter(output.sampled)
         outputs = []
-        for sequence, share in zip(flight.sequences, plan.scheduled, strict=True):
+        for sequence, share in zip(oldest.sequences, plan.scheduled, strict=True):
             token = next(sampled) if share.samples else None
             token_output = self._land(sequence, share, token, now_s)
             if token_output is not None:
@@ -222,7 +222,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when blocks, slots, queue and plans contradict each other. Slow: for tests."""
-        in_flight = Counter(sequence for flight in self._flights for sequence in flight.sequences)
+        in_flight = Counter(sequence for plan in self._in_flight for sequence in plan.sequences)
         assert max(in_flight.values(), default=0) <= 1 + self._looks_ahead, "a sequence is in too many plans"
         ended = [sequence for sequence in in_flight if sequence.status is SequenceStatus.FINISHED]
         self._roster.check_integrity(ended)
@@ -231,7 +231,7 @@ class Scheduler:
         entered = list(self._roster)
         assert set(self._sequences.values()) == set(entered), "a sequence is lost"
         assert len(self._sequences) == len(entered)
-        assert len(self._flights) <= self._max_in_flight
+        assert len(self._in_flight) <= self._max_in_flight
 
     # Putting a step together
 
@@ -331,13 +331,13 @@ class Scheduler:
             sequence = roster.next_to_start(before_level)
 
     def _launch(self, batch: Batch) -> StepPlan:
-        flight = batch.launch(
+        launched = batch.launch(
             self._num_plans, self._roster.take_removed_slots(), self._cache.take_copies(), follows=self._has_had_work
         )
         self._num_plans += 1
         self._has_had_work = True
-        self._flights.append(flight)
-        return flight.plan
+        self._in_flight.append(launched)
+        return launched.plan
 
     # Taking a step's output
 

@@ -391,7 +391,7 @@ def test_steps_can_be_planned_ahead_only_while_requests_wait() -> None:
     for number, each in enumerate(requests):
         engine.add_request(each)
         engine.launch()
-        in_flight.add((number, len(engine._flights)))
+        in_flight.add((number, len(engine._submitted)))
         engine.collect()
     assert in_flight == {(0, 1), (1, 1), (2, 2)}  # the third has no slot
     run(engine)
