@@ -21,11 +21,14 @@ GREEDY_TEMPERATURE = 1e-5
 
 
 class FinishReason(StrEnum):
-    """Why a request ended well."""
+    """Why a request ended without an error."""
 
     STOP = "stop"
+    """At a stop token or a stop string."""
     LENGTH = "length"
+    """At max_tokens, or where the context is full."""
     ABORT = "abort"
+    """Its client went away, or its deadline passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """How a request ended well."""
+    """How a request ended without an error."""
 
     reason: FinishReason
     usage: Usage
