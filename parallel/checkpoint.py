@@ -41,6 +41,7 @@ _STORED_BYTES = 4  # of an element, but for rare float64
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[float], None]
+"""Called with the fraction of the weights read so far."""
 
 _Finish = Callable[[], None]
 _Plan = Mapping[Path, Sequence[WeightRead]]

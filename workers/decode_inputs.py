@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from parallel.kernels.base import AttentionMeta
+from parallel.kernels.host_arrays import Int32Array, Int64Array
 from workers.plan import StepPlan
-from workers.slots import Int32Array, Int64Array, Slots
+from workers.slots import Slots
 from workers.step_inputs import StepInputs, to_tensors
 
 _MOST_LEARNT = 64

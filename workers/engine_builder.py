@@ -6,12 +6,13 @@ from typing import Any
 
 from weft.recording import Recorder
 
+from parallel.checkpoint import Progress
 from parallel.errors import ConfigError
 from parallel.families.registry import describe_model
 from parallel.position_description import MAX_INT32
 from workers.config import EngineConfig
 from workers.engine import Engine
-from workers.rank import Progress, Rendezvous, lead_group
+from workers.rank import Rendezvous, lead_group
 from workers.stats import RankStats
 from workers.tokenizer import TokenTable, load_token_table
 

@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from parallel.kernels.host_arrays import Float32Array, Int64Array
 from workers.plan import NewSequence
-
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
 
 _LEAST_FACTOR, _LARGEST_FACTOR = 1e-9, 1e9
 """Of the repetition penalty: logits that are divided by less, or multiplied by more, may become infinite."""

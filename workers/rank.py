@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from parallel.checkpoint import load_decoder
+from parallel.checkpoint import Progress, load_decoder
 from parallel.device.base import Device
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
@@ -52,8 +52,6 @@ from workers.stats import RankStats
 from workers.transport import LeaderLink, RankLink
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[float], None]
 
 JOIN_TIMEOUT_S = 120.0
 """For every rank to be there."""

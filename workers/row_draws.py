@@ -3,13 +3,10 @@
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from parallel.kernels.base import Search, Sift
-from parallel.kernels.sampling import NOISE, Draws, Edits, Float64Array, NoiseArray
-
-UInt64Array = npt.NDArray[np.uint64]
-Int64Array = npt.NDArray[np.int64]
+from parallel.kernels.host_arrays import Float64Array, Int32Array, Int64Array, UInt32Array, UInt64Array
+from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray
 
 RANDOM, EDITED, LOGPROBS, LIMITED = 1, 2, 4, 8
 """What a row wants more than the largest logit: noise; other logits; log-probabilities; top-k, top-p or min-p."""
@@ -50,10 +47,10 @@ class RowDraws:
         """[S]: how the tokens at these positions are drawn."""
         return self._draws(self._keys(positions))
 
-    def _draws(self, keys: npt.NDArray[np.uint32]) -> Draws:
+    def _draws(self, keys: UInt32Array) -> Draws:
         return Draws(noise=_with_keys(self._noise, keys), top_k=self._top_k, top_p=self._top_p, min_p=self._min_p)
 
-    def _keys(self, positions: Int64Array) -> npt.NDArray[np.uint32]:
+    def _keys(self, positions: Int64Array) -> UInt32Array:
         return _keys(self._mixed_seeds, positions.astype(np.uint64))
 
     @cached_property
@@ -68,7 +65,7 @@ class RowDraws:
         return noise
 
     @cached_property
-    def _sifted(self) -> tuple[NoiseArray, npt.NDArray[np.int32]] | None:
+    def _sifted(self) -> tuple[NoiseArray, Int32Array] | None:
         """Noise without the keys, and numbers, of a `Sift`."""
         is_limited = self.flags & LIMITED > 0
         if self.any_flag & LOGPROBS or not is_limited.any() or not self._top_k[is_limited].all():
@@ -78,7 +75,7 @@ class RowDraws:
         return noise, np.where(is_limited, np.minimum(self._top_k, _MOST), 1).astype(np.int32)
 
 
-def noise_keys(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.uint32]:
+def noise_keys(seeds: UInt64Array, positions: UInt64Array) -> UInt32Array:
     """Return the key [S, 2] of each (seed, position): the same everywhere, independent over both.
 
     A counter-based generator in the sense of Salmon et al. (SC 2011), with the 64-bit mixer of SplitMix64 (Steele, Lea
@@ -91,7 +88,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _OFFSET = np.uint64(0xD1B54A32D192ED03)
 
 
-def _keys(mixed_seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.uint32]:
+def _keys(mixed_seeds: UInt64Array, positions: UInt64Array) -> UInt32Array:
     bits = _mix(mixed_seeds ^ _mix(positions * _GAMMA + _OFFSET))
     return bits.astype("<u8", copy=False).view("<u4").reshape(-1, 2)
 
@@ -102,7 +99,7 @@ def _mix(x: UInt64Array) -> UInt64Array:
     return x ^ (x >> np.uint64(31))
 
 
-def _with_keys(noise: NoiseArray, keys: npt.NDArray[np.uint32]) -> NoiseArray:
+def _with_keys(noise: NoiseArray, keys: UInt32Array) -> NoiseArray:
     noise = noise.copy()
     noise["key"] = keys
     return noise

@@ -19,19 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from parallel.device.base import Device
-from parallel.kernels.host_arrays import to_device
+from parallel.kernels.host_arrays import Int64Array, to_device
 from parallel.kernels.sampling import IN_TORCH, Edits, TokenChoice
 from workers.plan import SampledToken
 from workers.request import TokenLogprobs
 from workers.row_draws import LOGPROBS, RANDOM
 from workers.slot_draws import SlotDraws
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,16 +4,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from parallel.kernels.host_arrays import Int64Array
 from parallel.kernels.sampling import Edits, LastTokens
 from workers.logit_edits import NO_EDITS, SequenceEdits
 from workers.plan import NewSequence, StepPlan
 from workers.request import GREEDY_TEMPERATURE
 from workers.row_draws import EDITED, LIMITED, LOGPROBS, RANDOM, RowDraws
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class SlotDraws:

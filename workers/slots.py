@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
+from parallel.kernels.host_arrays import Int32Array, Int64Array
 from workers.plan import NewSequence, ScheduledSequence
-
-Int64Array = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
 
 _FEW = 4
 """Rows up to which it is faster to write one by one."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta
-from workers.slots import Int64Array
+from parallel.kernels.host_arrays import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

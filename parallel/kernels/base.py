@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from parallel.description import Activation
+from parallel.kernels.host_arrays import Int32Array
 from parallel.kernels.int8_cache import SCALE_BYTES, lay_out_half
 from parallel.kernels.sampling import Draws, Edits, NoiseArray
 from parallel.mesh import Axis
@@ -299,7 +298,7 @@ class Sift(NamedTuple):
 
     noise: NoiseArray
     """Temperature 0 where none is added."""
-    numbers: npt.NDArray[np.int32]
+    numbers: Int32Array
     """[S], at least 1: how many of a row's largest matter, and any that are equal to the last one."""
     edits: Edits | None = None
     """What is done to the logits before."""

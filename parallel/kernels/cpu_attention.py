@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.host_arrays import Int64Array
 from parallel.kernels.int8_cache import split_slots
 
-Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 _GROUP_BYTES = 1 << 20

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parallel.kernels.host_arrays import Int64Array
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import DRAW, load_draws, load_edits, load_largest, load_ranking, to_draw_array
 from parallel.kernels.sampling import Draws, Edits, NoiseArray, TokenChoice, edit_in_torch
@@ -39,7 +40,7 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
         draw(*rows, settings.ctypes.data, first_token, num_threads)
         return scores, token_ids
 
-    def rank(logits_SV: Tensor, rows: np.typing.NDArray[np.int64], number: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rank(logits_SV: Tensor, rows: Int64Array, number: int) -> tuple[Tensor, Tensor, Tensor]:
         logits, rows = _in_rows(logits_SV), np.ascontiguousarray(rows)
         totals, values = torch.empty(len(rows)), torch.empty(len(rows), number)
         token_ids = torch.empty(len(rows), number, dtype=torch.int64)

@@ -19,10 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel.kernels.host_arrays import to_device
+from parallel.kernels.host_arrays import Float32Array, Float64Array, Int64Array, to_device
 from parallel.kernels.truncation import lower_bounds
-
-Float64Array = npt.NDArray[np.float64]
 
 NOISE = np.dtype([("temperature", np.float32), ("key", np.uint32, 2)])
 """What a row's noise is made of. Temperature: 0 where the row takes the largest logit, else 1e-5 to 1e36."""
@@ -51,9 +49,9 @@ class LastTokens(NamedTuple):
 
     token_ids: Tensor
     """[S] int64, on the device; anything where a row has none."""
-    offsets: npt.NDArray[np.float32]
+    offsets: Float32Array
     """[S], of `Edits`, where it is none of the row's; NaN: the row has none."""
-    offsets_again: npt.NDArray[np.float32]
+    offsets_again: Float32Array
     """[N]: those of the row's tokens, if they are it; where it has none as they are."""
 
 
@@ -63,13 +61,13 @@ class Edits(NamedTuple):
     A logit x becomes x / factor where it is above 0, else x * factor, each less its offset.
     """
 
-    starts: npt.NDArray[np.int64]
+    starts: Int64Array
     """[S + 1]: of each row, where its tokens begin below; and where the last one's end."""
-    token_ids: npt.NDArray[np.int64]
+    token_ids: Int64Array
     """[N], different ones in a row; those past the vocabulary mean nothing."""
-    factors: npt.NDArray[np.float32]
+    factors: Float32Array
     """[S], above 0."""
-    offsets: npt.NDArray[np.float32]
+    offsets: Float32Array
     """[N]; infinite: the token is forbidden."""
     last: LastTokens | None = None
     """One more token of some rows."""
@@ -106,7 +104,7 @@ class FindTokens(Protocol):
 class RankTokens(Protocol):
     """Tells what is most probable."""
 
-    def __call__(self, logits_SV: Tensor, rows: npt.NDArray[np.int64], number: int) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, logits_SV: Tensor, rows: Int64Array, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of these rows: [R] float32, the logarithm of the sum of all e^logit; [R, number] float32, the largest logits
         from the largest down; [R, number] int64, their tokens. The host does not wait for the device.
 
@@ -158,7 +156,7 @@ def find_in_torch(logits_SV: Tensor, noise: NoiseArray | None, first_token: int)
     return largest_outputs(logits_SV if noise is None else _scores(logits_SV, noise, first_token))
 
 
-def rank_in_torch(logits_SV: Tensor, rows: npt.NDArray[np.int64], number: int) -> tuple[Tensor, Tensor, Tensor]:
+def rank_in_torch(logits_SV: Tensor, rows: Int64Array, number: int) -> tuple[Tensor, Tensor, Tensor]:
     """Implements `RankTokens`, on any device."""
     logits_RV = logits_SV[to_device(rows, logits_SV.device)]
     # in the order in which CUDA adds up, which the number of rows decides, a float32 would be another
@@ -239,7 +237,7 @@ def _largest(logits_SV: Tensor) -> Tensor:
     return torch.from_numpy(np.where(is_finite, token_ids, -1))
 
 
-def _draw(logits_RV: Tensor, draws: Draws, rows: npt.NDArray[np.int64]) -> Tensor:
+def _draw(logits_RV: Tensor, draws: Draws, rows: Int64Array) -> Tensor:
     scores_RV = _scores(logits_RV, draws.noise[rows], 0)
     limits = [values[rows] for values in (draws.top_k, draws.top_p, draws.min_p)]
     truncated = np.flatnonzero((limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0))

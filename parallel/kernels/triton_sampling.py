@@ -14,13 +14,12 @@ below (1 - p) / V, weigh less than 1 - p of the largest alone. Where that is too
 """
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.host_arrays import to_device
+from parallel.kernels.host_arrays import Int32Array, to_device
 from parallel.kernels.sampling import Draws, Edits, NoiseArray
 
 _SLICE = 2048
@@ -86,7 +85,7 @@ def edit_in_triton(logits_SV: Tensor, edits: Edits, first_token: int) -> None:
     _edit[num_rows,](*row, *sizes, first_token, TILE=_EDIT_TILE, enable_fp_fusion=False)  # to the bit as in torch
 
 
-def _pack(edits: Edits) -> npt.NDArray[np.int32]:
+def _pack(edits: Edits) -> Int32Array:
     """All of the host's in one piece: [3, S + 1], starts, factors and offsets of the last tokens; [3, N], ids, offsets
     and those of tokens that are a last one. Of float32 the bits.
     """

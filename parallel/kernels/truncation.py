@@ -7,17 +7,14 @@ sort's order. On the host rows are handled one by one, with numpy's vectorized p
 import math
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel.kernels.host_arrays import to_device
-
-Float64Array = npt.NDArray[np.float64]
+from parallel.kernels.host_arrays import Float32Array, Float64Array, Int64Array, to_device
 
 
 def lower_bounds(
-    scaled_RV: Tensor, rows: npt.NDArray[np.int64], top_k: Float64Array, top_p: Float64Array, min_p: Float64Array
+    scaled_RV: Tensor, rows: Int64Array, top_k: Float64Array, top_p: Float64Array, min_p: Float64Array
 ) -> Tensor:
     """Return the smallest logit that each row keeps, [R]; -inf for the rows not in `rows`.
 
@@ -49,7 +46,7 @@ def host_bounds(scaled_RV: Tensor, top_k: Float64Array, top_p: Float64Array) -> 
     return torch.tensor([_host_bound(scaled_V, k, p) for scaled_V, k, p in pairs], dtype=torch.float32)
 
 
-def _host_bound(scaled_V: npt.NDArray[np.float32], k: int, p: float) -> float:
+def _host_bound(scaled_V: Float32Array, k: int, p: float) -> float:
     vocab_size = len(scaled_V)
     if k < vocab_size:
         kth = np.partition(scaled_V, vocab_size - k)[vocab_size - k]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from parallel.errors import DeviceError
+from parallel.kernels.host_arrays import Int32Array
 from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray
 
 LANES = 16
@@ -151,7 +152,7 @@ class Table(ctypes.Structure):
         edits: Edits | None,
         first_token: int = 0,
         *,
-        numbers: npt.NDArray[np.int32] | None = None,
+        numbers: Int32Array | None = None,
         draws: npt.NDArray[np.void] | None = None,
     ) -> None:
         """Of arrays that live until it has been searched; `draws` are of DRAW, and of the edits no token is missing."""
