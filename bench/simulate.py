@@ -28,7 +28,6 @@ from bench.load.calls import draw_ids
 from bench.load.dataset_files import TraceLimits, read_trace
 from bench.load.statistics import Distribution
 from bench.machine import describe_machine
-from workers.block_pool import BlockPool
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, SampledToken, StepPlan
@@ -120,10 +119,9 @@ class Simulation:
         self._cost = cost
         self._jobs = {RequestId(str(i)): job for i, job in enumerate(jobs)}
         self._coming = deque(self._jobs.items())
-        pool = BlockPool(num_blocks, enable_prefix_caching=True)
         self.scheduler = Scheduler(
             config,
-            KVCacheManager(pool, block_size=_BLOCK_SIZE, hash_key=b"simulation"),
+            KVCacheManager.with_pool(num_blocks, block_size=_BLOCK_SIZE, hash_key=b"simulation"),
             max_context=num_blocks * _BLOCK_SIZE + 1,
             eos_token_ids=frozenset(),
             max_in_flight=1,

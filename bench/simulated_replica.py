@@ -14,7 +14,6 @@ from grpc import StatusCode
 from bench.simulate import StepCost
 from bench.simulated_time import VirtualTime
 from router.prefix_index import ReplicaId
-from workers.block_pool import BlockPool
 from workers.config import SchedulerConfig
 from workers.errors import InvalidRequestError, QueueFullError
 from workers.kv_cache_manager import KVCacheManager
@@ -89,8 +88,8 @@ class SimulatedReplica:
         self.busy_s = 0.0
         """Time in steps, that in flight included."""
         self.num_steps = 0
-        self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=True)
-        self.cache = KVCacheManager(self.pool, block_size=settings.block_size, hash_key=HASH_KEY)
+        self.cache = KVCacheManager.with_pool(settings.num_blocks, block_size=settings.block_size, hash_key=HASH_KEY)
+        self.pool = self.cache.pool
         self.scheduler = Scheduler(
             settings.scheduler,
             self.cache,

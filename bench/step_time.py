@@ -24,7 +24,6 @@ from weft.recording import Recorder
 
 from bench.load.statistics import percentile
 from bench.machine import describe_machine
-from workers.block_pool import BlockPool
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.inputs import InputBuilder
 from workers.kv_cache_manager import KVCacheManager
@@ -69,9 +68,7 @@ class Steps:
                 max_waiting=2 * num_seqs,
                 promote_after_s=None,
             ),
-            KVCacheManager(
-                BlockPool(num_blocks, enable_prefix_caching=True), block_size=_BLOCK_SIZE, hash_key=b"step time"
-            ),
+            KVCacheManager.with_pool(num_blocks, block_size=_BLOCK_SIZE, hash_key=b"step time"),
             max_context=_MAX_CONTEXT,
             eos_token_ids=frozenset(),
             max_in_flight=1,

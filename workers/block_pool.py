@@ -32,7 +32,8 @@ class BlockPool:
             raise ValueError(f"num_blocks is {num_blocks}; allowed: at least 1")
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
-        self._host = host or HostTier()
+        self.host = host or HostTier()
+        """What was evicted; to read."""
         self._num_references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._group_of = [0] * num_blocks  # of blocks that have a hash
@@ -45,7 +46,7 @@ class BlockPool:
     @property
     def num_host_blocks(self) -> int:
         """Blocks that the host tier can hold."""
-        return self._host.num_slots
+        return self.host.num_slots
 
     @property
     def num_free(self) -> int:
@@ -70,23 +71,23 @@ class BlockPool:
 
     def is_on_host(self, block_hash: bytes, group: int = 0) -> bool:
         """Whether `restore` can bring back the group's content; the next `allocate` may take it from the host too."""
-        return Content(block_hash, group) in self._host
+        return Content(block_hash, group) in self.host
 
     def restore(self, contents: list[Content]) -> list[int]:
         """Take blocks with one reference each, into which the next plan loads these contents of the host.
 
         Not more than `num_free`; no block of the pool may hold any of them.
         """
-        self._host.hold(contents)  # before others are saved
+        self.host.hold(contents)  # before others are saved
         blocks = self.allocate(len(contents))
         for block, content in zip(blocks, contents, strict=True):
-            self._host.load(block, content)
+            self.host.load(block, content)
             self._add(block, content.block_hash, content.group)
         return blocks
 
     def take_copies(self) -> Copies:
         """Return what the plan that is made now copies from and to the host."""
-        return self._host.take_copies()
+        return self.host.take_copies()
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks would leave the free list if they were shared."""
@@ -117,7 +118,7 @@ class BlockPool:
         assert self._num_references[block], f"block {block} is free"
         assert self._hash_of[block] is None, f"block {block} holds other content"
         self._add(block, block_hash, group)
-        if self._host.num_slots and self.is_on_host(block_hash, group):
+        if self.host.num_slots and self.is_on_host(block_hash, group):
             return
         if len(self._indexes) > 1 and not self._is_resident(block_hash):
             return
@@ -141,7 +142,7 @@ class BlockPool:
             self._remove(block)
             if not self._num_references[block]:
                 self._free.move_to_end(block, last=False)
-        self._host.discard(content)
+        self.host.discard(content)
         self._note_loss(content)
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -166,7 +167,7 @@ class BlockPool:
 
     def resident_hashes(self) -> list[bytes]:
         """Return every hash that all groups have, for a snapshot; events not yet taken are contained in it."""
-        hashes = dict.fromkeys([*self._indexes[0], *self._host.hashes(0)])
+        hashes = dict.fromkeys([*self._indexes[0], *self.host.hashes(0)])
         return [block_hash for block_hash in hashes if self._is_resident(block_hash)]
 
     def check_integrity(self, owners: Mapping[int, int]) -> None:
@@ -183,12 +184,12 @@ class BlockPool:
                 indexed[self._group_of[block]][block_hash] = block
         assert indexed == self._indexes, "index and blocks disagree"
         assert not self._stored.keys() & self._evicted.keys(), "a hash is both stored and evicted"
-        self._host.check_integrity()
+        self.host.check_integrity()
 
     def _evict(self, block: int) -> None:
         """Move what a free block holds to the host, if there is one."""
         content = self._remove(block)
-        lost = self._host.save(block, content)
+        lost = self.host.save(block, content)
         self._note_loss(content)
         if lost is not None:
             self._note_loss(lost)
@@ -218,7 +219,7 @@ class BlockPool:
             self._evicted[block_hash] = None
 
     def _has(self, block_hash: bytes, group: int) -> bool:
-        return block_hash in self._indexes[group] or (self._host.num_slots > 0 and self.is_on_host(block_hash, group))
+        return block_hash in self._indexes[group] or (self.host.num_slots > 0 and self.is_on_host(block_hash, group))
 
     def _is_resident(self, block_hash: bytes) -> bool:
         return all(self._has(block_hash, group) for group in range(len(self._indexes)))

@@ -11,12 +11,10 @@ from typing import NamedTuple
 import msgspec
 from weft.recording import Recorder
 
-from workers.block_pool import BlockPool
 from workers.config import EngineConfig
 from workers.detokenizer import IncrementalDetokenizer
 from workers.errors import EngineConfigError, EngineError, InvalidRequestError, RequestFailedError
 from workers.executor import Executor
-from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.limits import find_end, stop_ids
 from workers.overlap import Lookahead
@@ -94,34 +92,29 @@ class Engine:
         self._executor = executor
         self._tokens = tokens
         self._clock = clock
-        cache = config.cache
-        self._host = HostTier(executor.num_host_blocks)
-        self._pool = BlockPool(
+        cache = KVCacheManager.with_pool(
             executor.num_blocks,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            num_groups=len(executor.windows),
-            host=self._host,
-        )
-        manager = KVCacheManager(
-            self._pool,
-            block_size=cache.block_size,
+            block_size=config.cache.block_size,
             hash_key=config.hash_key,
             windows=executor.windows,
             max_chunk_tokens=config.scheduler.max_chunk_tokens,
+            num_host_blocks=executor.num_host_blocks,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
         )
+        self._pool = cache.pool
         # the last token of a sequence is sampled and never computed
-        self.max_context = min(max_context, manager.max_sequence_tokens(max_context) + 1)
+        self.max_context = min(max_context, cache.max_sequence_tokens(max_context) + 1)
         if self.max_context < 2:
             raise EngineConfigError(
                 f"the context is {self.max_context} tokens, with {self.num_blocks} blocks for {len(executor.windows)} "
                 f"groups of layers and max_context {max_context}; allowed: a larger cache or context, for at least 2"
             )
-        _tell_room(self.max_context, manager, wanted=max_context)
+        _tell_room(self.max_context, cache, wanted=max_context)
         self._recorder = recorder
         make_scheduler = Scheduler if recorder is None else partial(RecordingScheduler, sink=recorder)
         self._scheduler = make_scheduler(
             config.scheduler,
-            manager,
+            cache,
             max_context=self.max_context,
             eos_token_ids=eos_token_ids,
             max_in_flight=executor.max_in_flight,
@@ -150,8 +143,8 @@ class Engine:
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             num_pending_tokens=self._scheduler.num_pending_tokens,
-            num_host_blocks=self._host.num_slots,
-            num_used_host_blocks=self._host.num_used,
+            num_host_blocks=self._pool.host.num_slots,
+            num_used_host_blocks=self._pool.host.num_used,
         )
 
     def now_s(self) -> float:
@@ -334,8 +327,8 @@ class Engine:
         stats.num_recomputed_tokens = counters.num_recomputed_tokens
         stats.num_cached_tokens = counters.num_cached_tokens
         stats.num_host_tokens = counters.num_host_tokens
-        stats.num_saved_blocks = self._host.num_saved_blocks
-        stats.num_loaded_blocks = self._host.num_loaded_blocks
+        stats.num_saved_blocks = self._pool.host.num_saved_blocks
+        stats.num_loaded_blocks = self._pool.host.num_loaded_blocks
         stats.step_s.add(now_s - submitted.submitted_s)
         stats.busy_s += now_s - self._busy_since_s
         self._busy_since_s = now_s

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from weft.block_hash import block_hash, root_hash
 
 from workers.block_pool import BlockPool
-from workers.host_tier import Content, Copies
+from workers.host_tier import Content, Copies, HostTier
 from workers.sequence import Sequence
 
 _UNLIMITED = 1 << 62
@@ -55,7 +55,8 @@ class KVCacheManager:
         """`windows` as in LayerGroups; `max_chunk_tokens` is the most that the scheduler computes of one sequence."""
         self.block_size = block_size
         self.windows = windows
-        self._pool = pool
+        self.pool = pool
+        """To read, and for its `take_events`; else only the manager calls it."""
         self._hash_key = hash_key
         self._num_groups = len(windows)
         self._full = [group for group, window in enumerate(windows) if window is None]
@@ -70,30 +71,51 @@ class KVCacheManager:
         self.max_chunk_tokens = max_chunk_tokens
         """The most tokens to compute of one sequence in a step."""
 
+    @classmethod
+    def with_pool(
+        cls,
+        num_blocks: int,
+        *,
+        block_size: int,
+        hash_key: bytes,
+        windows: tuple[int | None, ...] = (None,),
+        max_chunk_tokens: int = _UNLIMITED,
+        num_host_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+    ) -> "KVCacheManager":
+        """Return one over a new pool of so many blocks, with a host tier of `num_host_blocks`."""
+        pool = BlockPool(
+            num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            num_groups=len(windows),
+            host=HostTier(num_host_blocks),
+        )
+        return cls(pool, block_size=block_size, hash_key=hash_key, windows=windows, max_chunk_tokens=max_chunk_tokens)
+
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool."""
-        return self._pool.num_blocks
+        return self.pool.num_blocks
 
     @property
     def num_host_blocks(self) -> int:
         """Blocks that the host tier can hold."""
-        return self._pool.num_host_blocks
+        return self.pool.num_host_blocks
 
     @property
     def has_prefix_caching(self) -> bool:
         """Whether sequences share equal prefixes."""
-        return self._pool.enable_prefix_caching
+        return self.pool.enable_prefix_caching
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no sequence holds; they may still hold content for reuse."""
-        return self._pool.num_free
+        return self.pool.num_free
 
     @property
     def usage(self) -> float:
         """Fraction of the blocks that sequences hold, 0 to 1."""
-        return 1 - self._pool.num_free / self._pool.num_blocks
+        return 1 - self.pool.num_free / self.pool.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks this many tokens take in one group, none given back."""
@@ -122,7 +144,7 @@ class KVCacheManager:
         What others hold can be found again, up to the first block that is this sequence's alone.
         """
         columns = (self._full_column(sequence, group) for group in self._full)
-        num_kept = min(map(self._pool.count_leading_shared, columns), default=0)
+        num_kept = min(map(self.pool.count_leading_shared, columns), default=0)
         return sequence.num_computed_tokens - num_kept * self.block_size
 
     def least_tokens_at_risk(self, sequence: Sequence) -> int:
@@ -132,7 +154,7 @@ class KVCacheManager:
         It finds a later one where a sequence computed a copy of a block that was known already.
         """
         columns = (self._full_column(sequence, group) for group in self._full)
-        num_kept = min(map(self._pool.bisect_shared, columns), default=0)
+        num_kept = min(map(self.pool.bisect_shared, columns), default=0)
         return sequence.num_computed_tokens - num_kept * self.block_size
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
@@ -140,7 +162,7 @@ class KVCacheManager:
 
         Never the whole sequence: at least one token is left to compute, since the next one needs its logits.
         """
-        if not self._pool.enable_prefix_caching:
+        if not self.pool.enable_prefix_caching:
             return []
         max_blocks = (len(sequence.token_ids) - 1) // self.block_size
         self._extend_hashes(sequence, max_blocks)
@@ -162,18 +184,18 @@ class KVCacheManager:
         num_left = len(sequence.token_ids) - num_prefix * self.block_size
         num_taken = self._num_missing(num_blocks, num_prefix, num_left, num_full=num_prefix)
         held = self._held(prefix, num_prefix)
-        num_taken += held.count(_ON_HOST) + self._pool.count_free(block for block in held if block != _ON_HOST)
-        return num_taken + reserve <= self._pool.num_free
+        num_taken += held.count(_ON_HOST) + self.pool.count_free(block for block in held if block != _ON_HOST)
+        return num_taken + reserve <= self.pool.num_free
 
     def fits_rest(self, sequence: Sequence, *, reserve: int) -> bool:
         """Return whether all tokens of a sequence that kept its blocks would fit now, `reserve` blocks left free."""
         num_more = self._num_more(sequence, self.num_blocks_for(len(sequence.token_ids)))
-        return num_more + reserve <= self._pool.num_free
+        return num_more + reserve <= self.pool.num_free
 
     def share(self, sequence: Sequence, prefix: list[int]) -> None:
         """Let a sequence without blocks start with what `match_prefix` found for it."""
         num_prefix = len(prefix) // self._num_groups
-        self._pool.share([block for block in self._held(prefix, num_prefix) if block != _ON_HOST])
+        self.pool.share([block for block in self._held(prefix, num_prefix) if block != _ON_HOST])
         if _ON_HOST in prefix:
             prefix = self._restore(sequence, prefix)
         sequence.block_table.extend(prefix)
@@ -181,7 +203,7 @@ class KVCacheManager:
 
     def take_copies(self) -> Copies:
         """Return what the plan that is made now copies from and to the host before it computes."""
-        return self._pool.take_copies()
+        return self.pool.take_copies()
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the block table for the next `num_tokens` to compute: all blocks this takes, or none and False."""
@@ -189,9 +211,9 @@ class KVCacheManager:
         if num_tokens * self._num_groups <= len(sequence.block_table) * self.block_size:
             return True
         num_new = self.num_blocks_for(num_tokens) * self._num_groups - len(sequence.block_table)
-        if num_new > self._pool.num_free:
+        if num_new > self.pool.num_free:
             return False
-        sequence.block_table.extend(self._pool.allocate(num_new))
+        sequence.block_table.extend(self.pool.allocate(num_new))
         return True
 
     def commit(self, sequence: Sequence, num_tokens: int) -> list[int]:
@@ -217,14 +239,14 @@ class KVCacheManager:
         """Take back what `commit` made known and nobody computed."""
         start, stop = (num * self._num_groups for num in (sequence.num_full_blocks, sequence.num_known_blocks))
         for block in sequence.block_table[start:stop]:
-            self._pool.forget(block)
+            self.pool.forget(block)
         sequence.num_known_blocks = min(sequence.num_known_blocks, sequence.num_full_blocks)
 
     def disown(self, sequence: Sequence) -> None:
         """Let nobody find any more what a sequence was computed from, so that it is computed anew."""
         for name in sequence.block_hashes:
             for group in range(self._num_groups):
-                self._pool.discard(Content(name, group))
+                self.pool.discard(Content(name, group))
 
     def settle(self, sequence: Sequence) -> None:
         """Note which blocks have been filled; make known those left for later, give back what is out of sight.
@@ -240,12 +262,12 @@ class KVCacheManager:
         sequence.num_full_blocks = num_full
         for group, num_reached in self._sliding:
             start, stop = (max(0, num - num_reached) * self._num_groups + group for num in (first, num_full))
-            self._pool.free(sequence.block_table[start : stop : self._num_groups])
+            self.pool.free(sequence.block_table[start : stop : self._num_groups])
 
     def free(self, sequence: Sequence) -> None:
         """Give back all blocks of a sequence."""
         held = self._held(sequence.block_table, sequence.num_full_blocks)
-        self._pool.free(reversed(held))  # reversed: the tail of a chain is evicted first
+        self.pool.free(reversed(held))  # reversed: the tail of a chain is evicted first
         sequence.block_table.clear()
         sequence.num_full_blocks = sequence.num_known_blocks = 0
 
@@ -262,8 +284,8 @@ class KVCacheManager:
                 f"{sequence.request_id} has more blocks than tokens need"
             )
             assert sequence.num_full_blocks * self.block_size <= sequence.num_computed_tokens, "full before computed"
-            assert not self._pool.enable_prefix_caching or sequence.num_known_blocks >= sequence.num_full_blocks
-        self._pool.check_integrity(owners)
+            assert not self.pool.enable_prefix_caching or sequence.num_known_blocks >= sequence.num_full_blocks
+        self.pool.check_integrity(owners)
 
     # How much a sequence holds
 
@@ -308,19 +330,19 @@ class KVCacheManager:
 
     def _make_known(self, sequence: Sequence, num_full: int) -> list[int]:
         """Offer the full blocks to the index, as far as they have not been, and return these."""
-        if num_full <= sequence.num_known_blocks or not self._pool.enable_prefix_caching:
+        if num_full <= sequence.num_known_blocks or not self.pool.enable_prefix_caching:
             return []
         self._extend_hashes(sequence, num_full)
         start, stop = sequence.num_known_blocks * self._num_groups, num_full * self._num_groups
         blocks = sequence.block_table[start:stop]
         for i, block in enumerate(blocks, start):
-            self._pool.commit(block, sequence.block_hashes[i // self._num_groups], i % self._num_groups)
+            self.pool.commit(block, sequence.block_hashes[i // self._num_groups], i % self._num_groups)
         sequence.num_known_blocks = num_full
         return blocks
 
     def _find(self, name: bytes, group: int) -> int | None:
-        block = self._pool.lookup(name, group)
-        return _ON_HOST if block is None and self._pool.is_on_host(name, group) else block
+        block = self.pool.lookup(name, group)
+        return _ON_HOST if block is None and self.pool.is_on_host(name, group) else block
 
     def _leading_blocks(self, hashes: list[bytes], group: int) -> list[int]:
         blocks = []
@@ -340,7 +362,7 @@ class KVCacheManager:
         )
         contents = [Content(sequence.block_hashes[i // self._num_groups], i % self._num_groups) for i in places]
         table = prefix.copy()
-        for i, block in zip(places, self._pool.restore(contents), strict=True):
+        for i, block in zip(places, self.pool.restore(contents), strict=True):
             table[i] = block
         return table
 

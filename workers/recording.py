@@ -9,7 +9,6 @@ from weft.recording import FrameSink
 
 from workers.block_pool import BlockPool
 from workers.config import SchedulerConfig
-from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, StepPlan
 from workers.request import Finish, FinishReason, Request, RequestId
@@ -185,18 +184,14 @@ class RecordingScheduler(Scheduler):
 
 def build_scheduler(setup: SchedulerSetup, sink: FrameSink) -> tuple[RecordingScheduler, BlockPool]:
     """Return a scheduler as the recorded one was before its first call, and its blocks."""
-    pool = BlockPool(
+    cache = KVCacheManager.with_pool(
         setup.num_blocks,
-        enable_prefix_caching=setup.has_prefix_caching,
-        num_groups=len(setup.windows),
-        host=HostTier(setup.num_host_blocks),
-    )
-    cache = KVCacheManager(
-        pool,
         block_size=setup.block_size,
         hash_key=b"",
         windows=setup.windows,
         max_chunk_tokens=setup.config.max_chunk_tokens,
+        num_host_blocks=setup.num_host_blocks,
+        enable_prefix_caching=setup.has_prefix_caching,
     )
     scheduler = RecordingScheduler(
         setup.config,
@@ -207,7 +202,7 @@ def build_scheduler(setup: SchedulerSetup, sink: FrameSink) -> tuple[RecordingSc
         looks_ahead=setup.looks_ahead,
         sink=sink,
     )
-    return scheduler, pool
+    return scheduler, cache.pool
 
 
 def _ends(outputs: list[TokenOutput]) -> list[tuple[RequestId, Finish | str]]:

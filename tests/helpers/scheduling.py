@@ -7,9 +7,7 @@ from typing import Any
 from weft.recording import FrameSink
 
 from helpers.fake_model import FakeModel
-from workers.block_pool import BlockPool
 from workers.config import SchedulerConfig
-from workers.host_tier import HostTier
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, StepPlan
 from workers.recording import RecordingScheduler
@@ -50,17 +48,17 @@ class ScheduledModel:
     ) -> None:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
         self.config = SchedulerConfig(**settings)
-        self.host = HostTier(num_host_blocks)
-        self.pool = BlockPool(
-            num_blocks, enable_prefix_caching=enable_prefix_caching, num_groups=len(windows), host=self.host
-        )
-        self.cache = KVCacheManager(
-            self.pool,
+        self.cache = KVCacheManager.with_pool(
+            num_blocks,
             block_size=block_size,
             hash_key=b"test",
             windows=windows,
             max_chunk_tokens=self.config.max_chunk_tokens,
+            num_host_blocks=num_host_blocks,
+            enable_prefix_caching=enable_prefix_caching,
         )
+        self.pool = self.cache.pool
+        self.host = self.pool.host
         make_scheduler = Scheduler if sink is None else partial(RecordingScheduler, sink=sink)
         self.scheduler = make_scheduler(
             self.config,

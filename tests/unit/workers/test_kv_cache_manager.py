@@ -466,7 +466,7 @@ def test_who_gives_way_is_found_without_a_look_at_every_shared_block() -> None:
         cache.share(sequence, prefix)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 4 * len(prefix)
         compute(cache, sequence, sequence.num_tokens - sequence.num_computed_tokens)
-    references = cache._pool._num_references = CountedReads(cache._pool._num_references)
+    references = cache.pool._num_references = CountedReads(cache.pool._num_references)
 
     first = next(roster.in_yield_order(sequences))
 
