@@ -92,34 +92,23 @@ def load_decoder(
         int8_cache=int8_cache,
     )
     max_begun = _MAX_BEGUN_INT8 if int8_linears else _MAX_BEGUN
-    bytes_read = _load(decoder, folder, progress, max_begun=max_begun, lay_out=_lay_out)
+    bytes_read = load_weights(decoder, folder, progress=progress, max_begun=max_begun)
     logger.info("rank %d read %d bytes of weights from %s", mesh.rank, bytes_read, folder)
     return decoder
 
 
-def load_weights(decoder: Decoder, folder: Path, *, progress: Progress | None = None) -> int:
+def load_weights(
+    decoder: Decoder, folder: Path, *, progress: Progress | None = None, max_begun: float = _MAX_BEGUN
+) -> int:
     """Fill the parameters of a decoder from a checkpoint; return the bytes read, a part of those in the files.
 
-    All tensors are checked before the first is copied.
+    All tensors are checked before the first is copied. One part is laid out after the other, so that a copy that the
+    kernels make is only ever one of a part. Meanwhile the next are read: no part is begun when those that are not laid
+    out are more of the weights than `max_begun`. Of files that are only mapped one part at a time: more pages come than
+    are asked for, and stay until it is done.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or a tensor is missing or has the wrong shape or dtype.
-    """
-    return _load(decoder, folder, progress, max_begun=_MAX_BEGUN, lay_out=lambda finish: None)
-
-
-def _load(
-    decoder: Decoder,
-    folder: Path,
-    progress: Progress | None,
-    *,
-    max_begun: float,
-    lay_out: Callable[[_Finish], None],
-) -> int:
-    """Lay out one part after the other, so that a copy that the kernels make is only ever one of a part.
-
-    Meanwhile the next are read: no part is begun when those that are not laid out are more of the weights than that.
-    Of files that are only mapped one part at a time: more pages come than are asked for, and stay until it is done.
     """
     files = locate_tensors(folder)
     plans, finishes = _plan(decoder, files, folder)
@@ -146,7 +135,7 @@ def _load(
                     progress(done / total)
             # Nothing here may keep the weights of a part that is laid out: the kernels may have their own.
             begun.popleft()
-            lay_out(finishes.pop(0))
+            _lay_out(finishes.pop(0))
     return num_bytes
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.read_weights import read_weights
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parallel import checkpoint
-from parallel.checkpoint import load_decoder, load_weights
+from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
 from parallel.description import DecoderDescription
 from parallel.dtypes import checkpoint_dtype, resolve_dtype
@@ -40,7 +41,7 @@ def _decoder(description: DecoderDescription, mesh: Mesh, dtype: torch.dtype = t
 
 def _load(folder: Path, mesh: Mesh | None = None) -> tuple[Decoder, int]:
     decoder = _decoder(describe_model(folder), mesh or _mesh())
-    return decoder, load_weights(decoder, folder)
+    return decoder, read_weights(decoder, folder)
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_weights_are_converted_to_the_dtype_asked_for(folder: Path, stored: torc
     _rewrite(folder, **{"model.norm.weight": weight})
 
     decoder = _decoder(describe_model(folder), _mesh(), torch.bfloat16)
-    load_weights(decoder, folder)
+    read_weights(decoder, folder)
 
     norm = next(p for p in decoder.sharded_parameters() if p.pieces[0].source == "final_norm.weight")
     assert norm.tensor.dtype == torch.bfloat16
@@ -238,9 +239,9 @@ def test_rows_converted_a_few_at_a_time_are_the_same(name: str, rank: int, monke
     """As bf16 from float32; of gpt2 transposed, of mixtral some of the experts."""
     description, mesh = describe_model(tiny_model(name)), _mesh(tp_rank=rank, tp=2)
     exact, converted = (_decoder(description, mesh, dtype) for dtype in (torch.float32, torch.bfloat16))
-    load_weights(exact, tiny_model(name))
+    read_weights(exact, tiny_model(name))
     monkeypatch.setattr("parallel.weight_reads._CONVERTED_ELEMENTS", 100)
-    load_weights(converted, tiny_model(name))
+    read_weights(converted, tiny_model(name))
     for a, b in zip(exact.sharded_parameters(), converted.sharded_parameters(), strict=True):
         assert torch.equal(a.tensor.to(b.tensor.dtype), b.tensor)
 
@@ -381,7 +382,7 @@ def test_damage_is_found_before_anything_is_copied(folder: Path) -> None:
         parameter.tensor.fill_(7.0)
 
     with pytest.raises(CheckpointError):
-        load_weights(decoder, folder)
+        read_weights(decoder, folder)
 
     assert all((parameter.tensor == 7.0).all() for parameter in decoder.sharded_parameters())
 

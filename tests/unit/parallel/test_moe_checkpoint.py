@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.read_weights import read_weights
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
 
-from parallel.checkpoint import load_weights
 from parallel.decoder import Decoder
 from parallel.description import ClampedGate, DecoderDescription, MoeDescription, RouterScore
 from parallel.errors import CheckpointError
@@ -39,7 +39,7 @@ def _load(folder: Path, *, rank: int = 0, tp: int = 1, expert_parallel: bool = F
         kernels=ReferenceKernels(),
         expert_parallel=expert_parallel,
     )
-    return decoder, load_weights(decoder, folder)
+    return decoder, read_weights(decoder, folder)
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])

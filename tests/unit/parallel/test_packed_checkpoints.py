@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.packed_models import plain_folder
+from helpers.read_weights import read_weights
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from parallel.checkpoint import load_weights
 from parallel.decoder import Decoder
 from parallel.errors import CheckpointError
 from parallel.families.registry import describe_model
@@ -36,7 +36,7 @@ def _load(folder: Path, tp_rank: int = 0, tp: int = 1) -> tuple[list[Tensor], in
         kernels=ReferenceKernels(),
     )
     parameters = [parameter.tensor for parameter in decoder.sharded_parameters()]
-    return parameters, load_weights(decoder, folder)
+    return parameters, read_weights(decoder, folder)
 
 
 @pytest.fixture(params=NAMES)

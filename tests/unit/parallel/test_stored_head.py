@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.read_weights import read_weights
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from parallel.checkpoint import load_decoder, load_weights
+from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
 from parallel.errors import CheckpointError
 from parallel.families.registry import describe_model
@@ -50,7 +51,7 @@ def _load(folder: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> dict[
     """What a rank holds."""
     description = untie_stored_head(describe_model(folder), folder, mesh=mesh, dtype=dtype)
     decoder = Decoder(description, mesh=mesh, device=CPU, dtype=dtype, kernels=ReferenceKernels())
-    load_weights(decoder, folder)
+    read_weights(decoder, folder)
     return {parameter.pieces[0].source: parameter.tensor for parameter in decoder.sharded_parameters()}
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.read_weights import read_weights
 from helpers.tiny_models import tiny_model
 
-from parallel.checkpoint import load_weights
 from parallel.decoder import Decoder
 from parallel.families.registry import describe_model
 from parallel.kernels.reference import ReferenceKernels
@@ -38,7 +38,7 @@ def _warnings(folder: Path, caplog: pytest.LogCaptureFixture, *, rank: int = 0, 
     )
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        load_weights(decoder, folder)
+        read_weights(decoder, folder)
     return [record.getMessage() for record in caplog.records]
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.read_weights import read_weights
 from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 
-from parallel.checkpoint import load_weights
 from parallel.decoder import Decoder
 from parallel.dtypes import checkpoint_dtype
 from parallel.errors import CheckpointError
@@ -27,7 +27,7 @@ def _weights(folder: Path, tp_rank: int = 0, tp: int = 1) -> list[Tensor]:
     mesh = Mesh(tp=Axis(size=tp, rank=tp_rank), pp=Axis(size=1, rank=0))
     cpu = torch.device("cpu")
     decoder = Decoder(describe_model(folder), mesh=mesh, device=cpu, dtype=torch.float32, kernels=ReferenceKernels())
-    load_weights(decoder, folder)
+    read_weights(decoder, folder)
     return [parameter.tensor for parameter in decoder.sharded_parameters()]
 
 
