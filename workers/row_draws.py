@@ -51,7 +51,13 @@ class RowDraws:
         return Draws(noise=_with_keys(self._noise, keys), top_k=self._top_k, top_p=self._top_p, min_p=self._min_p)
 
     def _keys(self, positions: Int64Array) -> UInt32Array:
-        return _keys(self._mixed_seeds, positions.astype(np.uint64))
+        """The key [S, 2] of each row's (seed, position): the same everywhere, independent over both.
+
+        A counter-based generator in the sense of Salmon et al. (SC 2011), with the 64-bit mixer of SplitMix64 (Steele,
+        Lea and Flood, OOPSLA 2014) as its block function.
+        """
+        bits = _mix(self._mixed_seeds ^ _mix(positions.astype(np.uint64) * _GAMMA + _OFFSET))
+        return bits.astype("<u8", copy=False).view("<u4").reshape(-1, 2)
 
     @cached_property
     def _mixed_seeds(self) -> UInt64Array:
@@ -75,22 +81,8 @@ class RowDraws:
         return noise, np.where(is_limited, np.minimum(self._top_k, _MOST), 1).astype(np.int32)
 
 
-def noise_keys(seeds: UInt64Array, positions: UInt64Array) -> UInt32Array:
-    """Return the key [S, 2] of each (seed, position): the same everywhere, independent over both.
-
-    A counter-based generator in the sense of Salmon et al. (SC 2011), with the 64-bit mixer of SplitMix64 (Steele, Lea
-    and Flood, OOPSLA 2014) as its block function.
-    """
-    return _keys(_mix(seeds + _GAMMA), positions)
-
-
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _OFFSET = np.uint64(0xD1B54A32D192ED03)
-
-
-def _keys(mixed_seeds: UInt64Array, positions: UInt64Array) -> UInt32Array:
-    bits = _mix(mixed_seeds ^ _mix(positions * _GAMMA + _OFFSET))
-    return bits.astype("<u8", copy=False).view("<u4").reshape(-1, 2)
 
 
 def _mix(x: UInt64Array) -> UInt64Array:

@@ -15,7 +15,7 @@ from workers.errors import InvalidRequestError
 from workers.logit_edits import SequenceEdits
 from workers.plan import NewSequence, SampledToken
 from workers.request import SamplingParams
-from workers.row_draws import noise_keys
+from workers.row_draws import RowDraws
 from workers.sampler import Sampler
 from workers.slot_draws import SlotDraws
 
@@ -53,10 +53,14 @@ def draws(logits: torch.Tensor, num: int, **params: Any) -> torch.Tensor:
     return torch.bincount(torch.tensor([token.token_id for token in tokens]), minlength=len(logits))
 
 
+def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    rows = RowDraws(np.zeros(len(seeds), np.int64), np.zeros((4, len(seeds))), seeds.astype(np.uint64))
+    return torch.from_numpy(np.ascontiguousarray(rows.draws(positions).noise["key"]).view(np.int32))
+
+
 def noise_of(seeds: np.ndarray, positions: np.ndarray, num_tokens: int) -> np.ndarray:
     """[S, V], as numbers in [0, 1]."""
-    keys = torch.from_numpy(noise_keys(seeds.astype(np.uint64), positions.astype(np.uint64)).view(np.int32))
-    return gumbel(keys, num_tokens).neg().exp().neg().exp().double().numpy()
+    return gumbel(noise_keys(seeds, positions), num_tokens).neg().exp().neg().exp().double().numpy()
 
 
 @pytest.mark.parametrize("varied", ["seed", "position", "both", "token"])
@@ -94,9 +98,14 @@ def test_each_of_many_equal_tokens_is_drawn_as_often() -> None:
 
 def test_noise_is_part_of_the_protocol_between_replicas() -> None:
     """These values must never change: a failover would go on with other noise."""
-    keys = noise_keys(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 5], np.uint64))
-    noise = gumbel(torch.from_numpy(keys.view(np.int32)), 100_000)[:, [0, 1, 99_999]]
-    assert keys.tolist() == [[2956624461, 134076554], [816682766, 184976467], [1235972582, 3838245630]]
+    keys = noise_keys(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 5]))
+    noise = gumbel(keys, 100_000)[:, [0, 1, 99_999]]
+    seen = keys.numpy().view(np.uint32).tolist()
+    assert seen == [
+        [2956624461, 134076554],
+        [816682766, 184976467],
+        [1235972582, 3838245630],
+    ]
     expected = [-1.037993, -0.656042, 0.815955, -1.459904, 4.189769, 1.163062, -1.282339, 0.435914, 3.665114]
     assert noise.flatten().tolist() == pytest.approx(expected, abs=2e-6)
 
