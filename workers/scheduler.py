@@ -113,11 +113,6 @@ class Scheduler:
         return self._roster.num_waiting
 
     @property
-    def num_in_flight(self) -> int:
-        """Plans whose output has not come back."""
-        return len(self._in_flight)
-
-    @property
     def num_pending_tokens(self) -> int:
         """Tokens that wait to be computed; the one token that each decoding sequence always has is not counted."""
         return self._roster.num_pending_tokens

@@ -230,7 +230,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, request in self.requests.items():
             self.check_tokens(request, served.tokens[name], served.ends[name])
         assert served.cache.num_free_blocks == served.cache.num_blocks
-        assert served.scheduler.num_in_flight == served.scheduler.num_pending_tokens == 0
+        assert not served.scheduler.has_unfinished
+        assert served.scheduler.num_pending_tokens == 0
         self.check_recording()
 
     def check_recording(self) -> None:

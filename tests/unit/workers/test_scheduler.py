@@ -864,7 +864,7 @@ def test_sequence_is_in_one_plan_at_most() -> None:
 
     assert served.launch() is not None
     assert served.launch() is None
-    assert served.scheduler.num_in_flight == 1
+    assert len(served.flights) == 1
 
 
 def test_decodes_are_divided_over_the_plans_in_flight() -> None:
@@ -877,7 +877,7 @@ def test_decodes_are_divided_over_the_plans_in_flight() -> None:
     for _ in range(6):
         while (plan := served.launch()) is not None:
             sizes.append(len(plan.scheduled))
-        assert served.scheduler.num_in_flight == 2
+        assert len(served.flights) == 2
         served.collect()
 
     assert sizes == [4, 3] * 3 + [4]
