@@ -6,7 +6,6 @@ weft replay tiny-0.1-20261122-110503-4711-9f3a1c.decisions --json
 
 import dataclasses
 import json
-import logging
 import math
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ import msgspec
 from weft.recording import SUFFIX, Recording, RecordingError
 
 from bench.errors import BenchConfigError, BenchError
+from bench.quiet_loggers import only_errors
 from bench.replayed_modules import KINDS, Replay, ReplayedKind
 
 _MAX_SHOWN = 300
@@ -167,9 +167,9 @@ def _name(call: msgspec.Struct) -> str:
 
 def replay(paths: Sequence[Path], *, as_json: bool) -> None:
     """Replay files, and those in folders, and tell how it went. Raises BenchError where a decision is another one."""
-    logging.getLogger("workers.roster").setLevel(logging.ERROR)  # it warns of each preemption
     try:
-        outcomes = [replay_file(path) for path in _chosen(paths)]
+        with only_errors("workers.roster"):  # it warns of each preemption
+            outcomes = [replay_file(path) for path in _chosen(paths)]
     except RecordingError as error:
         raise BenchConfigError(str(error)) from error
     if as_json:

@@ -11,7 +11,6 @@ earlier, as at an end-of-sequence token. Priorities 0 to 2 are drawn; only the p
 import dataclasses
 import itertools
 import json
-import logging
 import math
 import random
 import time
@@ -28,6 +27,7 @@ from bench.load.calls import draw_ids
 from bench.load.dataset_files import TraceLimits, read_trace
 from bench.load.statistics import Distribution
 from bench.machine import describe_machine
+from bench.quiet_loggers import only_errors
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, SampledToken, StepPlan
@@ -284,19 +284,10 @@ class Options:
 
 def simulate(options: Options) -> None:
     """Run every policy on the same requests; print a table and one line of JSON. Raises BenchConfigError."""
-    logging.getLogger("workers.roster").setLevel(logging.ERROR)  # it warns of each preemption
     _check_cost(options.cost)
     jobs = _jobs(options)
-    outcomes = []
-    for policy in options.policies:
-        config = SchedulerConfig(
-            policy=policy,
-            max_num_seqs=options.num_seqs,
-            max_num_batched_tokens=options.batched_tokens,
-            max_waiting=len(jobs),
-            promote_after_s=options.promote_after_s,
-        )
-        outcomes.append(Simulation(jobs, config, options.cost, num_blocks=options.num_blocks).run())
+    with only_errors("workers.roster"):  # it warns of each preemption
+        outcomes = [_run(jobs, policy, options) for policy in options.policies]
     _print(outcomes)
     settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "policies"}
     line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
@@ -309,6 +300,17 @@ def parse_policies(names: str) -> tuple[SchedulingPolicy, ...]:
         return tuple(SchedulingPolicy(name) for name in names.split(","))
     except ValueError:
         raise BenchConfigError(f"--policy is {names!r}; allowed, with commas: {', '.join(SchedulingPolicy)}") from None
+
+
+def _run(jobs: Sequence[Job], policy: SchedulingPolicy, options: Options) -> Outcome:
+    config = SchedulerConfig(
+        policy=policy,
+        max_num_seqs=options.num_seqs,
+        max_num_batched_tokens=options.batched_tokens,
+        max_waiting=len(jobs),
+        promote_after_s=options.promote_after_s,
+    )
+    return Simulation(jobs, config, options.cost, num_blocks=options.num_blocks).run()
 
 
 def _check_cost(cost: StepCost) -> None:

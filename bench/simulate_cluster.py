@@ -11,7 +11,6 @@ import dataclasses
 import heapq
 import itertools
 import json
-import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take
 from bench.load.flag_groups import ClusterFlags
 from bench.load.statistics import Distribution
 from bench.machine import describe_machine
+from bench.quiet_loggers import only_errors
 from bench.simulate import Options, draw_times
 from bench.simulated_cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
 from bench.simulated_controller import Autoscaling, FleetSettings
@@ -76,11 +76,10 @@ class ClusterOptions:
 
 def simulate_cluster(options: ClusterOptions) -> None:
     """Run every policy on the same sessions; print a table and one line of JSON. Raises BenchConfigError."""
-    for name in ("workers.roster", "router.route"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # the first warns of each preemption
-    outcomes = [
-        SimulatedCluster(make_arrivals(options), _settings(options, policy)).run() for policy in options.policies
-    ]
+    with only_errors("workers.roster", "router.route"):  # the first warns of each preemption
+        outcomes = [
+            SimulatedCluster(make_arrivals(options), _settings(options, policy)).run() for policy in options.policies
+        ]
     _print(outcomes)
     settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "policies"}
     line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}

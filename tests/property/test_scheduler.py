@@ -1,11 +1,12 @@
 """Any mix of requests, aborts, deadlines and steps on a small pool: each request ends once, with its own tokens."""
 
-import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from helpers.fake_model import VOCAB_SIZE, run_alone
 from helpers.scheduling import ScheduledModel, make_request
 from hypothesis import settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from weft.recording import Recorder
 
+from bench.quiet_loggers import only_errors
 from bench.replay import replay_file
 from workers.config import SchedulingPolicy
 from workers.errors import InvalidRequestError, QueueFullError
@@ -20,10 +22,14 @@ from workers.plan import StepPlan
 from workers.request import FinishReason, Request
 from workers.sequence import Sequence
 
-logging.getLogger("workers.scheduler").setLevel(logging.ERROR)  # it warns of each preemption
-
 MAX_CONTEXT = 40
 EOS_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 24))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with only_errors("workers.roster"):  # it warns of each preemption
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

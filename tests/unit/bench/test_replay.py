@@ -1,6 +1,7 @@
 """A recorded run is decided again in the same way; what was changed since is named."""
 
 import json
+import logging
 import random
 from collections.abc import Iterator
 from hashlib import sha256
@@ -282,3 +283,8 @@ def test_command_speaks_json(file: Path) -> None:
 def test_command_refuses_what_is_no_recording(tmp_path: Path) -> None:
     with pytest.raises(BenchConfigError, match="no recording; wanted: files that end in"):
         CliRunner().invoke(app, ["replay", str(tmp_path)], catch_exceptions=False)
+
+
+def test_preemptions_are_told_again_after_a_replay(file: Path) -> None:
+    CliRunner().invoke(app, ["replay", str(file)], catch_exceptions=False)
+    assert logging.getLogger("workers.roster").isEnabledFor(logging.WARNING)
