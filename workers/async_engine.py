@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 IDLE_CHECK_S = 0.5
 """How often an idle engine looks whether its ranks are there."""
 _NUM_LOOKS = 10
-"""Within the longest turn: looks are counted, not time, for the whole process may have stood still meanwhile."""
+"""Looks within the longest turn: they are counted, not time, for the whole process may have stood still meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Snapshot:
     """What the results so far add up to."""
 
     block_hashes: list[bytes]
-    """Resident in the prefix cache."""
+    """Hashes of the blocks in the prefix cache."""
     load: EngineLoad
 
 

@@ -9,7 +9,7 @@ from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.sequence import Sequence
 
 _NOTHING: list[int] = []
-"""Stays empty. A list for each share would be one more for the garbage collector to count."""
+"""A list that stays empty: one for each share would be one more for the garbage collector to count."""
 
 
 class InFlightPlan(NamedTuple):
@@ -33,14 +33,14 @@ class Batch:
     """The shares of one step. A sequence in it has its blocks already."""
 
     budget: int
-    """Tokens left."""
+    """Tokens that the step can still compute."""
     now_s: float
     shares: dict[Sequence, int] = field(default_factory=dict)
     """Tokens to compute of each sequence."""
     new: list[Sequence] = field(default_factory=list)
-    """Those that take their slot in this step."""
+    """Sequences that take their slot in this step."""
     needed: set[Sequence] = field(default_factory=set)
-    """Those that fill blocks in this step which another one starts from: they stay in it."""
+    """Sequences that fill blocks in this step which another one starts from: they stay in the step."""
     _filled: dict[int, Sequence] = field(default_factory=dict)
     """Blocks that others can find already, and who fills them in this step."""
 

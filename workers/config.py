@@ -30,7 +30,7 @@ class CacheConfig:
     num_blocks: Annotated[int, Ge(2)] | None = None
     """Blocks in the pool; None: what fits into `memory_fraction`, measured by a profiling run."""
     memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
-    """Of the device's memory, in (0, 1], for weights, activations and cache together (CUDA)."""
+    """Share of the device's memory, in (0, 1], for weights, activations and cache together (CUDA)."""
     cpu_cache_bytes: Annotated[int, Ge(1)] = 256 << 20
     """Size of the cache on a CPU, where memory belongs to everybody; per rank."""
     dtype: Literal["auto", "int8"] = "auto"
@@ -126,7 +126,7 @@ class EngineConfig:
     kernels: KernelsName = "auto"
     """The model's operations; "auto": the fastest of the device."""
     attention_backend: AttentionBackendName = "auto"
-    """What attends on CUDA."""
+    """Implementation of attention on CUDA; "auto": the fastest that is installed."""
     compile: bool = False
     """Compile the layers by torch.compile's compiler, where the kernels leave torch something to see."""
     max_cudagraph_capture_size: GraphSize = TOKEN_BUCKETS[-1]

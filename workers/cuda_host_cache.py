@@ -22,7 +22,7 @@ from torch import Tensor
 from workers.errors import EngineConfigError
 
 _BUFFER_BYTES = 32 << 20
-"""Of each of four buffers: what a step saves or loads beyond two of them waits for the bus."""
+"""Size of each of four buffers: what a step saves or loads beyond two of them waits for the bus."""
 
 
 class CudaHostCache:
@@ -72,11 +72,11 @@ class CudaHostCache:
         buffer.is_free.record(computing)
 
     def _index(self, blocks: list[int]) -> Tensor:
-        """On the device, without a wait for it."""
+        """The numbers as a tensor on the device, without a wait for it."""
         return torch.tensor(blocks).pin_memory().to(self._blocks_BRX.device, non_blocking=True)
 
     def _make_buffers(self) -> Iterator["_Buffer"]:
-        """Two, in turns: one is copied while the other is filled."""
+        """Make two buffers, to be used in turns: one is copied while the other is filled."""
         shape = self._num_at_once, *self._slots_SRX.shape[1:]
         return cycle([_Buffer(self._blocks_BRX.new_empty(shape)) for _ in range(2)])
 

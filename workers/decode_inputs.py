@@ -16,7 +16,7 @@ from workers.slots import Slots
 from workers.step_inputs import StepInputs, to_tensors
 
 _MOST_LEARNT = 64
-"""Steps after which one is made anew, so that little waits to be noted."""
+"""After so many steps one is made anew, so that few tokens wait to be noted in the slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,24 +27,24 @@ class _Decodes:
     slots_S: Int64Array  # noqa: N815
     ends_S: Int64Array  # noqa: N815
     token_ids_S: Int64Array  # noqa: N815
-    """The memory of those of `inputs`, as are the next two."""
+    """The memory of `inputs.token_ids`; the next two are that of slot mappings and block tables, one for each group."""
     slot_mappings: list[Int64Array]
     tables: list[Int32Array]
     learnt: list[list[int]]
-    """Tokens of each sequence, step by step, that are not among those of its slot yet."""
+    """For each step the token of each sequence that is not noted in its slot yet."""
     rows_in_new_blocks: list[int]
-    """Sequences whose token is the first of a block."""
+    """Rows of sequences whose token is the first of a block."""
     inputs: StepInputs
 
 
 class DecodeRun:
-    """Such steps, one after the other, for as long as they go on. One thread."""
+    """Steps that decode the same sequences, each made from the one before, for as long as they go on. One thread."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._last: _Decodes | None = None
         self._after: _Decodes | None = None
-        """What may come after it."""
+        """The step after the last one, as far as `look_ahead` has made it."""
 
     def begin(self, inputs: StepInputs, *, slots: list[int], slots_S: Int64Array, ends_S: Int64Array) -> None:
         """Note a step, on a CPU, in which every sequence computes one token and samples."""
@@ -67,7 +67,7 @@ class DecodeRun:
             self._slots.add_steps(last.slots_S, last.learnt)
 
     def next_tokens(self, plan: StepPlan) -> list[int] | None:
-        """The token that each share comes with, if the step goes on from the last with the same sequences."""
+        """Return the token that each share comes with, if the step decodes the sequences of the last one; else None."""
         last, shares = self._last, plan.scheduled
         if (
             last is None
@@ -104,7 +104,7 @@ class DecodeRun:
             self._after = self._step_after(self._last)
 
     def _step_after(self, last: _Decodes) -> _Decodes:
-        """All of the step after `last` but its tokens, and the blocks that it begins."""
+        """Make the step after `last`, without its tokens and the blocks that it begins."""
         ends_S = last.ends_S + 1
         before = last.inputs.metas
         positions = before[0].context_lens_host

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from workers.tokenizer import TokenTable
 
 _CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
-"""Of UTF-8: whatever came before, any other byte begins anew."""
+"""Bytes of UTF-8 that go on with a character: any other byte begins anew, whatever came before."""
 
 
 class IncrementalDetokenizer:
@@ -103,14 +103,14 @@ class IncrementalDetokenizer:
         return text + self._decoder.decode(b"".join(map(pieces.__getitem__, token_ids[num_done:])))
 
     def _find_whole_character(self, token_ids: Sequence[int]) -> int:
-        """From which token on the bytes tell what a decoder of them all holds back: the last that begins a character,
-        or a wrong one, somewhere in it; 0 when there is none.
+        """Return the token from which on the bytes tell what a decoder of them all holds back: the last that begins a
+        character, or a wrong one, somewhere in it; 0 when there is none.
         """
         starts = (i for i in range(len(token_ids) - 1, 0, -1) if self._piece(token_ids[i]).strip(_CONTINUATION_BYTES))
         return next(starts, 0)
 
     def _find_stop(self, text: str, num_early: int) -> str | None:
-        """The stop string complete first after so many characters, of those complete together the longest."""
+        """Return the stop string complete first after `num_early` characters, of several at once the longest."""
         found = []
         for stop in self._stops:
             place = text.find(stop.text, max(0, num_early + 1 - len(stop.text)))

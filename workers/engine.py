@@ -38,9 +38,10 @@ class EngineLoad:
     num_free_blocks: int
     num_blocks: int
     num_pending_tokens: int
-    """Prompt tokens not yet computed, over waiting and running requests."""
+    """Tokens still to be computed, over waiting and running requests: prompts, and the output of requests that were
+    preempted or began elsewhere. The one token that each decoding request always has is not counted."""
     num_host_blocks: int = 0
-    """That the host tier of the cache can hold."""
+    """Blocks that the host tier of the cache can hold."""
     num_used_host_blocks: int = 0
 
 
@@ -56,7 +57,7 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class _Stream:
-    """A request's way out."""
+    """What a request needs to become text."""
 
     sequence: Sequence
     detokenizer: IncrementalDetokenizer
@@ -83,7 +84,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
     ) -> None:
-        """`recorder`: where what the scheduler decides goes; it is closed with the engine."""
+        """`recorder` writes down what the scheduler decides; it is closed with the engine."""
         self.config = config
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -122,10 +123,10 @@ class Engine:
         )
         self._streams: dict[RequestId, _Stream] = {}
         self._submitted: deque[_SubmittedPlan] = deque()
-        self._busy_since_s = 0.0  # as far as it is in no statistics yet; of meaning while a step is in flight
+        self._busy_since_s = 0.0  # while a step is in flight: since when its time is in no statistics
         self._sampled_s = 0.0
         self._sampled: list[TokenOutput] = []  # of the step collected last, to be delivered
-        self._outputs: list[RequestOutput] = []  # these three for the next result
+        self._outputs: list[RequestOutput] = []  # this and the next two: for the next result
         self._stored: list[bytes] = []
         self._evicted: list[bytes] = []
 
@@ -181,7 +182,7 @@ class Engine:
     def step(self) -> StepResult:
         """Do one step and return what it gave: `launch`, `collect` and `take_result`.
 
-        Who has others to wait for calls these by itself: what a step gave is then made ready while the next one runs.
+        A caller that calls the three itself can hand over what a step gave while the next one runs.
         """
         self.launch()
         self.collect()
@@ -244,7 +245,7 @@ class Engine:
         self._executor.check()
 
     def rest(self) -> None:
-        """Nothing is to be done for a while: let nothing be lost, should this process be killed meanwhile."""
+        """Prepare for a while with nothing to do: nothing is lost if the process is killed meanwhile."""
         if self._recorder is not None:
             self._recorder.flush()
 
@@ -287,7 +288,7 @@ class Engine:
             raise InvalidRequestError(f"{name} contain {wrong}; allowed: 0 to {self.vocab_size - 1}")
 
     def _replay(self, request: Request, detokenizer: IncrementalDetokenizer) -> Finish | None:
-        """Bring the text to where the tokens generated elsewhere had it; how they ended, if they had.
+        """Bring the text to where the tokens generated elsewhere had it; return how they ended, if they had.
 
         A replica may die after it sent the last token and before it said that it was the last.
         """
@@ -385,7 +386,7 @@ class Engine:
         stream.last_token_s = now_s
 
     def _end(self, sequence: Sequence, text: str) -> RequestOutput:
-        """The last output of a sequence that has its `finish`."""
+        """Return the last output of a sequence that has its `finish`."""
         stream = self._streams.pop(sequence.request_id)
         finish = sequence.finish
         assert finish is not None, "only a finished sequence ends"

@@ -21,15 +21,15 @@ class Executor(Protocol):
     """All ranks of a group, as the engine sees them. One thread."""
 
     num_blocks: int
-    """Of the KV cache, the same on every rank."""
+    """Blocks of the KV cache, the same on every rank."""
     windows: tuple[int | None, ...]
-    """Of the groups of layers that have a block table, as in LayerGroups."""
+    """Sliding window of each group of layers that has a block table, as in LayerGroups."""
     num_host_blocks: int
     """Slots of the host tier of the cache, the same on every rank."""
     max_in_flight: int
     """Plans to submit before the first is collected, so that no stage waits."""
     lookahead: Lookahead
-    """When a plan may have a share whose last token is the one that the plan before samples."""
+    """Whether, and when, a plan may begin with tokens that the plan before still samples."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step. GroupFailedError."""
@@ -75,7 +75,7 @@ class LocalExecutor:
         return output
 
     def check(self) -> None:
-        """Nobody else is there to be gone."""
+        """Do nothing: there is no other rank that could be gone."""
 
     def close(self) -> None:
         """End the rank's thread."""
@@ -208,7 +208,7 @@ class RankSteps:
 
 
 def _failed(number: int, error: Exception) -> GroupFailedError:
-    """Whatever goes wrong in a step, cache and slots can no longer be trusted."""
+    """Fail the group: whatever goes wrong in a step, cache and slots can no longer be trusted."""
     return GroupFailedError(f"the model failed in step {number}: {error!r}")
 
 

@@ -12,11 +12,11 @@ from workers.cuda_host_cache import CudaHostCache, pin
 from workers.kv_cache import lazy_zeros
 
 Copy = tuple[int, int]
-"""(from, to)"""
+"""(from, to): numbers of a block and a slot, or of a slot and a block."""
 
 
 class HostCache(Protocol):
-    """One rank's slots."""
+    """The slots of the host tier on one rank."""
 
     def copy(self, saves: list[Copy], loads: list[Copy]) -> None:
         """Copy blocks to slots, then slots to blocks, as if at once: before what earlier steps wrote is overwritten,
@@ -25,7 +25,7 @@ class HostCache(Protocol):
 
 
 class PlainHostCache:
-    """On a CPU. Implements `HostCache`; see there."""
+    """Implements `HostCache` on a CPU."""
 
     def __init__(self, rows_RBX: Tensor, *, num_slots: int) -> None:
         num_rows, _, num_elements = rows_RBX.shape

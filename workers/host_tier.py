@@ -40,7 +40,7 @@ class HostTier:
     def __init__(self, num_slots: int = 0) -> None:
         self.num_slots = num_slots
         self.num_saved_blocks = 0
-        """In all plans so far."""
+        """Blocks that all plans so far have saved."""
         self.num_loaded_blocks = 0
         self._slots: OrderedDict[Content, int] = OrderedDict()  # used longest ago first
         self._free = list(reversed(range(num_slots)))

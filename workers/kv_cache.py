@@ -156,7 +156,7 @@ def _num_planes(decoder: Decoder) -> int:
 
 
 def _peak_bytes(device: Device, profile: Callable[[], None]) -> int:
-    """What is in use on the device, whoever uses it, plus what the largest step takes for a moment."""
+    """Return the bytes in use on the device, whoever uses them, plus what the largest step takes for a moment."""
     device.reset_peak_memory()
     profile()
     device.synchronize()

@@ -30,9 +30,9 @@ from workers.sequence import Sequence
 
 _UNLIMITED = 1 << 62
 _NO_BLOCK = 0
-"""In a table where a group has no block: whatever a rank may use as an index."""
+"""Entry of a table where a group has no block: whatever a rank may use as an index."""
 _ON_HOST = -1
-"""In what `match_prefix` found: the host has the content."""
+"""Stands for a block in what `match_prefix` found: the host has the content."""
 
 
 class _SlidingGroup(NamedTuple):
@@ -56,7 +56,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.windows = windows
         self.pool = pool
-        """To read, and for its `take_events`; else only the manager calls it."""
+        """Blocks of the replica: to read, and for `take_events`; all else is the manager's."""
         self._hash_key = hash_key
         self._num_groups = len(windows)
         self._full = [group for group, window in enumerate(windows) if window is None]

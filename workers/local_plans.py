@@ -14,16 +14,16 @@ import time
 from pathlib import Path
 
 MAX_BYTES = 64 << 10
-"""Of a plan that goes this way; the buffer of a socket holds several."""
+"""Largest plan that goes this way; the buffer of a socket holds several."""
 WAIT_S = 1
-"""For a message, before a rank looks whether its leader still lives. If it ended, the socket tells at once."""
+"""How long a rank waits for a message before it looks whether its leader lives; the socket tells of an end at once."""
 LOOK_S = 1e-3
 """How long a rank looks for its next plan, giving way to whoever wants its core, before it sleeps until one comes.
 
 To wake a sleeping core takes longer than all the rest of a plan's way. A leader under load has the next plan sooner.
 """
 _ELSEWHERE = b"\0"
-"""In place of a larger one, which comes over zmq."""
+"""Stands for a plan that is larger, and comes over zmq."""
 
 
 class PlanSender:
@@ -94,7 +94,7 @@ class PlanReceiver:
         self._is_busy = False  # the message before came a moment ago: the next one may be close
         self._has_ended = False
         self.has_next = True
-        """The next message comes this way. If not, none is received here before `resume`, or none ever if it ended."""
+        """Whether the next message comes this way. If not, none is received before `resume`, or ever if it ended."""
 
     @classmethod
     def connect(cls, path: str, rank: int) -> "PlanReceiver | None":
@@ -148,7 +148,7 @@ class PlanReceiver:
         return True
 
     def resume(self) -> None:
-        """The message that came the other way is here."""
+        """Go on receiving here: the message that came the other way has arrived."""
         self.has_next = not self._has_ended
 
     def close(self) -> None:

@@ -9,18 +9,22 @@ from parallel.kernels.host_arrays import Float32Array, Int64Array
 from workers.plan import NewSequence
 
 _LEAST_FACTOR, _LARGEST_FACTOR = 1e-9, 1e9
-"""Of the repetition penalty: logits that are divided by less, or multiplied by more, may become infinite."""
+"""Range of the repetition penalty: logits that are divided by less, or multiplied by more, may become infinite."""
 
 
 class RowEdits(NamedTuple):
-    """A row of `Edits`; good until the sequence's next token is counted."""
+    """What is done to the logits of K ids: a row of `Edits`. Good until the sequence's next token is counted."""
 
     ids: Int64Array
+    """[K] int64, each once: the tokens that the sequence has seen, and the stop ids that are forbidden."""
     offsets: Float32Array
+    """[K] float32: what each logit loses, after the factor; infinite where the token is forbidden."""
     offsets_again: Float32Array
+    """[K] float32: what each loses instead if it is the last token, where that is not counted yet."""
     factor: float
+    """Repetition penalty of all K ids: positive logits are divided by it, negative ones multiplied."""
     last_offset: float | None
-    """None: its last token is counted, or does not matter."""
+    """What the last token loses if it is none of the ids; None: it is counted, or does not matter."""
 
 
 _NO_IDS, _NO_OFFSETS = np.empty(0, np.int64), np.empty(0, np.float32)
@@ -36,22 +40,22 @@ class SequenceEdits:
         self._has_penalties = params.has_penalties
         self._presence_penalty, self._frequency_penalty = params.presence_penalty, params.frequency_penalty
         self._first_offset = self._offset(1)
-        """What a token loses that is once in the output."""
+        """What the logit of a token loses that is once in the output."""
         self._stop_ids = np.array(new.stop_token_ids, np.int64)
         self._is_stop_id = frozenset(new.stop_token_ids)
         self._stops_from = new.num_prompt_tokens + params.min_tokens
         """The first position at which a stop id may be."""
         self._num_tokens = new.num_prompt_tokens
-        """Counted, or of the prompt."""
+        """Tokens of the prompt, and those of the output that are counted."""
         self._num_early = 0
-        """Of these, those that no plan has told yet."""
+        """Counted tokens that no plan has told yet."""
         self._places: dict[int, int] = {}
         self._counts: list[int] = []
-        """Of each place, in the output."""
+        """How often the token of each place is in the output."""
         self._ids = np.empty(64, np.int64)
         self._is_stop = np.empty(64, np.bool_)
         self._offsets = np.empty((2, 64), np.float32)
-        """Now, and after one more."""
+        """What the logit of each place's token loses now, and after it comes once more."""
         if params.repetition_penalty != 1:
             for token_id in new.token_ids[: new.num_prompt_tokens]:
                 self._place(token_id)
@@ -80,7 +84,7 @@ class SequenceEdits:
         return self._has_penalties and self._num_tokens < position
 
     def at(self, position: int) -> RowEdits:
-        """Where the token at this position is chosen."""
+        """Return what is done to the logits of the token at this position."""
         num = len(self._places)
         ids, offsets = self._ids[:num], self._offsets[0, :num]
         again, last_offset = offsets, None

@@ -8,7 +8,7 @@ from workers.stats import RankStats
 
 
 class StepCost(NamedTuple):
-    """What the model has to do in a call."""
+    """What the model has to do in the call of a step."""
 
     read_bytes: float
     flops: float
@@ -18,7 +18,7 @@ class _Call(NamedTuple):
     begin: Mark
     end: Mark
     previous_end: Mark | None
-    """Where there was work ever since."""
+    """The end of the call before; None where the scheduler had no work in between."""
     cost: StepCost
 
 
@@ -33,11 +33,11 @@ class ModelClock:
         self._calls: deque[_Call] = deque()  # that the device may not have come to yet
 
     def begin(self) -> None:
-        """The model's call of a step comes next on the device."""
+        """Mark where the model's call of a step begins on the device."""
         self._begin = self._device.mark()
 
     def end(self, *, follows: bool, cost: StepCost) -> None:
-        """It is over there; `follows`: there was work all the time since the end of the call before."""
+        """Mark where the call ends; `follows`: there was work all the time since the end of the call before."""
         assert self._begin is not None, "begun"
         end = self._device.mark()
         self._calls.append(_Call(self._begin, end, self._end if follows else None, cost))

@@ -11,7 +11,7 @@ from parallel.kernels.base import AttentionMeta
 
 
 class ModelFlops:
-    """Of one rank."""
+    """Counts the operations of one rank."""
 
     def __init__(self, decoder: Decoder) -> None:
         weights, description = decoder.weight_sizes, decoder.description
@@ -23,7 +23,7 @@ class ModelFlops:
         """The operations of one token that sees one other, over the layers of each window."""
 
     def step_flops(self, meta: AttentionMeta, *, num_sampled: int) -> float:
-        """Of the step that has this meta, with whatever block table, and samples after so many of its tokens."""
+        """Return the operations of a step: `meta` is that of any of its groups, and it samples `num_sampled` tokens."""
         step_flops = self._token_flops * meta.query_starts_host[-1] + self._sampled_flops * num_sampled
         for window, flops in self._layers:
             step_flops += flops * _num_seen(meta, window)
@@ -43,7 +43,7 @@ def _num_seen(meta: AttentionMeta, window: int | None) -> int:
 
 
 def _seen_by_chunk(stop: int, num_tokens: int, window: int) -> int:
-    """Of the last so many tokens before position `stop`."""
+    """How many tokens the last `num_tokens` before position `stop` see, summed over them."""
     start, full = stop - num_tokens, min(stop, window)
     growing = (full * (full + 1) - start * (start + 1)) // 2 if full > start else 0
     return growing + window * max(0, stop - max(start, window))

@@ -13,7 +13,7 @@ from parallel.kernels.base import AttentionMeta
 
 
 class ModelReads:
-    """Of one rank."""
+    """Counts the bytes that one rank reads."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -23,13 +23,15 @@ class ModelReads:
         windows = Counter(decoder.description.sliding_windows[i] for i in decoder.layer_indices)
         key_bytes = decoder.cache_entry.num_elements * decoder.cache_entry.dtype.itemsize
         self._full_bytes = windows.pop(None, 0) * key_bytes
-        """Of one token, in the layers that see everything."""
+        """Bytes of one token in the cache, over the layers that see everything."""
         self._windows = [
             (window, num_layers * key_bytes) for window, num_layers in windows.items() if window is not None
         ]
 
     def step_bytes(self, meta: AttentionMeta, *, num_searched: int) -> float:
-        """Of the step that has this meta, with whatever block table; for so many tokens only the largest is asked."""
+        """Return the bytes that a step reads. `meta` is that of any group of layers; of `num_searched` tokens only the
+        largest logit is asked.
+        """
         step_bytes = self._always_bytes + self._full_bytes * sum(meta.context_lens_host)
         if num_searched:
             step_bytes -= self._decoder.spared_bytes(num_searched)

@@ -36,16 +36,17 @@ from workers.step_inputs import StepInputs
 
 
 class _Asked(NamedTuple):
-    """Of the head."""
+    """What a step asks of the head."""
 
     search: Search | Sift | None
-    """Tokens, the logits that matter, or all."""
+    """What to find: tokens (`Search`), the logits that matter (`Sift`), or all logits (None)."""
     edits: Edits | None
-    """What is done to the logits before."""
+    """What is done to the logits before tokens are chosen from them."""
 
 
 _FinishLayers = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-"""Gives the hidden states, of the sampled tokens on the last stage, and perhaps the tokens that they give."""
+"""Finishes the layers: returns hidden states, on the last stage those of sampled tokens, and the tokens that the head
+found for them if it was searched too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class ModelRunner:
         """The memory of the caches, by blocks."""
         groups = decoder.layer_groups
         self.windows = groups.windows
-        """Of each group of layers that has a block table, its sliding window."""
+        """Sliding window of each group of layers that has a block table."""
         self.num_host_blocks = num_host_blocks(config.cache, decoder)
         """Slots of the host tier."""
         self._host: HostCache | None = None
@@ -87,7 +88,7 @@ class ModelRunner:
         self.execution = choose_execution(works_by_itself=device.works_by_itself, world_size=mesh.world_size)
         self._is_joined = self.execution is StepExecution.JOINED
         self.lookahead = self._choose_lookahead()
-        """To read after `allocate`."""
+        """Whether steps are planned ahead; it may change in `allocate`."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._latest: tuple[Sampled | None, torch.Tensor] = None, torch.empty(0, dtype=torch.int64)
         self._choice = select_sampling(device.torch_device, config.kernels)
@@ -106,7 +107,7 @@ class ModelRunner:
         self._served_stats.peak_memory_bytes = device.peak_memory_bytes
         self._served_stats.energy_j = GpuEnergy.of(device.torch_device).read_j
         self._stats = RankStats()
-        """Of rehearsals, until there is a cache."""
+        """What steps are noted in: something that nobody reads, until the rehearsals are over."""
         self._clock = ModelClock(device, self._stats)
         self._step_end_s = 0.0
 
@@ -215,7 +216,7 @@ class ModelRunner:
         self._decoder.drop_recordings()
 
     def _ask(self, inputs: StepInputs) -> _Asked:
-        """What to ask of the head, the same on every rank of the last stage."""
+        """Return what to ask of the head, the same on every rank of the last stage."""
         rows, edits = self._draws.rows(inputs.sample_slots), self._edits(inputs)
         search = rows.search(inputs.sample_positions, edits)
         if search is not None:
@@ -225,7 +226,7 @@ class ModelRunner:
         return _Asked(sift if sift is not None and self._decoder.sifts(sift) else None, edits)
 
     def _edits(self, inputs: StepInputs) -> Edits | None:
-        """What the sequences do to their logits. Of some the device alone may know the last token."""
+        """Return what the sequences do to their logits. The last token of some may be known on the device alone."""
         slots, positions = inputs.sample_slots, inputs.sample_positions
         if not self._draws.has_edits or not inputs.fed_rows.shape[0]:
             return self._draws.edits(slots, positions)
@@ -268,7 +269,7 @@ class ModelRunner:
     def _finish_model(
         self, work: StepWork, asked: _Asked, layers: _FinishLayers, cost: StepCost | None
     ) -> Sampled | None:
-        """Go from the layers to tokens."""
+        """Finish the layers, ask the head and sample; on other stages, send on."""
         plan, inputs = work.plan, work.inputs
         hidden, given = layers()
         is_chosen = given is not None or isinstance(asked.search, Search)
@@ -290,7 +291,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _ask_head(self, hidden: torch.Tensor, asked: _Asked) -> torch.Tensor | None:
-        """Logits, or the tokens themselves; None on ranks that do not sample."""
+        """Return logits, or the tokens themselves; None on ranks that do not sample."""
         if isinstance(asked.search, Search):
             return self._decoder.find(hidden, asked.search, self._choice)
         return self._decoder.logits(hidden, asked.search)

@@ -44,7 +44,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def new_token_ids(self) -> list[int]:
-        """What was learnt, as a list."""
+        """The tokens that the leader has learnt of, as a list."""
         return [self.learnt] if isinstance(self.learnt, int) else self.learnt
 
 
@@ -63,7 +63,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     loads: list[tuple[int, int]] = []
     """(slot of the host tier, block); no block twice."""
     follows: bool = False
-    """The scheduler has had work ever since the plan before."""
+    """Whether the scheduler has had work ever since the plan before."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -12,7 +12,7 @@ from workers.config import SchedulingPolicy
 from workers.sequence import Order, Sequence
 
 PROMOTED_LEVEL = -(1 << 62)
-"""Of those that have waited too long, under every policy that could let them starve."""
+"""Level of sequences that have waited too long, under every policy that could let them starve."""
 
 PREFILL_TOKENS_PER_STEP = 64
 """Prompt tokens that take about as long to compute as one step of decoding: arithmetic weighed against reading the

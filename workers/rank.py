@@ -54,9 +54,9 @@ from workers.transport import LeaderLink, RankLink
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0
-"""For every rank to be there."""
+"""How long the leader waits for every rank to be there."""
 LOAD_TIMEOUT_S = 3600.0
-"""For every rank to read its weights; ranks that die meanwhile are noticed at once."""
+"""How long the leader waits for every rank to read its weights; ranks that die meanwhile are noticed at once."""
 
 
 class Rendezvous:
@@ -211,7 +211,7 @@ def _meet(link: LeaderLink, timeout_s: float) -> None:
 
 
 def _blame(link: LeaderLink, error: Exception) -> Exception:
-    """The leader's own errors about the model and the settings stand; for others the ranks may know the reason."""
+    """Return an error's reason: the leader's own about model and settings stand, for others the ranks may know it."""
     if isinstance(error, (ValueError, GroupFailedError)):
         return error
     return explain(link, error)
@@ -294,7 +294,7 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
 
 @contextmanager
 def _refusing_settings() -> Iterator[None]:
-    """Kernels that cannot be had here are settings that cannot be used."""
+    """Refuse settings whose kernels cannot be had here."""
     try:
         yield
     except DeviceError as error:

@@ -19,7 +19,7 @@ KIND = "scheduler"
 
 
 class SchedulerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The header: what a scheduler and its view of memory are made from."""
+    """Header of a recording: what a scheduler and its view of memory are made from."""
 
     config: SchedulerConfig
     max_context: int
@@ -83,7 +83,7 @@ class Updated(msgspec.Struct, frozen=True, array_like=True, tag="update"):
     output: ModelOutput
     num_outputs: int
     ends: list[tuple[RequestId, Finish | str]]
-    """Of those that ended: how, or the error."""
+    """Sequences that ended: how each did, or its error."""
     failure: str | None = None
     """Name of the exception."""
 
@@ -105,7 +105,7 @@ class RecordingScheduler(Scheduler):
         looks_ahead: bool = False,
         sink: FrameSink,
     ) -> None:
-        """Arguments as of Scheduler."""
+        """Take what Scheduler takes, and where to record."""
         super().__init__(
             config,
             cache,

@@ -123,7 +123,7 @@ class Rehearsal:
         self._run_step([(0, length) for length in lengths])
 
     def _run_decodes(self, step: StepBucket) -> None:
-        """One sequence has the longest context: that decides on the bucket."""
+        """Run a decode of a size in which one sequence has the longest context: that decides on the bucket."""
         self._run_step([(step.max_context_len - 1, 1), *[(0, 1)] * (step.num_tokens - 1)])
 
     def _run_step(self, shares: Sequence[tuple[int, int]], sampling: SamplingParams = _MOST_SAMPLING) -> None:
@@ -134,7 +134,7 @@ class Rehearsal:
 
 
 def _largest_lengths(config: EngineConfig, max_context: int) -> list[int]:
-    """Every slot taken, the token budget spent: one token for each sequence, and the rest shared by the last ones."""
+    """Return tokens of each slot, the budget spent: one for each, and the rest shared by the last ones."""
     budget, num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     lengths = np.ones(num_seqs, np.int64)
     for slot in reversed(range(num_seqs)):

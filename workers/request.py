@@ -17,7 +17,7 @@ from workers.errors import InvalidRequestError
 RequestId = NewType("RequestId", str)
 
 GREEDY_TEMPERATURE = 1e-5
-"""Below it only the largest logit has a chance."""
+"""Below this temperature only the largest logit has a chance."""
 
 
 class FinishReason(StrEnum):
@@ -42,13 +42,13 @@ class SamplingParams:
     """0: off."""
     min_p: float = 0.0
     seed: int = 0
-    """Of the counter-based noise, 64 bits unsigned; the router draws one when the client gives none."""
+    """Seed of the counter-based noise, 64 bits unsigned; the router draws one when the client gives none."""
     repetition_penalty: float = 1.0
-    """Over prompt and output (CTRL, arXiv:1909.05858, section 4.1)."""
+    """Factor on the logits of tokens in prompt and output (CTRL, arXiv:1909.05858, section 4.1); 1: off."""
     presence_penalty: float = 0.0
-    """Over the output."""
+    """What the logits of tokens in the output lose."""
     frequency_penalty: float = 0.0
-    """Over the output."""
+    """What the logits of tokens in the output lose, for each time that they are there."""
     max_tokens: int = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class Request:
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     generated_token_ids: tuple[int, ...] = ()
-    """Accepted before, here or on another replica."""
+    """Tokens accepted before, here or on another replica."""
     sampling: SamplingParams
     priority: int = 0
     """Lower runs first under the "priority" policy."""
@@ -131,7 +131,7 @@ class Usage:
 
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens found in the prefix cache when it was first scheduled."""
+    """Prompt tokens found in the prefix cache when the request was first scheduled."""
     completion_tokens: int
     queue_s: float
     prefill_s: float

@@ -34,9 +34,9 @@ class RosterCounters:
     num_prompt_tokens: int = 0
     """Prompt tokens of sequences that were scheduled a first time: the queries of the prefix cache."""
     num_cached_tokens: int = 0
-    """Those found in the prefix cache: its hits."""
+    """Prompt tokens found in the prefix cache when their sequence was first scheduled: its hits."""
     num_host_tokens: int = 0
-    """Of these, those that were brought back from the host."""
+    """Cached tokens that were brought back from the host."""
 
 
 class Roster:
@@ -45,7 +45,7 @@ class Roster:
     def __init__(self, cache: KVCacheManager, order: ServingOrder, *, num_slots: int) -> None:
         self.counters = RosterCounters()
         self.running: list[Sequence] = []
-        """In order. To read: the methods change it."""
+        """Sequences with a slot, in serving order. To read: the methods change it."""
         self._cache = cache
         self._order = order
         self._num_slots = num_slots
@@ -56,7 +56,7 @@ class Roster:
         self._removed_slots: list[int] = []  # given back since they were last taken
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that have not ended: first the running ones, then the queue."""
+        """Iterate over the sequences that have not ended: first the running ones, then the queue."""
         yield from self.running
         yield from self._waiting
 
@@ -241,7 +241,7 @@ class Roster:
         assert self._waiting.num_tokens == sum(sequence.num_tokens for sequence in self._waiting)
 
     def _find_prefix(self, sequence: Sequence, reserve: int) -> list[int] | None:
-        """What a waiting sequence can share, nothing if it kept its blocks; None where it does not fit."""
+        """Return the blocks that a waiting sequence can share, none if it kept its own; None where it does not fit."""
         cache = self._cache
         if sequence in self._suspended:
             return [] if cache.fits_rest(sequence, reserve=reserve) else None

@@ -1,4 +1,4 @@
-"""By what the rows of a step choose tokens; steps that decode the same sequences share all of it but the positions."""
+"""How the rows of a step choose tokens; steps that decode the same sequences share all of it but the positions."""
 
 from functools import cached_property
 
@@ -14,12 +14,12 @@ _MOST = np.iinfo(np.int32).max
 
 
 class RowDraws:
-    """Of these rows.
+    """How each row of a step chooses its token.
 
     Args:
-        flags: [S], each the sum of those above.
-        columns: [4, S], temperature, top_k, top_p, min_p; temperature is 0 where the largest logit is taken.
-        seeds: [S].
+        flags: [S] int64, each a sum of RANDOM, EDITED, LOGPROBS and LIMITED.
+        columns: [4, S] float64, temperature, top_k, top_p, min_p; temperature is 0 where the largest logit is taken.
+        seeds: [S] uint64.
     """
 
     def __init__(self, flags: Int64Array, columns: Float64Array, seeds: UInt64Array) -> None:
@@ -29,14 +29,14 @@ class RowDraws:
         self._seeds = seeds
 
     def search(self, positions: Int64Array, edits: Edits | None) -> Search | None:
-        """What tells the tokens at these positions without logits; None: some rows want more of these."""
+        """Return how the head finds the tokens at these positions [S] without logits; None: some rows want logits."""
         if self.any_flag & (LOGPROBS | LIMITED):
             return None
         noise = _with_keys(self._noise, self._keys(positions)) if self.any_flag & RANDOM else None
         return Search(noise, edits)
 
     def sift(self, positions: Int64Array, edits: Edits | None) -> Sift | None:
-        """What tells which logits matter; None: all, or none but the largest and what is drawn."""
+        """Return which logits the head has to give for these positions [S]; None: all, or none at all (`search`)."""
         if self._sifted is None:
             return None
         noise, numbers = self._sifted
@@ -44,14 +44,14 @@ class RowDraws:
         return Sift(_with_keys(noise, keys), numbers, edits, self._draws(keys))
 
     def draws(self, positions: Int64Array) -> Draws:
-        """[S]: how the tokens at these positions are drawn."""
+        """Return how the tokens at these positions [S] are drawn."""
         return self._draws(self._keys(positions))
 
     def _draws(self, keys: UInt32Array) -> Draws:
         return Draws(noise=_with_keys(self._noise, keys), top_k=self._top_k, top_p=self._top_p, min_p=self._min_p)
 
     def _keys(self, positions: Int64Array) -> UInt32Array:
-        """The key [S, 2] of each row's (seed, position): the same everywhere, independent over both.
+        """Return the key [S, 2] of each row's (seed, position): the same everywhere, independent over both.
 
         A counter-based generator in the sense of Salmon et al. (SC 2011), with the 64-bit mixer of SplitMix64 (Steele,
         Lea and Flood, OOPSLA 2014) as its block function.
@@ -65,14 +65,14 @@ class RowDraws:
 
     @cached_property
     def _noise(self) -> NoiseArray:
-        """Without the keys."""
+        """Each row's noise, its key not filled in."""
         noise = np.zeros(len(self.flags), NOISE)
         noise["temperature"] = self._temperature
         return noise
 
     @cached_property
     def _sifted(self) -> tuple[NoiseArray, Int32Array] | None:
-        """Noise without the keys, and numbers, of a `Sift`."""
+        """The noise, its keys not filled in, and the numbers of a `Sift`; None where `sift` has none."""
         is_limited = self.flags & LIMITED > 0
         if self.any_flag & LOGPROBS or not is_limited.any() or not self._top_k[is_limited].all():
             return None

@@ -41,7 +41,8 @@ class Sampled:
     reported: list[tuple[int, int]]
     """(row, number of alternatives) of the rows that asked for log-probabilities."""
     wait: Callable[[], list[Tensor]]
-    """For the tokens and, of the rows reported, [R] log-probabilities, [R, k] of the most likely, and [R, k] these."""
+    """Waits for the device and returns the tokens [S] and, of the R rows reported, the log-probabilities of the tokens
+    [R], those of the k most likely ones [R, k], and the ids of these [R, k]."""
 
     def result(self) -> list[SampledToken]:
         """Wait for the device and return the tokens in the order of the rows."""
@@ -64,7 +65,7 @@ class Sampled:
 
 
 def nothing_sampled() -> Sampled:
-    """Of a step in which no sequence comes to its last token."""
+    """Return the result of a step in which no sequence comes to its last token."""
     return Sampled(token_ids=torch.empty(0, dtype=torch.int64), slots=[], reported=[], wait=lambda: [torch.empty(0)])
 
 
@@ -80,10 +81,10 @@ class Sampler:
         """Choose one token for each row, without waiting for the device.
 
         Args:
-            logits_SV: [S, V]; may be overwritten.
-            slots: [S], the slot of each row.
-            positions: [S], the absolute position of the token to be chosen.
-            edits: of these rows.
+            logits_SV: [S, V], float32 or the dtype of the model, on the device; may be overwritten.
+            slots: [S] int64, on the host: the slot of each row.
+            positions: [S] int64, on the host: the absolute position of the token to be chosen.
+            edits: what is done to the logits first; None: nothing.
         """
         draws = self._draws.rows(slots)
         any_flag = draws.any_flag
@@ -104,12 +105,12 @@ class Sampler:
         return Sampled(token_ids=token_ids, slots=slots.tolist(), reported=reported, wait=wait)
 
     def take(self, token_ids_S: Tensor, slots: Int64Array) -> Sampled:
-        """The same for rows whose tokens [S] int64, -1 where logits are not finite, were chosen by the model's head."""
+        """Take tokens that the model's head chose, [S] int64 on the device, -1 where logits are not finite."""
         wait = self._device.start_copy([token_ids_S])
         return Sampled(token_ids=token_ids_S, slots=slots.tolist(), reported=[], wait=wait)
 
     def _logprobs(self, logits_SV: Tensor, token_ids: Tensor, rows: Int64Array, number: int) -> list[Tensor]:
-        """Log-probabilities of the model's own distribution: of the tokens chosen, and the largest with their ids."""
+        """Return log-probabilities of the model itself: of the tokens chosen, of the largest, and the ids of these."""
         totals_R, top_values_RN, top_ids_RN = self._choice.rank(logits_SV, rows, min(number, logits_SV.shape[1]))
         index = to_device(rows, logits_SV.device)
         chosen_R = logits_SV[index, token_ids[index].clamp(min=0)]

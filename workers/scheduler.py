@@ -36,9 +36,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """None exactly when `error` is set."""
     logprobs: TokenLogprobs | None = None
     finish: Finish | None = None
-    """The token was the last one; the same as `sequence.finish`."""
+    """How the sequence ended, if the token was its last: `sequence.finish`."""
     error: Exception | None = None
-    """RequestFailedError: the sequence ended without a Finish."""
+    """RequestFailedError that ended the sequence, which then has no `finish`."""
 
 
 class Scheduler:

@@ -38,29 +38,29 @@ class Sequence:
     arrival_s: float
 
     order: Order = (0, 0.0, 0)
-    """Set when it is queued, and by policies that look at progress before each step (queueing.py)."""
+    """Its place among the others: set when it is queued, and before each step by policies that look at progress."""
     is_promoted: bool = False
-    """It waited too long, and is served before all others until it ends."""
+    """Whether it waited too long, and is served before all others until it ends."""
     waiting_since_s: float = 0.0
     waited_s: float = 0.0
-    """In the queue, all earlier stays together."""
+    """Time in the queue, all earlier stays together."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     num_in_flight: int = 0
-    """Plans with a share of it whose output has not come back."""
+    """Plans in flight that have a share of the sequence."""
     num_sampling: int = 0
-    """Of these, those that sample: tokens that it has beyond `token_ids`, not known yet."""
+    """Plans in flight that sample for it: the number of tokens beyond `token_ids`, not known yet."""
     token_ids: list[int] = field(init=False)
     """Prompt and generated tokens so far."""
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     """Leading tokens whose keys and values are in the block table."""
     num_scheduled_tokens: int = 0
-    """Those, and the ones that plans in flight compute."""
+    """Leading tokens that are computed, or that plans in flight compute."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
     num_host_tokens: int = 0
-    """Those of the last cached prefix that were brought back from the host."""
+    """Tokens of the last cached prefix that were brought back from the host."""
     num_preemptions: int = 0
     num_lost_tokens: int = 0
     """Computed tokens that the last preemption threw away."""
@@ -71,14 +71,14 @@ class Sequence:
     num_planned_blocks: int = 0
     """Leading numbers in `block_table` that the ranks know."""
     block_table: list[int] = field(default_factory=list)
-    """Block ids; with several groups of layers, one for each side by side, then those of the next entry."""
+    """Block ids; with several groups of layers an entry has one for each, side by side."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the full blocks, as far as it was needed; stays valid through preemption."""
     num_full_blocks: int = 0
     """Leading entries of the block table whose tokens are computed."""
     num_known_blocks: int = 0
-    """Leading entries of the block table that were offered to the hash index: as many, or those that its step fills
-    too."""
+    """Leading entries of the block table that were offered to the hash index: the full ones, and those that its step in
+    flight fills."""
 
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

@@ -1,4 +1,4 @@
-"""By what the sequences in their slots choose tokens: a function of the plans, which each rank of a stage follows."""
+"""How the sequences in their slots choose tokens: a function of the plans, which each rank of a stage follows."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,10 +22,10 @@ class SlotDraws:
         self._num_logprobs = np.zeros(num_slots, np.int64)
         self._flags = np.zeros(num_slots, np.int64)
         self._columns = np.zeros((4, num_slots), np.float64)
-        """Of `RowDraws`."""
+        """The `columns` of RowDraws, for every slot."""
         self._seeds = np.zeros(num_slots, np.uint64)
         self._rows: tuple[Int64Array, RowDraws] | None = None
-        """Those asked for last, until a slot changes."""
+        """The slots that `rows` was asked for last, and its answer; until a slot changes."""
 
     def apply(self, plan: StepPlan) -> None:
         """Follow a plan: slots given back and taken, tokens accepted."""
@@ -73,7 +73,7 @@ class SlotDraws:
                 edits.add_early(token_id)
 
     def rows(self, slots: Int64Array) -> RowDraws:
-        """How the rows of a step in these slots choose; most steps bring the array of the step before."""
+        """Return how the sequences in these slots [S] choose; most steps bring the array of the step before."""
         if self._rows is None or self._rows[0] is not slots:
             self._rows = slots, RowDraws(self._flags[slots], self._columns[:, slots], self._seeds[slots])
         return self._rows[1]
@@ -84,12 +84,12 @@ class SlotDraws:
         return bool(self._edits)
 
     def edits(self, slots: Int64Array, positions: Int64Array, last_S: Tensor | None = None) -> Edits | None:
-        """What is done to the logits of these slots for the tokens at these positions; None: nothing.
+        """Return what is done to the logits for the tokens at these positions; None: nothing.
 
         Args:
-            slots: [S], as are the next.
-            positions: the absolute position of the token to be chosen.
-            last_S: int64, on the device: the tokens before those, where some are not counted yet.
+            slots: [S] int64, on the host: the slot of each row.
+            positions: [S] int64, on the host: the absolute position of the token to be chosen.
+            last_S: [S] int64, on the device: the token before that, needed where some are not counted yet.
         """
         if not self._edits or not len(slots):
             return None
@@ -114,5 +114,5 @@ class SlotDraws:
         )
 
     def num_logprobs(self, slots: Int64Array) -> Int64Array:
-        """Alternatives that are reported with the tokens of these slots, where any are."""
+        """Return how many alternatives are reported with the tokens of these slots, where any are."""
         return self._num_logprobs[slots]

@@ -17,7 +17,7 @@ from parallel.kernels.host_arrays import Int32Array, Int64Array
 from workers.plan import NewSequence, ScheduledSequence
 
 _FEW = 4
-"""Rows up to which it is faster to write one by one."""
+"""Up to so many rows it is faster to write one by one."""
 
 
 class Slots:
@@ -30,7 +30,7 @@ class Slots:
         self.tokens = np.zeros((num_slots, max_context), np.int32)
         self.tables = np.zeros((num_slots, max_entries, num_groups), np.int32)
         self.num_tokens = np.zeros(num_slots, np.int64)
-        """That are known here, of each slot."""
+        """Tokens of each slot that are known here."""
         self._num_blocks = np.zeros(num_slots, np.int64)
 
     def take(self, new: NewSequence) -> None:
@@ -58,12 +58,12 @@ class Slots:
         self.num_tokens[slots_S] += len(steps)
 
     def slot_mappings(self, slots_T: Int64Array, positions_T: Int64Array) -> Int64Array:
-        """[G, T]: where each token's key and value go, block id * block size + offset."""
+        """Return [G, T]: where each token's key and value go, block id * block size + offset."""
         blocks_TG = self.tables[slots_T, positions_T // self.block_size]
         return blocks_TG.T * np.int64(self.block_size) + positions_T % self.block_size
 
     def block_tables(self, slots_S: Int64Array, max_context_len: int) -> Int32Array:
-        """[G, S, M], of contexts up to that length."""
+        """Return the block tables [G, S, M] of these slots, for contexts up to `max_context_len`."""
         return self.tables[slots_S, : -(-max_context_len // self.block_size)].transpose(2, 0, 1)
 
 

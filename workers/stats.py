@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from parallel.mesh import Axis  # torch
 
 MAX_OBSERVATIONS = 1 << 16
-"""Kept of each kind until taken; older ones are dropped when nobody takes them."""
+"""Most values of a kind that are kept until they are taken; older ones are dropped."""
 
 
 class Observations:
@@ -23,7 +23,7 @@ class Observations:
         self._values: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
 
     def add(self, value: float) -> None:
-        """Note one more."""
+        """Note one more value."""
         self._values.append(value)
 
     def take(self) -> Iterator[float]:
@@ -42,21 +42,21 @@ class EngineStats:
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
-        """Of accepted requests."""
+        """Prompt tokens of accepted requests."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when their request was first scheduled."""
         self.num_host_tokens = 0
-        """Of these, those that were brought back from the host."""
+        """Cached tokens that were brought back from the host."""
         self.num_saved_blocks = 0
-        """Copied to the host when they were evicted."""
+        """Blocks copied to the host when they were evicted."""
         self.num_loaded_blocks = 0
-        """Copied back from the host."""
+        """Blocks copied back from the host."""
         self.num_generation_tokens = 0
-        """Sampled here and accepted."""
+        """Tokens sampled here and accepted."""
         self.num_computed_tokens = 0
-        """Through the model, prompt and output, recomputed ones included."""
+        """Tokens that went through the model, prompt and output, recomputed ones included."""
         self.num_recomputed_tokens = 0
-        """Computed again after a preemption."""
+        """Tokens computed again after a preemption."""
         self.num_preemptions = 0
         self.num_finished: Counter[FinishReason] = Counter()
         self.num_failed = 0
@@ -66,19 +66,19 @@ class EngineStats:
         self.busy_s = 0.0
         """Time with a step in flight."""
         self.ttft_s = Observations()
-        """From a request's arrival here to its first token."""
+        """Time from a request's arrival here to its first token."""
         self.itl_s = Observations()
-        """Between two tokens of a request."""
+        """Time between two tokens of a request."""
         self.queue_s = Observations()
-        """From a request's arrival to its first step; noted when it ends."""
+        """Time from a request's arrival to its first step; noted when it ends."""
         self.e2e_s = Observations()
-        """From a request's arrival to its end."""
+        """Time from a request's arrival to its end."""
         self.step_s = Observations()
-        """From the submission of a step to its output."""
+        """Time from the submission of a step to its output."""
         self.step_sequences = Observations()
-        """In each step."""
+        """Sequences in each step."""
         self.step_tokens = Observations()
-        """In each step, over all sequences."""
+        """Tokens computed in each step, over all sequences."""
 
 
 class RankStats:
@@ -95,19 +95,19 @@ class RankStats:
         self.model_read_bytes = 0.0
         """The least that the model had to read in its busy time: weights, keys and values; experts by expectation."""
         self.model_flops = 0.0
-        """The operations that it had to do in that time; experts by expectation."""
+        """The operations that the model had to do in its busy time; experts by expectation."""
         self.peak_memory_bytes: Callable[[], int] | None = None
         """The most that the rank has held so far: resident on a CPU, allocated on a GPU; None: nobody knows yet."""
         self.energy_j: Callable[[], float | None] | None = None
-        """What its GPU has used since the driver was loaded, whoever used it; None where nothing tells."""
+        """Energy that the rank's GPU has used since the driver was loaded, for anybody; None where nothing tells."""
         self.info: Mapping[str, str] = {}
-        """What it computes with, by label (model_runner.py has the labels); empty until it has weights."""
+        """What the rank computes with, by label (model_runner.py has the labels); empty until it has weights."""
         self.num_recorded_steps = 0
         """Sizes of steps that were recorded as graphs of the device before the first request."""
         self.recording_s = 0.0
-        """How long that took; 0 where none are."""
+        """How long the recording of steps took; 0 where none are recorded."""
         self.axes: Mapping[str, Axis] = {}
-        """The rank's axes that have other ranks on them, by name: their collectives."""
+        """The rank's axes that have other ranks on them, by name; each counts its collectives."""
 
     def add_step(self, duration_s: float) -> None:
         """Note a step that the rank has done its part of."""

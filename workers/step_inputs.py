@@ -14,26 +14,26 @@ from parallel.kernels.host_arrays import Int64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One step's tensors."""
+    """What the model and the sampler take in one step."""
 
     token_ids: Tensor
     """[T] int64, on the device. Where `fed_rows` says, anything: those tokens are being sampled."""
     positions: Tensor
-    """[T] int64, on the device."""
+    """[T] int64, on the device: where in its sequence each token is."""
     metas: list[AttentionMeta]
-    """One for each group of layers."""
+    """Meta of each group of layers."""
     sample_rows: Tensor | None
-    """int64, on the device: the packed tokens after which sequences sample; None: all of them, in order."""
+    """[S] int64, on the device: the packed tokens after which sequences sample; None: all of them, in order."""
     fed_rows: Tensor
     """int64, on the device: the packed tokens that are the last ones sampled in `fed_slots`, known there only."""
     fed_slots: Tensor
-    """int64, on the device."""
+    """int64, on the device: the slot whose last sampled token each of `fed_rows` is."""
     sample_slots: Int64Array
-    """The slots that sample, in the plan's order."""
+    """[S], on the host: the slots that sample, in the plan's order."""
     sample_slots_device: Tensor
-    """The same, on the device."""
+    """`sample_slots` on the device."""
     sample_positions: Int64Array
-    """The absolute position of each token to be sampled."""
+    """[S], on the host: the absolute position of each token to be sampled."""
 
 
 def to_tensors(arrays: Iterable[npt.NDArray[np.integer]], dtype: type[np.integer]) -> list[Tensor]:

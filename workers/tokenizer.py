@@ -26,7 +26,7 @@ class TokenTable:
     def __init__(self, tokenizer: Tokenizer, *, eos_token: str | None = None) -> None:
         """Raise EngineConfigError when the tokenizer's decoder is of a kind not known here."""
         self.eos_token_id: int | None = None if eos_token is None else tokenizer.token_to_id(eos_token)
-        """Of the token that ends a text, where the vocabulary has it."""
+        """Id of the token that ends a text, where the vocabulary has it."""
         self._tokenizer = tokenizer
         self._special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         self._convert, self._convert_first = _converters(_decoder_state(tokenizer))

@@ -38,9 +38,9 @@ _EVIDENCE_S = 0.3
 """How long to wait for other ranks' reports once one is known to have failed."""
 _LINGER_MS = 1000
 _NEVER_MS = 24 * 3600 * 1000
-"""To reconnect: not -1, with which zmq also drops what came before the end and was not read yet."""
+"""Time before a socket reconnects: not -1, with which zmq also drops what came before the end and was not read yet."""
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-"""The values of all but the handshake are file descriptors, which tell connections apart."""
+"""What a socket's monitor tells. All but the handshake come with a file descriptor, which tells connections apart."""
 
 
 class PlanMessage(msgspec.Struct, frozen=True, tag="plan", array_like=True):
@@ -48,12 +48,12 @@ class PlanMessage(msgspec.Struct, frozen=True, tag="plan", array_like=True):
 
     number: int
     digest: int
-    """Of the previous digest and the plan's bytes."""
+    """Digest of the previous one and the plan's bytes."""
     plan: bytes
 
 
 class ProceedMessage(msgspec.Struct, frozen=True, tag="proceed", array_like=True):
-    """Every rank has reported: go on, with this value."""
+    """Tells a rank that all have reported, and to go on with this value."""
 
     value: int
 
@@ -353,7 +353,7 @@ class _Peer:
         self._is_gone = False
         self._has_met = False
         self._connections: set[int] = set()
-        """Those that are, or were there before, the other side's: which one has shaken hands is not told."""
+        """Connections by file descriptor, the other side's and earlier ones: which has shaken hands is not told."""
 
     def bind(self, host: str) -> str:
         """Listen on a free port and return the address to connect to."""
