@@ -82,7 +82,7 @@ class Attention:
         return self._output(attended_TNH.flatten(1))
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of the projections and, where the model has them, the norms of queries and keys and the sinks."""
+        """Yield those of the projections and, where the model has them, the norms of queries and keys and the sinks."""
         yield from self._qkv.sharded_parameters(prefix)
         if self._norm is not None:
             yield from self._norm.sharded_parameters(prefix)
@@ -103,12 +103,12 @@ class _Sinks:
 
     def __init__(self, description: DecoderDescription, heads: range, context: LayerContext) -> None:
         self.scores_N = torch.empty(len(heads), dtype=torch.float32, device=context.device)
-        """Float32 whatever the dtype of the model, as the scores of attention are."""
+        """[N] float32, whatever the dtype of the model, as the scores of attention are."""
         self._num_heads = description.num_heads
         self._heads = heads
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of this rank's heads."""
+        """Yield those of this rank's heads."""
         start, stop = self._heads.start, self._heads.stop
         piece = Piece(source=f"{prefix}.sinks", full_shape=(self._num_heads,), dim=0, start=start, stop=stop)
         yield ShardedParameter(tensor=self.scores_N, pieces=(piece,))

@@ -32,9 +32,9 @@ from parallel.weight_reads import OpenFiles, WeightRead, plan_reads
 
 _NUM_READERS = 3
 _MAX_BEGUN, _MAX_BEGUN_INT8 = 0.3, 0.1
-"""Of the rank's own weights; those that will be in 8 bits have twice as many bytes till they are laid out."""
+"""Share of the rank's own weights that is read ahead; what will be in 8 bits takes twice as much till then."""
 _MAPPED_FRACTION = 0.01
-"""Pages of files that are mapped at once, as a part of the rank's own weights."""
+"""Share of the rank's own weights whose pages of files are mapped at once."""
 _MIN_BATCH_BYTES = 1 << 18
 _STORED_BYTES = 4  # of an element, but for rare float64
 

@@ -86,11 +86,11 @@ class Decoder:
             int8_linears=int8_linears,
         )
         self.layer_indices = layer_range(description.num_layers, mesh.pp.rank, mesh.pp.size)
-        """Of the whole model, those that this stage holds."""
+        """Layers of the whole model that this stage holds."""
         self.layer_groups = group_layers(
             description.sliding_windows, num_stages=mesh.pp.size, max_context=description.max_context
         )
-        """Of the whole model: which layers have a block table in common, and where in a block each one's cache is."""
+        """Which layers of the whole model have a block table in common, and where in a block each one's cache is."""
         bias_NP = self._key_bias()
         self._layers = [make_decoder_layer(description, i, bias_NP, context=context) for i in self.layer_indices]
         rotaries = [description.rotaries[i] for i in self.layer_indices]
@@ -111,7 +111,7 @@ class Decoder:
         self.weight_sizes = WeightSizes.of(
             self.sharded_parameters(), description, dtype, has_head=mesh.is_last_stage, int8_linears=int8_linears
         )
-        """Of this rank."""
+        """Sizes of this rank's weights."""
 
     @property
     def num_local_layers(self) -> int:
@@ -171,7 +171,7 @@ class Decoder:
         rows_S: Tensor | None,
         search: Search | Sift | None,
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """As `forward`, begun, if `can_start`; what is returned joins in, and gives the result of the tokens `rows_S`.
+        """Begin a `forward` that `can_start`; what is returned joins in, and gives the result of the tokens `rows_S`.
 
         These are [S] int64, ascending, or None for all. It is called once, in the same thread, which has nothing else
         of the model computed before. Besides, it gives what `find` gives for these tokens and this search, good until
@@ -223,7 +223,7 @@ class Decoder:
         return self._head(hidden_SE, sift)
 
     def sifts(self, sift: Sift) -> bool:
-        """Whether the logits that matter are less work than all."""
+        """Whether only the logits that matter are less work than all; `logits` then takes this `sift`."""
         return self._head is not None and self._head.sifts(sift)
 
     @property
@@ -235,11 +235,13 @@ class Decoder:
 
     @property
     def draws(self) -> bool:
-        """Whether that is so of draws."""
+        """Whether to `find` tokens that are drawn is less work than `logits` and a choice; the same on all ranks of the
+        last stage.
+        """
         return self._head is not None and self._head.draws
 
     def find(self, hidden_SE: Tensor, search: Search, choice: TokenChoice) -> Tensor | None:
-        """What `ChooseTokens` gives for `logits`, in place of these, where this stage `finds_largest`, or `draws`.
+        """Return what `ChooseTokens` gives for `logits`, without these, where this stage `finds_largest`, or `draws`.
 
         Args:
             hidden_SE: rows of `forward`'s result, on the last stage, all of whose ranks call this.
@@ -252,7 +254,7 @@ class Decoder:
         return self._head.find(hidden_SE, search, choice)
 
     def spared_bytes(self, num_rows: int) -> int:
-        """Of this rank's head, what `find` reads less at best for so many rows."""
+        """Return how many bytes of this rank's head `find` spares at best for `num_rows`."""
         return 0 if self._head is None else self._head.spared_bytes(num_rows)
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
@@ -288,7 +290,7 @@ class Decoder:
     def _run_layers(
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
     ) -> tuple[Tensor, Tensor]:
-        """As `RunLayers`; on the last stage (the norm of their sum, their sum)."""
+        """Run the layers as `RunLayers` says; on the last stage return (the norm of their sum, their sum)."""
         residual_TE: Tensor | None = None
         kinds = self._rotations.kind_of_layer
         for layer, kind, cache, meta in zip(self._layers, kinds, caches, metas, strict=True):
@@ -298,7 +300,7 @@ class Decoder:
         return (x_TE, residual_TE) if self._final_norm is None else self._final_norm.add(x_TE, residual_TE)
 
     def _key_bias(self) -> Tensor | None:
-        """One table for all layers."""
+        """Return the table of ALiBi that all layers add to their scores; None: they add none."""
         description, axis = self.description, self.mesh.tp
         if description.alibi is None:
             return None

@@ -35,7 +35,7 @@ class DecoderLayer(Protocol):
         """(what was added last, residual stream before it) -> the same after this layer; None: nothing added yet."""
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of both blocks and their norms."""
+        """Yield those of both blocks and their norms."""
 
     def finish_loading(self) -> None:
         """Lay the weights out."""

@@ -14,13 +14,13 @@ class NormKind(StrEnum):
     """How activations are brought to unit size, and what the weight is."""
 
     RMS = "rms"
-    """By the root mean square, times a weight. arXiv:1910.07467."""
+    """Divided by the root mean square, times a weight. arXiv:1910.07467."""
     RMS_PLUS_ONE = "rms_plus_one"
     """The same, times 1 + the weight that is stored."""
     LAYER = "layer"
     """Mean taken away, by the standard deviation, times a weight, plus a bias. arXiv:1607.06450."""
     LAYER_WITHOUT_BIAS = "layer_without_bias"
-    """The same without the bias."""
+    """LAYER without the bias."""
 
 
 class NormPlace(StrEnum):
@@ -37,9 +37,9 @@ class ResidualKind(StrEnum):
     SEQUENTIAL = "sequential"
     """The MLP reads what the attention has added to."""
     PARALLEL = "parallel"
-    """Both read the same stream, each through a norm of its own."""
+    """Attention and MLP read the same stream, each through a norm of its own."""
     PARALLEL_ONE_NORM = "parallel_one_norm"
-    """Both read the same normed stream."""
+    """Attention and MLP read the same normed stream."""
 
 
 class QKNormScope(StrEnum):
@@ -110,9 +110,9 @@ class MoeDescription:
     choice_bias: bool = False
     """A learned number per expert is added to its score to choose, but not to its weight."""
     expert_bias: bool = False
-    """On all matrices of an expert."""
+    """Whether all matrices of an expert have a bias."""
     clamped_gate: ClampedGate | None = None
-    """In place of the model's activation."""
+    """Activation of the experts in place of the model's."""
     shared_intermediate_size: int | None = None
     """Inner size of an MLP that every token passes besides, without biases; None: there is none."""
     is_shared_gated: bool = False
@@ -159,9 +159,9 @@ class LatentKV:
     rotary_dim: int
     """The dims after them, rotated; those of the key are the same in all heads."""
     value_dim: int
-    """Of each value head."""
+    """Dims of each value head."""
     norm_eps: float
-    """Of both norms."""
+    """Epsilon of the norms of queries and of the latent."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "plain_dim", "rotary_dim", "value_dim"):
@@ -193,20 +193,20 @@ class DecoderDescription:
 
     norm_eps: float
     norm: NormKind = NormKind.RMS
-    """Of all norms but those of queries and keys."""
+    """Kind of all norms but those of queries and keys."""
     norm_place: NormPlace = NormPlace.BEFORE
     residual: ResidualKind = ResidualKind.SEQUENTIAL
     residual_multiplier: float = 1.0
-    """Of what each block adds to the residual stream."""
+    """Factor on what each block adds to the residual stream."""
 
     rotaries: tuple[RotaryDescription | None, ...]
-    """One per layer; None: the layer does not rotate."""
+    """Rotation of each layer; None: the layer does not rotate."""
     alibi: Alibi | None = None
     learned_positions: LearnedPositions | None = None
     sliding_windows: tuple[int | None, ...]
-    """One per layer: a token sees itself and this many - 1 before it; None: all before it."""
+    """Window of each layer: a token sees itself and this many - 1 before it; None: all before it."""
     attention_scale: float | None = None
-    """Multiplies the scores; None: 1 / sqrt(head_dim)."""
+    """Factor on the scores; None: 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
     """Scores become cap * tanh(score / cap)."""
     has_attention_sinks: bool = False
@@ -218,7 +218,7 @@ class DecoderDescription:
     """Queries, keys and values are kept within plus and minus this."""
     qk_norm: QKNorm | None = None
     output_bias: bool = False
-    """Bias of the attention's output projection."""
+    """Whether the attention's output projection has a bias."""
 
     activation: Activation = Activation.SILU
     is_mlp_gated: bool = True
@@ -228,7 +228,7 @@ class DecoderDescription:
     """Experts in place of the MLP, in all layers but its `dense_layers`; gated."""
 
     embedding_multiplier: float = 1.0
-    """Rounded to the dtype of the weights before it is used."""
+    """Factor on the embedding, rounded to the dtype of the weights before it is used."""
     embedding_norm: bool = False
     tie_embeddings: bool = False
     """The head is the embedding, transposed."""

@@ -182,9 +182,9 @@ class VocabParallelHead:
         self._linear: PackedLinear
         self._searched: SearchedLinear | None = None
         self.finds_largest = False
-        """Whether to `find` the largest is less work than all logits; the same on every rank."""
+        """Whether to `find` the largest logits is less work than all of them; the same on every rank."""
         self.draws = False
-        """Whether that is so of draws."""
+        """Whether to `find` tokens that are drawn is less work than all logits; the same on every rank."""
         self._sifted: SiftedLinear | None = None
 
     def __call__(self, hidden_SE: Tensor, sift: Sift | None = None) -> Tensor | None:
@@ -238,25 +238,25 @@ class VocabParallelHead:
 
     @property
     def _first_token(self) -> int:
-        """Of this rank, where none has padding."""
+        """First token of this rank's rows, where none has padding."""
         return self._description.vocab_size // self._axis.size * self._axis.rank
 
     def sifts(self, sift: Sift) -> bool:
-        """Whether the logits that matter are less work than all."""
+        """Whether only the logits that matter are less work than all."""
         return self._sifted is not None and self._sifted.can_sift(sift)
 
     def spared_bytes(self, num_rows: int) -> int:
-        """Of this rank's weight, what a search for so many rows reads less at best."""
+        """Return how many bytes of this rank's weight a search for `num_rows` spares at best."""
         return self._searched.spared_bytes(num_rows) if isinstance(self._searched, ScreenedLinear) else 0
 
     def searched_alone(self, search: Search | Sift, num_rows: int) -> SearchedLinear | None:
-        """What tells the tokens of so many rows, where no more than that is done; of a `Sift`, if this `sifts` it."""
+        """Return what alone tells rows' tokens; None: ranks compare theirs. A `Sift` is one that it `sifts`."""
         if self._axis.size > 1:
             return None
         return self._sifted if isinstance(search, Sift) else self._searched_by(search, num_rows)
 
     def _searched_by(self, search: Search, num_rows: int) -> SearchedLinear | None:
-        """What can search so without logits."""
+        """Return what can search so without logits; None: nothing can."""
         if search.noise is None and search.edits is None:
             return self._searched
         is_drawn = isinstance(self._searched, DrawnLinear) and (
@@ -302,6 +302,6 @@ def _sharded_rows(source: str, weight_VE: Tensor, vocab_size: int, rank: int, si
 
 
 def _zero_padding(weight_VE: Tensor, vocab_size: int, context: LayerContext) -> None:
-    """No checkpoint fills these rows, and what memory happens to hold could be NaN."""
+    """Zero the rows past the vocabulary: no checkpoint fills them, and what memory happens to hold could be NaN."""
     num_real = len(vocab_range(vocab_size, context.axis.rank, context.axis.size))
     weight_VE[num_real:].zero_()

@@ -16,7 +16,7 @@ _HUGE_PAGE, _PIECE, _CACHE_LINE = 2 << 20, 64 << 20, 64
 """Bytes; a piece is what `HugePages` asks the system for at once."""
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 4, 14, 22, 23  # of Linux
 _SCARCE = 0.1
-"""Of the machine's memory: no more is taken early when less is available."""
+"""Share of the machine's memory: no more is taken early when less is available."""
 
 
 def release_free_memory() -> None:

@@ -112,7 +112,7 @@ class _HeadMatrices:
         self._heads = heads
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of this rank's heads."""
+        """Yield those of this rank's heads."""
         _, num_outputs, num_inputs = self.weight.shape
         piece = Piece(
             source=f"{prefix}.{self._name}.weight",

@@ -41,7 +41,7 @@ class LayerContext:
         return weight
 
     def empty_linear(self, num_out: int, num_in: int) -> Tensor:
-        """The same for a weight that `pack_linear` gets."""
+        """Return an empty weight [out, in] for `pack_linear`."""
         if self.int8_linears or self.device.type != "cpu":
             return self.empty(num_out, num_in)
         return self.kernels.empty_linear(num_out, num_in, self.dtype)
@@ -52,7 +52,7 @@ class LayerContext:
         return lay_out(weight_OI, bias_O)
 
     def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
-        """The same for the head; see `Kernels.pack_head`. In 8 bits it is a copy."""
+        """Lay out the head, in 8 bits if the user wants it, which is a copy; see `Kernels.pack_head`."""
         if self.int8_linears:
             return self.kernels.quantize_linear(weight_VE, bias_V, keeps_weight=is_shared)
         return self.kernels.pack_head(weight_VE, bias_V, is_shared=is_shared)

@@ -30,12 +30,12 @@ class LayerGroups:
     """The groups of a whole model, the same on every rank."""
 
     windows: tuple[int | None, ...]
-    """Of each group: its layers see a token and this many - 1 before it; None: all before it."""
+    """Window of each group: its layers see a token and this many - 1 before it; None: all before it."""
     group_of_layer: tuple[int, ...]
     plane_of_layer: tuple[int, ...]
     """Where in its group's blocks, on the rank that has it, each layer's keys and values are."""
     num_planes: tuple[int, ...]
-    """Of the blocks of each pipeline stage: layers of its largest group."""
+    """Planes of each pipeline stage's blocks: as many as its largest group has layers there."""
 
 
 def group_layers(windows: Sequence[int | None], *, num_stages: int, max_context: int) -> LayerGroups:
@@ -66,7 +66,7 @@ def group_layers(windows: Sequence[int | None], *, num_stages: int, max_context:
 
 
 def effective_window(window: int | None, max_context: int) -> int | None:
-    """None too where the window is no shorter than any context."""
+    """Return the window, None also where it is no shorter than any context."""
     return None if window is None or window >= max_context else window
 
 

@@ -20,11 +20,11 @@ class ColumnPart(NamedTuple):
     """One source matrix of a fused column-parallel layer."""
 
     name: str
-    """Of the source, below the layer's own; empty: the layer is this one matrix."""
+    """Name of the source, below the layer's own; empty: the layer is this one matrix."""
     num_rows: int
-    """Of the full matrix: its outputs."""
+    """Rows of the full matrix: its outputs."""
     rows: range
-    """Those of this rank."""
+    """Rows of this rank."""
 
 
 class ColumnParallelLinear:
@@ -112,7 +112,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         heads = even_range(num_heads, axis.rank, axis.size, what="num_heads")
         kv_heads = kv_head_range(num_kv_heads, axis.rank, axis.size)
         self.heads = heads
-        """Of the whole model, the query heads of this rank."""
+        """Query heads of the whole model that this rank has."""
         self.kv_heads = kv_heads
         parts = [
             ColumnPart("q", num_heads * head_dim, _rows(heads, head_dim)),
@@ -169,7 +169,7 @@ class RowParallelLinear:
 
 
 class PartialRowParallelLinear(RowParallelLinear):
-    """The same without the all-reduce: each rank gets its summand, and the caller sums, several layers' at once.
+    """RowParallelLinear without its all-reduce: ranks get summands, and the caller sums several layers' at once.
 
     The bias is in the summand of the first rank.
     """

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_BYTES = 128 << 10
-"""Of one message; a socket's buffer holds it, so that all ranks can send before any receives."""
+"""Largest message; a socket's buffer holds it, so that all ranks can send before any receives."""
 
 _PATH_BYTES = 108
 _CONNECT_TIMEOUT_S = 30.0

@@ -24,19 +24,19 @@ class Axis:
 
     size: int = 1
     rank: int = 0
-    """Of this process along the axis."""
+    """Rank of this process along the axis."""
     group: dist.ProcessGroup | None = None
-    """None exactly when the size is 1."""
+    """Group of the axis in torch.distributed; None exactly when the size is 1."""
     local: LocalExchange | None = None
-    """A faster way for small tensors, where all ranks of the axis are on one machine's CPUs."""
+    """Faster exchange of small tensors, where all ranks of the axis are on one machine's CPUs."""
     one_shot: OneShotAllReduce | None = None
-    """A faster way for small all-reduces, where all ranks of the axis are on one machine's GPUs."""
+    """Faster way for small all-reduces, where all ranks of the axis are on one machine's GPUs."""
     counts: Counter[str] = field(default_factory=Counter)
     """Collectives called on this rank, by kind; on an axis of size 1 there are none."""
     stand_in: Callable[[Tensor], Tensor] | None = None
     """Takes the place of an all-reduce while layers are traced."""
     wait_s: float = 0.0
-    """Time that this rank's host spent in them: on a CPU until the slowest rank was there, on CUDA for the launch."""
+    """Time that the host spent in collectives: on a CPU until the slowest rank was there, on CUDA for the launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +48,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """Of this process in the whole group."""
+        """Rank of this process in the whole group."""
         return self.pp.rank * self.tp.size + self.tp.rank
 
     @property
@@ -58,12 +58,12 @@ class Mesh:
 
     @property
     def is_first_stage(self) -> bool:
-        """This rank embeds tokens."""
+        """Whether this rank embeds tokens."""
         return self.pp.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank has a part of the head."""
+        """Whether this rank has a part of the head."""
         return self.pp.rank == self.pp.size - 1
 
     @classmethod

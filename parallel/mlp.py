@@ -42,7 +42,7 @@ class MLP:
         return self._down(self._into_activated(x_TE))
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of gate, up and down."""
+        """Yield those of gate, up and down."""
         yield from self._into.sharded_parameters(prefix)
         yield from self._down.sharded_parameters(f"{prefix}.down")
 

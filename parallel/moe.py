@@ -39,7 +39,7 @@ class MoE:
         return all_reduce(y_TE, self._axis)
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of the router, this rank's experts, and the shared MLP."""
+        """Yield those of the router, this rank's experts, and the shared MLP."""
         yield from self._router.sharded_parameters(f"{prefix}.router")
         yield from self._experts.sharded_parameters(f"{prefix}.experts")
         if self._shared is not None:
@@ -67,7 +67,7 @@ class GatedMLP:
         return self._mlp(x_TE).mul_(self._gate(x_TE).sigmoid_())
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of the MLP, and the gate's."""
+        """Yield those of the MLP, and the gate's."""
         assert self._gate_1E is not None, "weights are gone after finish_loading"
         yield from self._mlp.sharded_parameters(prefix)
         yield replicated(f"{prefix}_gate.weight", self._gate_1E)
@@ -107,7 +107,7 @@ class Experts:
         return self._packed(x_TE, experts_TC, weights_TC)
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of each expert that is here."""
+        """Yield those of each expert that is here."""
         assert self._weights is not None, "weights are gone after finish_loading"
         weights = self._weights
         for row, expert in enumerate(self._ids):

@@ -24,7 +24,7 @@ class Norm(Protocol):
         """The whole weight."""
 
     def finish_loading(self) -> None:
-        """Once, when the weight is filled."""
+        """Lay the weight out, once, when it is filled."""
 
 
 def make_norm(kind: NormKind, shape: int | tuple[int, int], eps: float, *, context: LayerContext) -> Norm:

@@ -19,10 +19,10 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = {2: 512 << 10, 4: 256 << 10, 8: 128 << 10}
-"""Of a tensor, by ranks: those that torch has kernels for. Where other engines change to NCCL; not measured here."""
+"""Largest tensor, by number of ranks that torch has kernels for. Where other engines change to NCCL; not measured."""
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGN_BYTES = 16
-"""Of a tensor's size and place: what one load of the kernel reads."""
+"""Alignment of a tensor's size and place: what one load of the kernel reads."""
 
 
 class OneShotAllReduce:

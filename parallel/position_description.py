@@ -126,9 +126,9 @@ class Alibi:
     """Attention scores fall with the distance of the key, in each head at another rate. arXiv:2108.12409."""
 
     slopes: tuple[float, ...]
-    """One per query head: a score grows by this much per position of its key."""
+    """Slope of each query head: a score grows by this much per position of its key."""
     scale: float = 1.0
-    """Multiplies slope times position."""
+    """Factor on slope times position."""
     is_rounded: bool = False
     """Slope and slope times position are rounded to bfloat16, as Falcon was trained with."""
 
@@ -143,7 +143,7 @@ class LearnedPositions:
     """A learned vector for each position, added to the token's."""
 
     num_rows: int
-    """Of the table in the checkpoint."""
+    """Rows of the table in the checkpoint."""
     offset: int = 0
     """Row of position 0."""
 

@@ -19,13 +19,13 @@ class QueryKeyNorm(Protocol):
     """Norms queries and keys of this rank."""
 
     def __call__(self, q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, normed; the inputs may be views."""
+        """Return queries and keys, normed; the inputs may be views."""
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
-        """Those of `q_norm` and `k_norm` below the prefix."""
+        """Yield those of `q_norm` and `k_norm` below the prefix."""
 
     def finish_loading(self) -> None:
-        """Once, when the weights are filled."""
+        """Lay the weights out, once, when they are filled."""
 
 
 def make_qk_norm(

@@ -64,10 +64,10 @@ class LayerRotations:
     def __init__(self, rotaries: Sequence[RotaryDescription | None], max_context: int, *, device: torch.device) -> None:
         kinds = list(dict.fromkeys(rotaries))
         self.kind_of_layer = [kinds.index(rotary) for rotary in rotaries]
-        """Which of the kinds each layer has."""
+        """Index of each layer's kind of rotation."""
         self._tables = [None if kind is None else RotaryTable(kind, max_context, device=device) for kind in kinds]
         self.angles: list[tuple[Tensor, ...]] = [() if table is None else table.angles for table in self._tables]
-        """Of each kind, those of all positions, as in `RotaryTable`."""
+        """Cosines and sines of all positions for each kind, as in `RotaryTable`; empty where layers do not rotate."""
 
     def __call__(self, positions_T: Tensor) -> list[tuple[Tensor, ...]]:
         """Return those of these positions, of each kind."""

@@ -19,9 +19,9 @@ class Routing(NamedTuple):
     """What a router chose."""
 
     experts_TC: Tensor  # noqa: N815
-    """int64, of the whole layer, in no order."""
+    """[T, C] int64: the experts of each token, numbered over the whole layer, in no order."""
     weights_TC: Tensor  # noqa: N815
-    """float32."""
+    """[T, C] float32: what the result of each expert is multiplied by."""
 
 
 class Router:

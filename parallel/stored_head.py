@@ -19,7 +19,7 @@ from parallel.mesh import Mesh
 from parallel.weight_files import STORED_DTYPES, locate_tensors, open_tensors
 
 _COMPARED_ELEMENTS = 1 << 22
-"""At once."""
+"""Elements that are compared at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _are_equal(files: Mapping[str, Path], shape: list[int], dtype: torch.dtype) 
 
 
 def _are_rows_equal(first: Tensor, second: Tensor, dtype: torch.dtype) -> bool:
-    """Of mapped files."""
+    """Compare rows of mapped files, whose pages are left afterwards."""
     if first.is_set_to(second):
         return True  # `.bin` files hold what is tied once
     for rows in (first, second):

@@ -48,10 +48,10 @@ class StoredTensor(Protocol):
     """A tensor in a file."""
 
     def get_shape(self) -> list[int]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
 
     def get_dtype(self) -> str:
-        """By its name in safetensors."""
+        """Return the name that its dtype has in safetensors."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """A view into the mapped file: nothing is read yet."""
@@ -61,24 +61,24 @@ class StoredTensors(Protocol):
     """The tensors of an open file."""
 
     def keys(self) -> Sequence[str]:
-        """Their names."""
+        """Return the names of the tensors."""
 
     def get_slice(self, name: str) -> StoredTensor:
-        """One of them."""
+        """Return the tensor of this name."""
 
     def find(self, name: str) -> "FileBytes | None":
-        """Where its bytes lie, one after the other; None: that is not known."""
+        """Return where the bytes of a tensor lie, one after the other; None: that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileBytes:
-    """Those of a file from some byte on."""
+    """The bytes of a file from some byte on."""
 
     file: Path
     offset: int
 
     def read(self, first: int, target: Tensor) -> None:
-        """Fill a contiguous tensor on the CPU, beginning so many bytes after the first of these.
+        """Fill a contiguous tensor on the CPU with the bytes from `first` on.
 
         Raises CheckpointError when the file cannot be read, or ends before that.
         """

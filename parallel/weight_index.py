@@ -24,10 +24,10 @@ SAFETENSORS = WeightFormat(single="model.safetensors", index="model.safetensors.
 PICKLED = WeightFormat(single="pytorch_model.bin", index="pytorch_model.bin.index.json")
 
 FORMATS: Sequence[WeightFormat] = (SAFETENSORS, PICKLED)
-"""In the order in which they are looked for."""
+"""Formats of weight files, in the order in which they are looked for."""
 
 _MAX_NAME_BYTES = 255
-"""Of file systems: none has a file of a longer name."""
+"""Bytes of a file's name: no file system has longer ones."""
 
 
 def find_weights(folder: Path) -> Path:

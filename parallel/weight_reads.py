@@ -29,13 +29,13 @@ PACKINGS: Sequence[Packing] = (Mxfp4Packing(), Fp8TilePacking())
 OpenFiles = Mapping[Path, StoredTensors]
 
 _CONVERTED_ELEMENTS = 1 << 16
-"""At once, so that they stay in the cache of a core."""
+"""Elements converted at once: they stay in the cache of a core."""
 _ROW_ELEMENTS = 1 << 18
-"""At once, of rows of which only columns are wanted: small reads cost more than what stays near a core gains."""
+"""Elements of whole rows read at once for their columns: small reads cost more than what stays near a core gains."""
 _SENT_ELEMENTS = 1 << 22
-"""To a GPU at once, from pinned memory, which torch keeps for the next."""
+"""Elements sent to a GPU at once, from pinned memory, which torch keeps for the next."""
 _UNPACKED_ELEMENTS = 1 << 22
-"""At once: while it is unpacked a weight takes several times the memory that it is kept in."""
+"""Elements unpacked at once: meanwhile a weight takes several times the memory that it is kept in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class WeightRead:
 
     name: str
     shape: tuple[int, ...]
-    """That the tensor must have."""
+    """Shape that the stored tensor must have."""
     dim: int
     start: int
     stop: int
@@ -52,13 +52,13 @@ class WeightRead:
     """The part of a parameter that the slice fills; on disk it may be transposed."""
     is_transposed: bool = False
     expert: int | None = None
-    """Where the tensor holds all experts along a first dim: the one that is read; `dim` counts those after it."""
+    """Expert that is read, where the stored tensor holds all along a first dim; `dim` counts the dims after it."""
     rows: range | None = None
-    """Of a slice along dim 1, those of dim 0 that are read; None: all."""
+    """Rows that are read of a slice of columns (dim 1); None: all."""
 
     @property
     def num_elements(self) -> int:
-        """Of the slice."""
+        """Elements of the slice."""
         return self.target.numel()
 
     @property
@@ -71,13 +71,13 @@ class WeightRead:
 
     @property
     def _rows(self) -> range:
-        """Of dim 0."""
+        """Rows (dim 0) that are read."""
         if self.dim == 0:
             return range(self.start, self.stop)
         return range(self.shape[-self.target.dim()]) if self.rows is None else self.rows
 
     def cut(self, max_touched: int) -> Iterator["WeightRead"]:
-        """The same slice as several, by rows, that touch at most so many elements each, but for a single row."""
+        """Yield the slice in parts, by rows, that touch at most `max_touched` elements each, but for a single row."""
         rows = self._rows
         num_parts = -(-self.num_touched // max_touched) or 1
         step = -(-len(rows) // num_parts) or 1
@@ -91,7 +91,7 @@ class WeightRead:
                 yield replace(self, rows=part, target=target)
 
     def stored(self, file: Path) -> Iterator[tuple[Path, Stored]]:
-        """What is read, and where; `file` holds the tensor of this name."""
+        """Yield each tensor that is read, and its file; `file` holds the one called `name`."""
         yield file, Stored(self.name, self.shape, tuple(STORED_DTYPES))
 
     def copy(self, file: Path, opened: OpenFiles) -> int:
@@ -131,16 +131,16 @@ class WeightRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PackedRead(WeightRead):
-    """The same of a matrix that is stored packed: shape and dim are those of the matrix in the decoder."""
+    """One slice of a matrix that is stored packed: shape and dim are those of the matrix in the decoder."""
 
     packing: Packing
     values: Stored
     scales: Stored
     scales_file: Path | None
-    """None: beside the values."""
+    """File of the scales; None: that of the values."""
 
     def stored(self, file: Path) -> Iterator[tuple[Path, Stored]]:
-        """Values and scales."""
+        """Yield values and scales."""
         yield file, self.values
         yield self.scales_file or file, self.scales
 
@@ -209,7 +209,7 @@ def plan_reads(
 
 
 def _find(read: WeightRead, names: Sequence[str], files: Mapping[str, Path], folder: Path) -> tuple[Path, WeightRead]:
-    """The same read, as the checkpoint has its tensor under one of these names."""
+    """Return the file and the read of a tensor that the checkpoint has under one of these names."""
     for name in names:
         packed = _find_packed(read, name, files, folder)
         if packed is not None:
@@ -222,7 +222,7 @@ def _find(read: WeightRead, names: Sequence[str], files: Mapping[str, Path], fol
 def _find_packed(
     read: WeightRead, name: str, files: Mapping[str, Path], folder: Path
 ) -> tuple[Path, WeightRead] | None:
-    """The same read of a matrix that is packed under this name; None: it is not, or not a matrix."""
+    """Return the file and the read of a matrix that is packed under this name; None: it is not, or is no matrix."""
     num_leading = 0 if read.expert is None else 1
     if len(read.shape) != num_leading + 2:
         return None

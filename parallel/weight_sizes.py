@@ -25,15 +25,15 @@ class WeightSizes:
 
     num_parameters: int
     always_bytes: int
-    """Of weights that every step reads."""
+    """Bytes of weights that every step reads."""
     expert_bytes: int
     matrix_elements: int
-    """Of weights that every token is multiplied with."""
+    """Elements of weights that every token is multiplied with."""
     expert_elements: int
     head_elements: int
-    """Of the head, which only sampled tokens pass; 0 where the rank has none."""
+    """Elements of the head, which only sampled tokens pass; 0 where the rank has none."""
     expert_share: float
-    """Experts of each token, over all of them."""
+    """Share of all experts that each token passes."""
 
     @classmethod
     def of(
@@ -71,9 +71,9 @@ class WeightSizes:
         )
 
     def bytes_read(self, num_tokens: int) -> float:
-        """The least that a step of so many tokens reads of them."""
+        """Return the least bytes of weights that a step of `num_tokens` reads."""
         return self.always_bytes + self.expert_bytes_read(num_tokens)
 
     def expert_bytes_read(self, num_tokens: int) -> float:
-        """Of these, what is read of experts."""
+        """Return the bytes of experts that a step of `num_tokens` reads, by expectation."""
         return self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)

@@ -1,4 +1,4 @@
-"""The border between the engine and a kind of device: memory, streams, seeds. Everything else is a torch.device."""
+"""The border between the engine and a kind of device: memory, dtype, time, and who computes what is started there."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
@@ -27,7 +27,7 @@ class Device(Protocol):
 
     @property
     def works_by_itself(self) -> bool:
-        """Work is queued on it, and the host goes on meanwhile; else the thread that starts it does it."""
+        """Whether work is queued on the device while the host goes on; else the thread that starts work does it."""
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         """What `--dtype auto` means here."""

@@ -27,7 +27,7 @@ class CpuMark(NamedTuple):
     at_s: float
 
     def seconds_since(self, earlier: Self) -> float:
-        """Time between the two."""
+        """Seconds between the two marks."""
         return self.at_s - earlier.at_s
 
 
@@ -39,7 +39,7 @@ class CpuDevice:
     works_by_itself = False
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        """That of the checkpoint; float32 for what torch is slow in here: float16, and bfloat16 without AVX512."""
+        """Return the checkpoint's; float32 for dtypes that torch is slow in here: float16, bfloat16 without AVX512."""
         capability = torch.backends.cpu.get_cpu_capability()
         is_slow = checkpoint_dtype is torch.float16 or capability in _SLOW_IN_BFLOAT16
         if not is_slow or checkpoint_dtype is torch.float32:
@@ -75,14 +75,14 @@ class CpuDevice:
             file.write_text("5")  # proc(5): resets VmHWM
 
     def synchronize(self) -> None:
-        """Nothing is queued on a CPU."""
+        """Return at once: nothing is queued on a CPU."""
 
     def mark(self) -> CpuMark:
-        """Now: nothing is queued."""
+        """Mark this moment: nothing is queued."""
         return CpuMark(time.perf_counter())
 
     def start_copy(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """They are on the host already."""
+        """Return them at once: they are on the host already."""
         return lambda: list(tensors)
 
 

@@ -35,7 +35,7 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        """That of the checkpoint; float16 for bfloat16 on GPUs before Ampere, which have none."""
+        """Return the dtype of the checkpoint; float16 for bfloat16 on GPUs before Ampere, which have none."""
         is_old = torch.cuda.get_device_capability(self.torch_device) < (8, 0)
         return torch.float16 if is_old and checkpoint_dtype is torch.bfloat16 else checkpoint_dtype
 
@@ -44,7 +44,7 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.torch_device)[1]
 
     def free_memory_bytes(self) -> int:
-        """Free on the GPU; what torch keeps for itself but does not use counts as free."""
+        """Return what is free on the GPU; what torch keeps for itself but does not use counts as free."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
@@ -65,7 +65,7 @@ class CudaDevice:
         return CudaMark()
 
     def start_copy(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Into pinned memory, so that neither the host nor later work waits for it."""
+        """Copy into pinned memory, so that neither the host nor later work waits for it."""
         copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
         copied = torch.cuda.Event()
         copied.record()

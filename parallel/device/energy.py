@@ -14,7 +14,7 @@ class GpuEnergy:
 
     @classmethod
     def of(cls, device: torch.device) -> Self:
-        """That of the device; one that tells nothing on a CPU, without the package, or where the driver refuses."""
+        """Return the meter of a device; it tells nothing on a CPU, without the package, or where the driver refuses."""
         if device.type != "cuda":
             return cls()
         try:

@@ -17,7 +17,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
 }
-"""By the names that configs have for them."""
+"""Activations by the names that configs have for them."""
 
 PACKED_WEIGHTS = {"deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
 """Families whose quantized weights are unpacked when they are read, and from what."""
@@ -77,7 +77,7 @@ def read_activation(fields: Fields, name: str, default: str) -> Activation:
 
 
 def with_window(description: DecoderDescription, window: int | None) -> DecoderDescription:
-    """The same with one sliding window in all layers."""
+    """Return the description with one sliding window in all layers."""
     return replace(description, sliding_windows=(window,) * description.num_layers)
 
 
@@ -91,7 +91,7 @@ def read_layer_types(fields: Fields) -> tuple[str, ...] | None:
 
 
 def periodic_layer_types(num_layers: int, period: int) -> tuple[str, ...]:
-    """Every `period`th layer sees everything, the others slide."""
+    """Return the types of layers of which each `period`th sees everything, and the others slide."""
     return tuple("sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers))
 
 
@@ -116,8 +116,9 @@ def read_upper_windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def with_experts(description: DecoderDescription, moe: MoeDescription) -> DecoderDescription:
-    """The same with experts in all layers but `moe.dense_layers`, of which those that the model does not have are left
-    out; the same as it is where all layers are dense."""
+    """Return the description with experts in all layers but `moe.dense_layers`, of which those that the model does not
+    have are left out; the same as it is where all layers are dense.
+    """
     dense_layers = moe.dense_layers & frozenset(range(description.num_layers))
     if len(dense_layers) == description.num_layers:
         return description

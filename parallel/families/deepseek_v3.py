@@ -11,7 +11,7 @@ from parallel.families.rope import Rope, rope_parameters, yarn_mscale
 from parallel.position_description import RotaryDescription
 
 _LATENT_EPS = 1e-6
-"""Whatever the config says of the other norms."""
+"""Epsilon of the norms of latents, whatever the config says of the other norms."""
 
 
 def describe(fields: Fields) -> DecoderDescription:
@@ -78,7 +78,7 @@ def _scale_multiplier(fields: Fields, rotary: RotaryDescription | None) -> float
 
 
 def _heads_of_latents(description: DecoderDescription) -> Fusion:
-    """For each head what makes its key, then what makes its value."""
+    """Return the fusion that has for each head what makes its key, then what makes its value."""
     latent = description.latent_kv
     assert latent is not None, "described above"
     rows = {"k_up": latent.plain_dim, "v_up": latent.value_dim}

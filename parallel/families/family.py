@@ -32,7 +32,7 @@ class Family:
     """Parts of names -> what some checkpoints have in their place."""
 
     def named_for(self, description: DecoderDescription) -> "Family":
-        """The same with the names of one of its models."""
+        """Return the family with the module names of one of its models."""
         if self.own_names is None:
             return self
         return replace(self, module_names={**self.module_names, **self.own_names(description)})
@@ -109,4 +109,4 @@ QWEN_EXPERT_NAMES: Mapping[str, str] = {
     "mlp.router": "mlp.gate",
     **{f"mlp.experts.*.{part}": f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")},
 }
-"""Those that Qwen and DeepSeek have for experts."""
+"""Module names that Qwen and DeepSeek have for experts."""

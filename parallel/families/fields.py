@@ -18,8 +18,9 @@ class Fields:
         self._prefix = prefix
 
     def renamed(self, **names: str | tuple[str, ...]) -> "Fields":
-        """The same fields under other names too: `renamed(hidden_size="n_embd")`. Those under the new name count more;
-        errors say the new name."""
+        """Return the same fields under other names too: `renamed(hidden_size="n_embd")`. Those under the new name count
+        more; errors say the new name.
+        """
         values = dict(self._values)
         for name, olds in names.items():
             for old in (olds,) if isinstance(olds, str) else olds:
@@ -36,16 +37,16 @@ class Fields:
         return not self._values
 
     def with_defaults(self, **defaults: Any) -> "Fields":
-        """The same fields, with these values where there is none."""
+        """Return the same fields, with these values where there is none."""
         given = {name: value for name, value in self._values.items() if value is not None or name not in defaults}
         return Fields({**defaults, **given}, self._prefix)
 
     def without(self, *names: str) -> "Fields":
-        """The same fields but for these."""
+        """Return the same fields without these."""
         return Fields({name: value for name, value in self._values.items() if name not in names}, self._prefix)
 
     def value(self, name: str) -> object:
-        """Whatever the field holds; None when absent."""
+        """Return whatever the field holds; None when absent."""
         return self._values.get(name)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:

@@ -19,7 +19,7 @@ SANDWICH_NAMES = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
-"""Also those of Gemma 3."""
+"""Module names of Gemma 2 and Gemma 3, which norm before and after each block."""
 
 _DEFAULTS = {
     "head_dim": 256,

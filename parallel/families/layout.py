@@ -43,24 +43,24 @@ class Location:
     """The place of one tensor of the decoder in a checkpoint."""
 
     name: str
-    """Of the stored tensor. With "{row}" in it, every row of the decoder's tensor is a stored tensor of its own."""
+    """Name of the stored tensor. With "{row}" in it, each row of the decoder's tensor is a stored tensor of its own."""
     fusion: Fusion | None = None
     part: str = ""
-    """Of the fusion."""
+    """Part of the fusion that the tensor is; empty without a fusion."""
     is_transposed: bool = False
     expert: int | None = None
-    """The stored tensor has the tensors of all experts, one after the other along a first dim; this is the place."""
+    """Place of the tensor where the stored one has those of all experts along a first dim; None: it has not."""
     num_experts: int = 0
-    """Along that dim."""
+    """Size of that dim of the stored tensor; 0 where there is none."""
 
     def names(self, num_rows: int) -> list[str]:
-        """Of all stored tensors that make up a tensor of so many rows."""
+        """Return the names of all stored tensors that make up a tensor of `num_rows`."""
         if "{row}" in self.name:
             return [self.name.format(row=row) for row in range(num_rows)]
         return [self.name]
 
     def stored_shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What is stored where the decoder's tensor has this shape."""
+        """Return the shape of what is stored where the decoder's tensor has this one."""
         if "{row}" in self.name:
             return full_shape[1:]
         if self.fusion is not None:
@@ -73,19 +73,19 @@ Fuse = Callable[[DecoderDescription], Fusion]
 
 
 def stacked_qkv(description: DecoderDescription) -> Fusion:
-    """All queries, all keys, all values."""
+    """Return the fusion of all queries, then all keys, then all values."""
     rows = description.num_kv_heads * description.head_dim
     parts = {"q": description.num_heads * description.head_dim, "k": rows, "v": rows}
     return Fusion(num_groups=1, part_rows=parts)
 
 
 def grouped_qkv(description: DecoderDescription) -> Fusion:
-    """For each key-value head its queries, its key, its value."""
+    """Return the fusion that has for each key-value head its queries, its key and its value."""
     head_dim, num_groups = description.head_dim, description.num_kv_heads
     parts = {"q": description.num_heads // num_groups * head_dim, "k": head_dim, "v": head_dim}
     return Fusion(num_groups=num_groups, part_rows=parts)
 
 
 def stacked_gate_up(description: DecoderDescription) -> Fusion:
-    """The gate, then what it is multiplied with."""
+    """Return the fusion of the gate and, after it, what it is multiplied with."""
     return Fusion(num_groups=1, part_rows={"gate": description.intermediate_size, "up": description.intermediate_size})

@@ -41,7 +41,7 @@ class Rope:
 
 
 WHOLE_HEADS = Rope()
-"""As in Llama."""
+"""Rotation of whole heads, as in Llama."""
 
 
 def read_rotary(fields: Fields, head_dim: int, rope: Rope = WHOLE_HEADS) -> tuple[RotaryDescription, int]:

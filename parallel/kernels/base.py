@@ -42,9 +42,9 @@ class CacheEntry:
     num_heads: int
     head_dim: int
     dtype: torch.dtype
-    """Of the memory; int8: integers and their scales, as int8_cache.py says."""
+    """Dtype of the memory; int8: integers and their scales, as int8_cache.py says."""
     is_key_value: bool = False
-    """Keys are their own values, and stored once."""
+    """Whether keys are their own values, and stored once."""
 
     @property
     def num_elements(self) -> int:
@@ -97,8 +97,9 @@ class AttentionMeta:
     max_query_len: int
     max_context_len: int
     query_starts_host: list[int]
-    """The same as `query_starts`, for kernels that plan on the host without a copy back."""
+    """`query_starts` on the host, for kernels that plan there without a copy back."""
     context_lens_host: list[int]
+    """`context_lens` on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +143,13 @@ class Kernels(Protocol):
     """The operations that the decoder calls; `kernels/select.py` chooses one implementation per process."""
 
     name: str
-    """As `select_kernels` takes it."""
+    """Name of these kernels, as `select_kernels` takes it."""
     attention_backend: str
-    """What attends where it can: on CUDA one of its ATTENTION_BACKENDS, "native" (compiled here for a CPU), "torch"."""
+    """What computes attention where it can: on CUDA one of its ATTENTION_BACKENDS, "native" (compiled here for a CPU),
+    or "torch"."""
 
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
-        """A weight [out, in] on the CPU for `pack_linear`, not initialised: where it can stay when it is laid out."""
+        """Return an empty weight [out, in] on the CPU for `pack_linear`: where it can stay when it is laid out."""
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> "PackedLinear":
         """Lay out a weight [out, in], once, after loading.
@@ -156,7 +158,7 @@ class Kernels(Protocol):
         """
 
     def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> "PackedLinear":
-        """As pack_linear, for the weight of a model's head.
+        """Lay out the weight of a model's head, as `pack_linear` does others.
 
         The result may be float32, not rounded to the dtype of x, if it is so for any number of rows.
 
@@ -168,7 +170,7 @@ class Kernels(Protocol):
     def quantize_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False
     ) -> "PackedLinear":
-        """As pack_linear, the product in 8 bits: int8_linear.py says what that is. Always a copy.
+        """Lay out a weight for a product in 8 bits, which int8_linear.py defines. Always a copy.
 
         Args:
             keeps_weight: the caller uses the weight besides; else its values may be gone.
@@ -205,7 +207,7 @@ class Kernels(Protocol):
         """
 
     def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with neighbouring dims as pairs: x1 = dims 0, 2, ... 2R - 2, x2 = dims 1, 3, ... 2R - 1."""
+        """Rotate as `rotary`, but neighbouring dims: x1 = dims 0, 2, ... 2R - 2, x2 = dims 1, 3, ... 2R - 1."""
 
     def rotate_and_write(
         self,
@@ -219,30 +221,45 @@ class Kernels(Protocol):
         *,
         is_interleaved: bool,
     ) -> Tensor:
-        """`rotary` (or the interleaved one), then `write_cache` of the rotated keys and the values: the queries.
+        """Do `rotary` (or the interleaved one), then `write_cache` of rotated keys and values; return the queries.
 
         What is left in k afterwards means nothing.
         """
 
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
-        """The operation [T, 2I] -> [T, I]: activation(first half) * second half; asked for when a layer is built."""
+        """Return [T, 2I] -> [T, I]: activation(first half) * second half. Called when a layer is built."""
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
-        """The one of SiLU: silu(first half) * second half."""
+        """Return silu(first half) * second half, [T, 2I] -> [T, I]."""
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
-        """Store each token's key and value at its slot."""
+        """Store each token's key and value at its slot.
+
+        Args:
+            k_TKH, v_TKH: [T, K, H], compute dtype; one and the same where each key is its value.
+            cache: the layer's blocks, [B, P, K, H] each, to be written to; the dtype of k, or int8 with scales.
+            slot_mapping_T: [T] int64, on the device of k: block id * block size + offset.
+        """
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        """Attend each query token to its own sequence's cached keys and values, causally; [T, N, H].
+        """Attend each query token to its own sequence's cached keys and values, causally.
 
         Query head n reads key-value head n // (N // K). PagedAttention, arXiv:2309.06180, section 4.1.
+
+        Args:
+            q_TNH: [T, N, H], compute dtype.
+            cache: the layer's blocks, [B, P, K, H] each, with the keys and values of this step's tokens.
+            meta: where the tokens belong, and the block tables of their sequences, on the device of q.
+            params: what is constant for the layer.
+
+        Returns:
+            [T, N, H], dtype and device of q.
         """
 
     def compile_layers(self, run: "RunLayers", axis: Axis) -> "RunLayers":
-        """What does the same as `run`, which is a decoder's layers on one rank, with less between the operations.
+        """Return what does the same as `run`, a decoder's layers on one rank, with less between the operations.
 
-        Asked for once, when the decoder is built. `run` itself where there is nothing to gain, or where the ranks of
+        Called once, when the decoder is built. It is `run` itself where there is nothing to gain, or where the ranks of
         the tensor-parallel axis communicate between operations that cannot be taken apart.
         """
 
@@ -273,7 +290,7 @@ class RecordedLayers(RunLayers, Protocol):
 
     @property
     def num_recorded(self) -> int:
-        """Sizes of steps that are recorded now."""
+        """Number of sizes of steps that are recorded now."""
 
 
 class Lookup(NamedTuple):
@@ -281,29 +298,29 @@ class Lookup(NamedTuple):
 
     table: "Tensor | TableLinear"
     indices_T: Tensor  # noqa: N815
-    """[T] int64, each that of a row."""
+    """[T] int64: the row of each token."""
 
 
 class Search(NamedTuple):
     """The head is asked for tokens, in place of logits."""
 
     noise: NoiseArray | None
-    """By what the rows draw; None: each takes its largest."""
+    """Noise that the rows draw with; None: each takes its largest."""
     edits: Edits | None = None
-    """What is done to the logits before."""
+    """What is done to the logits before tokens are chosen."""
 
 
 class Sift(NamedTuple):
     """The head is asked for logits, of which only the largest matter, each with its row's noise."""
 
     noise: NoiseArray
-    """Temperature 0 where none is added."""
+    """Noise that is added to the logits of each row: none where its temperature is 0."""
     numbers: Int32Array
     """[S], at least 1: how many of a row's largest matter, and any that are equal to the last one."""
     edits: Edits | None = None
-    """What is done to the logits before."""
+    """What is done to the logits before the largest are found."""
     draws: Draws | None = None
-    """How the rows then draw from them."""
+    """How the rows draw from these logits, where that is known."""
 
 
 class StartedStep(NamedTuple):
@@ -314,16 +331,16 @@ class StartedStep(NamedTuple):
     angles: Sequence[tuple[Tensor, ...]]
     """Cosines and sines [positions, R] of each kind of rotation, of all positions."""
     positions_T: Tensor  # noqa: N815
-    """[T] int64, whose angles the tokens take."""
+    """[T] int64: the positions of the tokens."""
     caches: Sequence[LayerCache]
-    """One for each layer, as are the next."""
+    """Cache of each layer; `metas` has one for each of them too."""
     metas: Sequence[AttentionMeta]
     rows_S: Tensor | None  # noqa: N815
     """[S] int64, ascending, the tokens whose results are wanted; None: all. Of the others nothing is computed after the
     last attention."""
     head: "SearchedLinear | None"
-    """To be searched in the first part of the result; a `DrawnLinear`, where the next is more than the largest, and a
-    `SiftedLinear` that can do so, where it is a `Sift` whose draws are known."""
+    """Head that is searched with the first part of the result; None: it is not. It is a `DrawnLinear` where `search`
+    wants more than the largest, and a `SiftedLinear` that can do it where that is a `Sift` whose draws are known."""
     search: Search | Sift | None
 
 
@@ -333,14 +350,14 @@ class StartedLayers(RunLayers, Protocol):
 
     @property
     def starts_steps(self) -> bool:
-        """Whether there are steps that they can begin; known when one has been run."""
+        """Whether there are steps that other threads can begin; known when one has been run."""
 
     def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
-        """Whether they can begin such a step."""
+        """Whether other threads can begin a step with these metas."""
 
     def start(self, step: StartedStep) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
-        """As the call, begun; what is returned joins in, and gives the result. It is called once, in the same thread,
-        which runs no other kernels before.
+        """Begin a step; what is returned joins in, and gives its result. It is called once, in the same thread, which
+        runs no other kernels before.
 
         Returns:
             the results of the wanted tokens, [S, E] each; besides, what the search found: `indices_T` of
@@ -350,7 +367,7 @@ class StartedLayers(RunLayers, Protocol):
 
 
 class PackedLinear(Protocol):
-    """A linear layer's weight in the layout that the machine likes best."""
+    """A linear layer's weight in the layout that is fastest on the machine."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, out], dtype of x, bias added."""
@@ -358,7 +375,7 @@ class PackedLinear(Protocol):
 
 @runtime_checkable
 class GatedLinear(PackedLinear, Protocol):
-    """One that can do `Kernels.silu_mul` before it writes its outputs."""
+    """A linear layer that can do `Kernels.silu_mul` before it writes its outputs."""
 
     def gated(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, out / 2]: silu(first half) * second half of the outputs."""
@@ -366,32 +383,32 @@ class GatedLinear(PackedLinear, Protocol):
 
 @runtime_checkable
 class SearchedLinear(PackedLinear, Protocol):
-    """One that can tell the largest of its outputs without writing them all."""
+    """A linear layer that can tell the largest of its outputs without writing them all."""
 
     def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row of the result: [T] float32, its largest, NaN where there is one; [T] int64, the first place where
-        that is, -1 where it is not finite.
+        """Return the largest output of each row, [T] float32, NaN where there is one; and the first place where that
+        is, [T] int64, -1 where it is not finite.
         """
 
 
 @runtime_checkable
 class DrawnLinear(SearchedLinear, Protocol):
-    """One that can draw from its outputs without writing them all."""
+    """A linear layer that can draw from its outputs without writing them all."""
 
     @property
     def most_edited_rows(self) -> int:
-        """Rows up to which their outputs can be edited."""
+        """Up to so many rows their outputs can be edited."""
 
     def drawn(self, x_TI: Tensor, search: Search, first_token: int) -> tuple[Tensor, Tensor]:
-        """What `TokenChoice.find` gives for its outputs after the edits, which want float32."""
+        """Return what `TokenChoice.find` gives for its outputs after the edits, which want float32."""
 
 
 @runtime_checkable
 class SiftedLinear(DrawnLinear, Protocol):
-    """One that need not compute outputs that do not matter."""
+    """A linear layer that need not compute outputs that do not matter."""
 
     def can_sift(self, sift: Sift) -> bool:
-        """Whether that is less work than all outputs."""
+        """Whether to compute only the outputs that matter is less work than all of them."""
 
     def sifted(self, x_TI: Tensor, sift: Sift, first_token: int) -> Tensor:
         """[T, in] -> [T, out] float32: the outputs, of tokens from the first one on, -inf in place of some that do not
@@ -401,22 +418,22 @@ class SiftedLinear(DrawnLinear, Protocol):
 
 @runtime_checkable
 class ScreenedLinear(SearchedLinear, Protocol):
-    """One that may find what it searches without reading all of its weight."""
+    """A linear layer that may find what it searches without reading all of its weight."""
 
     def spared_bytes(self, num_rows: int) -> int:
-        """Of the weight, what a search for so many rows reads less at best."""
+        """Return how many bytes of the weight a search for `num_rows` spares at best."""
 
 
 @runtime_checkable
 class TableLinear(PackedLinear, Protocol):
-    """One whose weight is a table as well, and lies as the product likes it."""
+    """A linear layer whose weight is a table as well, and lies as the product likes it."""
 
     def rows(self, indices_T: Tensor) -> Tensor:
-        """[T] int64 -> [T, in], the weight's rows as they were given; zeros for an index that names none."""
+        """Return rows of the weight as they were given, [T] int64 -> [T, in]; zeros for an index that names none."""
 
 
 class PackedExperts(Protocol):
-    """The experts of a layer in the layout that the machine likes best."""
+    """The experts of a layer in the layout that is fastest on the machine."""
 
     def __call__(self, x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
         """[T, E]: for each token the sum of what its experts give for it, times their weights.

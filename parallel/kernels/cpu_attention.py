@@ -103,7 +103,7 @@ class CpuPagedAttention:
 
     def __init__(self) -> None:
         self._lengths: list[int] = []
-        """Of the step in progress, whose metas all have this one object."""
+        """`context_lens_host` of the step in progress: all its metas have this one object."""
         self._plans: dict[tuple[int, int | None, bool, torch.Size], tuple[AttentionMeta, _Plan]] = {}
         self._workspaces: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 

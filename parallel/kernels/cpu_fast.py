@@ -135,7 +135,7 @@ class CpuKernels:
 
 
 def _rotate(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Every head by its token's angles, in float32."""
+    """Rotate every head by its token's angles, in float32."""
     num_tokens, num_heads, head_dim = x_TNH.shape
     x_TN2R = x_TNH.view(num_tokens, num_heads, 2, head_dim // 2).float()
     x1_TNR, x2_TNR = x_TN2R.unbind(2)

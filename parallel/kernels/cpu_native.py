@@ -74,7 +74,7 @@ class NativeCpuKernels:
         self._chunks = CpuPagedAttention()
         self._params: dict[int, tuple[AttentionParams, LayerParams]] = {}
         self._lengths: list[int] = []
-        """Of the step in progress, whose metas all have this one object."""
+        """`context_lens_host` of the step in progress: all its metas have this one object."""
         self._layouts: dict[tuple[int, int, int, torch.Size, torch.dtype], tuple[AttentionMeta, StepLayout]] = {}
 
     @classmethod

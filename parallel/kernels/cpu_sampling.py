@@ -13,7 +13,7 @@ from parallel.kernels.sampling import Draws, Edits, NoiseArray, TokenChoice, edi
 
 
 def make_native_choice(library: Path | None = None) -> TokenChoice:
-    """Of this library, or of this machine's, compiled where needed. On torch's threads. Raises DeviceError."""
+    """Return the choice of a library, else of this machine's, compiled if need be. On torch's threads. DeviceError."""
     library, num_threads = library or build_library(), torch.get_num_threads()
     find_largest, draw, rank_tokens = load_largest(library), load_draws(library), load_ranking(library)
     edit_logits = load_edits(library)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 PARTITION_SIZE = 512
 """Keys of a partition: at a batch of one, 64 k tokens of context are 128 partitions a key-value head."""
 MAX_PARTITIONS = 16384
-"""Over all sequences of a step: with 32 heads of 128, what waits to be merged takes 256 MiB."""
+"""Most partitions of all sequences of a step: with 32 heads of 128, what waits to be merged takes 256 MiB."""
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Decoding sequences that graphs of whole steps are recorded for."""
 PIECE_BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
@@ -68,7 +68,7 @@ def largest_steps(*, max_num_seqs: int, max_context: int) -> list[StepBucket]:
 
 
 def largest_pieces(max_num_tokens: int) -> list[StepBucket]:
-    """The same of the steps that are recorded in pieces."""
+    """The largest step of each bucket of those that are recorded in pieces, largest first."""
     return [StepBucket(size, 0) for size in _largest_sizes(PIECE_BUCKETS, max_num_tokens)]
 
 

@@ -235,12 +235,12 @@ def _without_collector() -> Iterator[None]:
 
 
 class _Graph(NamedTuple):
-    """What is kept for a bucket."""
+    """The recording of a bucket, and what it needs."""
 
     buffers: "_Buffers"
     recording: Recording
     collectives: Counter[str]
-    """Of one replay, by kind."""
+    """Collectives of one replay, by kind."""
 
 
 class _Buffers:
@@ -253,7 +253,7 @@ class _Buffers:
     ) -> None:
         size = bucket.num_tokens
         self.step_metas = metas
-        """Those of the step that was copied in last."""
+        """Metas of the step that was copied in last."""
         self._has_attention = not bucket.is_in_pieces
         self.x_TE = x_TE.new_zeros(size, x_TE.shape[1])
         self.angles = [tuple(table.new_zeros(size, table.shape[1]) for table in kind) for kind in angles]
@@ -296,5 +296,5 @@ class _Buffers:
 
 
 def _distinct(metas: Sequence[AttentionMeta]) -> list[AttentionMeta]:
-    """One for each group of layers, in the order of their first layers."""
+    """Return one meta for each group of layers, in the order of their first layers."""
     return list({id(meta): meta for meta in metas}.values())

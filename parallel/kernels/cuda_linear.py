@@ -13,7 +13,7 @@ from parallel.kernels.triton_int8_linear import multiply_int8, quantize_rows, sc
 from parallel.kernels.triton_linear import multiply_row, multiply_row_gated
 
 _MOST_INT8_ROWS = 64
-"""Of a product in 8 bits that is ours. More are for torch's, which takes multiples of 8."""
+"""Most rows of a product in 8 bits that is ours. More are for torch's, which takes multiples of 8."""
 
 
 class CudaLinear(ReferenceLinear):

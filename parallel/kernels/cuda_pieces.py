@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 
 Attend = Callable[[Tensor, LayerCache, AttentionMeta, AttentionParams], Tensor]
-"""As `Kernels.attention`."""
+"""Does what `Kernels.attention` does."""
 Cut = Callable[[Callable[[], None]], None]
 """Ends a piece and begins the next one; what it is given is called between the two, in each replay."""
 
@@ -58,7 +58,7 @@ class CutAttention:
 
     @contextmanager
     def cutting(self, cut: Cut, step_metas: Callable[[], Sequence[AttentionMeta]]) -> Iterator[None]:
-        """Until it is closed, calls (one for each layer, in order) are cuts; `step_metas`: of the step replayed."""
+        """Make calls (one for each layer, in order) cuts until it is closed; `step_metas`: of the step replayed."""
         self._cut, self._step_metas, self._num_attended = cut, step_metas, 0
         try:
             yield
@@ -66,7 +66,9 @@ class CutAttention:
             self._cut, self._step_metas = None, tuple
 
     def _places(self, q_TNH: Tensor) -> tuple[Tensor, Tensor]:
-        """Of as many rows. They are made in the run before a recording: outside of its memory."""
+        """Return memory for as many queries, and for their results. It is made in the run before a recording, outside
+        of its memory.
+        """
         kind, num_rows = (q_TNH.shape[1:], q_TNH.dtype), len(q_TNH)
         if kind not in self._kept or len(self._kept[kind][0]) < num_rows:
             self._kept[kind] = q_TNH.new_zeros(q_TNH.shape), q_TNH.new_zeros(q_TNH.shape)

@@ -21,7 +21,7 @@ _HOPPER = 9
 
 
 class FlashAttention:
-    """One per process; make it with `find`."""
+    """FlashAttention 3, through torch. One per process; make it with `find`."""
 
     name = "flash-attention"
 
@@ -50,7 +50,7 @@ class FlashAttention:
         return cls()
 
     def takes(self, q_TNH: Tensor, meta: AttentionMeta, params: AttentionParams) -> bool:
-        """Whether it has what a layer wants.
+        """Whether the kernel has what a layer wants.
 
         Not windows: it reads whole tiles of keys, and so entries of block tables that lie before the window.
         """

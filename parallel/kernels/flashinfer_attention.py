@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = "flashinfer"
 _MIN_WORKSPACE_BYTES = 128 << 20
-"""What its documentation asks for."""
+"""Size of the workspace that the library's documentation asks for."""
 _ALIGN_BYTES = 16
-"""Of each of the parts that a plan takes of it."""
+"""Alignment of each of the parts that a plan takes of the workspace."""
 _HEAD_DIMS = (64, 128, 256)
 _TENSOR_CORE_GROUP = 4
-"""From so many query heads per key-value head on, decoding is faster as products in tensor cores."""
+"""With at least so many query heads per key-value head, decoding is faster as products in tensor cores."""
 
 
 class _Kind(NamedTuple):
@@ -50,7 +50,7 @@ class _Wrappers(NamedTuple):
 
 
 class FlashInfer:
-    """One per process; make it with `find`. One thread.
+    """Attention by the FlashInfer library. One per process; make it with `find`. One thread.
 
     Args:
         num_multiprocessors: of the device.
@@ -74,15 +74,15 @@ class FlashInfer:
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         """Shared by all plans, for one attention runs at a time. As large as the largest kind of layer wants it."""
         self._wrappers: dict[_Kind, list[_Wrappers]] = {}
-        """Kept over steps; in a step each group of layers has those of its own."""
+        """Wrappers of each kind of layer, kept over steps; in a step each group of layers has its own."""
         self._metas: dict[_Kind, list[AttentionMeta]] = {}
-        """Of the step under way, those planned, in the order of their wrappers."""
+        """Metas of the step under way that are planned, in the order of their wrappers."""
         self._lengths: list[int] = []
-        """Of the step under way, whose metas all have this one object."""
+        """`context_lens_host` of the step under way: all its metas have this one object."""
 
     @classmethod
     def find(cls, device: torch.device) -> "FlashInfer | None":
-        """None where it is not installed, or does not load."""
+        """Return one; None where the library is not installed, or does not load."""
         if importlib.util.find_spec(_PACKAGE) is None:
             return None
         try:
@@ -96,7 +96,7 @@ class FlashInfer:
             return None
 
     def takes(self, q_TNH: Tensor, meta: AttentionMeta, params: AttentionParams) -> bool:
-        """Whether it has what a layer wants.
+        """Whether the library has what a layer wants.
 
         Not windows: it may read entries of block tables that lie before the window.
         """

@@ -19,7 +19,7 @@ class Piece:
     module: GraphModule
     """Takes the values of `inputs` and returns those of `outputs`, each as a flat tuple."""
     inputs: tuple[Node, ...]
-    """Of the whole graph, as are the outputs."""
+    """Nodes of the whole graph, as are the outputs."""
     outputs: tuple[Node, ...]
 
     @property

@@ -149,7 +149,7 @@ class InductorKernels(ReferenceKernels):
 
     @contextmanager
     def _record(self, axis: Axis) -> Iterator[Tape]:
-        """Until it is closed, calls go onto the tape instead."""
+        """Put calls onto a tape, instead of doing them, until it is closed."""
         self._tape = tape = Tape()
         axis.stand_in = lambda x: tape.note(lambda _caches, _metas, given: all_reduce(given, axis), [x], x.shape)
         try:

@@ -39,9 +39,9 @@ CompilePiece = Callable[[GraphModule, Sequence[Tensor | SymInt]], Callable[..., 
 """(a graph, stand-ins for its inputs) -> what does the same for inputs like these."""
 
 MOST_TOKENS = 1 << 15
-"""Of a step that is compiled: beyond it, offsets might need more bits than the compiler chose."""
+"""Most tokens of a step that is compiled: beyond, offsets might need more bits than the compiler chose."""
 _TYPICAL_TOKENS = 64
-"""Of the step that is traced; the compiler's choices lean on it, and always being the same it is found again."""
+"""Tokens of the step that is traced; the compiler's choices lean on it, and always being the same it is found again."""
 
 
 class InductorLayers:
@@ -146,7 +146,7 @@ class Program:
             step = _ProgramStep(run, is_call, [slots[node] for node in inputs], [slots[node] for node in outputs], [])
             self._steps.append(step)
         self.num_pieces = len(compiled)
-        """Those that differ."""
+        """Number of pieces that differ."""
         nodes = list(traced.graph.nodes)
         self._inputs = [slots.get(node, -1) for node in nodes if node.op == "placeholder"]
         self._results = [slots[node] for node in nodes[-1].args[0]]
@@ -183,7 +183,7 @@ class Program:
 
 
 class _ProgramStep(NamedTuple):
-    """One of a program; values have slots."""
+    """A step of a program; values have slots."""
 
     run: Callable[..., Any]
     is_call: bool
@@ -224,7 +224,7 @@ def _describe(example: Tensor | SymInt) -> str:
 
 
 def _compile(module: GraphModule, examples: Sequence[Tensor | SymInt]) -> Callable[..., Any]:
-    """By inductor, or from its cache."""
+    """Compile a graph by inductor, or take the result from its cache."""
     patches = {"cpp.threads": torch.get_num_threads()}  # generated code has their number in it
     return torch._inductor.standalone_compile(
         module, list(examples), dynamic_shapes="from_tracing_context", options={"config_patches": patches}

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _LEAST = 2.0**-100
-"""Of a largest magnitude, so that its inverse is a number."""
+"""Least value that a row's largest magnitude counts as, so that its inverse is a number."""
 _MOST = 127.0
 _EXACT_INPUTS = 1024
 """Products of so many inputs, each at most 127 * 127, have a sum that float32 holds exactly."""
 _INT_MM_ROWS = 32
-"""On CUDA torch's integer product takes no fewer than 17 rows, and multiples of 8 of everything else."""
+"""Least rows for torch's integer product on CUDA: it takes no fewer than 17, and multiples of 8 of all else."""
 
 
 def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def _multiply_integers(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def _multiply_exactly(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """The same sums from products in float32."""
+    """Return the same sums of integers, from products in float32."""
     total_TO = x_TI.new_zeros(len(x_TI), len(weight_OI), dtype=torch.int32)
     for x, weight in zip(x_TI.split(_EXACT_INPUTS, 1), weight_OI.split(_EXACT_INPUTS, 1), strict=True):
         total_TO += F.linear(x.float(), weight.float()).int()

@@ -28,8 +28,9 @@ from parallel.kernels.int8_linear import Int8Linear
 from parallel.mesh import Axis
 
 _MOST_SCORE_BYTES = 256 << 20
-"""Of the scores of a piece of a sequence's queries, of which attention has up to three copies at a time. The queries of
-a chunk are taken in such pieces, or its scores would grow with the context, which no profiling run can foresee."""
+"""Bytes of the scores of a piece of a sequence's queries, of which attention has up to three copies at a time. The
+queries of a chunk are taken in such pieces, or its scores would grow with the context, which no profiling run can
+foresee."""
 
 
 class ReferenceLinear:
@@ -203,7 +204,7 @@ class ReferenceKernels:
 
 
 def _read(half_BPKH: Tensor, scale_BPK: Tensor | None, table: Tensor) -> Tensor:
-    """What the tokens of these blocks have, float32 where they are in 8 bits."""
+    """Return the keys or values of these blocks, float32 where they are in 8 bits."""
     numbers = half_BPKH[table] if scale_BPK is None else half_BPKH[table] * scale_BPK[table].unsqueeze(-1)
     return numbers.flatten(0, 1)
 

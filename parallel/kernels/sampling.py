@@ -37,11 +37,11 @@ class Draws:
 
     noise: NoiseArray
     top_k: Float64Array
-    """[S], as are the next; 0 or at least V: off."""
+    """[S]: how many of the largest logits each row keeps; 0 or at least V: all."""
     top_p: Float64Array
-    """1: off. Of the probability that top-k left."""
+    """[S]: how much of the probability that top-k left each row keeps; 1: all."""
     min_p: Float64Array
-    """0: off."""
+    """[S]: the least probability that a row keeps, as a part of its largest; 0: any."""
 
 
 class LastTokens(NamedTuple):
@@ -50,9 +50,9 @@ class LastTokens(NamedTuple):
     token_ids: Tensor
     """[S] int64, on the device; anything where a row has none."""
     offsets: Float32Array
-    """[S], of `Edits`, where it is none of the row's; NaN: the row has none."""
+    """[S]: its offset, where it is none of the tokens that the row edits already; NaN: the row has no such token."""
     offsets_again: Float32Array
-    """[N]: those of the row's tokens, if they are it; where it has none as they are."""
+    """[N]: the offset of each edited token if it is the last one; as it is where the row has no such token."""
 
 
 class Edits(NamedTuple):
@@ -62,15 +62,15 @@ class Edits(NamedTuple):
     """
 
     starts: Int64Array
-    """[S + 1]: of each row, where its tokens begin below; and where the last one's end."""
+    """[S + 1]: where each row's tokens begin in the arrays below; and where those of the last row end."""
     token_ids: Int64Array
-    """[N], different ones in a row; those past the vocabulary mean nothing."""
+    """[N]: the tokens whose logits are edited, each once in a row; those past the vocabulary mean nothing."""
     factors: Float32Array
-    """[S], above 0."""
+    """[S]: the factor of each row, above 0."""
     offsets: Float32Array
-    """[N]; infinite: the token is forbidden."""
+    """[N]: what each logit loses; infinite: the token is forbidden."""
     last: LastTokens | None = None
-    """One more token of some rows."""
+    """The last token of some rows, which is edited too."""
 
 
 class ChooseTokens(Protocol):
@@ -88,11 +88,11 @@ class ChooseTokens(Protocol):
 
 
 class FindTokens(Protocol):
-    """Does so without limits, in a part of the vocabulary."""
+    """Takes a token from each row of a part of the vocabulary, without top-k, top-p and min-p."""
 
     def __call__(self, logits_SV: Tensor, noise: NoiseArray | None, first_token: int) -> tuple[Tensor, Tensor]:
-        """Of each row: [S] float32, the largest logit and what is added to it, NaN where there is one; [S] int64, its
-        first column, -1 where it is not finite. The host does not wait for the device.
+        """Return the largest sum of logit and noise of each row, [S] float32, NaN where there is one; and its first
+        column, [S] int64, -1 where it is not finite. The host does not wait for the device.
 
         Args:
             logits_SV: [S, columns], left as it is.
@@ -102,11 +102,11 @@ class FindTokens(Protocol):
 
 
 class RankTokens(Protocol):
-    """Tells what is most probable."""
+    """Tells which tokens are most probable."""
 
     def __call__(self, logits_SV: Tensor, rows: Int64Array, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of these rows: [R] float32, the logarithm of the sum of all e^logit; [R, number] float32, the largest logits
-        from the largest down; [R, number] int64, their tokens. The host does not wait for the device.
+        """Return for these rows the logarithm of the sum of all e^logit, [R] float32; the largest logits from the
+        largest down, [R, number] float32; and their tokens, [R, number] int64. The host does not wait for the device.
 
         Where `ChooseTokens` gives -1 these are anything.
 
@@ -199,7 +199,7 @@ IN_TORCH = TokenChoice(choose_in_torch, find_in_torch, rank_in_torch, edit_in_to
 
 
 def largest_outputs(out_TO: Tensor) -> tuple[Tensor, Tensor]:
-    """What `SearchedLinear.largest` gives, of outputs that are there."""
+    """Return what `SearchedLinear.largest` gives, for outputs that are there."""
     values_T, indices_T = out_TO.max(-1)
     return values_T.float(), indices_T.where(values_T.isfinite(), -1)
 
@@ -223,7 +223,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, as if int32 had no sign."""
+    """Shift to the right, as if int32 had no sign."""
     return torch.bitwise_and(x >> bits, 2 ** (32 - bits) - 1)
 
 

@@ -28,12 +28,13 @@ MAX_HEAD_DIM = 256
 """Larger heads do not fit in the shared memory of a multiprocessor."""
 
 _TILE_BYTES = 16384
-"""Of one tile of keys, in shared memory: there are two tiles (keys and values), each twice."""
+"""Bytes of one tile of keys, in shared memory: there are two tiles (keys and values), each twice."""
 _PREFILL_BYTES = 128
 """Rows of a prefill tile times the size of a number: 64 rows in bfloat16."""
 _MOST_PROGRAMS = 8192
-"""Of a decode: where there are more partitions each program has several. A recorded step has partitions for the longest
-context of its bucket; a program that finds none takes about 0.7 us of one of 400 places (computed for an H100)."""
+"""Most programs of a decode: where there are more partitions each program has several. A recorded step has partitions
+for the longest context of its bucket; a program that finds none takes about 0.7 us of one of 400 places (computed for
+an H100)."""
 _MIN_SIZE = 16  # of each side of a product in tensor cores
 
 
@@ -51,7 +52,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(head_dim: int, num_group: int, element_size: int, *, is_prefill: bool, has_bias: bool) -> Tiles:
-    """Those for heads of this size, `num_group` of which share a key-value head; numbers of so many bytes."""
+    """Choose tiles for heads of this size, of which `num_group` share keys and values of `element_size` bytes."""
     head = max(_MIN_SIZE, triton.next_power_of_2(head_dim))
     group = triton.next_power_of_2(num_group)
     rows = max(_PREFILL_BYTES // element_size if is_prefill else _MIN_SIZE, group)

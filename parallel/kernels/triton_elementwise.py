@@ -16,7 +16,7 @@ _TILE = 1024
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Of [T, E], or of [T, N, H] with a weight [H] or [N, H]."""
+    """Return the RMSNorm of [T, E], or of [T, N, H] with a weight [H] or [N, H]."""
     return _norm(x_TE, None, weight_E, eps)
 
 
@@ -39,7 +39,7 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
 def rotary(
     q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, is_interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Both in place, by one launch."""
+    """Rotate queries and keys in place, by one launch."""
     num_heads, num_kv_heads, half = q_TNH.shape[1], k_TKH.shape[1], cos_TR.shape[-1]
     heads = min(16, triton.next_power_of_2(num_heads))
     num_q_tiles = triton.cdiv(num_heads, heads)
@@ -330,7 +330,7 @@ def _turn(rows, to, is_row, cos, sin, half, TILE: tl.constexpr, IS_INTERLEAVED: 
 
 @triton.jit
 def _copy(rows, to, is_row, dim, is_dim):
-    """These dims of these heads."""
+    """Copy these dims of these heads."""
     mask = is_row[:, None] & is_dim[None, :]
     tl.store(to[:, None] + dim[None, :], tl.load(rows[:, None] + dim[None, :], mask=mask, other=0.0), mask=mask)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel.kernels.triton_launch import launch_options, wait_for_input
 
 _EXACT = {"enable_fp_fusion": False}
-"""As torch: a product is rounded before anything is added to it."""
+"""Options that round a product before anything is added to it, as torch does."""
 _TILE = 1024
 
 
@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(num_rows: int, *, is_gated: bool) -> Tiles:
-    """Those for so many rows: of few, which are bound by reading the weight, several pieces of it are under way."""
+    """Choose tiles for `num_rows`: few are bound by reading the weight, of which several pieces are under way then."""
     if num_rows <= 16:
         return Tiles(16, 16, 256 if is_gated else 512, 4)
     return Tiles(64, 64, 128, 3) if is_gated else Tiles(64, 32, 256, 4)
@@ -116,7 +116,7 @@ def scale_sums(
 
 @triton.jit
 def _quantize(x, integers, scales, x_stride, num_in, TILE: tl.constexpr, IS_EARLY: tl.constexpr):
-    """One row."""
+    """Quantize one row."""
     wait_for_input(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)

@@ -13,10 +13,10 @@ from torch import Tensor
 from parallel.kernels.triton_launch import launch_options, wait_for_input
 
 _TILE_BYTES = 16384
-"""Of weights that a program asks for at once; four or five programs of a multiprocessor do so (80 to 104 registers).
-To have 4.8 TB/s in spite of a latency of 700 ns takes 25 KB under way on each of 132 multiprocessors."""
+"""Bytes of weights that a program asks for at once; four or five programs of a multiprocessor do so (80 to 104
+registers). To have 4.8 TB/s in spite of a latency of 700 ns takes 25 KB under way on each of 132 multiprocessors."""
 _MOST_IN = 4096
-"""Weights of one output that are a piece."""
+"""Most weights of one output that are read as one piece."""
 
 
 def multiply_row(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(num_in: int, element_size: int, *, is_gated: bool) -> Tiles:
-    """Those for so many inputs, weights of so many bytes; gated, each output has two rows of weights.
+    """Choose tiles for `num_in` inputs, weights of `element_size` bytes; gated, each output has two rows of weights.
 
     A piece is all of a short row, else the largest power of two that divides it, if that is of some size.
     """
@@ -113,7 +113,7 @@ def _multiply_row(
 
 @triton.jit
 def _load_piece(rows, is_row, start, NUM_IN: tl.constexpr, TILE_IN: tl.constexpr):
-    """Of each row, weights from `start` on."""
+    """Load the weights of each row from `start` on."""
     column = start + tl.arange(0, TILE_IN)
     mask = is_row[:, None] & (column < NUM_IN)[None, :]
     return tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)

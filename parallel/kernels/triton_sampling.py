@@ -25,15 +25,15 @@ from parallel.kernels.sampling import Draws, Edits, NoiseArray
 _SLICE = 2048
 """Logits of a row that one program reads."""
 _RUN = 128
-"""Logits of which the largest is noted."""
+"""Length of a run of logits, of each of which the largest is noted."""
 _SEARCH_TILE = 8192
 """Logits that the one program which searches a row has in flight."""
 _MOST_GATHERED = 8192
-"""Of a row."""
+"""Most tokens of a row that are gathered to search its limits."""
 _EDIT_TILE = 1024
 """Edits of a row that its program has in flight."""
 _UNITS = tl.constexpr(2.0**42)
-"""Of the largest weight; the sum over 2**21 tokens still fits in an int64."""
+"""Units of the largest weight; the sum over 2**21 tokens still fits in an int64."""
 _INFINITE = tl.constexpr(0x7F800000)
 """The bits of an infinite distance."""
 
@@ -239,7 +239,7 @@ def _setting(settings, index: tl.constexpr, num_rows):
 
 @triton.jit
 def _noise(settings, token, num_rows):
-    """Of these tokens of this program's row; `gumbel` of sampling.py."""
+    """Return the noise of these tokens of this program's row: `gumbel` of sampling.py."""
     first = _setting(settings, 4, num_rows).to(tl.int64).to(tl.uint32)
     second = _setting(settings, 5, num_rows).to(tl.int64).to(tl.uint32)
     bits = _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + first) ^ second)
@@ -260,7 +260,7 @@ def _mix(x):
 
 @triton.jit
 def _distance(x, largest, temperature):
-    """Not -0.0, whose bits are out of order."""
+    """Return how far below the largest a logit is; never -0.0, whose bits are out of order."""
     return tl.abs(tl.div_rn(largest - x, tl.zeros_like(x) + temperature))
 
 

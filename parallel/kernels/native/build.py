@@ -23,7 +23,7 @@ from parallel.errors import DeviceError
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-"""In order of preference; the `ziglang` package is taken where none of them is installed."""
+"""Commands of C++ compilers, in order of preference; where none is installed, the `ziglang` package is taken."""
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-fvisibility=hidden")
 _TIMEOUT_S = 300.0
@@ -98,7 +98,7 @@ def default_cache() -> Path:
 
 
 def _compile(compiler: Sequence[str], folder: Path) -> list[str]:
-    """Each source, all at once: the objects."""
+    """Compile the sources, all at once, and return the object files."""
     flags = _flags()
 
     def compile_one(source: Path) -> str:
@@ -118,7 +118,7 @@ def _flags() -> tuple[str, ...]:
 
 
 def _first_level_kb() -> int:
-    """Of the first-level cache for data; 0 where Linux does not tell."""
+    """Return the size of the first-level cache for data; 0 where Linux does not tell."""
     for cache in _CACHES.glob("index*"):
         try:
             kind = (cache / "level").read_text() + (cache / "type").read_text()
@@ -165,6 +165,6 @@ def _run(command: list[str]) -> str:
 
 
 def _most_telling(output: str) -> str:
-    """Of a compiler's output, the first lines that speak of an error, else the last ones."""
+    """Return the first lines of a compiler's output that speak of an error, else the last ones."""
     lines = output.strip().splitlines()
     return "\n".join([line for line in lines if "error" in line or "No space" in line][:5] or lines[-5:])

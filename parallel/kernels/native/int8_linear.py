@@ -12,7 +12,7 @@ from parallel.kernels.native.tape import Recorder, Tape
 _STEP = 64
 """Inputs that are laid out together."""
 _OUTPUT_BYTES = 8
-"""Of a scale, and of the sum of an output's weights."""
+"""Bytes of an output beside its weights: a scale, and the sum of the weights."""
 _PACKED_AT_ONCE = 1 << 19
 """Elements."""
 

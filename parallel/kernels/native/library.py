@@ -73,7 +73,7 @@ class Place(ctypes.Structure):
 
 
 class Kind(IntEnum):
-    """Of an operation of a program."""
+    """Kind of an operation of a program."""
 
     RMS_NORM = 0
     ROTARY = 1
@@ -87,7 +87,7 @@ class Kind(IntEnum):
 
 
 class Operation(ctypes.Structure):
-    """One of a program; what the fields mean for each kind is said in program.h."""
+    """An operation of a program; what the fields mean for each kind is said in program.h."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -109,19 +109,19 @@ class Operation(ctypes.Structure):
 
 
 class LayerStep(ctypes.Structure):
-    """Of one layer in a step."""
+    """What a step has for one layer."""
 
     _fields_ = (("keys", c_void_p), ("values", c_void_p), ("group", c_void_p))
 
 
 class GroupStep(ctypes.Structure):
-    """Of the layers that have a block table in common, in a step."""
+    """What a step has for the layers that have a block table in common."""
 
     _fields_ = (("layout", StepLayout), ("slots", c_void_p))
 
 
 class AnglesStep(ctypes.Structure):
-    """Of one kind of rotation in a step."""
+    """What a step has for one kind of rotation."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("half", c_int64), ("positions", c_void_p))
 
@@ -155,7 +155,7 @@ class Table(ctypes.Structure):
         numbers: Int32Array | None = None,
         draws: npt.NDArray[np.void] | None = None,
     ) -> None:
-        """Of arrays that live until it has been searched; `draws` are of DRAW, and of the edits no token is missing."""
+        """Set what is searched for. The arrays live until then; `draws` are of DRAW, the edits lack no token."""
         self.first_token = first_token
         arrays = {f"edit_{name}": getattr(edits, name, None) for name in ("starts", "token_ids", "factors", "offsets")}
         for name, array in (arrays | {"noise": noise, "numbers": numbers, "draws": draws}).items():
@@ -229,26 +229,26 @@ class Programs:
     largest: Callable[..., None]
     """The largest outputs of the same product; see targets.h."""
     multiply_float32: Callable[..., None]
-    """The result as it was summed."""
+    """The product with its result in float32, as it was summed."""
     search_table: Callable[..., None]
-    """Where it is largest; see table_search.h."""
+    """Tells where a matrix's outputs are largest; see table_search.h."""
     most_screened_rows: int
-    """Rows up to which that reads a copy in 8 bits first; see screened.h. 0 where the CPU has no products in 8 bits."""
+    """Up to so many rows a search reads a copy in 8 bits first; see screened.h. 0: no products in 8 bits."""
     make_screen: Callable[..., None] | None
-    """That copy; None where there is none."""
+    """Makes the copy in 8 bits; None where there is none."""
     sift_table: Callable[..., None] | None
-    """The outputs that may be among the largest; None where there is no such copy."""
+    """Computes the outputs that may be among the largest; None where there is no copy in 8 bits."""
     most_sifted_rows: int
-    """Rows up to which that is worth while."""
+    """Up to so many rows `sift_table` is worth while."""
     run: Callable[..., None]
     can_start: Callable[[int], bool]
     """Whether `start`, with so many threads, has another one than the caller's."""
     start: Callable[..., int]
-    """As `run`, by other threads; what it points to stays until the caller has joined them in `finish`, which takes
-    what this returned. The caller starts nothing else on several threads meanwhile."""
+    """Has other threads begin what `run` does; what it points to stays until the caller has joined them in `finish`,
+    which takes what this returned. The caller starts nothing else on several threads meanwhile."""
     finish: Callable[[int], None]
     has_dot_products: Callable[[int, bool], bool]
-    """As in `Operations`."""
+    """Whether the CPU has dot products for heads of this size, of 8 bits or not; see `Operations`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ def load_operations(library: Path) -> dict[torch.dtype, Operations]:
 
 
 def load_programs(library: Path) -> Programs | None:
-    """None where the CPU has not the instructions. Raises DeviceError when the file cannot be loaded."""
+    """Return what runs programs; None where the CPU has not the instructions. Raises DeviceError as the others do."""
     loaded = _load(library)
     if not loaded.weft_has_programs():
         return None

@@ -18,7 +18,7 @@ _SCREEN_STEP = 64
 _SCREEN_OUTPUT_BYTES = 16
 """Scale, sum and bounds of an output."""
 _LEAST_PANELS = 16
-"""For each of the largest outputs that rows want: with fewer, most panels would have one that may be."""
+"""Least panels for each of the largest outputs that rows want: with fewer, most panels would have one that may be."""
 _SMALL_WEIGHT = 1 << 14
 """Elements below which torch's product costs less than packing is worth."""
 

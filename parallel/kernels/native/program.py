@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Angles = tuple[Tensor, ...]
 
 _ALL = -1
-"""In place of how many tokens are kept."""
+"""Stands for all tokens where it is said how many are kept."""
 _MOST_CONTEXT = 2048
 """Tokens up to which a chunk is attended here where there are no dot products for it; torch is faster beyond."""
 
@@ -129,7 +129,7 @@ class Program:
         self._buffers = (ctypes.c_void_p * len(tape.widths))()
         self._layers = (LayerStep * len(caches))()
         self._groups = (GroupStep * len(caches))()
-        """Of layers that have a meta in common; as many of them as there are in a step."""
+        """What each group of layers with a meta in common has in a step; as many as the step has metas are used."""
         self._num_groups = 0
         self._angles = (AnglesStep * max(1, len(tape.angles)))()
         self._step = Step(
@@ -147,7 +147,7 @@ class Program:
         self._searched: NativeTable | None = None
         self._embedding, self._search_step = Embedding(), Table()
         self._draws: npt.NDArray[np.void] | None = None
-        """Of the step that has been started."""
+        """Draws of the step that has been started: kept until it ends."""
 
     def is_fast(self, meta: AttentionMeta) -> bool:
         """Whether there is nothing better for a step."""
@@ -279,7 +279,7 @@ class Program:
 
 
 def _embedding(table: Tensor | TableLinear) -> Embedding:
-    """Without the tokens."""
+    """Return what looks up rows of a table; which tokens' they are is not set."""
     if isinstance(table, NativeTable):
         return table.to_embed()
     assert isinstance(table, Tensor), "the only other kind of table here"

@@ -40,7 +40,7 @@ class Tape:
     def __init__(self, x_TE: Tensor, angles: Sequence[tuple[Tensor, ...]], caches: Sequence[LayerCache]) -> None:
         self.operations: list[Operation] = []
         self.failure: str | None = None
-        """Why this is not all that ran."""
+        """Why an operation that ran is not on the tape; None: all are."""
         self.widths: list[int] = []
         """Columns of each buffer; the first is x."""
         self.num_heads: set[int] = set()
@@ -88,7 +88,7 @@ class Tape:
         )
 
     def rotary(self, x_TNH: Tensor, cos_TR: Tensor, *, is_interleaved: bool) -> None:
-        """One of queries and keys, in place."""
+        """Note the rotation of queries, or of keys, in place."""
         index = self.angles.get(_memory(cos_TR))
         if index is None:
             raise CannotRecordError("angles that are not those of the step")
@@ -97,17 +97,17 @@ class Tape:
         self._add(Kind.ROTARY, input=place, index=index, num_heads=num_heads, size=head_dim, flag=is_interleaved)
 
     def silu_mul(self, out_TI: Tensor, gate_up_T2I: Tensor) -> None:
-        """Both are dense."""
+        """Note the gated activation; both tensors are dense."""
         self._add(Kind.SILU_MUL, input=self.read(gate_up_T2I), output=self.write(out_TI), size=out_TI.shape[1])
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache) -> None:
-        """Of one of the layers."""
+        """Note that keys and values are written to the cache of one of the layers."""
         _, num_heads, head_dim = k_TKH.shape
         places = {"input": self.read(k_TKH), "second": self.read(v_TKH)}
         self._add(Kind.WRITE_CACHE, **places, index=self._layer(cache), num_heads=num_heads, size=head_dim)
 
     def attention(self, out_TNH: Tensor, q_TNH: Tensor, cache: LayerCache, params: LayerParams) -> None:
-        """Of one of the layers; `params` is kept by the caller."""
+        """Note the attention of one of the layers; `params` is kept by the caller."""
         num_heads = q_TNH.shape[1]
         self.num_heads.add(num_heads)
         places = {"input": self.read(q_TNH), "output": self.write(out_TNH)}
