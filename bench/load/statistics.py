@@ -48,8 +48,8 @@ class Targets:
                 raise BenchConfigError(f"--{name}-target is {target_s * 1000:g} ms; allowed: more than 0")
 
     def are_met(self, record: CallRecord) -> bool:
-        """Return whether an answered request kept all. One without a second token has no TPOT to keep; where no token was
-        seen, the end counts."""
+        """Return whether an answered request kept all. One without a second token has no TPOT to keep; where no token
+        was seen, the end counts."""
         whole_s = record.end_s - record.sent_s
         ttft_s = whole_s if record.ttft_s is None else record.ttft_s
         e2e_s = whole_s if record.e2e_s is None else record.e2e_s
