@@ -27,6 +27,7 @@ from bench.load.calls import draw_ids
 from bench.load.dataset_files import TraceLimits, read_trace
 from bench.load.statistics import Distribution
 from bench.machine import describe_machine
+from bench.plain_json import to_plain
 from bench.quiet_loggers import only_errors
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.kv_cache_manager import KVCacheManager
@@ -291,7 +292,7 @@ def simulate(options: Options) -> None:
     _print(outcomes)
     settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "policies"}
     line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
-    print(json.dumps(line, default=str))
+    print(json.dumps(to_plain(line), allow_nan=False))
 
 
 def parse_policies(names: str) -> tuple[SchedulingPolicy, ...]:

@@ -26,6 +26,7 @@ from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take
 from bench.load.flag_groups import ClusterFlags
 from bench.load.statistics import Distribution
 from bench.machine import describe_machine
+from bench.plain_json import to_plain
 from bench.quiet_loggers import only_errors
 from bench.simulate import Options, draw_times
 from bench.simulated_cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
@@ -83,7 +84,7 @@ def simulate_cluster(options: ClusterOptions) -> None:
     _print(outcomes)
     settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "policies"}
     line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
-    print(json.dumps(line, default=str))
+    print(json.dumps(to_plain(line), allow_nan=False))
 
 
 def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:

@@ -91,7 +91,7 @@ class SimulatedController:
         self._watch = None if settings.autoscaling is None else _watch(settings.autoscaling)
         self._groups: list[SimulatedGroup] = []
         self._num_groups = 0
-        self._start_s = 0.0  # of the first groups
+        self._start_s = 0.0  # of the first groups, which are served at once
         self._held_s = 0.0
         self._is_telling = False
         self._streams = ExitStack()
@@ -106,6 +106,9 @@ class SimulatedController:
     def begin(self) -> None:
         """Have the first groups READY, and let the rest happen."""
         self._reconcile()
+        for group in self._groups:
+            self._serve(group)
+        self._tell_routers()  # before the first request comes, though that is now
         self._start_s = self._settings.start_s
         self._time.every(_TICK_S, self._reconcile)
         if self._watch is not None:

@@ -80,8 +80,9 @@ class Steps:
             self._add(i, _NUM_PROMPT_TOKENS + i % _BLOCK_SIZE, max_tokens=length)
         while self._scheduler.num_waiting:
             self.run()
+        room = num_blocks * _BLOCK_SIZE - _NUM_PROMPT_TOKENS
         for i in range(num_seqs // 2):
-            self._add(num_seqs + i, _NUM_PROMPT_TOKENS, max_tokens=_MAX_CONTEXT // 2)
+            self._add(num_seqs + i, _NUM_PROMPT_TOKENS, max_tokens=min(_MAX_CONTEXT // 2, room))
 
     def run(self) -> tuple[float, float, float]:
         """Make one step; return the CPU seconds of `schedule`, `update` and `build`."""

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from bench.load.serve import Outcome, Point, ServeOptions
 from bench.load.statistics import Distribution, Summary, describe_errors
 from bench.load.utilization import Peak, Utilization
 from bench.machine import describe_machine, describe_torch
+from bench.plain_json import to_plain
 
 if TYPE_CHECKING:
     from bench.load.offline import OfflineOptions, OfflineResult, Repeat  # torch
@@ -32,7 +32,6 @@ MIN_FOR_P99 = 100
 MIN_SEEN = 0.5
 """Share of the tokens: with fewer pieces of text, times of text say little about tokens."""
 
-_SECRETS = ("api_key",)
 _LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "end to end": "e2e_s"}
 
 
@@ -141,16 +140,20 @@ def print_offline(console: Console, model: str, result: "OfflineResult") -> None
 
 def serve_line(options: ServeOptions, outcome: Outcome) -> str:
     """Return everything about a serving benchmark, as one line of JSON."""
-    points = [{"name": load_name(point.load), **_plain(point), "warnings": warnings(point)} for point in outcome.points]
+    points = [
+        {"name": load_name(point.load), **to_plain(point), "warnings": warnings(point)} for point in outcome.points
+    ]
     model = None if outcome.model is None else outcome.model.name
-    ranks = {"peak": _plain(outcome.peak), "ranks_unknown": outcome.ranks_unknown}
-    fields = {"benchmark": "serve", "model": model, "complete": outcome.is_complete, "arguments": _plain(options)}
+    ranks = {"peak": to_plain(outcome.peak), "ranks_unknown": outcome.ranks_unknown}
+    fields = {"benchmark": "serve", "model": model, "complete": outcome.is_complete, "arguments": to_plain(options)}
     return _line({**fields, "points": points, **ranks})
 
 
 def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:
     """Return everything about an offline benchmark, as one line of JSON."""
-    return _line({"benchmark": "offline", "arguments": _plain(options), "result": _plain(result)} | describe_torch())
+    return _line(
+        {"benchmark": "offline", "arguments": to_plain(options), "result": to_plain(result)} | describe_torch()
+    )
 
 
 def check_line_file(file: Path) -> None:
@@ -173,26 +176,6 @@ def _append(text: str, file: Path) -> None:
 
 def _line(fields: Mapping[str, Any]) -> str:
     return json.dumps({**fields, **describe_machine()}, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    """Return values as JSON has them; infinite numbers as text, secrets not at all."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: _plain(each) for name, each in fields.items() if name not in _SECRETS}
-    match value:
-        case Enum():
-            return value.value
-        case Mapping():
-            return {str(key): _plain(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_plain(each) for each in value]
-        case float() if not math.isfinite(value):
-            return str(value)
-        case Path():
-            return str(value)
-        case _:
-            return value
 
 
 def _latency_table(point: Point) -> Table:

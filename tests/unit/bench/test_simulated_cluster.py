@@ -285,3 +285,12 @@ def test_every_routing_policy_is_simulated_unless_told_otherwise() -> None:
 def test_wrong_flags_are_refused_with_those_allowed(arguments: list[str], message: str) -> None:
     with pytest.raises(BenchConfigError, match=message):
         CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+
+
+def test_request_that_comes_at_the_start_counts_and_its_line_is_json() -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    line = json.loads(run_command("--replicas", "2", "--requests", "1", "--rate", "inf")[-1], parse_constant=refuse)
+    assert line["settings"]["rate"] == "inf"
+    assert {outcome["on_time_share"] for outcome in line["outcomes"]} == {1.0}
