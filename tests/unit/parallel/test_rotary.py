@@ -87,6 +87,9 @@ KINDS: dict[str, dict[str, Any]] = {
         **{**YARN, "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}, head_dim=128
     ),
     "yarn-attention-factor": _config(**YARN, attention_factor=1.5),
+    "yarn-mscale-alone": _config(**YARN, mscale=0.7),
+    "yarn-one-ramp": _config(**YARN, beta_fast=4.0, beta_slow=4.0, truncate=False),
+    "yarn-long-ramp": _config(**YARN, beta_fast=20.0, beta_slow=0.001),
     "yarn-mscale": _config(**YARN, mscale=0.7, mscale_all_dim=1.3, beta_fast=20.0, beta_slow=2.0, truncate=False),
     "llama3": _config(**LLAMA3, head_dim=128),
     "longrope-long": _config(**LONGROPE),
