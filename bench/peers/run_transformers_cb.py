@@ -8,6 +8,8 @@ from bench.peers.run_transformers import load_model, make_config
 from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, packages, serve_worker
 
 _TIMEOUT_S = 1.0
+_GPU_MEMORY_SHARE = 0.3
+"""Of the memory that is free once the model is loaded."""
 
 
 class ContinuousBatching:
@@ -47,8 +49,12 @@ class ContinuousBatching:
 
 
 def _config(setup: Setup) -> Any:
-    """Return sizes that fit the workloads: without a GPU the manager would take a share of all memory."""
+    """Return sizes that fit the workloads: without a GPU the manager would take a share of all memory. On one it
+    finds them itself, in a share that leaves room for the other engines.
+    """
     make: Any = transformers.ContinuousBatchingConfig
+    if setup.device == "cuda":
+        return make(max_requests_per_batch=setup.max_num_seqs, max_memory_percent=_GPU_MEMORY_SHARE)
     page_size = 64
     return make(
         page_size=page_size,

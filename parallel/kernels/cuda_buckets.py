@@ -7,8 +7,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PARTITION_SIZE = 512
-"""Keys of a partition: at a batch of one, 64 k tokens of context are 128 partitions a key-value head."""
+MIN_PARTITION_SIZE, MAX_PARTITION_SIZE = 256, 2048
+"""Keys of a partition: fewer are not worth their merging; with more, one long context among many would hold up all."""
+NUM_DECODE_PROGRAMS = 512
+"""About so many programs, each with a partition of a key-value head, keep a GPU's memory busy: four for each of 132
+multiprocessors. Measured on an H200 (docs/experiments/gpu-kernels.md)."""
 MAX_PARTITIONS = 16384
 """Most partitions of all sequences of a step: with 32 heads of 128, what waits to be merged takes 256 MiB."""
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
@@ -77,9 +80,15 @@ def _largest_sizes(buckets: Sequence[int], most: int) -> list[int]:
     return [min(size, most) for size in reversed(buckets[: bisect_left(buckets, most) + 1])]
 
 
-def partition_size(num_seqs: int, max_context_len: int) -> int:
-    """Keys of a partition: PARTITION_SIZE, doubled until the partitions of all sequences are few enough."""
-    size = PARTITION_SIZE
+def partition_size(num_seqs: int, num_kv_heads: int, max_context_len: int) -> int:
+    """Keys of a partition: so many that the partitions of all sequences are about as many programs as a GPU needs, and
+    not too many to keep. Short contexts are not cut.
+    """
+    if max_context_len <= MIN_CONTEXT_BUCKET:
+        return MIN_CONTEXT_BUCKET
+    size = MIN_PARTITION_SIZE
+    while num_seqs * num_kv_heads * max_context_len > NUM_DECODE_PROGRAMS * size and size < MAX_PARTITION_SIZE:
+        size *= 2
     while num_seqs * -(-max_context_len // size) > MAX_PARTITIONS and size < max_context_len:
         size *= 2
     return size
@@ -87,7 +96,7 @@ def partition_size(num_seqs: int, max_context_len: int) -> int:
 
 def fullest_context(num_seqs: int, max_context: int) -> int:
     """The context with which so many decoding sequences have about the most partitions: past it they grow."""
-    return min(max_context, max(1, MAX_PARTITIONS // num_seqs) * PARTITION_SIZE)
+    return min(max_context, max(1, MAX_PARTITIONS // num_seqs) * MAX_PARTITION_SIZE)
 
 
 def num_partitions(max_context_len: int, sliding_window: int | None, size: int) -> int:

@@ -1,18 +1,20 @@
 """Attention over the paged cache in Triton: split-KV decode, and prefill of chunks, as one kernel and a merge.
 
-Checked by Triton's interpreter on a CPU; not yet run on a GPU, and not tuned for one. Shape letters as in base.py.
+Tuned on an H200 (docs/experiments/gpu-kernels.md). Shape letters as in base.py; keys and values lie alike.
 
 A program makes one tile of rows: the queries of TILE_Q neighbouring tokens of one sequence, for all G query heads that
 share a key-value head, so that each key is read once for all of them (row = token * GROUP + head):
 
-    decode   one token a sequence; its context is cut into partitions of a fixed size, a program for each, whose
-             results `_merge` puts together (FlashDecoding, arXiv:2311.01282, section 2)
+    decode   one token a sequence; its context is cut into partitions, a program for each, whose results `_merge` puts
+             together (FlashDecoding, arXiv:2311.01282, section 2)
     prefill  tiles of the sequences' new tokens, each of which walks its whole context (arXiv:2307.08691)
 
-Partitions begin at multiples of their size, and their size is the same for nearly all steps (`partition_size`): no bit
-of a decoding sequence's result depends on what else is in the step.
+Exponentials are powers of two: scores are multiplied by log2 e along with their scale. Partitions begin at multiples of
+their size, which follows from the number of sequences and the longest context of a step or of its recording
+(`partition_size`): steps of one size give the same bits, whatever else is in them.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,21 +23,22 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
-from parallel.kernels.cuda_buckets import num_partitions, partition_size
+from parallel.kernels.cuda_buckets import MIN_CONTEXT_BUCKET, num_partitions, partition_size
 from parallel.kernels.triton_launch import launch_options, wait_for_input
 
 MAX_HEAD_DIM = 256
 """Larger heads do not fit in the shared memory of a multiprocessor."""
 
 _TILE_BYTES = 16384
-"""Bytes of one tile of keys, in shared memory: there are two tiles (keys and values), each twice."""
-_PREFILL_BYTES = 128
-"""Rows of a prefill tile times the size of a number: 64 rows in bfloat16."""
+"""Bytes of one tile of keys, in shared memory: there are two tiles (keys and values), each several times."""
+_LARGE_SHARED_BYTES = 160 << 10
+"""Shared memory of a program on GPUs of data centers since Ampere. Others since then have 99 KB."""
 _MOST_PROGRAMS = 8192
 """Most programs of a decode: where there are more partitions each program has several. A recorded step has partitions
 for the longest context of its bucket; a program that finds none takes about 0.7 us of one of 400 places (computed for
 an H100)."""
 _MIN_SIZE = 16  # of each side of a product in tensor cores
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Tiles(NamedTuple):
@@ -47,19 +50,36 @@ class Tiles(NamedTuple):
     """Query heads of a key-value head, filled up."""
     num_queries: int
     num_keys: int
+    num_warps: int
     num_stages: int
-    """A decode of few rows computes a tile while the next two are on their way."""
+    """Tiles of keys and values that are on their way or being computed with."""
 
 
-def choose_tiles(head_dim: int, num_group: int, element_size: int, *, is_prefill: bool, has_bias: bool) -> Tiles:
-    """Choose tiles for heads of this size, of which `num_group` share keys and values of `element_size` bytes."""
+def choose_tiles(
+    head_dim: int, num_group: int, element_size: int, *, partition: int, has_bias: bool, shared_bytes: int
+) -> Tiles:
+    """Choose tiles for heads of this size, of which `num_group` share keys and values of `element_size` bytes.
+
+    Args:
+        head_dim, num_group, element_size: as said.
+        partition: keys of a partition; 0: a prefill.
+        has_bias: biases of a tile lie in shared memory too.
+        shared_bytes: shared memory that a program can have.
+    """
     head = max(_MIN_SIZE, triton.next_power_of_2(head_dim))
     group = triton.next_power_of_2(num_group)
-    rows = max(_PREFILL_BYTES // element_size if is_prefill else _MIN_SIZE, group)
-    most_keys = 64 if has_bias else 128  # biases of a tile lie in shared memory too: of 128 keys, 105 KB in all
-    num_keys = max(_MIN_SIZE, min(most_keys, _TILE_BYTES // (head * element_size)))
-    num_stages = 3 if rows <= 2 * _MIN_SIZE and not is_prefill and not has_bias else 2
-    return Tiles(head, group, rows // group, num_keys, num_stages)
+    is_prefill, has_room = partition == 0, shared_bytes >= _LARGE_SHARED_BYTES and not has_bias
+    num_keys = max(_MIN_SIZE, min(64 if has_bias else 128, _TILE_BYTES // (head * element_size)))
+    if is_prefill and element_size == 2:
+        rows, num_warps, num_stages = (128, 8, 3) if has_room else (64, 4, 2)
+    elif is_prefill:
+        rows, num_warps, num_stages = 32, 4, 2
+    else:
+        rows, num_warps, num_stages = _MIN_SIZE, 4, 2
+        if group <= 2 * _MIN_SIZE and not has_bias:
+            num_stages = 4 if has_room and partition > MIN_CONTEXT_BUCKET else 3
+    rows = max(rows, group)
+    return Tiles(head, group, rows // group, num_keys, num_warps, num_stages)
 
 
 def triton_attention(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
@@ -74,9 +94,9 @@ def triton_attention(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, para
 
 def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams, out_TNH: Tensor) -> None:
     num_seqs, (num_heads, head_dim), num_kv_heads = meta.num_decodes, q_TNH.shape[1:], cache.k_BPKH.shape[2]
-    size = partition_size(num_seqs, meta.max_context_len)
+    size = partition_size(num_seqs, num_kv_heads, meta.max_context_len)
     num_parts = num_partitions(meta.max_context_len, params.sliding_window, size)
-    tiles = _tiles(q_TNH, cache, params, is_prefill=False)
+    tiles = _tiles(q_TNH, cache, params, partition=size)
     grid = num_seqs, num_kv_heads, min(num_parts, max(1, _MOST_PROGRAMS // (num_seqs * num_kv_heads)))
     if num_parts == 1:
         _launch(grid, tiles, q_TNH, cache, meta, params, out_TNH, size=size)
@@ -94,24 +114,39 @@ def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: Atten
         params.sliding_window or 0,
         head_dim,
         HEAD=triton.next_power_of_2(head_dim),
-        TILE_PARTS=16,
+        TILE_PARTS=16 if num_parts <= 16 else 64,
         HAS_WINDOW=params.sliding_window is not None,
+        num_warps=4 if num_parts <= 16 else 8,
         **launch_options(out_TNH.device),
     )
 
 
 def _prefill(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams, out_TNH: Tensor) -> None:
-    tiles = _tiles(q_TNH, cache, params, is_prefill=True)
+    tiles = _tiles(q_TNH, cache, params, partition=0)
     # each sequence has at most one tile more than its share of the tokens
     num_seqs = len(meta.context_lens) - meta.num_decodes
     num_tiles = (len(q_TNH) - meta.num_decodes) // tiles.num_queries + num_seqs
     _launch((num_tiles, cache.k_BPKH.shape[2], 1), tiles, q_TNH, cache, meta, params, out_TNH, size=0)
 
 
-def _tiles(q_TNH: Tensor, cache: LayerCache, params: AttentionParams, *, is_prefill: bool) -> Tiles:
+def _tiles(q_TNH: Tensor, cache: LayerCache, params: AttentionParams, *, partition: int) -> Tiles:
     num_heads, head_dim = q_TNH.shape[1:]
-    num_group, has_bias = num_heads // cache.k_BPKH.shape[2], params.key_bias_NP is not None
-    return choose_tiles(head_dim, num_group, q_TNH.element_size(), is_prefill=is_prefill, has_bias=has_bias)
+    return choose_tiles(
+        head_dim,
+        num_heads // cache.k_BPKH.shape[2],
+        q_TNH.element_size(),
+        partition=partition,
+        has_bias=params.key_bias_NP is not None,
+        shared_bytes=_shared_bytes(q_TNH.device),
+    )
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have, as far as torch tells."""
+    if device.type != "cuda":
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
 def _launch(
@@ -151,13 +186,12 @@ def _launch(
         len(meta.context_lens),
         num_heads,
         num_heads // num_kv_heads,
-        head_dim,
         *q_TNH.stride()[:2],
-        *cache.k_BPKH.stride()[:3],
-        *cache.v_BPKH.stride()[:3],
+        *cache.k_BPKH.stride()[1:3],
         meta.block_tables.stride(0),
         0 if bias is None else bias.stride(0),
         0 if bias is None else bias.shape[1],
+        HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         HEAD=tiles.head,
         GROUP=tiles.group,
@@ -170,7 +204,7 @@ def _launch(
         HAS_BIAS=bias is not None,
         IS_BY_DISTANCE=params.is_bias_by_distance,
         HAS_SINKS=sinks is not None,
-        num_warps=4,
+        num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **launch_options(out.device),
     )
@@ -182,7 +216,7 @@ def _attend(
     keys,  # [B, P, K, H]
     values,
     out,  # [T, N, H]; of partitions float32 [S, N, partitions, H]
-    sums,  # float32 [S, N, partitions]: logarithms of the sums of exponentials
+    sums,  # float32 [S, N, partitions]: binary logarithms of the sums of exponentials
     query_starts,
     context_lens,
     block_tables,
@@ -197,18 +231,14 @@ def _attend(
     num_seqs,
     num_heads,
     num_group,
-    head_dim,
     q_token_stride,
     q_head_stride,
-    k_block_stride,
-    k_slot_stride,
-    k_head_stride,
-    v_block_stride,
-    v_slot_stride,
-    v_head_stride,
+    slot_stride,  # of keys and of values
+    kv_head_stride,
     table_stride,
     bias_stride,
     num_columns,
+    HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     GROUP: tl.constexpr,
@@ -235,7 +265,7 @@ def _attend(
     query_start = tl.load(query_starts + seq)
     num_queries = tl.load(query_starts + seq + 1) - query_start
     context_len = tl.load(context_lens + seq)
-    wait_for_input(IS_EARLY)
+    table = block_tables + seq.to(tl.int64) * table_stride
     first_query = 0
     num_used = 1
     if IS_PREFILL:
@@ -249,17 +279,19 @@ def _attend(
         head = kv_head * num_group + row % GROUP
         is_row = (query < num_queries) & (row % GROUP < num_group)
         dim = tl.arange(0, HEAD)
-        is_dim = dim < head_dim
         token = (query_start + query).to(tl.int64)
+        row_position = context_len - num_queries + query
+        keys += kv_head * kv_head_stride
+        values += kv_head * kv_head_stride
+        factor = scale
+        if not HAS_CAP and not HAS_BIAS:
+            factor = scale * LOG2_E
+        wait_for_input(IS_EARLY)
         q_tile = tl.load(
             q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
-            mask=is_row[:, None] & is_dim[None, :],
+            mask=is_row[:, None] & (dim < HEAD_DIM)[None, :],
             other=0.0,
         )
-        row_position = context_len - num_queries + query
-        table = block_tables + seq.to(tl.int64) * table_stride
-        keys += kv_head * k_head_stride
-        values += kv_head * v_head_stride
         for part in range(tl.program_id(2), num_used, tl.num_programs(2)):
             begin, end = _find_span(
                 *(position, context_len, window, partition_size, part),
@@ -271,50 +303,119 @@ def _attend(
             total = tl.zeros((TILE_Q * GROUP,), tl.float32)
             if HAS_SINKS:  # noqa: SIM102  # known when it is compiled, the other not
                 if part == 0:
-                    largest = tl.load(sinks + head, mask=is_row, other=0.0)
+                    largest = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
                     total = tl.full((TILE_Q * GROUP,), 1.0, tl.float32)
             mean = tl.zeros((TILE_Q * GROUP, HEAD), tl.float32)
-            key = begin + tl.arange(0, TILE_KEYS)
-            next_block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
-            for start in range(begin, end, TILE_KEYS):
-                key = start + tl.arange(0, TILE_KEYS)
-                is_key = key < end
-                block = next_block.to(tl.int64)  # known a tile ahead, so that keys are asked for without waiting for it
-                next_block = tl.load(table + (key + TILE_KEYS) // BLOCK_SIZE, mask=key + TILE_KEYS < end, other=0)
-                slot = key % BLOCK_SIZE
-                k_tile = tl.load(
-                    keys + (block * k_block_stride + slot * k_slot_stride)[None, :] + dim[:, None],
-                    mask=is_key[None, :] & is_dim[:, None],
-                    other=0.0,
+            # blocks are known a tile ahead, so that keys are asked for without waiting for them
+            next_block = _load_blocks(table, begin, end, BLOCK_SIZE, TILE_KEYS)
+            whole_end = begin  # of the tiles that all rows see
+            if IS_PREFILL and not HAS_WINDOW:
+                whole_end = (position + 1) // TILE_KEYS * TILE_KEYS
+                for start in range(begin, whole_end, TILE_KEYS):
+                    block = next_block
+                    next_block = _load_blocks(table, start + TILE_KEYS, end, BLOCK_SIZE, TILE_KEYS)
+                    total, largest, mean = _take_tile(
+                        *(q_tile, keys, values, bias, block, start, end, row_position, head, is_row, window),
+                        *(factor, soft_cap, total, largest, mean),
+                        *(slot_stride, bias_stride, num_columns),
+                        *(HEAD_DIM, BLOCK_SIZE, HEAD, TILE_KEYS),
+                        *(True, HAS_WINDOW, HAS_CAP, HAS_BIAS, IS_BY_DISTANCE),
+                    )
+            for start in range(whole_end, end, TILE_KEYS):
+                block = next_block
+                next_block = _load_blocks(table, start + TILE_KEYS, end, BLOCK_SIZE, TILE_KEYS)
+                total, largest, mean = _take_tile(
+                    *(q_tile, keys, values, bias, block, start, end, row_position, head, is_row, window),
+                    *(factor, soft_cap, total, largest, mean),
+                    *(slot_stride, bias_stride, num_columns),
+                    *(HEAD_DIM, BLOCK_SIZE, HEAD, TILE_KEYS),
+                    *(False, HAS_WINDOW, HAS_CAP, HAS_BIAS, IS_BY_DISTANCE),
                 )
-                v_tile = tl.load(
-                    values + (block * v_block_stride + slot * v_slot_stride)[:, None] + dim[None, :],
-                    mask=is_key[:, None] & is_dim[None, :],
-                    other=0.0,
-                )
-                scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale
-                if HAS_CAP:
-                    scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
-                if HAS_BIAS:
-                    column = key[None, :] + tl.zeros_like(row)[:, None]
-                    if IS_BY_DISTANCE:
-                        column += num_columns - 1 - row_position[:, None]
-                    is_column = is_row[:, None] & is_key[None, :] & (column < num_columns)
-                    scores += tl.load(bias + head[:, None] * bias_stride + column, mask=is_column, other=0.0)
-                scores = _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW=HAS_WINDOW)
-                weights, shrink, total, largest = _soften(scores, total, largest)
-                mean = tl.dot(weights.to(v_tile.dtype), v_tile, mean * shrink[:, None], input_precision="ieee")
             mean = mean / total[:, None]
             if IS_PARTIAL:
                 place = (seq.to(tl.int64) * num_heads + head) * num_parts + part
-                tl.store(sums + place, largest + tl.log(total), mask=is_row)
+                tl.store(sums + place, largest + tl.log2(total), mask=is_row)
             else:
                 place = token * num_heads + head
             tl.store(
-                out + place[:, None] * head_dim + dim[None, :],
+                out + place[:, None] * HEAD_DIM + dim[None, :],
                 mean.to(out.dtype.element_ty),
-                mask=is_row[:, None] & is_dim[None, :],
+                mask=is_row[:, None] & (dim < HEAD_DIM)[None, :],
             )
+
+
+@triton.jit
+def _load_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """The blocks of the keys from `start` on."""
+    key = start + tl.arange(0, TILE_KEYS)
+    return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+
+
+@triton.jit
+def _take_tile(
+    q_tile,
+    keys,
+    values,
+    bias,
+    block,
+    start,
+    end,
+    row_position,
+    head,
+    is_row,
+    window,
+    factor,
+    soft_cap,
+    total,
+    largest,
+    mean,
+    slot_stride,
+    bias_stride,
+    num_columns,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_BY_DISTANCE: tl.constexpr,
+):
+    """One tile of keys and values: the sum of exponentials, the largest score and the mean, with it. IS_WHOLE: all rows
+    see all of it.
+    """
+    key = start + tl.arange(0, TILE_KEYS)
+    dim = tl.arange(0, HEAD)
+    is_key = key < end
+    place = (block * BLOCK_SIZE + key % BLOCK_SIZE).to(tl.int64)[:, None] * slot_stride + dim[None, :]
+    if not IS_WHOLE:
+        mask = is_key[:, None] & (dim < HEAD_DIM)[None, :]
+        k_tile = tl.load(keys + place, mask=mask, other=0.0)
+        v_tile = tl.load(values + place, mask=mask, other=0.0)
+    elif HEAD == HEAD_DIM:
+        k_tile = tl.load(keys + place)
+        v_tile = tl.load(values + place)
+    else:
+        k_tile = tl.load(keys + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        v_tile = tl.load(values + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    if HAS_CAP or HAS_BIAS:
+        scores *= factor
+        if HAS_CAP:
+            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
+        if HAS_BIAS:
+            column = key[None, :] + tl.zeros_like(row_position)[:, None]
+            if IS_BY_DISTANCE:
+                column += num_columns - 1 - row_position[:, None]
+            is_column = is_row[:, None] & is_key[None, :] & (column < num_columns)
+            scores += tl.load(bias + head[:, None] * bias_stride + column, mask=is_column, other=0.0)
+        factor = LOG2_E
+    if not IS_WHOLE:
+        scores = _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW=HAS_WINDOW)
+    weights, shrink, total, largest = _soften(scores, factor, total, largest)
+    mean = tl.dot(weights.to(v_tile.dtype), v_tile, mean * shrink[:, None], input_precision="ieee")
+    return total, largest, mean
 
 
 @triton.jit
@@ -359,12 +460,15 @@ def _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW: tl.const
 
 
 @triton.jit
-def _soften(scores, total, largest):
-    """A tile's exponentials, what earlier ones shrink by, their sum with it, and the largest score: softmax so far."""
-    new_largest = tl.maximum(largest, tl.max(scores, 1))
+def _soften(scores, factor, total, largest):
+    """A tile's exponentials, what earlier ones shrink by, their sum with it, and the largest score: softmax so far.
+
+    Scores times `factor` are powers of two, and so is `largest`.
+    """
+    new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
     finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row may have seen no key yet
-    weights = tl.exp(scores - finite[:, None])
-    shrink = tl.exp(largest - finite)
+    weights = tl.exp2(scores * factor - finite[:, None])
+    shrink = tl.exp2(largest - finite)
     return weights, shrink, total * shrink + tl.sum(weights, 1), new_largest
 
 
@@ -417,8 +521,8 @@ def _merge(
         is_part = part < num_used
         log_sum = tl.load(sums + row * num_parts + part, mask=is_part, other=float("-inf"))
         new_largest = tl.maximum(largest, tl.max(log_sum, 0))
-        weights = tl.exp(log_sum - new_largest)
-        shrink = tl.exp(largest - new_largest)
+        weights = tl.exp2(log_sum - new_largest)
+        shrink = tl.exp2(largest - new_largest)
         tile = tl.load(
             parts + (row * num_parts + part)[:, None] * head_dim + dim[None, :],
             mask=is_part[:, None] & is_dim[None, :],

@@ -1,4 +1,4 @@
-"""Attention is timed on a GPU as a recorded step. Not yet run."""
+"""Attention is timed on a GPU as a recorded step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The operations between matrix products on a GPU mean what the reference means. Not yet run."""
+"""The operations between matrix products on a GPU mean what the reference means."""
 
 import pytest
 import torch

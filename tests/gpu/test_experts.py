@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 NUM_EXPERTS, NUM_CHOSEN = 8, 3
 # float32 may be summed in tensor cores of fewer bits; the others are rounded twice
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

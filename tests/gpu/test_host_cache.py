@@ -1,4 +1,4 @@
-"""Blocks come back from pinned memory bit for bit while the model's stream goes on writing. Not yet run."""
+"""Blocks come back from pinned memory bit for bit while the model's stream goes on writing."""
 
 import pytest
 import torch

