@@ -100,6 +100,7 @@ def test_the_profile_sees_the_longest_context_and_the_most_partitions(
 ) -> None:
     """What attention keeps for a moment grows with both."""
     monkeypatch.setattr("parallel.kernels.cuda_buckets.MAX_PARTITIONS", max_partitions)
+    monkeypatch.setattr("parallel.kernels.cuda_buckets.MAX_PARTITION_SIZE", 512)
     seen: list[tuple[int, int, int]] = []
 
     def note(self: RecordingKernels, q: Tensor, cache: LayerCache, meta: AttentionMeta, _: AttentionParams) -> Tensor:
