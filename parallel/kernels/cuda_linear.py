@@ -10,10 +10,8 @@ from torch import Tensor
 from parallel.kernels.int8_linear import Int8Linear
 from parallel.kernels.reference import ReferenceLinear
 from parallel.kernels.triton_int8_linear import multiply_int8, quantize_rows, scale_sums
-from parallel.kernels.triton_linear import MOST_ROWS, multiply_row, multiply_row_gated, multiply_rows
+from parallel.kernels.triton_linear import multiply_row, multiply_row_gated
 
-_MOST_FEW_ROWS_BYTES = 128 << 20
-"""Bytes of the largest matrix whose product with few rows is ours: torch's has a larger one as fast as it is read."""
 _MOST_INT8_ROWS = 64
 """Most rows of a product in 8 bits that is ours. More are for torch's, which takes multiples of 8."""
 
@@ -26,26 +24,21 @@ class CudaLinear(ReferenceLinear):
         silu_mul: as `Kernels.silu_mul`.
     """
 
-    __slots__ = ("_is_small", "_silu_mul")
+    __slots__ = ("_silu_mul",)
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> None:
         super().__init__(weight_OI, bias_O)
         self._silu_mul = silu_mul
-        self._is_small = weight_OI.element_size() == 2 and weight_OI.nbytes <= _MOST_FEW_ROWS_BYTES
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, out], dtype of x, bias added."""
-        if len(x_TI) == 1:
-            return multiply_row(x_TI, self._weight_OI, self._bias_O)
-        if len(x_TI) <= MOST_ROWS and self._is_small:
-            return multiply_rows(x_TI, self._weight_OI, self._bias_O)
-        return super().__call__(x_TI)
+        return multiply_row(x_TI, self._weight_OI, self._bias_O) if len(x_TI) == 1 else super().__call__(x_TI)
 
     def gated(self, x_TI: Tensor) -> Tensor:
         """See `GatedLinear`."""
         if len(x_TI) == 1:
             return multiply_row_gated(x_TI, self._weight_OI, self._bias_O)
-        return self._silu_mul(self(x_TI))
+        return self._silu_mul(super().__call__(x_TI))
 
 
 class CudaInt8Linear(Int8Linear):

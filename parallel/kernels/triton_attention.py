@@ -33,6 +33,8 @@ _TILE_BYTES = 16384
 """Bytes of one tile of keys, in shared memory: there are two tiles (keys and values), each several times."""
 _LARGE_SHARED_BYTES = 160 << 10
 """Shared memory of a program on GPUs of data centers since Ampere. Others since then have 99 KB."""
+_MANY_PROGRAMS = 256
+"""So many programs of a decode keep a GPU's memory busy though each has little under way."""
 _MOST_PROGRAMS = 8192
 """Most programs of a decode: where there are more partitions each program has several. A recorded step has partitions
 for the longest context of its bucket; a program that finds none takes about 0.7 us of one of 400 places (computed for
@@ -56,13 +58,21 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(
-    head_dim: int, num_group: int, element_size: int, *, partition: int, has_bias: bool, shared_bytes: int
+    head_dim: int,
+    num_group: int,
+    element_size: int,
+    *,
+    partition: int,
+    num_programs: int,
+    has_bias: bool,
+    shared_bytes: int,
 ) -> Tiles:
     """Choose tiles for heads of this size, of which `num_group` share keys and values of `element_size` bytes.
 
     Args:
         head_dim, num_group, element_size: as said.
         partition: keys of a partition; 0: a prefill.
+        num_programs: sequences of a decode, times key-value heads.
         has_bias: biases of a tile lie in shared memory too.
         shared_bytes: shared memory that a program can have.
     """
@@ -74,10 +84,13 @@ def choose_tiles(
         rows, num_warps, num_stages = (128, 8, 3) if has_room else (64, 4, 2)
     elif is_prefill:
         rows, num_warps, num_stages = 32, 4, 2
-    else:
+    elif has_bias or group > 2 * _MIN_SIZE:
         rows, num_warps, num_stages = _MIN_SIZE, 4, 2
-        if group <= 2 * _MIN_SIZE and not has_bias:
-            num_stages = 4 if has_room and partition > MIN_CONTEXT_BUCKET else 3
+    elif partition <= MIN_CONTEXT_BUCKET and num_programs >= _MANY_PROGRAMS:
+        num_keys = max(_MIN_SIZE, num_keys // 2)
+        rows, num_warps, num_stages = _MIN_SIZE, 2, 3
+    else:
+        rows, num_warps, num_stages = _MIN_SIZE, 4, 4 if has_room and partition > MIN_CONTEXT_BUCKET else 3
     rows = max(rows, group)
     return Tiles(head, group, rows // group, num_keys, num_warps, num_stages)
 
@@ -96,7 +109,7 @@ def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: Atten
     num_seqs, (num_heads, head_dim), num_kv_heads = meta.num_decodes, q_TNH.shape[1:], cache.k_BPKH.shape[2]
     size = partition_size(num_seqs, num_kv_heads, meta.max_context_len)
     num_parts = num_partitions(meta.max_context_len, params.sliding_window, size)
-    tiles = _tiles(q_TNH, cache, params, partition=size)
+    tiles = _tiles(q_TNH, cache, params, partition=size, num_programs=num_seqs * num_kv_heads)
     grid = num_seqs, num_kv_heads, min(num_parts, max(1, _MOST_PROGRAMS // (num_seqs * num_kv_heads)))
     if num_parts == 1:
         _launch(grid, tiles, q_TNH, cache, meta, params, out_TNH, size=size)
@@ -122,20 +135,21 @@ def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: Atten
 
 
 def _prefill(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams, out_TNH: Tensor) -> None:
-    tiles = _tiles(q_TNH, cache, params, partition=0)
+    tiles = _tiles(q_TNH, cache, params, partition=0, num_programs=0)
     # each sequence has at most one tile more than its share of the tokens
     num_seqs = len(meta.context_lens) - meta.num_decodes
     num_tiles = (len(q_TNH) - meta.num_decodes) // tiles.num_queries + num_seqs
     _launch((num_tiles, cache.k_BPKH.shape[2], 1), tiles, q_TNH, cache, meta, params, out_TNH, size=0)
 
 
-def _tiles(q_TNH: Tensor, cache: LayerCache, params: AttentionParams, *, partition: int) -> Tiles:
+def _tiles(q_TNH: Tensor, cache: LayerCache, params: AttentionParams, *, partition: int, num_programs: int) -> Tiles:
     num_heads, head_dim = q_TNH.shape[1:]
     return choose_tiles(
         head_dim,
         num_heads // cache.k_BPKH.shape[2],
         q_TNH.element_size(),
         partition=partition,
+        num_programs=num_programs,
         has_bias=params.key_bias_NP is not None,
         shared_bytes=_shared_bytes(q_TNH.device),
     )

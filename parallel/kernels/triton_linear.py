@@ -1,8 +1,7 @@
-"""Products of one row, and of few rows, with a matrix in Triton, which are bound by reading the matrix.
+"""The product of one row with a matrix in Triton, which is bound by reading the matrix.
 
-Each program has some outputs. That of one row asks for the first piece of their weights before it waits for the kernel
-that computes its input (triton_launch.py): weights flow while that one runs. Sums are float32. Shape letters as in
-base.py.
+Each program has some outputs, and asks for the first piece of their weights before it waits for the kernel that
+computes its input (triton_launch.py): weights flow while that one runs. Sums are float32. Shape letters as in base.py.
 """
 
 from typing import NamedTuple
@@ -12,10 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel.kernels.triton_launch import launch_options, wait_for_input
-
-MOST_ROWS = 16
-"""Most rows of `multiply_rows`: one side of a product in tensor cores."""
-_ROWS_TILE_OUT, _ROWS_TILE_IN = 32, 256
 
 
 def multiply_row(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -49,30 +44,6 @@ def _launch(x_1I: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, is_gated:
         **launch_options(x_1I.device),
     )
     return out_1O
-
-
-def multiply_rows(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """[T, in] -> [T, out] for up to MOST_ROWS: x W^T + b; rows of the weight are dense."""
-    num_rows, (num_out, num_in) = len(x_TI), weight_OI.shape
-    out_TO = x_TI.new_empty(num_rows, num_out)
-    _multiply_rows[triton.cdiv(num_out, _ROWS_TILE_OUT),](
-        x_TI,
-        weight_OI,
-        weight_OI if bias_O is None else bias_O,
-        out_TO,
-        num_rows,
-        num_out,
-        x_TI.stride(0),
-        NUM_IN=num_in,
-        ROWS=MOST_ROWS,
-        TILE_OUT=_ROWS_TILE_OUT,
-        TILE_IN=min(_ROWS_TILE_IN, max(16, triton.next_power_of_2(num_in))),
-        HAS_BIAS=bias_O is not None,
-        num_warps=4,
-        num_stages=4,
-        **launch_options(x_TI.device),
-    )
-    return out_TO
 
 
 class Tiles(NamedTuple):
@@ -156,39 +127,3 @@ def _times_x(x, piece, start, NUM_IN: tl.constexpr, TILE_IN: tl.constexpr):
     column = start + tl.arange(0, TILE_IN)
     values = tl.load(x + column, mask=column < NUM_IN, other=0.0)
     return piece.to(tl.float32) * values.to(tl.float32)[None, :]
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_out"])
-def _multiply_rows(
-    x,  # [rows, in]
-    weight,  # [out, in]
-    bias,
-    out,  # [rows, out]
-    num_rows,
-    num_out,
-    x_stride,
-    NUM_IN: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE_OUT: tl.constexpr,
-    TILE_IN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-):
-    """A tile of the outputs of all rows."""
-    row = tl.arange(0, ROWS)
-    output = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
-    is_row, is_output = row < num_rows, output < num_out
-    rows = x + row * x_stride
-    weights = weight + output.to(tl.int64) * NUM_IN
-    wait_for_input(IS_EARLY)
-    total = tl.zeros((ROWS, TILE_OUT), tl.float32)
-    for start in range(0, NUM_IN, TILE_IN):
-        column = start + tl.arange(0, TILE_IN)
-        is_in = column < NUM_IN
-        x_tile = tl.load(rows[:, None] + column[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
-        w_tile = tl.load(weights[:, None] + column[None, :], mask=is_output[:, None] & is_in[None, :], other=0.0)
-        total = tl.dot(x_tile, tl.trans(w_tile), total, input_precision="ieee")
-    if HAS_BIAS:
-        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    place = out + row[:, None] * num_out + output[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])

@@ -85,6 +85,7 @@ def attention_cases() -> Iterator[AttentionCase]:
     long = ((1, 1300), (1, 1024), (1, 1025), (1, 3))
     sizes: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64}  # three query heads in a tile of four
     yield AttentionCase(name="partitions", spans=long, **sizes)
+    yield AttentionCase(name="no partitions", spans=((1, 512), (1, 300), (1, 5)), **sizes)
     yield AttentionCase(name="one head a group", spans=mixed, num_heads=3, num_kv_heads=3, head_dim=64)
     yield AttentionCase(name="one group", spans=mixed, num_heads=20, num_kv_heads=1, head_dim=64)
     yield AttentionCase(name="odd blocks", spans=mixed, **sizes, block_size=5)
