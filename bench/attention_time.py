@@ -1,7 +1,7 @@
 """How long attention takes in a step that decodes one sequence, by the length of its context.
 
 Every layer has a cache of its own, so that none finds its keys in a cache of the device because it just read them. On a
-GPU the step is recorded as a CUDA graph, as the engine does: the host has no part in the time. Not yet run there.
+GPU the step is recorded as a CUDA graph, as the engine does: the host has no part in the time.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ python -m bench.linear_time [--model llama3-8b] [--device auto] [--rows 1,4,16,6
 
 For each matrix of a layer, gate and up with SiLU-mul: the kernels' products, those of plain torch, and the same in 8
 bits. So many copies of a matrix are multiplied one after the other that no cache holds them. On a GPU they are recorded
-as a CUDA graph, as the engine does: the host has no part in the time. Not yet run there.
+as a CUDA graph, as the engine does: the host has no part in the time.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The host tier of a rank's cache on CUDA: pinned slots, copies beside the model on a stream of their own.
 
-Not yet run on a GPU; on a CPU with streams that take notes, and with ones that run as late, or as early, as they may.
-Array letters as in host_cache.py.
+Tested on a CPU with streams that take notes, and with ones that run as late, or as early, as they may. Array letters as
+in host_cache.py.
 
     model's stream   gather ──> layers              scatter ──> layers
                        │                               ▲

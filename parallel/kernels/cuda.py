@@ -1,6 +1,7 @@
 """The operations of the model on CUDA: FlashAttention or FlashInfer if installed, Triton kernels, else the reference's.
 
-Checked on a CPU by Triton's interpreter and its compiler; not yet run on a GPU (tests/gpu).
+Run on an H200 (docs/experiments/gpu-kernels.md) without the libraries; elsewhere Triton's interpreter and its compiler
+check the kernels.
 """
 
 import importlib

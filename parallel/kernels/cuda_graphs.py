@@ -11,8 +11,8 @@ launched by all: they meet the same buckets in the same order, for a step's buck
 crosses stages, the embedding and the head stay outside. A rank that fails to record ends its group: the others have
 recorded, and wait for its launch.
 
-Which step has which bucket is said in cuda_buckets.py. The recording itself was never run on a GPU; buckets, padding,
-collectives and the following of caches are tested with recordings that call the layers, or their operations, again.
+Which step has which bucket is said in cuda_buckets.py. Without a GPU buckets, padding, collectives and the following of
+caches are tested with recordings that call the layers, or their operations, again.
 """
 
 import gc

@@ -30,7 +30,7 @@ def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Linear:
-    """Implements `PackedLinear` on any device; on CUDA by torch's integer product, not yet run there."""
+    """Implements `PackedLinear` on any device; on CUDA by torch's integer product."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._weight_OI, scales_O1 = quantize_rows(weight_OI)

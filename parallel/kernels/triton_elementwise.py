@@ -1,6 +1,6 @@
 """The operations between the matrix products in Triton, one launch each: norm, rotation, cache write, SiLU-mul.
 
-Checked by Triton's interpreter on a CPU; not yet run on a GPU, and not tuned for one. Arithmetic is float32. Shape
+Arithmetic is float32. Shape
 letters as in base.py. Each mirrors the operation of `Kernels` of its name.
 """
 

@@ -1,6 +1,6 @@
 """A grouped matrix product in Triton, for GPUs and dtypes for which torch has none that stays on the device.
 
-Checked by Triton's interpreter on a CPU; not yet run on a GPU, and not tuned for one.
+Not tuned on one.
 
 A program makes one tile of the result. Tiles never span two experts: expert x has ceil(rows / tile rows) of them, so
 that there are at most ceil(R / tile rows) + X, whatever was chosen; those past the last end at once.

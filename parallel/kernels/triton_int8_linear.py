@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits in Triton, to the bit what int8_linear.py says. Not yet run on a GPU, and not tuned for one.
+"""Linear layers in 8 bits in Triton, to the bit what int8_linear.py says. Not tuned.
 
 Rows are quantized by one launch and multiplied by another, which scales its sums before it writes them. Shape letters
 as in base.py.

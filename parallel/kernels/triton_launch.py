@@ -2,8 +2,7 @@
 
 Programmatic dependent launch (CUDA C++ Programming Guide), recorded in graphs too: a kernel is made ready, and asks for
 what nobody writes (weights), as soon as all programs of the kernel before it are under way. It waits for that one's
-results with `wait_for_input`, which every program calls before it touches what others write or read. Not yet run on a
-GPU.
+results with `wait_for_input`, which every program calls before it touches what others write or read.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """The choice of tokens in Triton: two launches where tokens are drawn or not, five more where rows keep some of them.
 
-Checked by Triton's interpreter on a CPU; not yet run on a GPU, and not tuned for one. Means what sampling.py means.
+Not tuned. Means what sampling.py means.
 
 The largest logit of a row has distance 0, and any other one (largest - logit) / temperature: top-k, top-p and min-p say
 up to which distance tokens are kept. Bits of distances are in the order of the distances, so that a search for the last
