@@ -48,7 +48,8 @@ def load_model(setup: Setup, *, attention: str) -> Any:
     torch.set_num_threads(setup.num_threads)
     dtype = getattr(torch, setup.dtype)
     auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_pretrained(setup.model, dtype=dtype, attn_implementation=attention).eval().to(setup.device)
+    options = {"dtype": dtype, "attn_implementation": attention, "device_map": setup.device}
+    model = auto.from_pretrained(setup.model, **options).eval()
     model.generation_config.eos_token_id = None  # `generate` takes from it what its caller leaves open
     return model
 
