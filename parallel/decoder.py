@@ -141,8 +141,8 @@ class Decoder:
             metas: where the tokens belong in each of the caches.
 
         Returns:
-            [T, E], the same on all ranks of the stage: normed, for `logits`, on the last stage; elsewhere what the next
-            stage takes.
+            [T, E], the same on all ranks of the stage: normed, for `logits`, on the last stage, and good until the next
+            call; elsewhere what the next stage takes.
 
         Raises:
             CollectiveError: a rank of the stage is gone.
@@ -285,7 +285,7 @@ class Decoder:
         return parts
 
     def _result(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        return x_TE.add_(residual_TE) if self._final_norm is None else x_TE
+        return x_TE + residual_TE if self._final_norm is None else x_TE
 
     def _run_layers(
         self, x_TE: Tensor, angles: Sequence[Angles], caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]

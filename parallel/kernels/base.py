@@ -275,7 +275,7 @@ class RunLayers(Protocol):
         metas: Sequence[AttentionMeta],
     ) -> tuple[Tensor, Tensor]:
         """(what was added last, residual stream before it), [T, E] each; on the last stage the norm of their sum comes
-        first. x may be overwritten.
+        first. x may be overwritten, and the result by the next call.
 
         Args:
             x_TE: what goes in.

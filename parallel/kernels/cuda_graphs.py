@@ -106,7 +106,7 @@ class GraphedLayers:
         recording.replay()
         self._counts.update(collectives)
         added_TE, residual_TE = recording.result
-        return added_TE[:num_tokens].clone(), residual_TE[:num_tokens].clone()  # the next step may overwrite them
+        return added_TE[:num_tokens], residual_TE[:num_tokens]
 
     @property
     def num_recorded(self) -> int:

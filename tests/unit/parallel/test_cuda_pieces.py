@@ -18,7 +18,7 @@ from parallel.kernels.cuda_graphs import GraphedLayers, Recordable, Recording
 from parallel.kernels.cuda_pieces import CutAttention
 from parallel.kernels.inductor import InductorKernels
 from parallel.kernels.reference import ReferenceKernels
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 
 CPU = torch.device("cpu")
 P, NUM_BLOCKS = 16, 60
@@ -34,11 +34,9 @@ STEPS = [
 """(query, context) of the sequences of each step."""
 
 
-def load(name: str, kernels: Any, *, int8_linears: bool = False) -> Decoder:
-    folder = tiny_model(name)
-    return load_decoder(
-        folder, mesh=Mesh.single(), device=CPU, dtype=torch.float32, kernels=kernels, int8_linears=int8_linears
-    )
+def load(name: str, kernels: Any, *, mesh: Mesh | None = None, int8_linears: bool = False) -> Decoder:
+    folder, mesh = tiny_model(name), mesh or Mesh.single()
+    return load_decoder(folder, mesh=mesh, device=CPU, dtype=torch.float32, kernels=kernels, int8_linears=int8_linears)
 
 
 def new_caches(decoder: Decoder) -> list[LayerCache]:
@@ -50,7 +48,7 @@ def group_metas(decoder: Decoder, spans: list[tuple[int, int]]) -> list[Attentio
     """One for each layer; groups of layers have block tables of their own."""
     groups = decoder.layer_groups.group_of_layer
     metas = [make_meta(spans, block_size=P, num_blocks=NUM_BLOCKS, seed=seed) for seed in range(max(groups) + 1)]
-    return [metas[group] for group in groups]
+    return [metas[groups[index]] for index in decoder.layer_indices]
 
 
 @torch.inference_mode()
@@ -89,6 +87,17 @@ def test_rows_in_8_bits_do_not_see_what_fills_up_a_step() -> None:
 
 def test_decode_steps_are_in_pieces_where_attention_cannot_be_recorded() -> None:
     check(load("llama-bias", TapedKernels(max_num_seqs=8)), load("llama-bias", ReferenceKernels()))
+
+
+def test_what_a_stage_sends_outlives_its_next_step() -> None:
+    """It may still be on its way then."""
+    stage = load("llama-bias", TapedKernels(), mesh=Mesh(tp=Axis(), pp=Axis(size=2)))
+    caches, positions = new_caches(stage), torch.arange(9)
+    with torch.inference_mode():
+        first = stage(positions, positions, caches, group_metas(stage, [(9, 9)]))
+        kept = first.clone()
+        stage(positions + 1, positions, caches, group_metas(stage, [(9, 9)]))
+    assert torch.equal(first, kept)
 
 
 def test_compiled_layers_are_cut_at_the_same_places(tmp_path: Path) -> None:

@@ -310,7 +310,8 @@ def test_a_decoder_records_its_steps_and_keeps_nothing_on_the_host(name: str) ->
             metas = [make_meta(spans, block_size=16, num_blocks=60, seed=seed) for seed in range(max(groups) + 1)]
             there = [to_device(meta, device) for meta in metas]
             positions = torch.cat([torch.arange(context - query, context) for query, context in spans]).to(device)
-            results.append(decoder(positions * 7 % 100, positions, caches, [there[group] for group in groups]))
+            hidden = decoder(positions * 7 % 100, positions, caches, [there[group] for group in groups])
+            results.append(hidden.clone())
         if device == DEVICE:
             assert decoder.num_recorded == 1, "one of up to 16 tokens, in pieces"
         return [result.cpu() for result in results]
