@@ -204,6 +204,11 @@ class Decoder:
         """Sizes of steps that the layers have recorded as graphs of the device; 0 where they do not record."""
         return self._run.num_recorded if isinstance(self._run, RecordedLayers) else 0
 
+    @property
+    def records_whole_steps(self) -> bool:
+        """Whether the layers record steps that decode as one graph, as far as is known; the same on all ranks."""
+        return isinstance(self._run, RecordedLayers) and self._run.records_whole_steps
+
     def drop_recordings(self) -> None:
         """Let go of what `Kernels.compile_layers` has recorded; from now on every operation is called."""
         self._run, self._started = self._run_layers, None

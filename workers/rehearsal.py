@@ -107,14 +107,16 @@ class Rehearsal:
             self._run_size(step)
             if number == len(steps) or steps[number].max_context_len != step.max_context_len:
                 took_s = time.perf_counter() - start_s
-                logger.info("%d of %d sizes of steps were run ahead in %.1f s", number, len(steps), took_s)
+                logger.info("%d of %d sizes of steps are ready after %.1f s", number, len(steps), took_s)
         if num_recorded := self._decoder.num_recorded:
             self._stats.num_recorded_steps = num_recorded
             self._stats.recording_s = time.perf_counter() - start_s
 
     def _run_size(self, step: StepBucket) -> None:
+        """Run a step of this size. Not of those that would be recorded whole, where one was refused."""
         if not step.is_in_pieces:
-            self._run_decodes(step)
+            if self._decoder.records_whole_steps:
+                self._run_decodes(step)
             return
         num_whole, rest = divmod(step.num_tokens, self._decoder.description.max_context)
         self._run_prompts([*[rest] * (rest > 0), *[self._decoder.description.max_context] * num_whole])

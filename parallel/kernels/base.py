@@ -292,6 +292,10 @@ class RecordedLayers(RunLayers, Protocol):
     def num_recorded(self) -> int:
         """Number of sizes of steps that are recorded now."""
 
+    @property
+    def records_whole_steps(self) -> bool:
+        """Whether steps that decode can be recorded whole, as far as is known; the same on all ranks of a group."""
+
 
 class Lookup(NamedTuple):
     """Rows of a table that are still to be looked up."""

@@ -113,6 +113,11 @@ class GraphedLayers:
         """See `RecordedLayers`."""
         return len(self._graphs)
 
+    @property
+    def records_whole_steps(self) -> bool:
+        """See `RecordedLayers`; false from the first that was refused on."""
+        return not self._is_refused
+
     def _choose(self, num_tokens: int, meta: AttentionMeta) -> StepBucket | None:
         """None: the step is not recorded."""
         if num_tokens <= self._max_num_seqs and not self._is_refused:

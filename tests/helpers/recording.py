@@ -91,8 +91,8 @@ class RecordingKernels(ReferenceKernels):
         )
 
     def _record(self, run: Callable[[], Result], memory: object) -> Recording:
-        self._device.free_bytes -= 1000 if memory else 50_000
         result = run()
+        self._device.free_bytes -= 1000 if memory else 50_000
         if len(self.recorded) == self._fails_at:
             raise GraphCaptureError("out of memory")
         self.recorded.append(self._step)

@@ -15,6 +15,7 @@ from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
 from parallel.random_model import write_random_model
 from workers import model_runner
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
+from workers.rehearsal import Rehearsal
 from workers.request import SamplingParams
 
 PIECES = [StepBucket(size, 0) for size in (64, 32, 16)]
@@ -86,12 +87,16 @@ def test_memory_of_all_graphs_is_estimated_from_the_two_largest_of_each_kind(mod
     assert len(kernels.recorded) == 4 + 3 + 8, "those of the small cache are of no use to the real one"
 
 
-def test_steps_that_could_not_be_recorded_are_not_counted(model: Path) -> None:
+def test_steps_that_could_not_be_recorded_are_not_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that is planned on the host cannot be recorded in whole steps."""
-    runner, kernels, stats = make_runner(model, max_num_seqs=5)
+    runner, kernels, stats = make_runner(model, max_num_seqs=24)  # in other pieces than the 16 that are next
     kernels.is_planned_on_host = True
+    assert runner._rehearsal().measure_graph_bytes() == 50_000 + 2 * 1000
+    sizes: list[int] = []
+    monkeypatch.setattr(Rehearsal, "_run_decodes", lambda _, step: sizes.append(step.num_tokens))
     runner.allocate(200)
     assert stats.num_recorded_steps == len(PIECES)
+    assert sizes == [], "the first has shown that"
 
 
 @pytest.mark.parametrize(("max_partitions", "contexts"), [(5, [512, MAX_CONTEXT]), (16384, [MAX_CONTEXT])])
