@@ -1,6 +1,7 @@
 """Attention over the paged cache in Triton: split-KV decode, and prefill of chunks, as one kernel and a merge.
 
-Tuned on an H200 (docs/experiments/gpu-kernels.md). Shape letters as in base.py; keys and values lie alike.
+Tuned on an H200 (docs/experiments/gpu-kernels.md). Shape letters as in base.py; keys and values lie alike,
+and block after block.
 
 A program makes one tile of rows: the queries of TILE_Q neighbouring tokens of one sequence, for all G query heads that
 share a key-value head, so that each key is read once for all of them (row = token * GROUP + head):
@@ -40,7 +41,7 @@ _MOST_PROGRAMS = 8192
 for the longest context of its bucket; a program that finds none takes about 0.7 us of one of 400 places (computed for
 an H100)."""
 _MIN_SIZE = 16  # of each side of a product in tensor cores
-LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Tiles(NamedTuple):
@@ -299,7 +300,7 @@ def _attend(
         values += kv_head * kv_head_stride
         factor = scale
         if not HAS_CAP and not HAS_BIAS:
-            factor = scale * LOG2_E
+            factor = scale * _LOG2_E
         wait_for_input(IS_EARLY)
         q_tile = tl.load(
             q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
@@ -317,7 +318,7 @@ def _attend(
             total = tl.zeros((TILE_Q * GROUP,), tl.float32)
             if HAS_SINKS:  # noqa: SIM102  # known when it is compiled, the other not
                 if part == 0:
-                    largest = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
+                    largest = tl.load(sinks + head, mask=is_row, other=0.0) * _LOG2_E
                     total = tl.full((TILE_Q * GROUP,), 1.0, tl.float32)
             mean = tl.zeros((TILE_Q * GROUP, HEAD), tl.float32)
             # blocks are known a tile ahead, so that keys are asked for without waiting for them
@@ -424,7 +425,7 @@ def _take_tile(
                 column += num_columns - 1 - row_position[:, None]
             is_column = is_row[:, None] & is_key[None, :] & (column < num_columns)
             scores += tl.load(bias + head[:, None] * bias_stride + column, mask=is_column, other=0.0)
-        factor = LOG2_E
+        factor = _LOG2_E
     if not IS_WHOLE:
         scores = _hide_unseen(scores, key, is_key, row_position, window, HAS_WINDOW=HAS_WINDOW)
     weights, shrink, total, largest = _soften(scores, factor, total, largest)
