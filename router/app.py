@@ -228,7 +228,7 @@ async def _serving(
             yield
         finally:  # also when a task failed
             showing.cancel()
-            await grpc.set_ready(False)
+            grpc.set_ready(False)
             left_s = grace_s()
             if http is not None:
                 http.stop(left_s)
@@ -252,7 +252,7 @@ async def _wait_ready(parts: _Parts, limit_s: float) -> None:
 async def _show_readiness(parts: _Parts, grpc: GrpcListener) -> None:
     while True:
         parts.changed.clear()
-        await grpc.set_ready(parts.is_ready())
+        grpc.set_ready(parts.is_ready())
         await parts.changed.wait()
 
 

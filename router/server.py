@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, Self, TypeVar
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from weft.addresses import join_host_port
 from weft.v1 import inference_pb2 as pb
@@ -209,17 +209,41 @@ class _Streams:
             self._scopes.pop().reschedule(0)
 
 
-class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
-    """Watches end with the service."""
+class _Health(health_pb2_grpc.HealthServicer):
+    """Tells how the services are. Watches end with the service.
+
+    That of grpc_health writes under the lock that a change needs: one watcher that does not read would keep all others
+    from hearing of it, and the router from stopping.
+    """
 
     def __init__(self, streams: _Streams) -> None:
-        super().__init__()
         self._streams = streams
+        self._statuses = {"": health_pb2.HealthCheckResponse.SERVING}
+        self._changed = asyncio.Event()
+
+    def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        """Set the status of a service, and tell who watches it."""
+        self._statuses[service] = status
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: _Context) -> Any:  # noqa: N802
+        """See health.proto."""
+        if request.service not in self._statuses:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service is {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:  # noqa: N802
-        """See grpc_health."""
+        """See health.proto."""
+        told = None
         async with self._streams.open(context):
-            await super().Watch(request, context)
+            while True:
+                changed = self._changed
+                status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+                if status != told:
+                    told = status
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                await changed.wait()
 
 
 class _Reflection(reflection.aio.ReflectionServicer):
@@ -293,13 +317,13 @@ class GrpcListener:
 
     async def start(self) -> None:
         """Begin to serve; not ready yet."""
-        await self.set_ready(False)
+        self.set_ready(False)
         await self._server.start()
 
-    async def set_ready(self, is_ready: bool) -> None:
+    def set_ready(self, is_ready: bool) -> None:
         """Set what the readiness service answers."""
         status = health_pb2.HealthCheckResponse
-        await self._health.set(READINESS_SERVICE, status.SERVING if is_ready else status.NOT_SERVING)
+        self._health.set(READINESS_SERVICE, status.SERVING if is_ready else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give those in flight `grace_s` to end, then cancel them.

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
-from helpers.polling import poll
+from helpers.polling import GUARD_S, poll
 from helpers.router_harness import RunningRouter, prompt_ids, router_config, running_router, text_request
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
@@ -18,6 +18,8 @@ from router.errors import DeadlineError
 from router.server import _abort, _abort_unexpected
 
 NAN = float("nan")
+SMALLEST_WINDOW = (("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0))
+"""Of a client that takes 5 bytes, the head of a message, before it reads."""
 
 
 def tiny(**fields: object) -> pb.GenerateRequest:
@@ -227,12 +229,11 @@ async def test_failed_request_says_why_and_others_go_on() -> None:
 
 
 async def test_client_that_does_not_read_is_given_up_and_one_that_waits_is_not() -> None:
-    window = (("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0))  # bytes that it takes before it reads
     async with FakeReplica("a", paused=True) as a:
         config = router_config(a.address, metrics_port=0, clients=ClientConfig(write_timeout_s=0.2))
         async with (
             running_router(config) as router,
-            grpc.aio.insecure_channel(router.addresses.grpc, window) as channel,
+            grpc.aio.insecure_channel(router.addresses.grpc, SMALLEST_WINDOW) as channel,
         ):
             await router.wait_ready(1)
             waiting = asyncio.create_task(router.generate(text_request("waits")))
@@ -277,6 +278,19 @@ async def test_liveness_always_serves_and_readiness_follows_the_replicas() -> No
         await a.die()
         await poll(lambda: check_health(router, "weft.v1.Inference"), not_serving)
         assert await check_health(router, "") == serving
+
+
+async def test_watcher_that_does_not_read_keeps_nobody_from_hearing_that_readiness_changed() -> None:
+    request = health_pb2.HealthCheckRequest(service="weft.v1.Inference")
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await poll(router.is_ready, True)
+        async with grpc.aio.insecure_channel(router.addresses.grpc, SMALLEST_WINDOW) as channel:
+            stalled = health_pb2_grpc.HealthStub(channel).Watch(request)  # type: ignore[no-untyped-call]
+            await stalled.initial_metadata()  # comes with the answer
+            watching = health_pb2_grpc.HealthStub(router.channel).Watch(request, timeout=GUARD_S)  # type: ignore[no-untyped-call]
+            assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+            await a.die()
+            assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_reflection_lists_the_services() -> None:
