@@ -7,10 +7,11 @@ Both are read from the controller's state when somebody asks, on the controller'
 """
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -134,6 +135,11 @@ class _PageServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, pages: _Pages) -> None:
         self.address_family = family_of(host)
         super().__init__((host, port), _handler(pages))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a caller that has gone, as at the timeout of its scrape."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def _handler(pages: _Pages) -> type[BaseHTTPRequestHandler]:

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import socket
+import struct
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -9,7 +12,9 @@ from typing import cast
 
 import pytest
 from helpers.ipv6 import needs_ipv6
+from helpers.polling import until
 from prometheus_client.parser import text_string_to_metric_families
+from weft.addresses import split_host_port
 from weft.v1 import control_pb2
 
 from cluster.control_server import ControlState
@@ -153,6 +158,17 @@ async def test_who_asks_over_ipv4_is_told_ipv4_targets_also_where_both_are_liste
     finally:
         await listener.close()
     assert router["targets"] == [reached_at]
+
+
+async def test_who_goes_before_the_answer_is_no_error(
+    listener: ControllerListener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection(split_host_port(listener.address)) as gone:  # no answer while this loop does not run
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    await get(listener, "/metrics")  # behind it
+    await until(lambda: not any("process_request_thread" in thread.name for thread in threading.enumerate()))
+    assert capsys.readouterr().err == ""
 
 
 async def test_taken_port_is_told(listener: ControllerListener) -> None:
