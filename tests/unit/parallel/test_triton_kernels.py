@@ -119,8 +119,8 @@ def test_a_decoder_whose_steps_are_filled_up_is_right_when_interpreted() -> None
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from parallel.kernels import triton_attention, triton_elementwise, triton_grouped_linear, triton_sampling
-from parallel.kernels import triton_int8_linear, triton_linear
+from parallel.kernels import triton_attend, triton_attention, triton_elementwise, triton_grouped_linear
+from parallel.kernels import triton_int8_linear, triton_linear, triton_sampling
 
 capability = {capability}
 
@@ -148,7 +148,7 @@ def attend(is_prefill, head_dim, num_group, dtype, has_features=True, shared_byt
     features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "IS_BY_DISTANCE", "HAS_SINKS"), has_features)
     constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=not is_prefill)
     options = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    built = build(triton_attention._attend, pointers, constants, ("scale", "soft_cap"), **options)
+    built = build(triton_attend.attend, pointers, constants, ("scale", "soft_cap"), **options)
     assert built.metadata.shared <= shared_bytes
 
 
@@ -162,7 +162,7 @@ if capability >= 80:
     for of in ((False, 128, 4, "bf16"), (False, 256, 8, "fp32"), (True, 128, 4, "bf16"), (True, 256, 8, "bf16")):
         attend(*of, has_features=False, shared_bytes=163 << 10)
 build(
-    triton_attention._merge,
+    triton_attend.merge,
     dict(parts="*fp32", sums="*fp32", out="*bf16", context_lens="*i32"),
     dict(HEAD=128, TILE_PARTS=64, HAS_WINDOW=True),
     (),

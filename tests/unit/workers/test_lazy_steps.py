@@ -67,7 +67,7 @@ with tempfile.TemporaryDirectory() as scratch:
         outputs = run_overlapped(runner)
         assert cuda.num_waits - num_waits == len(outputs), "for the tokens of each, and for nothing else"
     check_outputs(outputs, expected)
-    layers = {"_rms_norm", "_rotate_and_write", "_attend", "_silu_mul", "_multiply_row"}
+    layers = {"_rms_norm", "_rotate_and_write", "attend", "_silu_mul", "_multiply_row"}
     assert kernels >= {*layers, "_edit", "_cut", "_gather", "_limit", "_find_largest"}, kernels
 """
 
