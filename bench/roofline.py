@@ -39,7 +39,6 @@ from workers.engine_builder import build_engine
 from workers.request import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-_NUM_PROMPTS = 8
 _DECODE_TARGETS = {1: 0.85, 256: 0.75}
 """Least share of what the device can, by number of sequences."""
 _PREFILL_TARGET = 0.6
@@ -107,18 +106,19 @@ def measure_decode(
     )
 
 
-def measure_prefill(engine: Engine, cost: ModelCost, ceiling: Ceiling, *, num_in: int) -> Phase:
+def measure_prefill(engine: Engine, cost: ModelCost, ceiling: Ceiling, *, num_prompts: int, num_in: int) -> Phase:
     """Compute some prompts, after a round to warm up; the result is for all of them."""
     for name in ("warm up", "timed"):
-        records = _run(engine, _NUM_PROMPTS, num_in, 1, name)
+        records = _run(engine, num_prompts, num_in, 1, name)
     usages = tuple(record.usage for record in records if record.usage is not None)
-    least_s = cost.flops(Work(step_tokens=(), requests=usages)) / ceiling.flops_per_s
+    work = Work(step_tokens=(num_prompts * num_in,), requests=usages)
+    memory_s, products_s = cost.bytes_read(work) / ceiling.read_bytes_per_s, cost.flops(work) / ceiling.flops_per_s
     return Phase(
-        name=f"prompts of {num_in} tokens",
+        name=f"{num_prompts} prompts of {num_in} tokens",
         measured_s=max(record.end_s for record in records) - min(record.sent_s for record in records),
-        least_s=least_s,
-        bound="products",
-        target=_PREFILL_TARGET,
+        least_s=max(memory_s, products_s),
+        bound="memory" if memory_s > products_s else "products",
+        target=_PREFILL_TARGET if products_s > memory_s else None,
     )
 
 
@@ -151,7 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             for num in options.batches
         ]
-        phases.append(measure_prefill(engine, cost, ceiling, num_in=options.prompt_tokens))
+        phases += [
+            measure_prefill(engine, cost, ceiling, num_prompts=num, num_in=options.prompt_tokens)
+            for num in options.prompts
+        ]
     finally:
         engine.close()
     _print(ceiling, phases, attention_s)
@@ -173,9 +176,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=_numbers, default=[1, 256], help="sequences that decode at once (1,256)")
     parser.add_argument("--input-tokens", type=int, default=128, help="tokens of their prompts (%(default)s)")
     parser.add_argument("--output-tokens", type=int, default=128, help="tokens that each generates (%(default)s)")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=2048, help=f"tokens of each of {_NUM_PROMPTS} prompts (%(default)s)"
-    )
+    parser.add_argument("--prompts", type=_numbers, default=[8], help="prompts at once (8)")
+    parser.add_argument("--prompt-tokens", type=int, default=2048, help="tokens of each of them (%(default)s)")
     parser.add_argument(
         "--contexts", type=_numbers, default=[4096, 65536], help="context lengths of attention (4096,65536)"
     )

@@ -209,6 +209,11 @@ class Decoder:
         """Whether the layers record steps that decode as one graph, as far as is known; the same on all ranks."""
         return isinstance(self._run, RecordedLayers) and self._run.records_whole_steps
 
+    @property
+    def records_chunks(self) -> bool:
+        """Whether they also record steps with chunks of prompts as one graph, as far as is known; as above."""
+        return isinstance(self._run, RecordedLayers) and self._run.records_chunks
+
     def drop_recordings(self) -> None:
         """Let go of what `Kernels.compile_layers` has recorded; from now on every operation is called."""
         self._run, self._started = self._run_layers, None

@@ -7,13 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from parallel.decoder import Decoder
 from parallel.device.base import Device
-from parallel.kernels.cuda_buckets import StepBucket, fullest_context, largest_pieces, largest_steps
+from parallel.kernels.cuda_buckets import StepBucket, fullest_context, largest_mixed, largest_pieces, largest_steps
 from workers.config import EngineConfig
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
@@ -69,7 +69,7 @@ class Rehearsal:
         with self._small_cache():
             for steps in self._steps_to_record():
                 free_bytes = [self._device.free_memory_bytes()]
-                for step in steps[:2]:
+                for step in filter(self._is_recorded, steps[:2]):
                     self._run_size(step)
                     free_bytes.append(self._device.free_memory_bytes())
                 taken = [max(0, before - after) for before, after in pairwise(free_bytes)]
@@ -82,51 +82,52 @@ class Rehearsal:
         On a CPU it is one; on CUDA one of each size of which the layers record a graph, and one for each way to sample.
         """
         if not self._device.works_by_itself:
-            self._run_prompts([1])
+            self._run_step([(0, 1)])
             return
         self._record_steps()
         for sampling in (_MOST_SAMPLING, SamplingParams(), SamplingParams(temperature=0.0)):
             self._run_step([(0, min(2, self._decoder.description.max_context))], sampling)
 
     def _steps_to_record(self) -> list[list[StepBucket]]:
-        """The sizes of steps that are recorded in pieces, and those that are recorded whole."""
+        """The sizes of steps that may be recorded: with chunks, whole or in pieces, and of decodes."""
         scheduler, max_context = self._config.scheduler, self._decoder.description.max_context
         max_num_seqs = min(self._config.max_cudagraph_capture_size, scheduler.max_num_seqs)
         if not max_num_seqs:
             return []
         max_num_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max_context)
         return [
+            largest_mixed(max_num_tokens=max_num_tokens, max_context=max_context),
             largest_pieces(max_num_tokens),
             largest_steps(max_num_seqs=max_num_seqs, max_context=max_context),
         ]
 
     def _record_steps(self) -> None:
         """Let the layers record each size of step, the largest first, whose memory the others then share."""
-        start_s, steps = time.perf_counter(), [*chain(*self._steps_to_record())]
-        for number, step in enumerate(steps, 1):
-            self._run_size(step)
-            if number == len(steps) or steps[number].max_context_len != step.max_context_len:
-                took_s = time.perf_counter() - start_s
-                logger.info("%d of %d sizes of steps are ready after %.1f s", number, len(steps), took_s)
+        start_s = time.perf_counter()
+        for steps in self._steps_to_record():
+            for step in filter(self._is_recorded, steps):
+                self._run_size(step)
+            took_s = time.perf_counter() - start_s
+            logger.info("%d sizes of steps are recorded after %.1f s", self._decoder.num_recorded, took_s)
         if num_recorded := self._decoder.num_recorded:
             self._stats.num_recorded_steps = num_recorded
             self._stats.recording_s = time.perf_counter() - start_s
 
+    def _is_recorded(self, step: StepBucket) -> bool:
+        """As far as is known: the first that is refused whole shows that all are, and is recorded in pieces."""
+        if step.is_in_pieces:
+            return not self._decoder.records_chunks
+        return self._decoder.records_chunks if step.num_chunks else self._decoder.records_whole_steps
+
     def _run_size(self, step: StepBucket) -> None:
-        """Run a step of this size. Not of those that would be recorded whole, where one was refused."""
-        if not step.is_in_pieces:
-            if self._decoder.records_whole_steps:
-                self._run_decodes(step)
+        """Run a step of this size in which one sequence has the longest context: that decides on the bucket."""
+        context = step.max_context_len or self._decoder.description.max_context
+        if not (step.num_chunks or step.is_in_pieces):
+            self._run_step([(context - 1, 1), *[(0, 1)] * (step.num_tokens - 1)])
             return
-        num_whole, rest = divmod(step.num_tokens, self._decoder.description.max_context)
-        self._run_prompts([*[rest] * (rest > 0), *[self._decoder.description.max_context] * num_whole])
-
-    def _run_prompts(self, lengths: Sequence[int]) -> None:
-        self._run_step([(0, length) for length in lengths])
-
-    def _run_decodes(self, step: StepBucket) -> None:
-        """Run a decode of a size in which one sequence has the longest context: that decides on the bucket."""
-        self._run_step([(step.max_context_len - 1, 1), *[(0, 1)] * (step.num_tokens - 1)])
+        num_whole, rest = divmod(step.num_tokens, context)  # of as few sequences as there can be
+        start = 0 if num_whole else context - rest
+        self._run_step([*[(start, rest)] * (rest > 0), *[(0, context)] * num_whole])
 
     def _run_step(self, shares: Sequence[tuple[int, int]], sampling: SamplingParams = _MOST_SAMPLING) -> None:
         """Run a step of new sequences that nobody has asked for, (start, tokens) of each, all in the first block."""

@@ -296,6 +296,10 @@ class RecordedLayers(RunLayers, Protocol):
     def records_whole_steps(self) -> bool:
         """Whether steps that decode can be recorded whole, as far as is known; the same on all ranks of a group."""
 
+    @property
+    def records_chunks(self) -> bool:
+        """Whether those with chunks of prompts can be too; else they are recorded in pieces."""
+
 
 class Lookup(NamedTuple):
     """Rows of a table that are still to be looked up."""

@@ -183,6 +183,7 @@ class CudaKernels(ReferenceKernels):
             attention=self._cut_attention,
             counts=axis.counts,
             max_num_seqs=self._max_graph_size,
+            records_chunks=self._library is None,
         )
 
 

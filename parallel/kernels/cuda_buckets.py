@@ -16,14 +16,16 @@ MAX_PARTITIONS = 16384
 """Most partitions of all sequences of a step: with 32 heads of 128, what waits to be merged takes 256 MiB."""
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Decoding sequences that graphs of whole steps are recorded for."""
-PIECE_BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
-"""Tokens of steps that are recorded in pieces: as far as a step may wait for its host.
+MIXED_BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+"""Tokens of other steps that are recorded, whole or in pieces: as far as a step may wait for its host.
 
 A layer of 8 B in bf16 reads 436 MB, 91 us at 4.8 TB/s, and computes 0.73 us a token at 600 TFLOP/s. Its host, if each
 of some ten operations takes it 10 us, needs 100 us: it is the slower up to about 140 tokens, and of a layer of a
 quarter of that (a model of 2 B, or four tensor-parallel ranks) up to 550. Products have tiles of 64 or 128 rows, so
 that filling up to a multiple of 64 costs little.
 """
+MAX_CHUNKS = 16
+"""Chunks of prompts that a recorded step has room for: each takes a program that ends at once where there is none."""
 MIN_CONTEXT_BUCKET = 512
 """The context of a graph is this times a power of four: what is past a sequence's own costs programs that end at once,
 and each further bucket a graph for every number of tokens."""
@@ -35,6 +37,8 @@ class StepBucket(NamedTuple):
     num_tokens: int
     max_context_len: int
     """0: any step of up to so many tokens, recorded in pieces, without its attention."""
+    num_chunks: int = 0
+    """Besides up to so many chunks of prompts, of as many tokens in all."""
 
     @property
     def is_in_pieces(self) -> bool:
@@ -46,33 +50,56 @@ def choose_bucket(*, num_tokens: int, num_decodes: int, max_context_len: int) ->
     """The smallest bucket that holds a step; None: it has chunks of prompts, or too many tokens."""
     if num_decodes != num_tokens or not 0 < num_tokens <= TOKEN_BUCKETS[-1]:
         return None
-    context = MIN_CONTEXT_BUCKET
-    while context < max_context_len:
-        context *= 4
-    return StepBucket(TOKEN_BUCKETS[bisect_left(TOKEN_BUCKETS, num_tokens)], context)
+    return StepBucket(TOKEN_BUCKETS[bisect_left(TOKEN_BUCKETS, num_tokens)], _context_bucket(max_context_len))
+
+
+def choose_mixed(*, num_tokens: int, num_chunks: int, max_context_len: int) -> StepBucket | None:
+    """The smallest bucket with chunks that holds a step; None: it has too many of them, or too many tokens, or none."""
+    pieces = choose_pieces(num_tokens)
+    if pieces is None or num_chunks > MAX_CHUNKS:
+        return None
+    return StepBucket(pieces.num_tokens, _context_bucket(max_context_len), MAX_CHUNKS)
 
 
 def choose_pieces(num_tokens: int) -> StepBucket | None:
     """The smallest bucket of those in pieces that holds a step; None: it has too many tokens, or none."""
-    if not 0 < num_tokens <= PIECE_BUCKETS[-1]:
+    if not 0 < num_tokens <= MIXED_BUCKETS[-1]:
         return None
-    return StepBucket(PIECE_BUCKETS[bisect_left(PIECE_BUCKETS, num_tokens)], 0)
+    return StepBucket(MIXED_BUCKETS[bisect_left(MIXED_BUCKETS, num_tokens)], 0)
 
 
 def largest_steps(*, max_num_seqs: int, max_context: int) -> list[StepBucket]:
-    """The largest step of each bucket that steps of these limits are in: longest contexts first, then most tokens."""
-    contexts, context = [], MIN_CONTEXT_BUCKET
-    while context < max_context:
-        contexts.append(context)
-        context *= 4
-    contexts.append(max_context)
+    """The largest step of each bucket of decodes that steps of these limits are in: longest contexts first, then most
+    tokens.
+    """
     sizes = _largest_sizes(TOKEN_BUCKETS, max_num_seqs)
-    return [StepBucket(size, context) for context in reversed(contexts) for size in sizes]
+    return [StepBucket(size, context) for context in _largest_contexts(max_context) for size in sizes]
+
+
+def largest_mixed(*, max_num_tokens: int, max_context: int) -> list[StepBucket]:
+    """The same of the buckets with chunks."""
+    sizes = _largest_sizes(MIXED_BUCKETS, max_num_tokens)
+    return [StepBucket(size, context, MAX_CHUNKS) for context in _largest_contexts(max_context) for size in sizes]
 
 
 def largest_pieces(max_num_tokens: int) -> list[StepBucket]:
     """The largest step of each bucket of those that are recorded in pieces, largest first."""
-    return [StepBucket(size, 0) for size in _largest_sizes(PIECE_BUCKETS, max_num_tokens)]
+    return [StepBucket(size, 0) for size in _largest_sizes(MIXED_BUCKETS, max_num_tokens)]
+
+
+def _context_bucket(max_context_len: int) -> int:
+    context = MIN_CONTEXT_BUCKET
+    while context < max_context_len:
+        context *= 4
+    return context
+
+
+def _largest_contexts(max_context: int) -> list[int]:
+    """The longest context in each bucket that one is in, longest first."""
+    contexts = [max_context]
+    while (context := _context_bucket(contexts[-1]) // 4) >= MIN_CONTEXT_BUCKET:
+        contexts.append(context)
+    return contexts
 
 
 def _largest_sizes(buckets: Sequence[int], most: int) -> list[int]:

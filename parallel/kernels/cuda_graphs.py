@@ -1,6 +1,6 @@
-"""All layers of a decode step as one launch: a CUDA graph for each bucket of steps, recorded when it is first met:
-ahead of all requests, where `ModelRunner.allocate` runs a step of each. Steps that are not recorded whole, such as
-those with chunks of prompts, have graphs of what lies between their attentions (cuda_pieces.py), if they are small.
+"""All layers of a small step as one launch: a CUDA graph for each bucket of steps, recorded when it is first met:
+ahead of all requests, where `ModelRunner.allocate` runs a step of each. Where attention cannot be recorded, or a
+library is better at it, there are graphs of what lies between attentions (cuda_pieces.py).
 
 A graph reads and writes where it was recorded, so that each has tensors of its own (`_Buffers`) into which a step is
 copied. What fills it up to the bucket's size are sequences without context, whose keys go nowhere: their slot is
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from parallel.errors import DeviceError, GraphCaptureError
 from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
-from parallel.kernels.cuda_buckets import TOKEN_BUCKETS, StepBucket, choose_bucket, choose_pieces
+from parallel.kernels.cuda_buckets import TOKEN_BUCKETS, StepBucket, choose_bucket, choose_mixed, choose_pieces
 from parallel.kernels.cuda_pieces import Cut, CutAttention, call_at_once
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ class GraphedLayers:
         record: `CudaGraphs().record` on a GPU.
         attention: what `run` calls; None: steps are recorded whole, or not at all.
         counts: the collectives that `run` calls, by kind; those of a replay are added.
-        max_num_seqs: the largest step to be recorded whole.
+        max_num_seqs: the largest step of decodes alone.
+        records_chunks: chunks of prompts are recorded with their attention, which is given room for them (`_Buffers`).
     """
 
     def __init__(
@@ -79,14 +80,18 @@ class GraphedLayers:
         attention: CutAttention | None = None,
         counts: Counter[str] | None = None,
         max_num_seqs: int = TOKEN_BUCKETS[-1],
+        records_chunks: bool = False,
     ) -> None:
         self._run = run
         self._record = record
         self._attention = attention
         self._counts = Counter() if counts is None else counts
         self._max_num_seqs = max_num_seqs
+        self._records_chunks = records_chunks
         self._graphs: dict[StepBucket, _Graph] = {}
         self._memory: Any = None
+        self._tables: list[Tensor] = []
+        """Block tables of each group of layers, for the largest of the recordings, which share them."""
         self._places: list[tuple[int, torch.Size]] = []
         self._is_refused = False
 
@@ -95,13 +100,11 @@ class GraphedLayers:
     ) -> Result:
         """See `RunLayers`."""
         num_tokens = len(x_TE)
-        bucket = self._choose(num_tokens, metas[0])
-        if bucket is None:
-            return self._run(x_TE, angles, caches, metas)
         self._follow(caches)
-        if bucket not in self._graphs and not self._add_graph(bucket, x_TE, angles, caches, metas):
+        graph = self._find(x_TE, angles, caches, metas)
+        if graph is None:
             return self._run(x_TE, angles, caches, metas)
-        buffers, recording, collectives = self._graphs[bucket]
+        buffers, recording, collectives = graph
         buffers.fill(x_TE, angles, metas)
         recording.replay()
         self._counts.update(collectives)
@@ -118,14 +121,30 @@ class GraphedLayers:
         """See `RecordedLayers`; false from the first that was refused on."""
         return not self._is_refused
 
+    @property
+    def records_chunks(self) -> bool:
+        """See `RecordedLayers`."""
+        return self._records_chunks and not self._is_refused
+
+    def _find(
+        self, x_TE: Tensor, angles: Angles, caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
+    ) -> "_Graph | None":
+        """Return the recording for a step, made if there is none; None: it is not recorded."""
+        while (bucket := self._choose(len(x_TE), metas[0])) is not None:
+            if bucket in self._graphs or self._add_graph(bucket, x_TE, angles, caches, metas):
+                return self._graphs[bucket]
+        return None
+
     def _choose(self, num_tokens: int, meta: AttentionMeta) -> StepBucket | None:
         """None: the step is not recorded."""
+        num_decodes, max_context_len = meta.num_decodes, meta.max_context_len
         if num_tokens <= self._max_num_seqs and not self._is_refused:
-            whole = choose_bucket(
-                num_tokens=num_tokens, num_decodes=meta.num_decodes, max_context_len=meta.max_context_len
-            )
+            whole = choose_bucket(num_tokens=num_tokens, num_decodes=num_decodes, max_context_len=max_context_len)
             if whole is not None:
                 return whole
+        if self.records_chunks:
+            num_chunks = len(meta.context_lens) - num_decodes
+            return choose_mixed(num_tokens=num_tokens, num_chunks=num_chunks, max_context_len=max_context_len)
         return None if self._attention is None else choose_pieces(num_tokens)
 
     def _follow(self, caches: Sequence[LayerCache]) -> None:
@@ -134,7 +153,15 @@ class GraphedLayers:
         if places != self._places:
             self._places = places
             self._graphs.clear()
+            self._tables.clear()
             self._memory = None
+
+    def _take_tables(self, bucket: StepBucket, cache: LayerCache, metas: Sequence[AttentionMeta]) -> list[Tensor]:
+        """Return room for the block tables of each group of layers."""
+        shape = bucket.num_tokens + bucket.num_chunks, -(-bucket.max_context_len // cache.k_BPKH.shape[1])
+        if not self._tables or any(have < want for have, want in zip(self._tables[0].shape, shape, strict=True)):
+            self._tables = [meta.block_tables.new_zeros(shape) for meta in _distinct(metas)]
+        return [table[: shape[0], : shape[1]] for table in self._tables]
 
     def _add_graph(
         self,
@@ -144,7 +171,8 @@ class GraphedLayers:
         caches: Sequence[LayerCache],
         metas: Sequence[AttentionMeta],
     ) -> bool:
-        buffers = _Buffers(bucket, x_TE, angles, metas, block_size=caches[0].k_BPKH.shape[1])
+        """Return whether it was recorded: not where steps turn out to be refused whole."""
+        buffers = _Buffers(bucket, x_TE, angles, metas, self._take_tables(bucket, caches[0], metas))
         buffers.fill(x_TE, angles, metas)  # recording runs the layers, which write to the caches
         attention = self._attention if bucket.is_in_pieces else None
         collectives: Counter[str] = Counter()
@@ -160,10 +188,12 @@ class GraphedLayers:
         try:
             recording = self._record(run, self._memory)
         except DeviceError as error:
-            logger.info("decode steps are not recorded as whole graphs: %s", error)
+            if bucket.is_in_pieces:
+                raise
+            logger.info("steps are not recorded as whole graphs: %s", error)
             self._is_refused = True
             return False
-        logger.debug("recorded a graph of %d tokens and contexts up to %d", *bucket)
+        logger.debug("recorded a graph of %d tokens, contexts up to %d and %d chunks", *bucket)
         self._graphs[bucket] = _Graph(buffers, recording, collectives)
         self._memory = recording.memory
         return True
@@ -250,33 +280,43 @@ class _Graph(NamedTuple):
 
 class _Buffers:
     """The inputs of one recording. Those of a whole step are as many sequences as its bucket has tokens, of one token
-    each; those of one in pieces are without what only attention reads.
+    each, and after them its chunks, whose tokens follow those of the sequences that have a context. Those of one in
+    pieces are without what only attention reads.
+
+        tokens          d d d c c c c c - -      two chunks after three decodes, in a bucket of ten tokens
+        context_lens    5 9 7 0 0 0 0 0 0 0 | 40 3 0 ..
+        query_starts    0 1 2 3 4 5 6 7 8 9 | 3 6 8 8 ..
     """
 
     def __init__(
-        self, bucket: StepBucket, x_TE: Tensor, angles: Angles, metas: Sequence[AttentionMeta], *, block_size: int
+        self,
+        bucket: StepBucket,
+        x_TE: Tensor,
+        angles: Angles,
+        metas: Sequence[AttentionMeta],
+        tables: Sequence[Tensor],
     ) -> None:
-        size = bucket.num_tokens
+        size, num_seqs = bucket.num_tokens, bucket.num_tokens + bucket.num_chunks
         self.step_metas = metas
         """Metas of the step that was copied in last."""
-        self._has_attention = not bucket.is_in_pieces
+        self._bucket = bucket
         self.x_TE = x_TE.new_zeros(size, x_TE.shape[1])
         self.angles = [tuple(table.new_zeros(size, table.shape[1]) for table in kind) for kind in angles]
-        context_lens = metas[0].context_lens.new_zeros(size)
-        query_starts = torch.arange(size + 1, dtype=torch.int32, device=x_TE.device)
+        context_lens = metas[0].context_lens.new_zeros(num_seqs)
+        query_starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=x_TE.device)
         self._groups = [
             AttentionMeta(
                 query_starts=query_starts,
                 context_lens=context_lens,
-                block_tables=meta.block_tables.new_zeros(size, -(-bucket.max_context_len // block_size)),
+                block_tables=table,
                 slot_mapping=meta.slot_mapping.new_zeros(size),
                 num_decodes=size,
-                max_query_len=1,
+                max_query_len=size if bucket.num_chunks else 1,
                 max_context_len=bucket.max_context_len,
                 query_starts_host=[],
                 context_lens_host=[],
             )
-            for meta in _distinct(metas)
+            for meta, table in zip(_distinct(metas), tables, strict=True)
         ]
         group_of = {id(meta): group for meta, group in zip(_distinct(metas), self._groups, strict=True)}
         self.metas = [group_of[id(meta)] for meta in metas]
@@ -289,15 +329,29 @@ class _Buffers:
         for mine, kind in zip(self.angles, angles, strict=True):
             for to, table in zip(mine, kind, strict=True):
                 to[:num_tokens].copy_(table)
-        if self._has_attention:
-            lengths = self._groups[0].context_lens
-            lengths[:num_tokens].copy_(metas[0].context_lens)
-            lengths[num_tokens:].zero_()
         for group, meta in zip(self._groups, _distinct(metas), strict=True):
             group.slot_mapping[:num_tokens].copy_(meta.slot_mapping)
             group.slot_mapping[num_tokens:].fill_(-1)
-            if self._has_attention:
-                group.block_tables[:num_tokens, : meta.block_tables.shape[1]].copy_(meta.block_tables)
+            if not self._bucket.is_in_pieces:
+                self._fill_rows(group.block_tables[:, : meta.block_tables.shape[1]], meta.block_tables, meta)
+        if not self._bucket.is_in_pieces:
+            self._fill_lengths(self._groups[0], metas[0])
+
+    def _fill_lengths(self, mine: AttentionMeta, meta: AttentionMeta) -> None:
+        mine.context_lens.zero_()
+        self._fill_rows(mine.context_lens, meta.context_lens, meta)
+        if self._bucket.num_chunks:
+            starts, ends = mine.query_starts[self._bucket.num_tokens :], meta.query_starts[meta.num_decodes :]
+            starts[: len(ends)].copy_(ends)
+            starts[len(ends) :].copy_(ends[-1])
+
+    def _fill_rows(self, mine: Tensor, rows: Tensor, meta: AttentionMeta) -> None:
+        """Copy what decodes and what chunks have to where each begin."""
+        num_decodes, first_chunk = meta.num_decodes, self._bucket.num_tokens
+        mine[:num_decodes].copy_(rows[:num_decodes])
+        if self._bucket.num_chunks:
+            chunks = rows[num_decodes:]
+            mine[first_chunk : first_chunk + len(chunks)].copy_(chunks)
 
 
 def _distinct(metas: Sequence[AttentionMeta]) -> list[AttentionMeta]:

@@ -64,17 +64,19 @@ def attend(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tile
+    query_start = tile
+    num_queries = 1
+    first_query = 0
     if IS_PREFILL:
-        seq = _sequence_of_tile(query_starts, tile, num_decodes, num_seqs, TILE_Q)
-    query_start = tl.load(query_starts + seq)
-    num_queries = tl.load(query_starts + seq + 1) - query_start
+        first_token = tl.load(query_starts + num_decodes)
+        seq = _sequence_of_tile(query_starts, tile, first_token, num_decodes, num_seqs, TILE_Q)
+        query_start = tl.load(query_starts + seq)
+        num_queries = tl.load(query_starts + seq + 1) - query_start
+        first_query = (tile - (query_start - first_token) // TILE_Q - (seq - num_decodes)) * TILE_Q
     context_len = tl.load(context_lens + seq)
     table = block_tables + seq.to(tl.int64) * table_stride
-    first_query = 0
     num_used = 1
-    if IS_PREFILL:
-        first_query = (tile - (query_start - num_decodes) // TILE_Q - (seq - num_decodes)) * TILE_Q
-    else:
+    if not IS_PREFILL:
         num_used = _num_used(context_len, partition_size, window, HAS_WINDOW)
     position = context_len - num_queries + first_query  # of the first query of the tile
     if first_query < num_queries:
@@ -277,16 +279,16 @@ def _soften(scores, factor, total, largest):
 
 
 @triton.jit
-def _sequence_of_tile(query_starts, tile, num_decodes, num_seqs, TILE_Q: tl.constexpr):
+def _sequence_of_tile(query_starts, tile, first_token, num_decodes, num_seqs, TILE_Q: tl.constexpr):
     """The last sequence past the decodes whose first tile is not after this one.
 
-    Sequence s begins at tile (query_starts[s] - num_decodes) // TILE_Q + s - num_decodes.
+    Sequence s begins at tile (query_starts[s] - first_token) // TILE_Q + s - num_decodes.
     """
     low = num_decodes
     high = num_seqs
     while high - low > 1:
         middle = (low + high) // 2
-        first_tile = (tl.load(query_starts + middle) - num_decodes) // TILE_Q + middle - num_decodes
+        first_tile = (tl.load(query_starts + middle) - first_token) // TILE_Q + middle - num_decodes
         if first_tile <= tile:
             low = middle
         else:

@@ -98,7 +98,7 @@ def triton_attention(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, para
     out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     if meta.num_decodes:
         _decode(q_TNH, cache, meta, params, out_TNH)
-    if len(q_TNH) > meta.num_decodes:
+    if len(meta.context_lens) > meta.num_decodes:
         _prefill(q_TNH, cache, meta, params, out_TNH)
     return out_TNH
 
@@ -134,9 +134,8 @@ def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: Atten
 
 def _prefill(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams, out_TNH: Tensor) -> None:
     tiles = _tiles(q_TNH, cache, params, partition=0, num_programs=0)
-    # each sequence has at most one tile more than its share of the tokens
-    num_seqs = len(meta.context_lens) - meta.num_decodes
-    num_tiles = (len(q_TNH) - meta.num_decodes) // tiles.num_queries + num_seqs
+    # each sequence has at most one tile more than its share of the tokens, which in a recorded step may be all of them
+    num_tiles = len(q_TNH) // tiles.num_queries + len(meta.context_lens) - meta.num_decodes
     _launch((num_tiles, cache.k_BPKH.shape[2], 1), tiles, q_TNH, cache, meta, params, out_TNH, size=0)
 
 

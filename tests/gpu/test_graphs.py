@@ -8,7 +8,9 @@ import torch.distributed as dist
 from helpers.graph_cases import check_decoder
 
 from parallel.device.cuda import CudaDevice
-from parallel.kernels.cuda_graphs import GraphedLayers
+from parallel.kernels.base import RunLayers
+from parallel.kernels.cuda import CudaKernels
+from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
 from parallel.kernels.select import select_kernels
 from parallel.mesh import Axis
 
@@ -19,7 +21,21 @@ def test_replayed_steps_equal_reference(tmp_path: Path) -> None:
     device = torch.device("cuda")
     decoder = check_decoder(select_kernels(device, torch.float32), tmp_path, device, tolerance=2e-3)
     assert isinstance(decoder._run, GraphedLayers)
-    assert len(decoder._run._graphs) == 3 + 3, "decode steps, and steps with chunks in pieces"
+    assert len(decoder._run._graphs) == 3 + 3, "decode steps, and steps with chunks"
+    assert not any(bucket.is_in_pieces for bucket in decoder._run._graphs)
+
+
+def test_steps_in_pieces_equal_reference(tmp_path: Path) -> None:
+    """As where a library attends."""
+
+    class InPieces(CudaKernels):
+        def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
+            return GraphedLayers(run, CudaGraphs().record, attention=self._cut_attention, counts=axis.counts)
+
+    device = torch.device("cuda")
+    decoder = check_decoder(InPieces(device), tmp_path, device, tolerance=2e-3)
+    assert isinstance(decoder._run, GraphedLayers)
+    assert sum(bucket.is_in_pieces for bucket in decoder._run._graphs) == 3
 
 
 def test_collectives_of_nccl_are_recorded_and_let_go(tmp_path: Path) -> None:

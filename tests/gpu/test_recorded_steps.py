@@ -7,7 +7,7 @@ import torch
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.device.cuda import CudaDevice
-from parallel.kernels.cuda_buckets import largest_pieces, largest_steps
+from parallel.kernels.cuda_buckets import largest_mixed, largest_steps
 from parallel.mesh import Mesh
 from workers.config import CacheConfig, EngineConfig
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
@@ -29,7 +29,10 @@ def test_all_steps_are_recorded_inside_of_the_memory_that_was_counted() -> None:
     runner.allocate(runner.choose_num_blocks())
     layers: Any = runner._decoder._run
     max_context = runner._decoder.description.max_context
-    steps = [*largest_pieces(512), *largest_steps(max_num_seqs=256, max_context=max_context)]
+    steps = [
+        *largest_mixed(max_num_tokens=512, max_context=max_context),
+        *largest_steps(max_num_seqs=256, max_context=max_context),
+    ]
     assert len(layers._graphs) == len(steps)
     total_bytes = device.total_memory_bytes()
     assert total_bytes - device.free_memory_bytes() < 0.3 * total_bytes + _SLACK_BYTES

@@ -44,12 +44,16 @@ class RecordingKernels(ReferenceKernels):
     Args:
         device: whose memory recordings take.
         max_size: as that of `CudaKernels`.
+        records_chunks: as that of `GraphedLayers`.
         fails_at: so many steps are recorded, and no more.
     """
 
-    def __init__(self, device: StandIn, *, max_size: int = 256, fails_at: int | None = None) -> None:
+    def __init__(
+        self, device: StandIn, *, max_size: int = 256, records_chunks: bool = True, fails_at: int | None = None
+    ) -> None:
         self._device = device
         self._max_size = max_size
+        self._records_chunks = records_chunks
         self._fails_at = fails_at
         self.is_planned_on_host = False
         """Attention needs a step's lengths on the host."""
@@ -66,13 +70,15 @@ class RecordingKernels(ReferenceKernels):
         return self._cut_attention(q_TNH, cache, meta, params)
 
     def _attend(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
-        if not meta.context_lens_host:
-            if self.is_planned_on_host:
-                raise DeviceError("attention is planned on the host")
-            lengths = meta.context_lens.clamp(min=1)  # of what fills up a step, which nobody looks at
-            starts = meta.query_starts.tolist()
-            meta = replace(meta, context_lens=lengths, context_lens_host=lengths.tolist(), query_starts_host=starts)
-        return super().attention(q_TNH, cache, meta, params)
+        if meta.context_lens_host:
+            return super().attention(q_TNH, cache, meta, params)
+        if self.is_planned_on_host:
+            raise DeviceError("attention is planned on the host")
+        step = step_of_recorded(meta)
+        out_TNH = torch.full_like(q_TNH, torch.nan)  # of what fills up a step, which nobody looks at
+        num_tokens = step.query_starts_host[-1]
+        out_TNH[:num_tokens] = super().attention(q_TNH[:num_tokens], cache, step, params)
+        return out_TNH
 
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         if not self._max_size:
@@ -81,13 +87,21 @@ class RecordingKernels(ReferenceKernels):
         def noted(
             x_TE: Tensor, angles: list[tuple[Tensor, ...]], caches: list[LayerCache], metas: list[AttentionMeta]
         ) -> Result:
-            self._step = StepBucket(len(x_TE), metas[0].max_context_len)
+            num_chunks = len(metas[0].context_lens) - metas[0].num_decodes
+            self._step = StepBucket(
+                len(x_TE), metas[0].max_context_len, 0 if metas[0].context_lens_host else num_chunks
+            )
             return run(x_TE, angles, caches, metas)
 
         self._counts = axis.counts
         layers: Any = noted  # lists are sequences
         return GraphedLayers(
-            layers, self._record, attention=self._cut_attention, counts=axis.counts, max_num_seqs=self._max_size
+            layers,
+            self._record,
+            attention=self._cut_attention,
+            counts=axis.counts,
+            max_num_seqs=self._max_size,
+            records_chunks=self._records_chunks,
         )
 
     def _record(self, run: Callable[[], Result], memory: object) -> Recording:
@@ -107,16 +121,35 @@ class RecordingKernels(ReferenceKernels):
         return Recording(replay, result, memory or object())
 
 
+def step_of_recorded(meta: AttentionMeta) -> AttentionMeta:
+    """The step that was copied into the buffers of a recording, as an eager step has it."""
+    is_real = meta.context_lens > 0
+    num_decodes = int(is_real[: meta.num_decodes].sum())
+    lens = meta.query_starts.diff()[is_real]
+    lens[:num_decodes] = 1
+    starts, contexts = [0, *lens.cumsum(0).tolist()], meta.context_lens[is_real]
+    return replace(
+        meta,
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lens=contexts,
+        block_tables=meta.block_tables[is_real],
+        num_decodes=num_decodes,
+        query_starts_host=starts,
+        context_lens_host=contexts.tolist(),
+    )
+
+
 def make_runner(
     folder: Path = PACKAGED[DEFAULT_MODEL],
     *,
     mesh: Mesh | None = None,
     max_num_seqs: int = 5,
     max_size: int = 256,
+    records_chunks: bool = True,
 ) -> tuple[ModelRunner, RecordingKernels, RankStats]:
     """One rank of a model, not allocated yet."""
     device, stats, mesh = StandIn(), RankStats(), mesh or Mesh.single()
-    kernels = RecordingKernels(device, max_size=max_size)
+    kernels = RecordingKernels(device, max_size=max_size, records_chunks=records_chunks)
     decoder = load_decoder(
         folder, mesh=mesh, device=device.torch_device, dtype=torch.float32, kernels=kernels, max_context=MAX_CONTEXT
     )

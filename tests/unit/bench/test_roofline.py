@@ -77,7 +77,7 @@ def test_command_measures_every_phase(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [phase["name"] for phase in line["phases"]] == [
         "decode, 1 at once",
         "decode, 3 at once",
-        "prompts of 32 tokens",
+        "8 prompts of 32 tokens",
     ]
     assert [phase["target"] for phase in line["phases"]] == [0.85, None, 0.6]
     for phase in line["phases"]:

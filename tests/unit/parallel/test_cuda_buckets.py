@@ -5,16 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.kernels.cuda_buckets import (
+    MAX_CHUNKS,
     MAX_PARTITION_SIZE,
     MAX_PARTITIONS,
     MIN_PARTITION_SIZE,
+    MIXED_BUCKETS,
     NUM_DECODE_PROGRAMS,
-    PIECE_BUCKETS,
     TOKEN_BUCKETS,
     StepBucket,
     choose_bucket,
+    choose_mixed,
     choose_pieces,
     fullest_context,
+    largest_mixed,
     largest_pieces,
     largest_steps,
     num_partitions,
@@ -95,16 +98,16 @@ def test_only_steps_of_decodes_have_a_bucket(num_tokens: int, num_decodes: int, 
 @given(max_num_seqs=st.integers(1, TOKEN_BUCKETS[-1]), max_context=st.integers(1, 200_000), data=st.data())
 def test_the_largest_steps_leave_no_bucket_out(max_num_seqs: int, max_context: int, data: st.DataObject) -> None:
     steps = largest_steps(max_num_seqs=max_num_seqs, max_context=max_context)
-    buckets = [bucket_of(*step) for step in steps]
+    buckets = [bucket_of(step.num_tokens, step.max_context_len) for step in steps]
     assert len(set(buckets)) == len(buckets)
-    assert steps[0] == (max_num_seqs, max_context)
+    assert steps[0] == StepBucket(max_num_seqs, max_context)
     num_seqs, context = data.draw(st.integers(1, max_num_seqs)), data.draw(st.integers(1, max_context))
     largest = steps[buckets.index(bucket_of(num_seqs, context))]
     assert num_seqs <= largest.num_tokens <= max_num_seqs
     assert context <= largest.max_context_len <= max_context
 
 
-@given(num_tokens=st.integers(1, PIECE_BUCKETS[-1]))
+@given(num_tokens=st.integers(1, MIXED_BUCKETS[-1]))
 def test_pieces_hold_their_step_and_waste_little(num_tokens: int) -> None:
     bucket = choose_pieces(num_tokens)
     assert bucket is not None
@@ -112,8 +115,41 @@ def test_pieces_hold_their_step_and_waste_little(num_tokens: int) -> None:
     assert num_tokens <= bucket.num_tokens <= max(16, 2 * num_tokens)
 
 
+@given(
+    num_tokens=st.integers(1, MIXED_BUCKETS[-1]),
+    num_chunks=st.integers(0, MAX_CHUNKS),
+    max_context_len=st.integers(1, 200_000),
+)
+def test_a_bucket_with_chunks_holds_its_step(num_tokens: int, num_chunks: int, max_context_len: int) -> None:
+    bucket = choose_mixed(num_tokens=num_tokens, num_chunks=num_chunks, max_context_len=max_context_len)
+    assert bucket is not None
+    assert num_tokens <= bucket.num_tokens <= max(16, 2 * num_tokens)
+    assert num_chunks <= bucket.num_chunks
+    assert max_context_len <= bucket.max_context_len <= max(512, 4 * max_context_len)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_chunks"), [(513, 1), (40, MAX_CHUNKS + 1)])
+def test_large_steps_and_many_chunks_have_no_bucket(num_tokens: int, num_chunks: int) -> None:
+    assert choose_mixed(num_tokens=num_tokens, num_chunks=num_chunks, max_context_len=600) is None
+
+
+@given(max_num_tokens=st.integers(1, 4096), max_context=st.integers(1, 200_000), data=st.data())
+def test_the_largest_steps_with_chunks_leave_no_bucket_out(
+    max_num_tokens: int, max_context: int, data: st.DataObject
+) -> None:
+    steps = largest_mixed(max_num_tokens=max_num_tokens, max_context=max_context)
+    buckets = [mixed_bucket_of(step.num_tokens, step.max_context_len) for step in steps]
+    assert len(set(buckets)) == len(buckets)
+    assert steps[0] == StepBucket(min(max_num_tokens, MIXED_BUCKETS[-1]), max_context, MAX_CHUNKS)
+    num_tokens = data.draw(st.integers(1, min(max_num_tokens, MIXED_BUCKETS[-1])))
+    context = data.draw(st.integers(1, max_context))
+    largest = steps[buckets.index(mixed_bucket_of(num_tokens, context))]
+    assert num_tokens <= largest.num_tokens <= max_num_tokens
+    assert context <= largest.max_context_len <= max_context
+
+
 def test_large_steps_are_not_in_pieces() -> None:
-    assert choose_pieces(PIECE_BUCKETS[-1] + 1) is None
+    assert choose_pieces(MIXED_BUCKETS[-1] + 1) is None
 
 
 @given(max_num_tokens=st.integers(1, 4096), data=st.data())
@@ -121,10 +157,14 @@ def test_the_largest_pieces_leave_no_bucket_out(max_num_tokens: int, data: st.Da
     steps = largest_pieces(max_num_tokens)
     buckets = [choose_pieces(step.num_tokens) for step in steps]
     assert len(set(buckets)) == len(buckets)
-    assert steps[0].num_tokens == min(max_num_tokens, PIECE_BUCKETS[-1])
-    num_tokens = data.draw(st.integers(1, min(max_num_tokens, PIECE_BUCKETS[-1])))
+    assert steps[0].num_tokens == min(max_num_tokens, MIXED_BUCKETS[-1])
+    num_tokens = data.draw(st.integers(1, min(max_num_tokens, MIXED_BUCKETS[-1])))
     assert num_tokens <= steps[buckets.index(choose_pieces(num_tokens))].num_tokens
 
 
 def bucket_of(num_seqs: int, context: int) -> StepBucket | None:
     return choose_bucket(num_tokens=num_seqs, num_decodes=num_seqs, max_context_len=context)
+
+
+def mixed_bucket_of(num_tokens: int, context: int) -> StepBucket | None:
+    return choose_mixed(num_tokens=num_tokens, num_chunks=1, max_context_len=context)

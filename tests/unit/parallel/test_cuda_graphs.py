@@ -14,6 +14,7 @@ from torch import Tensor
 from parallel.errors import CollectiveError, DeviceError, GraphCaptureError
 from parallel.kernels.base import AttentionMeta, LayerCache
 from parallel.kernels.cuda import CudaKernels
+from parallel.kernels.cuda_buckets import MAX_CHUNKS, StepBucket
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers, Recording, Result
 from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.mesh import Axis
@@ -43,10 +44,12 @@ class Layers:
             is_token = meta.slot_mapping >= 0
             cache.k_BPKH.view(-1, WIDTH)[meta.slot_mapping[is_token]] = x_TE[is_token]
             last = (meta.context_lens.long() - 1).clamp(min=0)
-            if meta.num_decodes == len(x_TE):
-                assert torch.equal(is_token, meta.context_lens > 0)
-                blocks = meta.block_tables.gather(1, last[:, None] // P)[:, 0]
-                total = total + cache.k_BPKH[blocks, last % P, 0] * meta.context_lens[:, None]
+            blocks = meta.block_tables.gather(1, last[:, None] // P)[:, 0]
+            seen = cache.k_BPKH[blocks, last % P, 0] * meta.context_lens[:, None]
+            total = total.clone()
+            total[: meta.num_decodes] += seen[: meta.num_decodes]
+            for chunk in range(meta.num_decodes, len(meta.context_lens)):
+                total[meta.query_starts[chunk] : meta.query_starts[chunk + 1]] += seen[chunk]
         x_TE.zero_()  # layers may overwrite what goes in
         return total, total * 2
 
@@ -88,6 +91,40 @@ def test_decodes_are_filled_up_and_give_the_same() -> None:
     assert len(layers._graphs) == 2  # of eight short ones, and of one longer than 512
 
 
+def test_chunks_are_recorded_beside_decodes_of_any_number() -> None:
+    run, caches = Layers(), new_caches()
+    layers = GraphedLayers(run, call_again, records_chunks=True)
+    for spans in (
+        [(1, 3), (1, 40), (5, 9), (2, 70)],
+        [(1, 100), (15, 15)],
+        [(4, 4), (3, 60), (2, 2)],  # no decode, and fewer tokens than before
+        [(1, 5), (1, 6), (1, 7), (2, 600)],
+        [(2, 2)] * MAX_CHUNKS,
+        [(1, 30)],
+        [(16, 300)],
+    ):
+        check_step(layers, spans, caches)
+    assert set(layers._graphs) == {
+        StepBucket(16, 512, MAX_CHUNKS),
+        StepBucket(16, 2048, MAX_CHUNKS),
+        StepBucket(32, 512, MAX_CHUNKS),
+        StepBucket(1, 512),
+    }
+    check_step(layers, [(2, 2)] * (MAX_CHUNKS + 1), caches)
+    assert run.num_tokens[-1] == 2 * (MAX_CHUNKS + 1), "as it is"
+    check_step(layers, [(1, 4)] * 260, caches)
+    assert StepBucket(320, 512, MAX_CHUNKS) in layers._graphs, "more decodes than those alone are recorded of"
+
+
+def test_recordings_share_their_block_tables() -> None:
+    layers, caches = GraphedLayers(Layers(), call_again, records_chunks=True), new_caches()
+    for spans in ([(1, 700), (3, 3)], [(1, 700)], [(1, 30), (2, 9)]):
+        check_step(layers, spans, caches)
+    tables = [graph.buffers.metas[0].block_tables for graph in layers._graphs.values()]
+    assert [table.shape for table in tables] == [(16 + MAX_CHUNKS, 128), (1, 128), (16 + MAX_CHUNKS, 32)]
+    assert len({table.data_ptr() for table in tables}) == 1
+
+
 def test_a_result_is_where_it_was_recorded() -> None:
     layers, caches = GraphedLayers(Layers(), call_again), new_caches()
     meta = make_meta([(1, 3)], block_size=P, num_blocks=300)
@@ -95,7 +132,7 @@ def test_a_result_is_where_it_was_recorded() -> None:
     assert [x.data_ptr() for x in first] == [x.data_ptr() for x in second]
 
 
-def test_chunks_of_prompts_run_as_they_are() -> None:
+def test_without_room_for_chunks_they_run_as_they_are() -> None:
     run = Layers()
     layers = GraphedLayers(run, call_again)
     check_step(layers, [(1, 4), (5, 9)], new_caches())

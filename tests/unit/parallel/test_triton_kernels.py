@@ -103,12 +103,16 @@ def call_again(run, memory):
 class Kernels(CudaKernels):
     def compile_layers(self, run, axis):
         assert isinstance(super().compile_layers(run, axis), GraphedLayers)
-        return GraphedLayers(run, call_again, attention=self._cut_attention)
+        return GraphedLayers(run, call_again, attention=self._cut_attention, records_chunks=self.records_chunks)
 
 
-with tempfile.TemporaryDirectory() as folder:
-    decoder = check_decoder(Kernels(torch.device("cpu")), Path(folder), torch.device("cpu"), tolerance=1e-4)
+for records_chunks in (False, True):
+    kernels = Kernels(torch.device("cpu"))
+    kernels.records_chunks = records_chunks
+    with tempfile.TemporaryDirectory() as folder:
+        decoder = check_decoder(kernels, Path(folder), torch.device("cpu"), tolerance=1e-4)
     assert len(decoder._run._graphs) == 3 + 3
+    assert sum(bucket.is_in_pieces for bucket in decoder._run._graphs) == (0 if records_chunks else 3)
 """
 
 

@@ -11,7 +11,7 @@ from helpers.recording import MAX_CONTEXT, RecordingKernels, make_runner
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
-from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
+from parallel.kernels.cuda_buckets import MAX_CHUNKS, StepBucket, choose_bucket
 from parallel.random_model import write_random_model
 from workers import model_runner
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
@@ -20,6 +20,7 @@ from workers.request import SamplingParams
 
 PIECES = [StepBucket(size, 0) for size in (64, 32, 16)]
 """Up to all tokens of a step."""
+MIXED = [StepBucket(size, context, MAX_CHUNKS) for context in (2048, 512) for size in (64, 32, 16)]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_step_that_can_come_is_recorded_before_the_first_request(model: Path) -> None:
-    runner, kernels, stats = make_runner(model, max_num_seqs=5)
+@pytest.mark.parametrize("records_chunks", [True, False])
+def test_every_step_that_can_come_is_recorded_before_the_first_request(model: Path, records_chunks: bool) -> None:
+    runner, kernels, stats = make_runner(model, max_num_seqs=5, records_chunks=records_chunks)
     runner.allocate(200)
     recorded = kernels.recorded.copy()
-    assert recorded == [*PIECES, *[StepBucket(size, context) for context in (2048, 512) for size in (8, 4, 2, 1)]]
+    with_chunks = MIXED if records_chunks else PIECES
+    assert recorded == [*with_chunks, *[StepBucket(size, context) for context in (2048, 512) for size in (8, 4, 2, 1)]]
     assert (stats.num_steps, stats.model_busy_s) == (0, 0.0), "these steps are nobody's"
     assert stats.num_recorded_steps == len(recorded)
     assert stats.recording_s > 0
@@ -75,28 +78,37 @@ def test_the_largest_size_is_a_setting(model: Path, max_size: int, sizes: list[i
     runner, kernels, _ = make_runner(model, max_num_seqs=5, max_size=max_size)
     runner.allocate(200)
     whole = [StepBucket(size, context) for context in (2048, 512) for size in sizes]
-    assert kernels.recorded == [*PIECES, *whole] * (max_size > 0)
+    assert kernels.recorded == [*MIXED, *whole] * (max_size > 0)
 
 
 def test_memory_of_all_graphs_is_estimated_from_the_two_largest_of_each_kind(model: Path) -> None:
     runner, kernels, _ = make_runner(model, max_num_seqs=5)
-    assert runner._rehearsal().measure_graph_bytes() == 50_000 + (2 + 8) * 1000
+    assert runner._rehearsal().measure_graph_bytes() == 50_000 + (5 + 8) * 1000
     whole = [choose_bucket(num_tokens=n, num_decodes=n, max_context_len=MAX_CONTEXT) for n in (5, 4)]
-    assert kernels.recorded == [*PIECES[:2], *whole]
+    assert kernels.recorded == [*MIXED[:2], *whole]
     runner.allocate(200)
-    assert len(kernels.recorded) == 4 + 3 + 8, "those of the small cache are of no use to the real one"
+    assert len(kernels.recorded) == 4 + 6 + 8, "those of the small cache are of no use to the real one"
 
 
-def test_steps_that_could_not_be_recorded_are_not_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that is planned on the host cannot be recorded in whole steps."""
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_where_whole_steps_are_refused_all_are_in_pieces(
+    model: Path, is_measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention that is planned on the host cannot be recorded: the first step shows that."""
     runner, kernels, stats = make_runner(model, max_num_seqs=24)  # in other pieces than the 16 that are next
     kernels.is_planned_on_host = True
-    assert runner._rehearsal().measure_graph_bytes() == 50_000 + 2 * 1000
-    sizes: list[int] = []
-    monkeypatch.setattr(Rehearsal, "_run_decodes", lambda _, step: sizes.append(step.num_tokens))
+    if is_measured:
+        assert runner._rehearsal().measure_graph_bytes() == 50_000 + 2 * 1000
+    run_size, steps = Rehearsal._run_size, list[StepBucket]()
+
+    def note(self: Rehearsal, step: StepBucket) -> None:
+        steps.append(step)
+        run_size(self, step)
+
+    monkeypatch.setattr(Rehearsal, "_run_size", note)
     runner.allocate(200)
     assert stats.num_recorded_steps == len(PIECES)
-    assert sizes == [], "the first has shown that"
+    assert steps == ([] if is_measured else [StepBucket(64, MAX_CONTEXT, MAX_CHUNKS)]) + PIECES
 
 
 @pytest.mark.parametrize(("max_partitions", "contexts"), [(5, [512, MAX_CONTEXT]), (16384, [MAX_CONTEXT])])
