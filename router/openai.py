@@ -11,6 +11,7 @@ once, whether it streams or waits; so they are at its deadline, which the header
 """
 
 import asyncio
+import codecs
 import math
 import time
 import uuid
@@ -291,7 +292,7 @@ def _read_timeout(text: str | None) -> float | None:
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body, or refuse one that is too long or packed."""
+    """Return the request's body, without a byte order mark; refuse one that is too long or packed."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise HTTPException(
@@ -307,7 +308,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
             break
     if num_bytes > max_bytes:
         raise HTTPException(413, f"the body is larger than {max_bytes} bytes, which is the most that is allowed")
-    return bytes(body)
+    return bytes(body).removeprefix(codecs.BOM_UTF8)
 
 
 def _json_error(request: Request, body: Json, status: int, headers: dict[str, str]) -> Response:

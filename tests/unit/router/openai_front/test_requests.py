@@ -409,6 +409,13 @@ async def test_body_that_is_no_json_object_is_refused(http: httpx.AsyncClient, b
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+async def test_byte_order_mark_before_the_body_is_passed_over(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    for body in (b'\xef\xbb\xbf{"prompt": "\xef\xbb\xbfHi"}', b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "Hi"}'):
+        response = await http.post("/v1/completions", content=body)
+    assert [call.text for call in dispatch.calls] == ["\ufeffHi"]
+    assert response.status_code == 400, "only the first one is a mark"
+
+
 async def test_missing_prompt_is_named(http: httpx.AsyncClient) -> None:
     response = await http.post("/v1/completions", json={"model": MODEL})
 
