@@ -142,13 +142,13 @@ class _Front:
 
     async def complete(self, request: Request) -> Exchange:
         caller = self._caller(request)
-        body = await _read_body(request, self._max_body_bytes)
-        return self._exchange(parse_request(body, CompletionRequest), CompletionRenderer, caller)
+        asked = parse_request(await _read_body(request, self._max_body_bytes), CompletionRequest)
+        return self._exchange(asked, CompletionRenderer, _named(caller, asked, request))
 
     async def chat(self, request: Request) -> Exchange:
         caller = self._caller(request)
-        body = await _read_body(request, self._max_body_bytes)
-        return self._exchange(parse_request(body, ChatCompletionRequest), ChatRenderer, caller)
+        asked = parse_request(await _read_body(request, self._max_body_bytes), ChatCompletionRequest)
+        return self._exchange(asked, ChatRenderer, _named(caller, asked, request))
 
     async def tokenize(self, request: Request) -> Response:
         timeout_s = self._admit(request).timeout_s
@@ -257,7 +257,7 @@ class _Front:
 
 
 class _Caller(NamedTuple):
-    """What the headers say that is not in the body."""
+    """Who asks, and how: mostly what the headers say."""
 
     tenant: Tenant | None
     trace_context: TraceContext
@@ -265,6 +265,18 @@ class _Caller(NamedTuple):
     """The client's id, or a new one."""
     timeout_s: float | None
     """Time left to the client's deadline; None: none."""
+
+
+def _named(caller: _Caller, asked: CompletionRequest | ChatCompletionRequest, request: Request) -> _Caller:
+    """Return the caller with the id of the body, where the headers have none. Raises InvalidRequestError."""
+    if not asked.request_id or request.headers.get(_ID_HEADER):
+        return caller
+    check_request_id("request_id", asked.request_id, _MAX_REQUEST_ID_CHARS)
+    if not asked.request_id.isascii():
+        message = f"request_id is {asked.request_id!r}; allowed: ASCII, since a header of the answer holds it"
+        raise InvalidRequestError(message, field="request_id")
+    request.state.request_id = asked.request_id
+    return caller._replace(request_id=asked.request_id)
 
 
 async def _within(timeout_s: float | None, work: Awaitable[T]) -> T:

@@ -84,6 +84,8 @@ class GenerationRequest(Struct, kw_only=True):
     cache_salt: str | None = None
     target_ttft_s: float | None = None
     target_tpot_s: float | None = None
+    request_id: str | None = None
+    """Counts where the header X-Request-Id is not set."""
 
     @property
     def num_choices(self) -> int:

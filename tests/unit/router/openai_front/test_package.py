@@ -254,6 +254,23 @@ async def test_every_answer_has_the_id_by_which_the_log_knows_it(
         assert dispatch.calls[-1].request_id == f"cmpl-{request_id}-0"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("headers", "expected"), [({}, "order-7"), ({"x-request-id": ""}, "order-7"), ({"x-request-id": "mine"}, "mine")]
+)
+async def test_body_has_the_id_where_the_header_has_none(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, path: str, headers: dict[str, str], expected: str
+) -> None:
+    body = {"prompt": "a", "messages": [USER], "request_id": "order-7"}
+    response = await http.post(path, json=body, headers=headers)
+    assert response.headers["x-request-id"] == expected
+    assert response.json()["id"].partition("-")[2] == expected
+    assert dispatch.calls[-1].request_id == f"{response.json()['id']}-0"
+
+    dispatch.error = RequestFailedError("NaN")
+    assert (await http.post(path, json=body, headers=headers)).headers["x-request-id"] == expected
+
+
 async def test_refusals_have_the_id_of_their_request(http: httpx.AsyncClient) -> None:
     for body, status in ((b"{", 400), (b"x" * (MAX_BODY_BYTES + 1), 413)):
         response = await http.post("/v1/completions", content=body, headers={"x-request-id": "order-7"})

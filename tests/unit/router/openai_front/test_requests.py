@@ -130,6 +130,10 @@ async def test_every_form_of_prompt_becomes_a_call_for_each(
         ({"mirostat": 2}, "mirostat", "mirostat is 2, which is not supported yet; allowed: 0"),
         ({"max_new_tokens": 5}, "max_new_tokens", "max_new_tokens is set; allowed: max_tokens"),
         ({"input_ids": [1]}, "input_ids", "input_ids is set; allowed: prompt"),
+        ({"request_id": "i" * 113}, "request_id", "request_id has 113 characters; allowed: at most 112"),
+        ({"request_id": "a\nb"}, "request_id", "request_id holds a line break"),
+        ({"request_id": "caf\u00e9"}, "request_id", "allowed: ASCII"),
+        ({"request_id": 7}, "request_id", "request_id has a value that is not allowed: Expected `str"),
     ],
 )
 async def test_completion_that_is_refused_names_the_field(
