@@ -6,7 +6,7 @@ dropped (openai_fields.py); fields that only label a request, and fields that no
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -32,6 +32,10 @@ TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 """A variable of the chat template too, which comes before that of `chat_template_kwargs`."""
+
+_MAX_PARTS = 8192
+"""Parts of all contents of a conversation together: the million that a body may hold took 0.3 s, in which nobody is
+served."""
 
 R = TypeVar("R", "CompletionRequest", "ChatCompletionRequest")
 
@@ -339,6 +343,7 @@ def parse_request(body: bytes, kind: type[R]) -> R:
 def _to_chat(asked: ChatCompletionRequest | TokenizeRequest) -> Conversation:
     messages = asked.messages or []
     check_num_messages(len(messages))
+    _check_num_parts(messages)
     written = asked.chat_template_kwargs
     check_template_kwargs_size(len(written))
     template_kwargs = read_json(written, dict[str, Any], "chat_template_kwargs") if is_set(written) else {}
@@ -351,6 +356,14 @@ def _to_chat(asked: ChatCompletionRequest | TokenizeRequest) -> Conversation:
         add_generation_prompt=opens_turn(asked.add_generation_prompt, continues=continues),
         continue_final_message=continues,
     )
+
+
+def _check_num_parts(messages: Sequence[Message]) -> None:
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if num_parts > _MAX_PARTS:
+        raise InvalidRequestError(
+            f"the chat has {num_parts} parts of contents; allowed: at most {_MAX_PARTS}", field="messages"
+        )
 
 
 def _to_chat_message(index: int, message: Message) -> ChatMessage:

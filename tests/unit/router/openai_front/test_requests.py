@@ -162,6 +162,11 @@ async def test_completion_that_is_refused_names_the_field(
             "messages",
             "messages[0].content[0] is a part of type 'image_url'",
         ),
+        (
+            {"messages": [{"role": "user", "content": [""] * num_parts} for num_parts in (4096, 4097)]},
+            "messages",
+            "the chat has 8193 parts of contents; allowed: at most 8192",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "messages[0] holds tool calls"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
         ({"tool_choice": "required"}, "tool_choice", '"required"'),
