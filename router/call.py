@@ -85,6 +85,8 @@ class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     """The tokenizer that the tokens belong to."""
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
     finished: pb.Finished | None = None
+    eos_token_id: int | None = None
+    """The token that ends a text by the model's tokenizer; its generation config may have further ones."""
 
 
 class TokenName(NamedTuple):

@@ -157,6 +157,7 @@ class Dispatcher:
             cache_salt=cache_space(call.tenant, call.cache_salt),
             deadline_s=deadline_s,
             text=text,
+            eos_token_id=tokenizer.eos_token_id,
         )
 
     async def _max_context(self, route: ModelRoute) -> int:

@@ -54,6 +54,8 @@ class PreparedRequest:
     """The client's deadline, on the event loop's clock; None: none."""
     text: ModelText
     """The tokenizer that made its tokens: it may go only to replicas that run the same."""
+    eos_token_id: int | None
+    """Of that tokenizer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -306,6 +308,7 @@ class Flight:
             model_text=self._request.text,
             logprobs=received.logprobs,
             finished=finished,
+            eos_token_id=self._request.eos_token_id,
         )
 
     def _finish(self, ending: replica_pb2.RequestFinished) -> inference_pb2.Finished:

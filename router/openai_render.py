@@ -62,6 +62,7 @@ class Choice:
         self.num_tokens = 0
         """Tokens rendered so far, in a stream."""
         self.finished: pb.Finished | None = None
+        self.eos_token_id: int | None = None
         self.model_text: ModelText
         """The tokenizer of its tokens; set by its first delta."""
 
@@ -130,6 +131,7 @@ class Renderer(ABC):
         self._model = delta.model
         choice = self._choices[index]
         choice.finished = delta.finished
+        choice.eos_token_id = delta.eos_token_id
         choice.num_prompt_tokens = delta.num_prompt_tokens
         choice.model_text = delta.model_text
         return choice
@@ -185,7 +187,10 @@ class Renderer(ABC):
         return await self._dispatch.token_names(choice.model_text, token_ids)
 
     def _ending(self, choice: Choice) -> Json:
-        """Return why a choice ended: the OpenAI reason, and the stop string or the requested stop token that did it."""
+        """Return why a choice ended: the OpenAI reason, and the stop string or the stop token that did it.
+
+        The end-of-sequence token of the tokenizer is told only where the client asked to stop at it.
+        """
         finished = choice.finished
         if finished is None:
             return {"finish_reason": None, "stop_reason": None}
@@ -194,7 +199,8 @@ class Renderer(ABC):
             stop_reason = finished.stop_string
         elif finished.HasField("stop_token_id"):
             asked = self._calls[choice.index].sampling.stop_token_ids
-            stop_reason = finished.stop_token_id if finished.stop_token_id in asked else None
+            is_told = finished.stop_token_id != choice.eos_token_id or finished.stop_token_id in asked
+            stop_reason = finished.stop_token_id if is_told else None
         reason = _FINISH_REASONS.get(finished.reason, "stop")  # one that only a newer replica knows
         return {"finish_reason": reason, "stop_reason": stop_reason}
 

@@ -38,11 +38,14 @@ class ModelTokenizer:
         *,
         chat_template: ChatTemplate | None = None,
         generation_defaults: GenerationDefaults | None = None,
+        eos_token: str | None = None,
         digest: str = "",
     ) -> None:
         """Take parts already read; `from_folder` reads them."""
         self.digest = digest
         """Digest of the files that it was read from; empty: not known."""
+        self.eos_token_id: int | None = None if eos_token is None else tokenizer.token_to_id(eos_token)
+        """Id of the token that ends a text, where the vocabulary has it."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._generation_defaults = generation_defaults or GenerationDefaults()
@@ -69,6 +72,7 @@ class ModelTokenizer:
                 loaded.tokenizer,
                 chat_template=load_chat_template(folder, loaded.config, special_tokens=loaded.special_tokens, now=now),
                 generation_defaults=defaults,
+                eos_token=loaded.special_tokens.get("eos_token"),
                 digest=_digest(folder, defaults),
             )
         except TokenizerError as error:

@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
         """Entries of the vocabulary."""
 
     @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a text; None: none does."""
+
+    @property
     def generation_defaults(self) -> GenerationDefaults:
         """What the model's generation_config sets for requests that leave it open."""
 

@@ -31,6 +31,8 @@ class FakeDispatch:
         self.error_after = 0
         self.hold_after: int | None = None
         """Every call stops after this many tokens, until it is aborted."""
+        self.eos_token_id = EOS
+        """The end-of-sequence token of the tokenizer; every whole answer ends with EOS."""
         self._changed = asyncio.Event()
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta, None]:
@@ -120,6 +122,7 @@ class FakeDispatch:
             model=self.model.name,
             num_prompt_tokens=finished.usage.prompt_tokens,
             finished=finished,
+            eos_token_id=self.eos_token_id,
         )
 
     def _check(self, call: GenerateCall) -> None:

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 
+from helpers.fake_replica import EOS
 from helpers.polling import GUARD_S, poll
 from router.app import BoundAddresses, run_router
 from router.call import Conversation, TokenName
@@ -34,6 +35,7 @@ class ByteTokenizer:
     """One token a byte, and a beginning-of-sequence token before a plain prompt."""
 
     vocab_size = 300
+    eos_token_id = EOS
     generation_defaults = GenerationDefaults(sampling={"top_k": 40})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from grpc import StatusCode
 from helpers.fake_replica import EOS, FakeReplica, certain_text, expected_tokens
 from helpers.fronts import FRONT_NAMES, Answer, Front, RefusedError, TokenLogprob, Usage, ask, open_fronts
 from helpers.polling import until
-from helpers.router_harness import prompt_ids, router_config, running_router, text_request
+from helpers.router_harness import BOS, ByteTokenizer, prompt_ids, router_config, running_router, text_request
 from weft.v1 import inference_pb2 as pb
 from weft.v1.replica_pb2 import Submit
 
@@ -254,6 +254,15 @@ async def test_end_of_sequence_stops_unless_it_is_ignored() -> None:
         ignored = await ask_all(fronts, hello(ignore_eos=True))
     assert (ended.text, ended.finish_reason, ended.stop) == ("".join(map(chr, HELLO[:7])), "stop", None)
     assert (ignored.text[7], len(ignored.text), ignored.finish_reason) == (chr(EOS), 10, "length")
+
+
+@pytest.mark.parametrize("name", ["http", "http-stream"])
+async def test_another_end_of_sequence_than_the_tokenizer_s_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "eos_token_id", BOS)
+    async with FakeReplica("a") as a, serving(a) as fronts:
+        a.eos_position = 7
+        answer = await ask(fronts[name], hello())
+    assert (answer.finish_reason, answer.stop) == ("stop", EOS)
 
 
 @pytest.mark.parametrize("request_name", ["text", "chat"])

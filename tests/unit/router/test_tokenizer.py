@@ -132,6 +132,12 @@ def test_golden_prompts_have_their_ids(shared: Path, name: str) -> None:
         assert list(tokenizer.encode(golden["prompt"])) == golden["prompt_ids"]
 
 
+@pytest.mark.parametrize(("eos_token", "expected"), [("</s>", 1), ("<|not there|>", None), (None, None)])
+def test_end_of_sequence_is_what_the_config_names(eos_token: str | None, expected: int | None, tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer.from_folder(make_folder(tmp_path, config={"eos_token": eos_token}))
+    assert tokenizer.eos_token_id == expected
+
+
 def test_special_tokens_named_only_in_the_config_are_special(tmp_path: Path) -> None:
     declared = {str(len("<s></s>") + 92): {"content": "<|end|>", "special": True}}
     folder = make_folder(tmp_path, config={"added_tokens_decoder": declared, "unk_token": "?"})

@@ -127,6 +127,17 @@ async def test_stop_reason_is_what_the_client_asked_to_stop_at(
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_reason_is_another_end_of_sequence_than_the_tokenizer_s(
+    http: httpx.AsyncClient, dispatch: FakeDispatch, *, stream: bool
+) -> None:
+    dispatch.eos_token_id = EOS + 1
+    response = await complete(http, stream=stream)
+
+    (choice,) = (events(response)[-2] if stream else response.json())["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", EOS)
+
+
 async def test_answer_that_no_token_stopped_has_no_stop_reason(http: httpx.AsyncClient) -> None:
     (choice,) = (await complete(http, max_tokens=2, stop_token_ids=[0])).json()["choices"]
 
