@@ -24,6 +24,7 @@ from weft.v1 import control_pb2
 from cluster.control_server import ControlState
 from cluster.errors import StartError
 from cluster.status_view import state_name
+from router.metrics_listener import IDLE_TIMEOUT_S
 
 _STATES = ("pending", "starting", "ready", "draining", "failed", "stopped")
 _THIS_MACHINE = ("0.0.0.0", "::", "127.0.0.1", "::1")
@@ -146,6 +147,8 @@ def _handler(pages: _Pages) -> type[BaseHTTPRequestHandler]:
     """Return a handler of these pages; each is told at which of this machine's addresses it was asked for."""
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_TIMEOUT_S
+
         def do_GET(self) -> None:
             page = pages.get(self.path.partition("?")[0])
             if page is None:

@@ -171,6 +171,17 @@ async def test_who_goes_before_the_answer_is_no_error(
     assert capsys.readouterr().err == ""
 
 
+async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("cluster.controller_metrics.IDLE_TIMEOUT_S", 0.05)
+    listener = listen(State(), "127.0.0.1")
+    try:
+        with socket.create_connection(split_host_port(listener.address), timeout=5) as silent:
+            assert await asyncio.to_thread(silent.recv, 1) == b""
+    finally:
+        await listener.close()
+    assert capsys.readouterr().err == ""
+
+
 async def test_taken_port_is_told(listener: ControllerListener) -> None:
     port = int(listener.address.rpartition(":")[2])
     with pytest.raises(StartError, match=f"metrics cannot listen on 127.0.0.1:{port}"):

@@ -1,8 +1,10 @@
+import socket
 import urllib.request
 from itertools import pairwise
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from weft.addresses import split_host_port
 
 from cluster.metrics import BUCKETS_S, EngineCollector
 from router.metrics_listener import MetricsListener
@@ -77,6 +79,21 @@ _PLAIN = {
     "weft_generation_tokens_total": 7,
     "weft_preemptions_total": 2,
 }
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost:"])
+def test_who_does_not_ask_to_the_end_is_cut_off(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("router.metrics_listener._Handler.timeout", 0.05)
+    listener = MetricsListener("127.0.0.1")
+    try:
+        with socket.create_connection(split_host_port(listener.address), timeout=5) as stopped:
+            stopped.sendall(sent)
+            assert stopped.recv(1) == b""
+    finally:
+        listener.close()
+    assert capsys.readouterr().err == ""
 
 
 def test_latencies_go_into_cumulative_buckets_once(stats: EngineStats, collector: EngineCollector) -> None:
