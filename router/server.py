@@ -31,6 +31,9 @@ T = TypeVar("T")
 READINESS_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 """The health service that says whether some replica takes requests; the empty name says that the router lives."""
 
+_MAX_STREAMS = 4096
+"""Streams of health and reflection that are open at once: no key is asked for them, and only their clients end them."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -191,7 +194,10 @@ class _Streams:
 
     @asynccontextmanager
     async def open(self, context: _Context) -> AsyncIterator[None]:
-        """Run the block until `end`, and then tell the client to come again elsewhere."""
+        """Run the block until `end`, and then tell the client to come again elsewhere; refuse one too many."""
+        if len(self._scopes) >= _MAX_STREAMS:
+            message = f"{_MAX_STREAMS} streams of health and reflection are open, as many as are allowed"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         scope = asyncio.timeout(0 if self._is_over else None)
         self._scopes.add(scope)
         try:

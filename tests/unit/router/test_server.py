@@ -293,6 +293,28 @@ async def test_watcher_that_does_not_read_keeps_nobody_from_hearing_that_readine
             assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+async def test_one_watcher_too_many_is_refused_until_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.server._MAX_STREAMS", 2)
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        stub = health_pb2_grpc.HealthStub(router.channel)  # type: ignore[no-untyped-call]
+        watching = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=GUARD_S) for _ in range(2)]
+        for call in watching:
+            await call.read()
+
+        async def code_of_next() -> grpc.StatusCode | None:
+            call = stub.Watch(health_pb2.HealthCheckRequest(), timeout=GUARD_S)
+            try:
+                await call.read()
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return None
+
+        assert await code_of_next() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await check_health(router, "") == health_pb2.HealthCheckResponse.SERVING
+        watching[0].cancel()
+        await poll(code_of_next, None)
+
+
 async def test_reflection_lists_the_services() -> None:
     async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
         stub = reflection_pb2_grpc.ServerReflectionStub(router.channel)  # type: ignore[no-untyped-call]
