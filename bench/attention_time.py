@@ -1,4 +1,4 @@
-"""How long attention takes in a step that decodes one sequence, by the length of its context.
+"""How long attention takes in a step of one sequence, by the length of its context: of one token, or a chunk of some.
 
 Every layer has a cache of its own, so that none finds its keys in a cache of the device because it just read them. On a
 GPU the step is recorded as a CUDA graph, as the engine does: the host has no part in the time.
@@ -21,8 +21,11 @@ _BLOCK_SIZE = 16
 
 
 @torch.inference_mode()
-def time_attention(description: DecoderDescription, device: Device, dtype: torch.dtype, context_len: int) -> float:
-    """Seconds of all layers' attention, the best of some rounds; windows, soft caps and the like are left out.
+def time_attention(
+    description: DecoderDescription, device: Device, dtype: torch.dtype, context_len: int, num_new: int = 1
+) -> float:
+    """Seconds of all layers' attention of so many new tokens, the last of the context; the best of some rounds.
+    Windows, soft caps and the like are left out.
 
     Raises ModelError: the model keeps latents.
     """
@@ -38,8 +41,8 @@ def time_attention(description: DecoderDescription, device: Device, dtype: torch
         )
         for _ in range(description.num_layers)
     ]
-    q_TNH = torch.randn(1, description.num_heads, description.head_dim, dtype=dtype, device=device.torch_device)
-    meta = _meta(context_len, device)
+    q_TNH = torch.randn(num_new, description.num_heads, description.head_dim, dtype=dtype, device=device.torch_device)
+    meta = _meta(context_len, num_new, device)
     params = AttentionParams(scale=description.head_dim**-0.5)
 
     def attend(cut: Cut = call_at_once) -> Result:
@@ -53,18 +56,18 @@ def time_attention(description: DecoderDescription, device: Device, dtype: torch
     return best_s(device, work)
 
 
-def _meta(context_len: int, device: Device) -> AttentionMeta:
-    """Describe one token, the last of its context. A recorded step has no lengths on the host (see cuda_graphs.py)."""
+def _meta(context_len: int, num_new: int, device: Device) -> AttentionMeta:
+    """Describe the last tokens of a context. A recorded step has no lengths on the host (see cuda_graphs.py)."""
     where = device.torch_device
     num_blocks = -(-context_len // _BLOCK_SIZE)
     return AttentionMeta(
-        query_starts=torch.tensor([0, 1], dtype=torch.int32, device=where),
+        query_starts=torch.tensor([0, num_new], dtype=torch.int32, device=where),
         context_lens=torch.tensor([context_len], dtype=torch.int32, device=where),
         block_tables=torch.arange(num_blocks, dtype=torch.int32, device=where)[None],
-        slot_mapping=torch.tensor([context_len - 1], device=where),
-        num_decodes=1,
-        max_query_len=1,
+        slot_mapping=torch.arange(context_len - num_new, context_len, device=where),
+        num_decodes=int(num_new == 1),
+        max_query_len=num_new,
         max_context_len=context_len,
-        query_starts_host=[] if device.works_by_itself else [0, 1],
+        query_starts_host=[] if device.works_by_itself else [0, num_new],
         context_lens_host=[] if device.works_by_itself else [context_len],
     )

@@ -142,7 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     int8_linears, int8_cache = config.quantization == "int8", config.cache.dtype == "int8"
     cost = ModelCost.of(description, dtype, int8_linears=int8_linears, int8_cache=int8_cache)
     ceiling = measure_ceiling(device, dtype, int8_linears=int8_linears)
-    attention_s = {num: time_attention(description, device, dtype, num) for num in options.contexts}
+    attention_s = {
+        num: time_attention(description, device, dtype, num, min(options.new_tokens, num)) for num in options.contexts
+    }
     engine = build_engine(config)
     try:
         phases = [
@@ -181,6 +183,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--contexts", type=_numbers, default=[4096, 65536], help="context lengths of attention (4096,65536)"
     )
+    parser.add_argument("--new-tokens", type=int, default=1, help="tokens that attend, one sequence's (%(default)s)")
     parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
     return parser.parse_args(arguments)
 

@@ -12,8 +12,13 @@ MIN_PARTITION_SIZE, MAX_PARTITION_SIZE = 256, 2048
 NUM_DECODE_PROGRAMS = 512
 """About so many programs, each with a partition of a key-value head, keep a GPU's memory busy: four for each of 132
 multiprocessors. Measured on an H200 (docs/experiments/gpu-kernels.md)."""
+NUM_CHUNK_PROGRAMS = 264
+"""The same of chunks: two for each multiprocessor, where one or two fit at a time."""
+MIN_CHUNK_PARTITION_SIZE = 512
+"""Keys that a tile of a chunk's queries is not cut below."""
 MAX_PARTITIONS = 16384
-"""Most partitions of all sequences of a step: with 32 heads of 128, what waits to be merged takes 256 MiB."""
+"""Most partitions of all sequences of a step, or of all tokens of chunks: with 32 heads of 128, what waits to be
+merged takes 256 MiB."""
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Decoding sequences that graphs of whole steps are recorded for."""
 MIXED_BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
@@ -119,6 +124,20 @@ def partition_size(num_seqs: int, num_kv_heads: int, max_context_len: int) -> in
     while num_seqs * -(-max_context_len // size) > MAX_PARTITIONS and size < max_context_len:
         size *= 2
     return size
+
+
+def chunk_partition_size(num_tokens: int, tokens_of_tile: int, num_kv_heads: int, max_context_len: int) -> int | None:
+    """Keys of a partition for tiles of chunks, one chunk or few: a short one after a long context has too few tiles to
+    keep a GPU busy. None: whole contexts.
+    """
+    if max_context_len <= MIN_CONTEXT_BUCKET:
+        return None
+    num_tiles = num_tokens // tokens_of_tile + 1
+    most = min(NUM_CHUNK_PROGRAMS // (num_tiles * num_kv_heads), MAX_PARTITIONS // num_tokens)
+    size = MIN_CHUNK_PARTITION_SIZE
+    while most > 1 and -(-max_context_len // size) > most:
+        size *= 2
+    return size if most > 1 and size < max_context_len else None
 
 
 def fullest_context(num_seqs: int, max_context: int) -> int:

@@ -19,8 +19,8 @@ def attend(
     q,  # [T, N, H]
     keys,  # [B, P, K, H]
     values,
-    out,  # [T, N, H]; of partitions float32 [S, N, partitions, H]
-    sums,  # float32 [S, N, partitions]: binary logarithms of the sums of exponentials
+    out,  # [T, N, H]; of partitions float32 [T, N, partitions, H]
+    sums,  # float32 [T, N, partitions]: binary logarithms of the sums of exponentials
     query_starts,
     context_lens,
     block_tables,
@@ -75,10 +75,12 @@ def attend(
         first_query = (tile - (query_start - first_token) // TILE_Q - (seq - num_decodes)) * TILE_Q
     context_len = tl.load(context_lens + seq)
     table = block_tables + seq.to(tl.int64) * table_stride
+    position = context_len - num_queries + first_query  # of the first query of the tile
     num_used = 1
     if not IS_PREFILL:
         num_used = _num_used(context_len, partition_size, window, HAS_WINDOW)
-    position = context_len - num_queries + first_query  # of the first query of the tile
+    elif IS_PARTIAL:
+        num_used = tl.cdiv(tl.minimum(position + TILE_Q, context_len), partition_size)
     if first_query < num_queries:
         row = tl.arange(0, TILE_Q * GROUP)
         query = first_query + row // GROUP
@@ -102,7 +104,7 @@ def attend(
             begin, end = _find_span(
                 *(position, context_len, window, partition_size, part),
                 TILE_Q=TILE_Q,
-                IS_PREFILL=IS_PREFILL,
+                IS_CUT=IS_PARTIAL or not IS_PREFILL,
                 HAS_WINDOW=HAS_WINDOW,
             )
             largest = tl.full((TILE_Q * GROUP,), float("-inf"), tl.float32)
@@ -116,7 +118,7 @@ def attend(
             next_block = _load_blocks(table, begin, end, BLOCK_SIZE, TILE_KEYS)
             whole_end = begin  # of the tiles that all rows see
             if IS_PREFILL and not HAS_WINDOW:
-                whole_end = (position + 1) // TILE_KEYS * TILE_KEYS
+                whole_end = tl.maximum(begin, tl.minimum((position + 1) // TILE_KEYS * TILE_KEYS, end))
                 for start in range(begin, whole_end, TILE_KEYS):
                     block = next_block
                     next_block = _load_blocks(table, start + TILE_KEYS, end, BLOCK_SIZE, TILE_KEYS)
@@ -137,12 +139,12 @@ def attend(
                     *(HEAD_DIM, BLOCK_SIZE, HEAD, TILE_KEYS),
                     *(False, HAS_WINDOW, HAS_CAP, HAS_BIAS, IS_BY_DISTANCE),
                 )
-            mean = mean / total[:, None]
+            place = token * num_heads + head
             if IS_PARTIAL:
-                place = (seq.to(tl.int64) * num_heads + head) * num_parts + part
+                place = place * num_parts + part
                 tl.store(sums + place, largest + tl.log2(total), mask=is_row)
-            else:
-                place = token * num_heads + head
+                total = tl.where(total == 0.0, 1.0, total)  # a row of a chunk may see no key of a partition
+            mean = mean / total[:, None]
             tl.store(
                 out + place[:, None] * HEAD_DIM + dim[None, :],
                 mean.to(out.dtype.element_ty),
@@ -241,7 +243,7 @@ def _find_span(
     partition_size,
     part,
     TILE_Q: tl.constexpr,
-    IS_PREFILL: tl.constexpr,
+    IS_CUT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
     """The keys [begin, end) that a tile whose first query is at `position` looks at, of its partition only."""
@@ -249,7 +251,7 @@ def _find_span(
     if HAS_WINDOW:
         begin = tl.maximum(position - window + 1, 0)
     end = tl.minimum(position + TILE_Q, context_len)
-    if not IS_PREFILL:
+    if IS_CUT:
         part_begin = (begin // partition_size + part) * partition_size
         begin = tl.maximum(begin, part_begin)
         end = tl.minimum(end, part_begin + partition_size)
@@ -296,27 +298,50 @@ def _sequence_of_tile(query_starts, tile, first_token, num_decodes, num_seqs, TI
     return low
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit
+def _num_used_of_chunk(query_starts, context_lens, token, num_decodes, num_seqs, partition_size):
+    """Partitions that hold keys of a token of a chunk; of no other token, nor of a chunk that is not there."""
+    low = num_decodes
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    end = tl.load(query_starts + low + 1)
+    num_seen = tl.load(context_lens + low) - end + token + 1
+    is_chunk = (token >= tl.load(query_starts + low)) & (token < end)
+    return tl.where(is_chunk, tl.cdiv(num_seen, partition_size), 0)
+
+
+@triton.jit(do_not_specialize=["num_parts", "num_decodes", "num_seqs"])
 def merge(
-    parts,  # float32 [S, N, partitions, H]
-    sums,  # float32 [S, N, partitions]
+    parts,  # float32 [T, N, partitions, H]
+    sums,  # float32 [T, N, partitions]
     out,  # [T, N, H]
+    query_starts,
     context_lens,
     num_parts,
     partition_size,
     window,
+    num_decodes,
+    num_seqs,
     head_dim,
     HEAD: tl.constexpr,
     TILE_PARTS: tl.constexpr,
+    IS_PREFILL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
     """The mean of one head's partitions, weighted by their sums; only those that hold keys are read."""
     wait_for_input(IS_EARLY)
-    seq = tl.program_id(0)
-    row = seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    context_len = tl.load(context_lens + seq)
-    num_used = _num_used(context_len, partition_size, window, HAS_WINDOW)
+    token = tl.program_id(0)
+    row = token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    if IS_PREFILL:
+        num_used = _num_used_of_chunk(query_starts, context_lens, token, num_decodes, num_seqs, partition_size)
+    else:
+        num_used = _num_used(tl.load(context_lens + token), partition_size, window, HAS_WINDOW)
     dim = tl.arange(0, HEAD)
     is_dim = dim < head_dim
     largest = float("-inf")
@@ -337,4 +362,4 @@ def merge(
         mean = mean * shrink + tl.sum(tile * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)
         largest = new_largest
-    tl.store(out + row * head_dim + dim, (mean / total).to(out.dtype.element_ty), mask=is_dim)
+    tl.store(out + row * head_dim + dim, (mean / total).to(out.dtype.element_ty), mask=is_dim & (num_used > 0))

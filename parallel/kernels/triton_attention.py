@@ -7,7 +7,8 @@ share a key-value head, so that each key is read once for all of them (row = tok
 
     decode   one token a sequence; its context is cut into partitions, a program for each, whose results `merge` puts
              together (FlashDecoding, arXiv:2311.01282, section 2)
-    prefill  tiles of the sequences' new tokens, each of which walks its whole context (arXiv:2307.08691)
+    prefill  tiles of the sequences' new tokens, each of which walks its whole context (arXiv:2307.08691); where there
+             are few tiles, contexts are cut as in a decode
 
 Partitions begin at multiples of their size, which follows from the number of sequences and the longest context of a
 step or of its recording (`partition_size`): steps of one size give the same bits, whatever else is in them.
@@ -21,7 +22,7 @@ import triton
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
-from parallel.kernels.cuda_buckets import MIN_CONTEXT_BUCKET, num_partitions, partition_size
+from parallel.kernels.cuda_buckets import MIN_CONTEXT_BUCKET, chunk_partition_size, num_partitions, partition_size
 from parallel.kernels.triton_attend import attend, merge
 from parallel.kernels.triton_launch import launch_options
 
@@ -95,60 +96,94 @@ def choose_tiles(
 
 def triton_attention(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
     """See `Kernels.attention`; for heads of up to MAX_HEAD_DIM. Nothing waits for the device."""
-    out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    call = _Call(q_TNH, cache, meta, params, torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device))
     if meta.num_decodes:
-        _decode(q_TNH, cache, meta, params, out_TNH)
+        _decode(call)
     if len(meta.context_lens) > meta.num_decodes:
-        _prefill(q_TNH, cache, meta, params, out_TNH)
-    return out_TNH
+        _prefill(call)
+    return call.out_TNH
 
 
-def _decode(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams, out_TNH: Tensor) -> None:
-    num_seqs, (num_heads, head_dim), num_kv_heads = meta.num_decodes, q_TNH.shape[1:], cache.k_BPKH.shape[2]
+class _Call(NamedTuple):
+    """What attention is asked for, and where its result goes."""
+
+    q_TNH: Tensor  # noqa: N815
+    cache: LayerCache
+    meta: AttentionMeta
+    params: AttentionParams
+    out_TNH: Tensor  # noqa: N815
+
+
+class _Cut(NamedTuple):
+    """How the contexts of a launch are cut."""
+
+    size: int
+    """Keys of a partition."""
+    num_parts: int
+    """The most partitions of a context; 1: results are not merged."""
+
+
+def _decode(call: _Call) -> None:
+    meta, num_seqs, num_kv_heads = call.meta, call.meta.num_decodes, call.cache.k_BPKH.shape[2]
     size = partition_size(num_seqs, num_kv_heads, meta.max_context_len)
-    num_parts = num_partitions(meta.max_context_len, params.sliding_window, size)
-    tiles = _tiles(q_TNH, cache, params, partition=size, num_programs=num_seqs * num_kv_heads)
-    grid = num_seqs, num_kv_heads, min(num_parts, max(1, _MOST_PROGRAMS // (num_seqs * num_kv_heads)))
+    cut = _Cut(size, num_partitions(meta.max_context_len, call.params.sliding_window, size))
+    tiles = _tiles(call, partition=size, num_programs=num_seqs * num_kv_heads)
+    num_programs = min(cut.num_parts, max(1, _MOST_PROGRAMS // (num_seqs * num_kv_heads)))
+    _attend(call, (num_seqs, num_kv_heads, num_programs), tiles, cut, is_prefill=False)
+
+
+def _prefill(call: _Call) -> None:
+    meta, num_tokens, num_kv_heads = call.meta, len(call.q_TNH), call.cache.k_BPKH.shape[2]
+    tiles = _tiles(call, partition=0, num_programs=0)
+    # each sequence has at most one tile more than its share of the tokens, which in a recorded step may be all of them
+    num_tiles = num_tokens // tiles.num_queries + len(meta.context_lens) - meta.num_decodes
+    cut = _Cut(0, 1)
+    if call.params.sliding_window is None:
+        size = chunk_partition_size(num_tokens, tiles.num_queries, num_kv_heads, meta.max_context_len)
+        cut = _Cut(size, -(-meta.max_context_len // size)) if size else cut
+    _attend(call, (num_tiles, num_kv_heads, cut.num_parts), tiles, cut, is_prefill=True)
+
+
+def _attend(call: _Call, grid: tuple[int, int, int], tiles: Tiles, cut: _Cut, *, is_prefill: bool) -> None:
+    out_TNH, meta, num_parts = call.out_TNH, call.meta, cut.num_parts
     if num_parts == 1:
-        _launch(grid, tiles, q_TNH, cache, meta, params, out_TNH, size=size)
+        _launch(call, grid, tiles, cut, out_TNH, is_prefill=is_prefill)
         return
-    parts_SNCH = q_TNH.new_empty(num_seqs, num_heads, num_parts, head_dim, dtype=torch.float32)
-    sums_SNC = q_TNH.new_empty(num_seqs, num_heads, num_parts, dtype=torch.float32)
-    _launch(grid, tiles, q_TNH, cache, meta, params, parts_SNCH, size=size, sums=sums_SNC)
-    merge[num_seqs, num_heads](
-        parts_SNCH,
-        sums_SNC,
+    num_tokens, (num_heads, head_dim) = len(out_TNH) if is_prefill else meta.num_decodes, out_TNH.shape[1:]
+    parts_TNCH = out_TNH.new_empty(num_tokens, num_heads, num_parts, head_dim, dtype=torch.float32)
+    sums_TNC = out_TNH.new_empty(num_tokens, num_heads, num_parts, dtype=torch.float32)
+    _launch(call, grid, tiles, cut, parts_TNCH, sums_TNC, is_prefill=is_prefill)
+    merge[num_tokens, num_heads](
+        parts_TNCH,
+        sums_TNC,
         out_TNH,
+        meta.query_starts,
         meta.context_lens,
         num_parts,
-        size,
-        params.sliding_window or 0,
+        cut.size,
+        call.params.sliding_window or 0,
+        meta.num_decodes,
+        len(meta.context_lens),
         head_dim,
         HEAD=triton.next_power_of_2(head_dim),
         TILE_PARTS=16 if num_parts <= 16 else 64,
-        HAS_WINDOW=params.sliding_window is not None,
+        IS_PREFILL=is_prefill,
+        HAS_WINDOW=call.params.sliding_window is not None,
         num_warps=4 if num_parts <= 16 else 8,
         **launch_options(out_TNH.device),
     )
 
 
-def _prefill(q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams, out_TNH: Tensor) -> None:
-    tiles = _tiles(q_TNH, cache, params, partition=0, num_programs=0)
-    # each sequence has at most one tile more than its share of the tokens, which in a recorded step may be all of them
-    num_tiles = len(q_TNH) // tiles.num_queries + len(meta.context_lens) - meta.num_decodes
-    _launch((num_tiles, cache.k_BPKH.shape[2], 1), tiles, q_TNH, cache, meta, params, out_TNH, size=0)
-
-
-def _tiles(q_TNH: Tensor, cache: LayerCache, params: AttentionParams, *, partition: int, num_programs: int) -> Tiles:
-    num_heads, head_dim = q_TNH.shape[1:]
+def _tiles(call: _Call, *, partition: int, num_programs: int) -> Tiles:
+    num_heads, head_dim = call.q_TNH.shape[1:]
     return choose_tiles(
         head_dim,
-        num_heads // cache.k_BPKH.shape[2],
-        q_TNH.element_size(),
+        num_heads // call.cache.k_BPKH.shape[2],
+        call.q_TNH.element_size(),
         partition=partition,
         num_programs=num_programs,
-        has_bias=params.key_bias_NP is not None,
-        shared_bytes=_shared_bytes(q_TNH.device),
+        has_bias=call.params.key_bias_NP is not None,
+        shared_bytes=_shared_bytes(call.q_TNH.device),
     )
 
 
@@ -161,18 +196,17 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def _launch(
+    call: _Call,
     grid: tuple[int, int, int],
     tiles: Tiles,
-    q_TNH: Tensor,
-    cache: LayerCache,
-    meta: AttentionMeta,
-    params: AttentionParams,
+    cut: _Cut,
     out: Tensor,
-    *,
-    size: int,
     sums: Tensor | None = None,
+    *,
+    is_prefill: bool,
 ) -> None:
-    """Run `attend`; a partition size of 0 is a prefill."""
+    """Run `attend`; with sums it leaves partitions to be merged."""
+    q_TNH, cache, meta, params = call[:4]
     num_heads, head_dim = q_TNH.shape[1:]
     block_size, num_kv_heads = cache.k_BPKH.shape[1:3]
     bias, sinks = params.key_bias_NP, params.sinks_N
@@ -191,8 +225,8 @@ def _launch(
         params.scale,
         params.soft_cap or 0.0,
         params.sliding_window or 0,
-        size,
-        1 if sums is None else sums.shape[2],
+        cut.size,
+        cut.num_parts,
         meta.num_decodes,
         len(meta.context_lens),
         num_heads,
@@ -208,7 +242,7 @@ def _launch(
         GROUP=tiles.group,
         TILE_Q=tiles.num_queries,
         TILE_KEYS=tiles.num_keys,
-        IS_PREFILL=size == 0,
+        IS_PREFILL=is_prefill,
         IS_PARTIAL=sums is not None,
         HAS_WINDOW=params.sliding_window is not None,
         HAS_CAP=params.soft_cap is not None,

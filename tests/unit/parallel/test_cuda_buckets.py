@@ -8,14 +8,17 @@ from parallel.kernels.cuda_buckets import (
     MAX_CHUNKS,
     MAX_PARTITION_SIZE,
     MAX_PARTITIONS,
+    MIN_CHUNK_PARTITION_SIZE,
     MIN_PARTITION_SIZE,
     MIXED_BUCKETS,
+    NUM_CHUNK_PROGRAMS,
     NUM_DECODE_PROGRAMS,
     TOKEN_BUCKETS,
     StepBucket,
     choose_bucket,
     choose_mixed,
     choose_pieces,
+    chunk_partition_size,
     fullest_context,
     largest_mixed,
     largest_pieces,
@@ -37,6 +40,30 @@ def test_partitions_are_few_enough_and_no_larger_than_they_need_to_be(
         assert num_kv_heads * num_smaller > NUM_DECODE_PROGRAMS
     if size > MAX_PARTITION_SIZE:
         assert num_smaller > MAX_PARTITIONS
+
+
+@given(
+    num_tokens=st.integers(1, 8192),
+    tokens_of_tile=st.integers(1, 128),
+    num_kv_heads=st.integers(1, 64),
+    max_context_len=st.integers(1, 200_000),
+)
+def test_contexts_of_chunks_are_cut_where_tiles_are_few(
+    num_tokens: int, tokens_of_tile: int, num_kv_heads: int, max_context_len: int
+) -> None:
+    size = chunk_partition_size(num_tokens, tokens_of_tile, num_kv_heads, max_context_len)
+    num_programs = (num_tokens // tokens_of_tile + 1) * num_kv_heads
+    if size is None:
+        halves_are_many = 2 * num_programs > NUM_CHUNK_PROGRAMS or 2 * num_tokens > MAX_PARTITIONS
+        assert halves_are_many or max_context_len <= MIN_CHUNK_PARTITION_SIZE
+        return
+    num_parts = -(-max_context_len // size)
+    assert num_parts > 1
+    assert num_programs * num_parts <= NUM_CHUNK_PROGRAMS
+    assert num_tokens * num_parts <= MAX_PARTITIONS
+    if size > MIN_CHUNK_PARTITION_SIZE:
+        num_smaller = -(-max_context_len // (size // 2))
+        assert num_programs * num_smaller > NUM_CHUNK_PROGRAMS or num_tokens * num_smaller > MAX_PARTITIONS
 
 
 def test_one_long_sequence_is_cut_into_many_partitions_and_short_ones_are_not_cut() -> None:

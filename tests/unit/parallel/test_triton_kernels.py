@@ -10,7 +10,7 @@ from helpers.triton_programs import interpret, run_with_triton
 _ATTENTION = """
 import torch
 from helpers.attention_cases import attention_cases
-from parallel.kernels import triton_attention as kernels
+from parallel.kernels import cuda_buckets, triton_attention as kernels
 from parallel.kernels.triton_attention import triton_attention
 
 cpu = torch.device("cpu")
@@ -18,6 +18,10 @@ for case in attention_cases():
     case.check(triton_attention, torch.float32, cpu)
     if case.name in ("head 96", "partitions", "all"):
         case.check(triton_attention, torch.float16, cpu)
+cuda_buckets.MIN_CONTEXT_BUCKET, cuda_buckets.MIN_CHUNK_PARTITION_SIZE = 16, 64  # contexts of chunks are cut
+for case in attention_cases():
+    if case.name in ("head 80", "odd blocks", "only chunks", "bias by distance", "sinks"):
+        case.check(triton_attention, torch.float32, cpu)
 kernels._MOST_PROGRAMS = 1  # each has all partitions of a sequence
 kernels._MANY_PROGRAMS = 1
 for case in attention_cases():
@@ -137,11 +141,13 @@ def build(kernel, pointers, constants, floats, **options):
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def attend(is_prefill, head_dim, num_group, dtype, has_features=True, shared_bytes=99 << 10, partition=1024):
-    partition = 0 if is_prefill else partition
+def attend(
+    is_prefill, head_dim, num_group, dtype, has_features=True, shared_bytes=99 << 10, partition=1024, is_cut=False
+):
+    partition, is_partial = 0 if is_prefill else partition, is_cut or not is_prefill
     numbers = dict.fromkeys(("q", "keys", "values", "out"), f"*{dtype}")
     pointers = numbers | dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
-    pointers |= dict.fromkeys(("sums", "bias", "sinks"), "*fp32") | ({} if is_prefill else {"out": "*fp32"})
+    pointers |= dict.fromkeys(("sums", "bias", "sinks"), "*fp32") | ({"out": "*fp32"} if is_partial else {})
     size = dict(bf16=2, fp32=4)[dtype]
     tiles = triton_attention.choose_tiles(
         *(head_dim, num_group, size),
@@ -150,7 +156,7 @@ def attend(is_prefill, head_dim, num_group, dtype, has_features=True, shared_byt
     sizes = dict(BLOCK_SIZE=16, HEAD_DIM=head_dim, HEAD=tiles.head, GROUP=tiles.group)
     sizes |= dict(TILE_Q=tiles.num_queries, TILE_KEYS=tiles.num_keys)
     features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "IS_BY_DISTANCE", "HAS_SINKS"), has_features)
-    constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=not is_prefill)
+    constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=is_partial)
     options = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
     built = build(triton_attend.attend, pointers, constants, ("scale", "soft_cap"), **options)
     assert built.metadata.shared <= shared_bytes
@@ -165,13 +171,15 @@ for of in ((128, 4, "bf16"), (256, 32, "fp32"), (80, 71, "bf16")):
 if capability >= 80:
     for of in ((False, 128, 4, "bf16"), (False, 256, 8, "fp32"), (True, 128, 4, "bf16"), (True, 256, 8, "bf16")):
         attend(*of, has_features=False, shared_bytes=163 << 10)
-build(
-    triton_attend.merge,
-    dict(parts="*fp32", sums="*fp32", out="*bf16", context_lens="*i32"),
-    dict(HEAD=128, TILE_PARTS=64, HAS_WINDOW=True),
-    (),
-    num_warps=8,
-)
+    attend(True, 128, 4, "bf16", has_features=False, shared_bytes=163 << 10, is_cut=True)
+for is_prefill in (False, True):
+    build(
+        triton_attend.merge,
+        dict(parts="*fp32", sums="*fp32", out="*bf16", query_starts="*i32", context_lens="*i32"),
+        dict(HEAD=128, TILE_PARTS=64, IS_PREFILL=is_prefill, HAS_WINDOW=not is_prefill),
+        (),
+        num_warps=8,
+    )
 for name, wide, constants in (
     ("_rms_norm", (), dict(TILE=4096, HAS_RESIDUAL=True)),
     ("_silu_mul", (), dict(TILE=1024)),
