@@ -102,9 +102,7 @@ def warnings(point: Point) -> list[str]:
             f"the load generator took {point.cpu_share:.0%} of a core: latencies may be its own; "
             "run several with a part of the load each"
         )
-    if summary.errors:
-        num_failed = summary.num_requests - summary.num_answered
-        found.append(f"{num_failed} of {summary.num_requests} requests failed: {describe_errors(summary)}")
+    found += _missing([summary])
     if point.num_unsent:
         found.append(f"{point.num_unsent} later turns of failed sessions were not sent, and count nowhere")
     if summary.num_seen < MIN_SEEN * summary.output_tokens:
@@ -112,8 +110,21 @@ def warnings(point: Point) -> list[str]:
             f"{summary.output_tokens} tokens came as {summary.num_seen} pieces of text: TTFT, TPOT and ITL over HTTP "
             "are those of text; most tokens here have none of their own, or the service sends several at once"
         )
-    if summary.num_short:
-        found.append(f"{summary.num_short} answers ended with fewer tokens than asked for")
+    return found
+
+
+def _missing(runs: Sequence[Summary]) -> list[str]:
+    """Return what was asked for in some runs and did not come."""
+    found = []
+    num_requests, num_answered = sum(run.num_requests for run in runs), sum(run.num_answered for run in runs)
+    if any(run.errors for run in runs):
+        found.append(f"{num_requests - num_answered} of {num_requests} requests failed: {describe_errors(*runs)}")
+    if num_short := sum(run.num_short for run in runs):
+        output_tokens, asked_tokens = sum(run.output_tokens for run in runs), sum(run.asked_tokens for run in runs)
+        found.append(
+            f"{num_short} of {num_answered} answers ended with fewer tokens than asked for: "
+            f"{output_tokens} of {asked_tokens} tokens came"
+        )
     return found
 
 
@@ -136,6 +147,9 @@ def print_offline(console: Console, model: str, result: "OfflineResult") -> None
     console.print(table)
     if any(_is_contended(repeat) for repeats in result.repeats.values() for repeat in repeats):
         console.print("* other processes kept more than a tenth of a core busy", highlight=False)
+    for name, repeats in result.repeats.items():
+        for warning in _missing([repeat.summary for repeat in repeats]):
+            console.print(f"Warning: {name}: {warning}", style="yellow", highlight=False, markup=False)
 
 
 def serve_line(options: ServeOptions, outcome: Outcome) -> str:

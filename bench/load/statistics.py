@@ -76,6 +76,8 @@ class Summary:
     num_answered: int
     num_short: int
     """Requests that were answered with fewer tokens than asked for."""
+    asked_tokens: int
+    """Output tokens that the answered requests asked for."""
     errors: dict[str, int]
     """How many errors there were of each kind."""
     first_messages: dict[str, str]
@@ -119,6 +121,7 @@ def summarize(records: Sequence[CallRecord], targets: Targets | None = None) -> 
         num_requests=len(records),
         num_answered=len(answered),
         num_short=sum(record.num_out < record.num_asked for record in answered),
+        asked_tokens=sum(record.num_asked for record in answered),
         errors=dict(Counter(str(error.kind) for error in errors)),
         first_messages={str(error.kind): str(error) for error in reversed(errors)},
         duration_s=duration_s,
@@ -138,11 +141,14 @@ def summarize(records: Sequence[CallRecord], targets: Targets | None = None) -> 
     )
 
 
-def describe_errors(summary: Summary) -> str:
-    """Say how many errors of each kind there were, with the first message."""
-    return "; ".join(
-        f"{number} {kind} ({summary.first_messages[kind]})" for kind, number in sorted(summary.errors.items())
-    )
+def describe_errors(*summaries: Summary) -> str:
+    """Say how many errors of each kind there were in some runs, with the first message."""
+    numbers: Counter[str] = Counter()
+    messages: dict[str, str] = {}
+    for summary in summaries:
+        numbers.update(summary.errors)
+        messages = summary.first_messages | messages
+    return "; ".join(f"{number} {kind} ({messages[kind]})" for kind, number in sorted(numbers.items()))
 
 
 def _is_within(seen_s: float | None, target_s: float | None) -> bool:

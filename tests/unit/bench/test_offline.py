@@ -261,6 +261,20 @@ def test_offline_takes_texts_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("known_ceiling")
+def test_answers_that_ended_early_are_told(tmp_path: Path) -> None:
+    file, lines = tmp_path / "prompts.jsonl", tmp_path / "lines"
+    file.write_text('{"messages": [{"role": "user", "content": "Who are you?"}]}\n')
+    arguments = ["bench", "offline", "--model", "weft-tiny", "--dataset", "prompts", "--file", str(file)]
+    arguments += ["--no-ignore-eos", "--repeats", "2", "--output-tokens", "200", "--json", str(lines)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    repeats = json.loads(lines.read_text())["result"]["repeats"]["prompts"]
+    num_tokens = sum(repeat["summary"]["output_tokens"] for repeat in repeats)
+    assert num_tokens < 400
+    told = f"prompts: 2 of 2 answers ended with fewer tokens than asked for: {num_tokens} of 400 tokens came"
+    assert told in " ".join(result.output.split())
+
+
+@pytest.mark.usefixtures("known_ceiling")
 def test_a_files_prompts_are_run_once_unless_more_are_asked_for(tmp_path: Path) -> None:
     file, lines = tmp_path / "prompts.jsonl", tmp_path / "lines"
     file.write_text('{"prompt": "Once upon a time"}\n{"prompt": "Who are you?"}\n')

@@ -321,8 +321,9 @@ async def test_late_and_busy_generators_are_told(router: RunningRouter) -> None:
     found = warnings(Point(load=OpenLoop(rate=1.0), summary=summary, cpu_share=0.97))
     assert "fell behind: requests were sent up to 500.0 ms late" in found[0]
     assert "took 97% of a core" in found[1]
-    assert f"{summary.output_tokens} tokens came as 3 pieces of text" in found[2]
-    assert "2 answers ended with fewer tokens" in found[3]
+    num_answered, num_tokens = summary.num_answered, summary.output_tokens
+    assert f"2 of {num_answered} answers ended with fewer tokens than asked for: {num_tokens} of" in found[2]
+    assert f"{num_tokens} tokens came as 3 pieces of text" in found[3]
     unsent = Point(load=OpenLoop(rate=1.0), summary=point.summary, cpu_share=0.1, num_unsent=4)
     assert "4 later turns of failed sessions were not sent" in warnings(unsent)[-1]
 

@@ -105,6 +105,8 @@ def test_errors_are_told_with_the_first_message_of_each_kind() -> None:
         ]
     )
     assert describe_errors(summary) == "2 bad request (too long by 1); 1 timeout (late)"
+    later = summarize([failed(0.0, ErrorKind.TIMEOUT, message="later")])
+    assert describe_errors(summary, later) == "2 bad request (too long by 1); 2 timeout (late)"
 
 
 def test_goodput_counts_requests_that_keep_both_targets() -> None:
@@ -127,7 +129,8 @@ def test_goodput_counts_requests_that_keep_both_targets() -> None:
 
 
 def test_short_answers_are_counted() -> None:
-    assert summarize([answered(0.0, [1.0], num_asked=2), answered(0.0, [1.0])]).num_short == 1
+    summary = summarize([answered(0.0, [1.0], num_asked=4), answered(0.0, [1.0]), failed(0.0, ErrorKind.SERVER)])
+    assert (summary.num_short, summary.output_tokens, summary.asked_tokens) == (1, 2, 5)
 
 
 def test_run_in_which_all_fail_has_numbers_too() -> None:
