@@ -2,8 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,11 @@ from bench.load.statistics import Summary, Targets, summarize
 from bench.load.watcher import OfflineWatcher
 from bench.machine import Span, Stopwatch
 from cluster.config import build_section
-from cluster.errors import ClusterError
 from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
 from parallel.device.select import select_device
 from parallel.dtypes import resolve_dtype
-from parallel.errors import DeviceError, ModelError
+from parallel.errors import DeviceError
 from parallel.families.registry import describe_model
 from parallel.kernels.select import multiplies_bfloat16
 from parallel.mesh import Mesh
@@ -35,7 +34,7 @@ from router.tokenizer import ModelTokenizer
 from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.engine_builder import build_engine
-from workers.errors import EngineConfigError, EngineError
+from workers.errors import EngineConfigError
 from workers.request import SamplingParams
 from workers.stats import RankStats
 
@@ -81,9 +80,9 @@ class Repeat:
     """Energy that the GPU took; None where nothing tells."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OfflineResult:
-    """All workloads on one engine."""
+    """All workloads on one engine. Filled repeat by repeat, so that who is interrupted keeps what there is."""
 
     model: Path
     dtype: str
@@ -93,10 +92,10 @@ class OfflineResult:
     load_peak_memory_bytes: int
     """The most memory that the process had until the model was loaded and measured."""
     ceiling: Ceiling
-    repeats: Mapping[str, Sequence[Repeat]]
-    """The repeats of each workload that was run to its end."""
-    ended_by: str = ""
-    """What kept the other workloads from it; empty: there are none."""
+    repeats: dict[str, list[Repeat]] = field(default_factory=dict)
+    """The repeats of each workload that were run to their end."""
+    is_complete: bool = False
+    """Whether all were."""
 
     def median(self, name: str, of: Callable[[Repeat], float | None]) -> float | None:
         """Return the median over a workload's repeats, of those that have the value."""
@@ -104,10 +103,12 @@ class OfflineResult:
         return statistics.median(values) if values else None
 
 
-def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = None) -> OfflineResult:
+def measure_offline(
+    options: OfflineOptions, tell: Callable[[OfflineResult], None], watcher: OfflineWatcher | None = None
+) -> None:
     """Load the model, measure what the machine can, and run each workload: once to warm up, then `repeats` times.
 
-    What fails or is interrupted (Ctrl-C) after the first workload leaves those before it: see `ended_by`.
+    `tell` is called with the result, also with what there is of it when the rest fails or is interrupted.
 
     Raises ClusterError, ModelError, EngineError: the model, a setting or a dataset cannot be used.
     """
@@ -131,9 +132,7 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
         int8_linears, int8_cache = config.quantization == "int8", config.cache.dtype == "int8"
         ceiling = measure_ceiling(device, dtype, int8_linears=int8_linears)
         bench = _Bench(engine, stats, device, ceiling, options, _Encoder(folder))
-        load_peak_memory_bytes = device.peak_memory_bytes()
-        repeats, ended_by = bench.run_all(options.datasets, watcher)
-        return OfflineResult(
+        result = OfflineResult(
             model=folder,
             dtype=str(dtype).removeprefix("torch.")
             + (", linear layers int8" if int8_linears else "")
@@ -141,11 +140,14 @@ def measure_offline(options: OfflineOptions, watcher: OfflineWatcher | None = No
             device=_device_name(device),
             num_parameters=_num_parameters(folder, dtype),
             load_s=load_s,
-            load_peak_memory_bytes=load_peak_memory_bytes,
+            load_peak_memory_bytes=device.peak_memory_bytes(),
             ceiling=ceiling,
-            repeats=repeats,
-            ended_by=ended_by,
         )
+        try:
+            bench.run_all(options.datasets, watcher, result)
+        finally:
+            if result.repeats:
+                tell(result)
     finally:
         engine.close()
 
@@ -168,31 +170,24 @@ class _Bench:
         self._encode = encode
         self._energy = GpuEnergy.of(device.torch_device)
 
-    def run_all(
-        self, datasets: Sequence[DatasetOptions], watcher: OfflineWatcher
-    ) -> tuple[dict[str, list[Repeat]], str]:
-        """Run each in turn; return what there is, and what kept the rest from being run."""
-        repeats: dict[str, list[Repeat]] = {}
-        try:
-            for dataset in datasets:
-                repeats[str(dataset.kind)] = self._run(dataset, watcher)
-        except (ClusterError, ModelError, EngineError, KeyboardInterrupt) as error:
-            if not repeats:
-                raise
-            return repeats, str(error) or "interrupted"
-        return repeats, ""
+    def run_all(self, datasets: Sequence[DatasetOptions], watcher: OfflineWatcher, result: OfflineResult) -> None:
+        """Run each in turn, and fill the result."""
+        for dataset in datasets:
+            for repeat in self._run(dataset, watcher):
+                result.repeats.setdefault(str(dataset.kind), []).append(repeat)
+        result.is_complete = True
 
-    def _run(self, dataset: DatasetOptions, watcher: OfflineWatcher) -> list[Repeat]:
+    def _run(self, dataset: DatasetOptions, watcher: OfflineWatcher) -> Iterator[Repeat]:
         """Run one round to warm up, which is not among the results, and the repeats."""
         options = self._options
         watcher.begin(str(dataset.kind), options.repeats + 1)
-        repeats = []
         for index in range(options.repeats + 1):
             number = options.num_requests if dataset.num_calls is None else None
             sessions = make_sessions(dataset, vocab_size=self._engine.vocab_size, seed=options.seed + index)
-            repeats.append(self._run_once([self._encode(session) for session in take_calls(sessions, number)], index))
+            repeat = self._run_once([self._encode(session) for session in take_calls(sessions, number)], index)
             watcher.reach(index + 1)
-        return repeats[1:]
+            if index:
+                yield repeat
 
     def _run_once(self, sessions: Sequence[Session], index: int) -> Repeat:
         engine, options = self._engine, self._options

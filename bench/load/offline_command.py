@@ -1,13 +1,17 @@
-"""What `weft bench offline` does with its flags: it measures, shows the report and keeps its line."""
+"""`weft bench offline`: it measures, shows the report and keeps its line, also of what there is after Ctrl-C."""
 
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from bench.errors import BenchError
 from bench.load.flag_groups import GoalFlags, OfflineFlags, PromptFlags
 from bench.load.flags import find_idle, parse_datasets, parse_targets
-from bench.load.offline import OfflineOptions, measure_offline
+from bench.load.offline import OfflineOptions, OfflineResult, measure_offline
 from bench.load.progress import OfflineProgress
 from bench.load.report import append_line, check_line_file, offline_line, print_offline, warn_idle
 from cluster.operate import parse_settings
@@ -16,19 +20,36 @@ _DEFAULT_NUM_REQUESTS = 32
 
 
 def run_offline(engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags, *, json_file: Path | None) -> None:
-    """Measure every dataset. Raises BenchConfigError for a flag, BenchError for what ended the run."""
+    """Measure every dataset, and tell what was measured.
+
+    Raises what `measure_offline` raises, BenchConfigError for a flag, and BenchError when the file cannot be written.
+    """
     console = Console()
     options = _parse(engine, prompts, goals)
     warn_idle(console, _find_idle(engine, prompts, options))
     if json_file is not None:
         check_line_file(json_file)
-    with OfflineProgress(console) as watcher:
-        result = measure_offline(options, watcher)
-    print_offline(console, engine.model, result)
-    if json_file is not None:
-        append_line(offline_line(options, result), json_file)
-    if result.ended_by:
-        raise BenchError(f"ended before the last workload: {result.ended_by}")
+
+    def tell(result: OfflineResult) -> None:
+        print_offline(console, engine.model, result)
+        if json_file is not None:
+            append_line(offline_line(options, result), json_file)
+
+    with _until_terminated(), OfflineProgress(console) as watcher:
+        measure_offline(options, tell, watcher)
+
+
+@contextmanager
+def _until_terminated() -> Iterator[None]:
+    """Let SIGTERM end the measuring as Ctrl-C does: what was measured is told."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags) -> OfflineOptions:

@@ -165,9 +165,8 @@ def serve_line(options: ServeOptions, outcome: Outcome) -> str:
 
 def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:
     """Return everything about an offline benchmark, as one line of JSON."""
-    return _line(
-        {"benchmark": "offline", "arguments": to_plain(options), "result": to_plain(result)} | describe_torch()
-    )
+    fields = {"benchmark": "offline", "complete": result.is_complete, "arguments": to_plain(options)}
+    return _line({**fields, "result": to_plain(result)} | describe_torch())
 
 
 def check_line_file(file: Path) -> None:

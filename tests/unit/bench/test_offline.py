@@ -1,7 +1,10 @@
 """`weft bench offline` on small models, and what its utilisations are counted from."""
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from helpers.engines import fake_engine
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from bench.errors import BenchConfigError, BenchError
+from bench.errors import BenchConfigError
 from bench.load import offline
 from bench.load.calls import Call, Session
 from bench.load.datasets import DatasetKind, DatasetOptions
@@ -17,14 +20,14 @@ from bench.load.engine_run import run_engine
 from bench.load.geometries import GEOMETRIES, find_model
 from bench.load.hardware import Ceiling
 from bench.load.model_cost import ModelCost, Work
-from bench.load.records import Usage
+from bench.load.records import CallRecord, Usage
 from bench.load.watcher import OfflineWatcher
 from cluster.cli import app
 from cluster.errors import ClusterConfigError
 from cluster.make_model import make_model
 from parallel.device.energy import GpuEnergy
 from parallel.families.registry import describe_config, describe_model
-from workers.errors import EngineConfigError, InvalidRequestError
+from workers.errors import EngineConfigError, GroupFailedError, InvalidRequestError
 from workers.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -287,21 +290,46 @@ def test_a_files_prompts_are_run_once_unless_more_are_asked_for(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("known_ceiling")
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_was_measured_before_a_signal_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, exit_code: int
+) -> None:
+    """The first workload whole, of the second the repeat that was done."""
+    lines = tmp_path / "lines"
+    begun = []
+
+    def interrupt_the_sixth(*args: Any, **settings: Any) -> list[CallRecord]:
+        begun.append(None)
+        if len(begun) == 6:
+            signal.raise_signal(number)
+        return run_engine(*args, **settings)
+
+    monkeypatch.setattr(offline, "run_engine", interrupt_the_sixth)
+    arguments = ["bench", "offline", "--model", "weft-tiny", "--repeats", "2", "--json", str(lines)]
+    result = CliRunner().invoke(app, [*arguments, "--workload", "W1", "--workload", "W3"], catch_exceptions=False)
+    assert result.exit_code == exit_code
+    assert "W3" in result.output
+    line = json.loads(lines.read_text())
+    assert [len(repeats) for repeats in line["result"]["repeats"].values()] == [2, 1]
+    assert not line["complete"]
+
+
+@pytest.mark.usefixtures("known_ceiling")
 def test_what_was_measured_before_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = tmp_path / "lines"
     run = offline._Bench._run
 
-    def fail_at_w2(bench: offline._Bench, dataset: DatasetOptions, watcher: OfflineWatcher) -> list[offline.Repeat]:
+    def fail_at_w2(bench: offline._Bench, dataset: DatasetOptions, watcher: OfflineWatcher) -> Iterator[offline.Repeat]:
         if dataset.kind is DatasetKind.W2:
-            raise KeyboardInterrupt
+            raise GroupFailedError("scripted")
         return run(bench, dataset, watcher)
 
     monkeypatch.setattr(offline._Bench, "_run", fail_at_w2)
     arguments = ["bench", "offline", "--model", "weft-tiny", "--repeats", "1", "--json", str(lines), "-n", "3"]
-    with pytest.raises(BenchError, match="ended before the last workload: interrupted"):
+    with pytest.raises(GroupFailedError, match="scripted"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
-    result = json.loads(lines.read_text())["result"]
-    assert (list(result["repeats"]), result["ended_by"]) == (["W1"], "interrupted")
+    line = json.loads(lines.read_text())
+    assert (list(line["result"]["repeats"]), line["complete"]) == (["W1"], False)
 
 
 @pytest.mark.parametrize(
