@@ -27,13 +27,16 @@ COMPILERS = ("c++", "g++", "clang++")
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-fvisibility=hidden")
 _TIMEOUT_S = 300.0
+_DIGEST = hashlib.sha256
+"""Digest of a library, which follows it in its file."""
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 logger = logging.getLogger(__name__)
 
 
 def build_library(cache: Path | None = None) -> Path:
-    """The compiled library; compiled now where the cache has none for these sources, this compiler and this CPU.
+    """The compiled library; compiled now where the cache has none for these sources, this compiler and this CPU, or
+    not the whole of it.
 
     Of several processes that want it at once, one compiles and the others wait for it. Raises DeviceError when there is
     no compiler, it fails, or the cache cannot be written.
@@ -42,11 +45,13 @@ def build_library(cache: Path | None = None) -> Path:
     cache = cache or default_cache()
     library = cache / f"weft_kernels_{_key(compiler)}.so"
     try:
-        if library.exists():
+        if _is_whole(library):
             return library
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(library.with_suffix(".lock")):
-            if not library.exists():
+            if not _is_whole(library):
+                if library.exists():
+                    logger.warning("compiling the CPU kernels again: %s is damaged", library)
                 _build(compiler, library)
     except OSError as error:
         raise DeviceError(
@@ -55,13 +60,23 @@ def build_library(cache: Path | None = None) -> Path:
     return library
 
 
+def _is_whole(library: Path) -> bool:
+    """Return whether it is there as it was built. Of a part the loader may make nothing but a signal."""
+    if not library.exists():
+        return False
+    content, size = library.read_bytes(), _DIGEST().digest_size
+    return content[-size:] == _DIGEST(content[:-size]).digest()
+
+
 def _build(compiler: Sequence[str], library: Path) -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
         output = Path(folder) / library.name
         _run([*compiler, "-shared", *_compile(compiler, Path(folder)), "-o", str(output)])
-        with output.open("rb") as file:
-            os.fsync(file.fileno())  # before its name says that it is whole
+        with output.open("r+b") as file:
+            file.write(_DIGEST(file.read()).digest())
+            file.flush()
+            os.fsync(file.fileno())  # before its name says that it is there
         os.replace(output, library)
     logger.info("compiled the CPU kernels with %s in %.1f s: %s", compiler[0], time.monotonic() - started, library)
 

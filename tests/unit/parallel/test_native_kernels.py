@@ -1,6 +1,7 @@
 """The compiled kernels: built once, with a clear error where they cannot be, and with results that no split changes."""
 
 import errno
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -382,16 +383,36 @@ def test_a_weight_is_packed_in_its_own_place_where_panels_are_whole(
 def test_library_is_compiled_once_and_again_when_the_compiler_changes(
     tmp_path: Path, operations: dict[torch.dtype, Operations], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = tmp_path / build.build_library().name  # the name is the key
-    built.touch()
+    built = Path(shutil.copy2(build.build_library(), tmp_path))  # the name is the key
+    written_ns = built.stat().st_mtime_ns
     assert build.build_library(tmp_path) == built
-    assert built.stat().st_size == 0
+    assert built.stat().st_mtime_ns == written_ns
     monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-DOTHER"))
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     (tmp_path / "kernels.cpp").write_text("#error not this one\n")
     with pytest.raises(DeviceError, match="not this one"):
         build.build_library(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"\0" * 100], ids=["empty", "short", "other"])
+def test_a_library_that_is_damaged_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    library = tmp_path / "weft_kernels_key.so"
+    library.write_bytes(content)
+
+    def compile_(command: list[str]) -> str:
+        Path(command[-1]).write_bytes(b"compiled")
+        return ""
+
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "_key", lambda compiler: "key")
+    monkeypatch.setattr(build, "_run", compile_)
+    for _ in range(2):
+        assert build.build_library(tmp_path) == library
+        assert library.read_bytes().startswith(b"compiled")
+    assert caplog.text.count("is damaged") == 1
 
 
 def test_who_wants_the_library_at_once_waits_for_the_one_that_compiles_it(
