@@ -142,7 +142,13 @@ def join_ray(address: str, *, log_to_driver: bool) -> None:
         _check_reachable(address)
         if _wants_token(address) and not _bring_token():
             raise PermissionError(_TOKEN_HINT)
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            job_config=_without_this_folder(),
+            log_to_driver=log_to_driver,
+            logging_level=logging.ERROR,
+        )
     except Exception as error:  # as above
         was_refused = _REFUSED_TOKEN in f"{error} {error.__cause__}"
         reason = _TOKEN_HINT if was_refused else error

@@ -3,9 +3,10 @@
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,7 +124,10 @@ def test_a_ray_of_its_own_has_a_token_that_is_in_no_file(
 
 
 @pytest.mark.usefixtures("environment")
-def test_processes_of_a_ray_of_its_own_import_nothing_from_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start_ray", [local_ray.start_local_ray, partial(local_ray.join_ray, "auto")])
+def test_processes_of_ray_import_nothing_from_this_folder(
+    start_ray: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs = []
 
     def start(*, job_config: Any, **settings: object) -> None:
@@ -132,7 +136,7 @@ def test_processes_of_a_ray_of_its_own_import_nothing_from_this_folder(monkeypat
 
     monkeypatch.setattr(local_ray, "give_way", lambda: None)
     monkeypatch.setattr(local_ray.ray, "init", start)
-    local_ray.start_local_ray(log_to_driver=False)
+    start_ray(log_to_driver=False)
     (job,) = jobs
     assert list(job.py_driver_sys_path) == []
 
