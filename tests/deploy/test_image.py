@@ -93,6 +93,13 @@ def test_context_holds_what_the_wheel_is_made_of_and_nothing_else() -> None:
     assert "*" in lines
 
 
+def test_every_package_of_the_wheel_says_that_it_has_types() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert [package for package in packages if not (REPOSITORY / package / "py.typed").is_file()] == []
+    assert "Typing :: Typed" in project["project"]["classifiers"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_router_image_builds_and_runs(tmp_path: Path) -> None:
