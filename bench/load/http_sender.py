@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from bench.errors import BenchError
 from bench.load.calls import Call, Chat
+from bench.load.http_chunks import Chunk, ChunkError
 from bench.load.records import CallError, ErrorKind, Usage
 from bench.load.sender import Received, ServedModel, Target, choose_model, read_authorities
 
@@ -115,7 +116,7 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
         if data == b"[DONE]":
             await _read_rest(content)
             break
-        chunk = _Chunks.decode(data)
+        chunk = Chunk.decode(data)
         if chunk.error is not None:
             raise CallError(_kind_of_error(chunk.error), chunk.error.message)
         for choice in chunk.choices:
@@ -149,9 +150,9 @@ def _trust(file: Path) -> ssl.SSLContext:
 def _message_of(body: bytes) -> str:
     """Return what a refusal says, in OpenAI's form or as it is."""
     try:
-        chunk = _Chunks.decode(body)
+        chunk = Chunk.decode(body)
     except msgspec.DecodeError:
-        chunk = _Chunk()
+        chunk = Chunk()
     return chunk.error.message if chunk.error else body.decode(errors="replace")[:500]
 
 
@@ -159,51 +160,6 @@ def _kind_of(status: int) -> ErrorKind:
     if status in _KINDS:
         return _KINDS[HTTPStatus(status)]
     return ErrorKind.BAD_REQUEST if 400 <= status < 500 else ErrorKind.SERVER
-
-
-class _Details(Struct):
-    cached_tokens: int | None = 0
-
-
-class _Usage(Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: _Details | None = None
-
-
-class _Delta(Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    """What comes before an answer, under the one name or the other."""
-    reasoning: str | None = None
-    tool_calls: list[Any] | None = None
-
-    @property
-    def has_text(self) -> bool:
-        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
-
-
-class _Choice(Struct):
-    text: str | None = None
-    """Text of a completion."""
-    delta: _Delta | None = None
-    """Part of a chat's answer."""
-    finish_reason: str | None = None
-
-    @property
-    def has_text(self) -> bool:
-        return bool(self.text or (self.delta and self.delta.has_text))
-
-
-class _Error(Struct):
-    message: str = ""
-    type: str = ""
-
-
-class _Chunk(Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
 
 
 class _Model(Struct):
@@ -214,7 +170,6 @@ class _ModelList(Struct):
     data: list[_Model]
 
 
-_Chunks = msgspec.json.Decoder(_Chunk)
 _Models = msgspec.json.Decoder(_ModelList)
 
 _KINDS_OF_TYPES = {
@@ -225,6 +180,6 @@ _KINDS_OF_TYPES = {
 }
 
 
-def _kind_of_error(error: _Error) -> ErrorKind:
+def _kind_of_error(error: ChunkError) -> ErrorKind:
     """Return the kind of an error that comes in the middle of a stream, where there is no status."""
     return _KINDS_OF_TYPES.get(error.type, ErrorKind.SERVER)

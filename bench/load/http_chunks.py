@@ -1,0 +1,66 @@
+"""What a service with OpenAI's HTTP API streams: the parts of its chunks that a load generator looks at."""
+
+import msgspec
+from msgspec import Struct
+
+
+class _Details(Struct):
+    cached_tokens: int | None = 0
+
+
+class ChunkUsage(Struct):
+    """Tokens of a request, which the last chunk tells."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Delta(Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    """What comes before an answer, under the one name or the other."""
+    reasoning: str | None = None
+    tool_calls: list[object] | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
+
+
+class ChunkChoice(Struct):
+    """What a chunk has of one answer."""
+
+    text: str | None = None
+    """Text of a completion."""
+    delta: _Delta | None = None
+    """Part of a chat's answer."""
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        """Whether a piece of the answer comes with it: the first chunk of a chat may have none."""
+        return bool(self.text or (self.delta and self.delta.has_text))
+
+
+class ChunkError(Struct):
+    """Why an answer ends early, or a request was refused."""
+
+    message: str = ""
+    type: str = ""
+
+
+class Chunk(Struct):
+    """One event of a stream, or the body of a refusal."""
+
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
+    error: ChunkError | None = None
+
+    @staticmethod
+    def decode(data: bytes) -> "Chunk":
+        """Read JSON. Raises msgspec.DecodeError."""
+        return _DECODER.decode(data)
+
+
+_DECODER = msgspec.json.Decoder(Chunk)
