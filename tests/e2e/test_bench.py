@@ -124,7 +124,8 @@ def test_locust_drives_both_front_ends(cluster: Cluster, tmp_path: Path, is_real
     wanted = {
         ("gRPC", "generate"),
         ("gRPC", "first token"),
-        ("POST", "first token"),
+        ("POST", "headers"),
+        ("HTTP", "first token"),
         ("HTTP", "complete"),
         ("HTTP", "each further token"),
     }

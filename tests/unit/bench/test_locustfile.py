@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
 
 TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
+EMPTY = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
 WHOLE = TOKEN * 3 + b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}\n\ndata: [DONE]\n\n'
 
 
@@ -49,8 +50,12 @@ async def test_every_failure_over_http_is_counted(tmp_path: Path) -> None:
                 return web.Response(body=TOKEN + b'data: {"error": {"message": "no more"}}\n\n')
             case _:
                 num_whole += 1
+                response = web.StreamResponse()
+                await response.prepare(request)
+                await response.write(EMPTY)
                 await asyncio.sleep(0.2)
-                return web.Response(body=WHOLE)
+                await response.write(WHOLE)
+                return response
 
     service = web.Application()
     service.add_routes([web.post("/v1/completions", complete)])
@@ -76,8 +81,10 @@ async def test_every_failure_over_http_is_counted(tmp_path: Path) -> None:
                 break
     with (tmp_path / "locust_stats.csv").open() as file:
         rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
-    sent, answered = rows["POST", "first token"], rows["HTTP", "complete"]
+    sent, answered, first = rows["POST", "headers"], rows["HTTP", "complete"], rows["HTTP", "first token"]
     assert int(sent["Failure Count"]) == 3, "gone, full, wrong"
     assert int(answered["Failure Count"]) == 2, "broken, error"
     assert int(answered["Request Count"]) == int(sent["Request Count"]) - 3 > 2
+    assert float(first["Min Response Time"]) > 150, "text comes long after headers and a first chunk without any"
+    assert float(rows["HTTP", "each further token"]["Min Response Time"]) < 100
     assert keys == {"Bearer wk-1"}
