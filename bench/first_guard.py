@@ -7,7 +7,6 @@ left-padded batch that runs until the longest is done, and only tokens that were
 fresh prompts each round. The physical limit of one stream is memory: every token reads all weights once.
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -27,6 +26,7 @@ from torch import Tensor
 
 import cluster.default_model
 from bench.machine import Span, Stopwatch, describe_machine, describe_torch
+from bench.script import count, make_parser, run_script
 from parallel.random_model import write_random_model
 from workers.config import EngineConfig
 from workers.engine import Engine
@@ -86,9 +86,9 @@ class Round:
 
 def main() -> None:
     """Run both workloads and print a table and a line of JSON; fail when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads of both (default: torch's choice)")
+    parser = make_parser("bench.first_guard", __doc__)
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--threads", type=count, default=None, help="CPU threads of both (default: torch's choice)")
     parser.add_argument("--json-only", action="store_true", help="no table")
     args = parser.parse_args()
     if args.threads is not None:
@@ -233,4 +233,4 @@ def _summary(rounds: dict[str, list[Round]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

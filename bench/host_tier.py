@@ -7,7 +7,6 @@ prompt, one with the prompt that was evicted last, and that one again; beside th
 host tier. The limit of the second is memory's rate for what is copied: the evicted blocks out, the found ones in.
 """
 
-import argparse
 import json
 import random
 import time
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import describe_machine
+from bench.script import count, make_parser, run_script
 from parallel.families.registry import describe_model
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine
@@ -94,10 +94,10 @@ def _block_bytes(model: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("bench.host_tier", __doc__)
     parser.add_argument("model", help="a folder in Hugging Face layout")
-    parser.add_argument("--tokens", type=int, default=2001, help="length of each prompt")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=count, default=2001, help="length of each prompt")
+    parser.add_argument("--repeats", type=count, default=5)
     options = parser.parse_args(argv)
     times = measure(options.model, num_tokens=options.tokens, num_repeats=options.repeats)
     table = Table(title=f"Time to the first token of {options.tokens} tokens")
@@ -110,4 +110,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -24,6 +24,7 @@ from bench.load.datasets import DatasetOptions, make_sessions, take_calls
 from bench.load.engine_run import run_engine
 from bench.load.geometries import find_model
 from bench.machine import describe_machine
+from bench.script import count, counts, make_parser, run_script
 from cluster.config import build_section
 from workers.config import EngineConfig
 from workers.engine import Engine
@@ -40,23 +41,27 @@ _END_TIMEOUT_S = 10.0
 
 def main() -> None:
     """Measure each way to run the model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("bench.idle_time", __doc__)
     parser.add_argument("model", nargs="?", default="llama-110m")
-    parser.add_argument("--tensor-parallel", default="1,2", help="sizes of the group")
-    parser.add_argument("--requests", default="32,256", help="requests at once")
+    parser.add_argument("--tensor-parallel", type=counts, default=[1, 2], help="sizes of the group (1,2)")
+    parser.add_argument("--requests", type=counts, default=[32, 256], help="requests at once (32,256)")
     parser.add_argument(
-        "--async", default="auto,on", dest="asynchronous", help="whether steps are planned ahead; auto: as by default"
+        "--async",
+        type=_ways,
+        default=["auto", "on"],
+        dest="asynchronous",
+        help="whether steps are planned ahead; auto: as by default (auto,on)",
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=count, default=3)
     args = parser.parse_args()
     folder = find_model(args.model)
     table = Table("ranks", "planned ahead", "requests", "idle", "idle ms a step", "busy ms a step", "tokens/s")
     rows = []
-    for num_ranks in map(int, args.tensor_parallel.split(",")):
-        for asynchronous in args.asynchronous.split(","):
+    for num_ranks in args.tensor_parallel:
+        for asynchronous in args.asynchronous:
             config = _config(folder, num_ranks, looks_ahead=_LOOKS_AHEAD[asynchronous])
             with _group(config) as (engine, stats):
-                for num_requests in map(int, args.requests.split(",")):
+                for num_requests in args.requests:
                     measured = _measure(engine, stats, num_requests, args.rounds)
                     rows.append({"ranks": num_ranks, "async": asynchronous, "requests": num_requests, **measured})
                     idle, *rest = measured.values()
@@ -65,6 +70,13 @@ def main() -> None:
                     )
     Console().print(table)
     print(json.dumps({"machine": describe_machine(), "rows": rows}))
+
+
+def _ways(text: str) -> list[str]:
+    """Read which ways are compared, for argparse."""
+    if unknown := set(text.split(",")) - _LOOKS_AHEAD.keys():
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r}; allowed: {', '.join(_LOOKS_AHEAD)}")
+    return text.split(",")
 
 
 def _config(folder: Path, num_ranks: int, *, looks_ahead: bool | None) -> EngineConfig:
@@ -121,4 +133,4 @@ def _run_once(engine: Engine, stats: RankStats, num_requests: int, index: int) -
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -21,10 +21,11 @@ from bench.load.geometries import find_model
 from bench.load.hardware import best_s, measure_ceiling
 from bench.load.report import append_line, check_line_file
 from bench.machine import describe_machine, describe_torch
+from bench.script import counts, make_parser, run_script
 from parallel.description import DecoderDescription
 from parallel.device.base import Device
-from parallel.device.select import select_device
-from parallel.dtypes import resolve_dtype
+from parallel.device.select import NAMES, select_device
+from parallel.dtypes import DTYPES, resolve_dtype
 from parallel.families.registry import describe_model
 from parallel.kernels.base import GatedLinear, Kernels, PackedLinear
 from parallel.kernels.cuda_graphs import CudaGraphs, Result
@@ -122,18 +123,14 @@ def _gated(linear: PackedLinear, kernels: Kernels) -> Multiply:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("bench.linear_time", __doc__)
     parser.add_argument("--model", default="llama3-8b", help="as `weft bench offline` takes it (%(default)s)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
-    parser.add_argument("--rows", type=_numbers, default=[1, 4, 16, 64], help="(1,4,16,64)")
+    parser.add_argument("--device", choices=NAMES, default="auto", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--rows", type=counts, default=[1, 4, 16, 64], help="(1,4,16,64)")
     parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
     return parser.parse_args(arguments)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 if __name__ == "__main__":
-    main()
+    run_script(main)

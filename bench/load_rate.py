@@ -7,7 +7,6 @@ with an empty page cache, and again with a full one; as many bytes copied from m
 that loading has to do. Each load is a process of its own, as a rank is; imports do not count. Linux only.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,7 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import describe_machine
+from bench.script import count, make_parser, run_script
 from cluster.spares import engine_variables
+from parallel.dtypes import DTYPES
 from parallel.weight_index import FORMATS
 
 _NUM_READERS = 4
@@ -58,11 +59,11 @@ print(time.perf_counter() - start_s)
 
 def main() -> None:
     """Measure in rounds, and tell medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("bench.load_rate", __doc__)
     default = Path.home() / ".cache/weft/models/llama-110m"
     parser.add_argument("folder", type=Path, nargs="?", default=default, help="folder of a model")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--dtype", choices=[*DTYPES], default="bfloat16")
     args = parser.parse_args()
     files = sorted({file for weights in FORMATS for file in args.folder.glob(f"*{Path(weights.single).suffix}")})
     num_bytes = sum(file.stat().st_size for file in files)
@@ -118,4 +119,4 @@ def _run(script: str, *arguments: object) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

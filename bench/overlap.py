@@ -9,7 +9,6 @@ alone; `served`: its thread beside an event loop that makes frames. The target i
 time. `--launch`: milliseconds that starting a step takes the host besides, Python's lock held.
 """
 
-import argparse
 import asyncio
 import gc
 import json
@@ -29,6 +28,7 @@ from bench.load.datasets import DatasetOptions, make_sessions, take_calls
 from bench.load.engine_run import run_engine
 from bench.machine import describe_machine
 from bench.queued_device import QueuedDevice, build_queued_engine
+from bench.script import count, counts, length, lengths, make_parser, run_script
 from cluster.config import build_section
 from cluster.models import DEFAULT_MODEL, resolve_model
 from cluster.replica_connection import OutboxLimits, RouterConnection
@@ -45,20 +45,20 @@ _FORMATS = {"share": ".2%", "ms": ".2f", "steps": ".0f"}
 
 def main() -> None:
     """Measure each length of a step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--step", default="5,10,20", help="milliseconds on the device")
-    parser.add_argument("--launch", type=float, default=0.0, help="milliseconds of the host beside it")
-    parser.add_argument("--running", default="32,256", help="sequences at once")
+    parser = make_parser("bench.overlap", __doc__)
+    parser.add_argument("--step", type=lengths, default=[5, 10, 20], help="milliseconds on the device (5,10,20)")
+    parser.add_argument("--launch", type=length, default=0.0, help="milliseconds of the host beside it")
+    parser.add_argument("--running", type=counts, default=[32, 256], help="sequences at once (32,256)")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help="penalty of each request; 1: none")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=count, default=3)
     args = parser.parse_args()
     sys.setswitchinterval(2e-4)  # as in cluster/rank_actor.py
     torch.set_num_threads(1)  # who launches steps needs no team
     sampling = SamplingParams(temperature=0, ignore_eos=True, repetition_penalty=args.repetition_penalty)
     table = Table("step, ms", "running", "engine: waits", "ms a step", "steps", "served: waits", "ms a step", "steps")
     rows = []
-    for step_ms in map(float, args.step.split(",")):
-        for num_running in map(int, args.running.split(",")):
+    for step_ms in args.step:
+        for num_running in args.running:
             rounds = [_measure(step_ms, args.launch, num_running, sampling, seed) for seed in range(args.rounds)]
             row = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
             rows.append({"step_ms": step_ms, "running": num_running, **row})
@@ -169,4 +169,4 @@ def _shares(engine: Engine, stats: RankStats) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -7,7 +7,6 @@ between two steps (--pause-ms); a longer pause lets the cores fall asleep, which
 With more ranks than cores the last ones wait for a core.
 """
 
-import argparse
 import json
 import multiprocessing
 import time
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from bench.load.statistics import percentile
 from bench.machine import describe_machine
+from bench.script import count, counts, length, make_parser, run_script
 from workers.plan import ScheduledSequence, StepPlan
 from workers.transport import LeaderLink, RankLink
 
@@ -29,17 +29,17 @@ _NUM_WARM_UP_PLANS = 50
 
 def main() -> None:
     """Measure groups of several sizes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,4,5", help="sizes of the group, the leader included")
-    parser.add_argument("--sequences", type=int, default=32, help="sequences that a plan schedules")
-    parser.add_argument("--pause-ms", type=float, default=0.5, help="milliseconds between two plans")
-    parser.add_argument("--plans", type=int, default=300)
+    parser = make_parser("bench.plan_time", __doc__)
+    parser.add_argument("--ranks", type=counts, default=[2, 4, 5], help="sizes of the group, with the leader (2,4,5)")
+    parser.add_argument("--sequences", type=count, default=32, help="sequences that a plan schedules")
+    parser.add_argument("--pause-ms", type=length, default=0.5, help="milliseconds between two plans")
+    parser.add_argument("--plans", type=count, default=300)
     args = parser.parse_args()
     table = Table(
         "ranks", "leader sends", "first rank has it", "last rank has it", "p90", title="microseconds, medians"
     )
     rows = []
-    for num_ranks in (int(size) for size in args.ranks.split(",")):
+    for num_ranks in args.ranks:
         row = _measure(num_ranks, args.sequences, args.pause_ms / 1e3, args.plans)
         rows.append({"ranks": num_ranks, **row})
         table.add_row(str(num_ranks), *(f"{value:.0f}" for value in row.values()))
@@ -97,4 +97,4 @@ def _summarise(
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

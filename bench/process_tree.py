@@ -4,9 +4,9 @@ python -m bench.process_tree PID                what it uses now, one line a pro
 python -m bench.process_tree -- make demo       runs the command, reports the peak of its whole tree
 """
 
-import argparse
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,6 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from bench.script import make_parser
 
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -104,10 +106,12 @@ def find_tree(root: int) -> list[int]:
 
 def main() -> None:
     """Measure a running process, or run a command and measure it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("bench.process_tree", __doc__)
     parser.add_argument("target", nargs="+", metavar="PID | -- COMMAND", help="a process id, or a command to run")
     parser.add_argument("--interval", type=float, default=0.25, help="seconds between samples of a command")
     args = parser.parse_args()
+    if not 0 < args.interval < math.inf:
+        parser.error(f"--interval is {args.interval:g}; allowed: seconds, more than 0")
     if not (_PROC / "self" / "smaps_rollup").exists():
         sys.exit("no /proc/self/smaps_rollup here; process trees are measured on Linux only")
     status = 0
@@ -116,7 +120,10 @@ def main() -> None:
         if not memory.processes:
             sys.exit(f"no process {args.target[0]} that this user may read")
     else:
-        status, memory = _run(args.target, args.interval)
+        try:
+            status, memory = _run(args.target, args.interval)
+        except OSError as error:
+            parser.error(f"{args.target[0]} cannot be run: {error.strerror}")
     _report(memory)
     sys.exit(status)
 

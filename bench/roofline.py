@@ -30,9 +30,10 @@ from bench.load.offline import engine_config
 from bench.load.records import CallRecord
 from bench.load.report import append_line, check_line_file
 from bench.machine import describe_machine, describe_torch
+from bench.script import count, counts, make_parser, run_script
 from cluster.operate import parse_settings
-from parallel.device.select import select_device
-from parallel.dtypes import resolve_dtype
+from parallel.device.select import NAMES, select_device
+from parallel.dtypes import DTYPES, resolve_dtype
 from parallel.families.registry import describe_model
 from workers.engine import Engine
 from workers.engine_builder import build_engine
@@ -134,8 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.json is not None:
         check_line_file(options.json)
+    settings = {"device": options.device, "dtype": options.dtype, **parse_settings(options.set)}
     folder = find_model(options.model)
-    config = engine_config(folder, {"device": options.device, "dtype": options.dtype, **parse_settings(options.set)})
+    config = engine_config(folder, settings)
     device = select_device(config.device)
     dtype = resolve_dtype(config.dtype, folder, device)
     description = describe_model(folder)
@@ -170,29 +172,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("bench.roofline", __doc__)
     parser.add_argument("--model", default="llama3-8b", help="as `weft bench offline` takes it (%(default)s)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--device", choices=NAMES, default="auto", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="bfloat16", help="(%(default)s)")
     parser.add_argument("--set", action="append", default=[], help="dotted.path=value, as `weft bench offline` has it")
-    parser.add_argument("--batches", type=_numbers, default=[1, 256], help="sequences that decode at once (1,256)")
-    parser.add_argument("--input-tokens", type=int, default=128, help="tokens of their prompts (%(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=128, help="tokens that each generates (%(default)s)")
-    parser.add_argument("--prompts", type=_numbers, default=[8], help="prompts at once (8)")
-    parser.add_argument("--prompt-tokens", type=int, default=2048, help="tokens of each of them (%(default)s)")
+    parser.add_argument("--batches", type=counts, default=[1, 256], help="sequences that decode at once (1,256)")
+    parser.add_argument("--input-tokens", type=count, default=128, help="tokens of their prompts (%(default)s)")
+    parser.add_argument("--output-tokens", type=count, default=128, help="tokens that each generates (%(default)s)")
+    parser.add_argument("--prompts", type=counts, default=[8], help="prompts at once (8)")
+    parser.add_argument("--prompt-tokens", type=count, default=2048, help="tokens of each of them (%(default)s)")
     parser.add_argument(
-        "--contexts", type=_numbers, default=[4096, 65536], help="context lengths of attention (4096,65536)"
+        "--contexts", type=counts, default=[4096, 65536], help="context lengths of attention (4096,65536)"
     )
-    parser.add_argument("--new-tokens", type=int, default=1, help="tokens that attend, one sequence's (%(default)s)")
+    parser.add_argument("--new-tokens", type=count, default=1, help="tokens that attend, one sequence's (%(default)s)")
     parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
     return parser.parse_args(arguments)
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise ValueError
-    return numbers
 
 
 def _print(ceiling: Ceiling, phases: Sequence[Phase], attention_s: dict[int, float]) -> None:
@@ -211,4 +206,4 @@ def _print(ceiling: Ceiling, phases: Sequence[Phase], attention_s: dict[int, flo
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

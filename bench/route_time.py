@@ -11,7 +11,6 @@ No sockets, no tasks. It should not grow with the replicas where a policy looks 
 loaded look at all.
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 
 from weft.v1 import replica_pb2
 
+from bench.script import count, make_parser, run_script
 from router.breaker import Breaker
 from router.config import BreakerConfig, FailoverConfig, PolicyName, PrefixPolicyConfig
 from router.placing import Placing
@@ -74,9 +74,9 @@ def measure(policy: PolicyName, num_replicas: int, num_requests: int) -> list[fl
 
 def main() -> None:
     """Print a table, then a line of JSON."""
-    parser = argparse.ArgumentParser(description="Time what a router computes to place one request.")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--requests", type=int, default=2000)
+    parser = make_parser("bench.route_time", __doc__)
+    parser.add_argument("--replicas", type=count, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--requests", type=count, default=2000)
     options = parser.parse_args()
     rows = []
     print(f"{'policy':16}{'replicas':>10}{'median us':>12}{'p99 us':>10}")
@@ -90,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -7,7 +7,6 @@ each. `flat`: all are nearly the same, which is the worst for top-p. The least t
 at the rate measured in this process. On a CPU the engine mostly asks the head for tokens, and no logits are made.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from bench.load.hardware import best_s, measure_ceiling
 from bench.machine import describe_machine, describe_torch
+from bench.script import counts, make_parser, run_script
 from parallel.device.base import Device
-from parallel.device.select import select_device
+from parallel.device.select import NAMES, select_device
 from parallel.kernels.sampling import NOISE, Draws, Edits, TokenChoice
 from parallel.kernels.select import select_sampling
 
@@ -37,17 +37,17 @@ _NUM_EDITS = 500
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table and one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (%(default)s)")
-    parser.add_argument("--rows", default="1,32,256", help="(%(default)s)")
-    parser.add_argument("--vocab", default="32000,151936", help="(%(default)s)")
+    parser = make_parser("bench.sampling_time", __doc__)
+    parser.add_argument("--device", choices=NAMES, default="auto", help="(%(default)s)")
+    parser.add_argument("--rows", type=counts, default=[1, 32, 256], help="(1,32,256)")
+    parser.add_argument("--vocab", type=counts, default=[32000, 151936], help="(32000,151936)")
     args = parser.parse_args(arguments)
     device = select_device(args.device)
     choice = select_sampling(device.torch_device)
     rate = measure_ceiling(device, torch.bfloat16).read_bytes_per_s
     table, results = Table("vocabulary", "rows", "", "ms", "ms, flat", "least ms"), []
-    for vocab_size in map(int, args.vocab.split(",")):
-        for num_rows in map(int, args.rows.split(",")):
+    for vocab_size in args.vocab:
+        for num_rows in args.rows:
             least_s = 4 * num_rows * vocab_size / rate
             zipf, flat = (_logits(num_rows, vocab_size, exponent, device) for exponent in (1.1, 0.0))
             for kind in (*_KINDS, "penalties"):
@@ -93,4 +93,4 @@ def _edits(num_rows: int, vocab_size: int) -> Edits:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -36,8 +36,10 @@ from bench.load.geometries import find_model
 from bench.load.sender import Protocol, Target
 from bench.load.serve import ServeOptions, measure
 from bench.load.statistics import summarize
+from bench.load.workloads import WORKLOADS
 from bench.machine import describe_machine
 from bench.process_tree import find_tree
+from bench.script import count, make_parser, run_script
 from cluster.config import build_section
 from workers.cores import give_way
 from workers.engine_builder import build_engine
@@ -53,23 +55,34 @@ _SETTLE_S = 0.3
 
 def main() -> None:
     """Measure each workload."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("bench.served_share", __doc__)
     parser.add_argument("model", nargs="?", default="llama-110m")
-    parser.add_argument("--rounds", default="W1:16,W2:6,W3:12", help="of each workload")
+    parser.add_argument("--rounds", type=_rounds, default="W1:16,W2:6,W3:12", help="of each workload (%(default)s)")
     args = parser.parse_args()
     folder = find_model(args.model)
     table = Table("workload", "rounds", "offline", "served", "ratio", "quartiles", title=f"tokens/s, {folder.name}")
     rows = []
     with _engine(folder) as engine, _service(folder) as service:
-        for name, _, rounds in (part.partition(":") for part in args.rounds.split(",")):
-            pairs = [_run_round(engine, service, DatasetKind(name), number) for number in range(int(rounds) + 1)][1:]
+        for name, rounds in args.rounds.items():
+            pairs = [_run_round(engine, service, DatasetKind(name), number) for number in range(rounds + 1)][1:]
             row = _summarize(pairs)
             rows.append({"workload": name, **row, "pairs": pairs})
             low, middle, high = row["ratios"]
             speeds = (f"{statistics.median(side):.1f}" for side in zip(*pairs, strict=True))
-            table.add_row(name, rounds, *speeds, f"{middle:.3f}", f"{low:.3f}, {high:.3f}")
+            table.add_row(name, str(rounds), *speeds, f"{middle:.3f}", f"{low:.3f}, {high:.3f}")
     Console().print(table)
     print(json.dumps({"machine": describe_machine(), "rows": rows}))
+
+
+def _rounds(text: str) -> dict[str, int]:
+    """Read the rounds of each workload, for argparse."""
+    rounds = {}
+    for part in text.split(","):
+        name, _, number = part.partition(":")
+        if name not in WORKLOADS:
+            raise argparse.ArgumentTypeError(f"{part!r}; allowed: {', '.join(WORKLOADS)}, with rounds, as W1:16")
+        rounds[name] = count(number)
+    return rounds
 
 
 class _Engine:
@@ -205,4 +218,4 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import cpu_time, describe_machine
+from bench.script import count, make_parser, run_script
 
 _ANY_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0", "--control-port", "0")
 _READY = "Stop it with"
@@ -50,14 +51,16 @@ _PAUSE_S = 3.0  # Ray clears up for a moment after a command has ended; a contro
 
 def main() -> None:
     """Start the service several times."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("bench.start_time", __doc__)
     default = str(Path.home() / ".cache/weft/models/llama-110m")
     parser.add_argument("model", nargs="?", default=default, help="as `weft serve` takes it")
     parser.add_argument("--ray-address", help="of a Ray that runs already")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--new-ray", action="store_true", help="start one for each round, and end it")
     parser.add_argument("--warm", action="store_true", help="with --new-ray: `weft warm` first")
     args = parser.parse_args()
+    if args.warm and not args.new_ray:
+        parser.error("--warm: allowed with --new-ray")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     rounds = [_round(args) for _ in range(args.rounds)]
     table = Table("seconds until", "median", "all", title=f"weft serve {Path(args.model).name}")
@@ -176,4 +179,4 @@ def _commands(pids: set[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -24,6 +24,7 @@ from weft.recording import Recorder
 
 from bench.load.statistics import percentile
 from bench.machine import describe_machine
+from bench.script import count, counts, make_parser, run_script
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.inputs import InputBuilder
 from workers.kv_cache_manager import KVCacheManager
@@ -134,10 +135,10 @@ def _measure(steps: Steps, policy: SchedulingPolicy, num_seqs: int, num_steps: i
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=_integers, default=[256, 1024, 4096], metavar="N,N")
+    parser = make_parser("bench.step_time", __doc__)
+    parser.add_argument("--sequences", type=counts, default=[256, 1024, 4096], metavar="N,N")
     parser.add_argument("--policy", type=_policies, default=list(SchedulingPolicy), metavar="NAME,NAME")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=count, default=100)
     parser.add_argument("--recorded", action="store_true")
     options = parser.parse_args(argv)
     gc.freeze()  # what was imported, as a rank does (cluster/imports.py)
@@ -159,11 +160,9 @@ def main(argv: list[str] | None = None) -> None:
     )
 
 
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _policies(text: str) -> list[SchedulingPolicy]:
+    if unknown := set(text.split(",")) - {*SchedulingPolicy}:
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r}; allowed: {', '.join(SchedulingPolicy)}")
     return [SchedulingPolicy(part) for part in text.split(",")]
 
 
@@ -176,4 +175,4 @@ def _print(found: Sequence[StepTime]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

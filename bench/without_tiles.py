@@ -6,11 +6,14 @@ A process must ask Linux for the tiles before it can use them (arch_prctl, ARCH_
 all processes of the command inherit, refuses that. Only x86-64 Linux; elsewhere there is nothing to refuse.
 """
 
+import argparse
 import ctypes
 import os
 import platform
 import struct
 import sys
+
+from bench.script import make_parser
 
 _SET_SECCOMP, _SECCOMP_FILTER, _SET_NO_NEW_PRIVS = 22, 2, 38
 _ARCH_PRCTL, _REQUEST_PERMISSION, _EPERM = 158, 0x1023, 1
@@ -47,10 +50,17 @@ def refuse_tiles() -> None:
 
 def main(arguments: list[str]) -> None:
     """Become the command."""
-    if not arguments:
-        sys.exit("usage: python -m bench.without_tiles COMMAND [ARGUMENT ...]")
+    parser = make_parser("bench.without_tiles", __doc__)
+    parser.usage = f"{parser.prog} COMMAND [ARGUMENT ...]"
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what is run")
+    command = parser.parse_args(arguments).command
+    if not command:
+        parser.error("a command is wanted")
     refuse_tiles()
-    os.execvp(arguments[0], arguments)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        parser.error(f"{command[0]} cannot be run: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -47,3 +47,10 @@ def test_command_is_run_and_reported() -> None:
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["processes"] == 1
     assert report["pss_bytes"] > 64_000_000
+
+
+def test_a_command_that_cannot_be_run_is_told() -> None:
+    command = [sys.executable, "-m", "bench.process_tree", "--", "/no/such/command"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: /no/such/command cannot be run: No such file or directory\n")

@@ -38,5 +38,5 @@ def test_child_processes_get_no_tiles_either() -> None:
 
 def test_a_command_is_needed() -> None:
     done = subprocess.run([sys.executable, "-m", "bench.without_tiles"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "usage" in done.stderr
