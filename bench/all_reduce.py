@@ -18,7 +18,6 @@ those: it compares with what a link can do, whatever n. On a GPU this was never 
 import argparse
 import json
 import multiprocessing
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -37,12 +36,11 @@ from bench.errors import BenchConfigError
 from bench.load.report import append_line, check_line_file
 from bench.load.statistics import percentile
 from bench.machine import describe_machine, describe_torch
-from cluster.errors import ClusterError
+from bench.script import make_parser, run_script
 from parallel.collectives import all_reduce
 from parallel.device.base import Device
 from parallel.device.select import NAMES, select_device
 from parallel.dtypes import DTYPES
-from parallel.errors import ParallelError
 from parallel.kernels.cuda_graphs import CudaGraphs, Result
 from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.local_exchange import MAX_BYTES
@@ -108,27 +106,24 @@ class Timing:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table and one line of JSON."""
     args = _parse(arguments)
-    try:
-        options = _options(args)
-        if args.json is not None:
-            check_line_file(args.json)
-        device = select_device(options.device)
-        if device.works_by_itself:
-            check_gpus(options.ranks, torch.cuda.device_count())
-        timings = [timing for num_ranks in options.ranks for timing in measure_group(options, num_ranks)]
-        _print(timings)
-        rows = [
-            {**asdict(each), "algorithm_gb_per_s": each.algorithm_gb_per_s, "bus_gb_per_s": each.bus_gb_per_s}
-            for each in timings
-        ]
-        settings = {**asdict(options), "device": device.torch_device.type}
-        line = {"benchmark": "all_reduce", "settings": settings, "rows": rows}
-        text = json.dumps({**line, **describe_machine(), **describe_torch()})
-        print(text)
-        if args.json is not None:
-            append_line(text, args.json)
-    except (ClusterError, ParallelError) as error:
-        sys.exit(f"error: {error}")
+    options = _options(args)
+    if args.json is not None:
+        check_line_file(args.json)
+    device = select_device(options.device)
+    if device.works_by_itself:
+        check_gpus(options.ranks, torch.cuda.device_count())
+    timings = [timing for num_ranks in options.ranks for timing in measure_group(options, num_ranks)]
+    _print(timings)
+    rows = [
+        {**asdict(each), "algorithm_gb_per_s": each.algorithm_gb_per_s, "bus_gb_per_s": each.bus_gb_per_s}
+        for each in timings
+    ]
+    settings = {**asdict(options), "device": device.torch_device.type}
+    line = {"benchmark": "all_reduce", "settings": settings, "rows": rows}
+    text = json.dumps({**line, **describe_machine(), **describe_torch()})
+    print(text)
+    if args.json is not None:
+        append_line(text, args.json)
 
 
 def check_gpus(ranks: Sequence[int], num_gpus: int) -> None:
@@ -246,9 +241,7 @@ def _print(timings: Sequence[Timing]) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.all_reduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("bench.all_reduce", __doc__)
     parser.add_argument("--ranks", default="2,4", help="sizes of groups (%(default)s)")
     parser.add_argument("--sizes", default="4,16,64,256,1024", help="sizes of the tensor, in KB (%(default)s)")
     parser.add_argument("--device", choices=NAMES, default="auto", help="(%(default)s)")
@@ -275,4 +268,4 @@ def _joined(numbers: Sequence[int]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -27,7 +27,7 @@ from bench.peers.comparison import SMALL_GAP
 from bench.peers.measure import Options, measure
 from bench.peers.report import make_report, print_report
 from bench.peers.worker import Sampling
-from cluster.errors import ClusterError
+from bench.script import make_parser, run_script
 from workers.errors import InvalidRequestError
 from workers.request import SamplingParams
 
@@ -39,11 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print tables, and end with a line of JSON."""
     args = _parse(arguments)
     console = Console(stderr=True)
-    try:
-        options = _options(args)
-        outcome = measure(options, tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-    except ClusterError as error:
-        sys.exit(f"error: {error}")
+    options = _options(args)
+    outcome = measure(options, tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
     report = make_report(options, outcome, machine=describe_machine())
     print_report(Console(), outcome)
     line = json.dumps(report)
@@ -55,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("bench.peers", __doc__)
     peers = [name for name in PEERS if name != WEFT]
     parser.add_argument(
         "--geometry", default="llama-110m", help="llama-110m, qwen2.5-0.5b, llama3-8b, or a model's folder"
@@ -134,4 +129,4 @@ def _names(given: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

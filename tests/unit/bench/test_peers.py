@@ -19,6 +19,7 @@ from bench.peers.measure import Options, measure
 from bench.peers.process import Worker, WorkerError
 from bench.peers.report import make_report
 from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, answer_lines, cached
+from cluster.errors import ClusterError
 
 _SETUP = Setup(model="m", dtype="float32", cache="c", num_threads=1, max_num_seqs=2, max_context=8, cache_tokens=16)
 _GREEDY = Sampling()
@@ -262,7 +263,7 @@ def test_a_peer_without_an_environment_says_how_to_make_one(tmp_path: Path) -> N
     ],
 )
 def test_wrong_arguments_are_told_before_anything_is_loaded(arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=re.escape(message)):
+    with pytest.raises(ClusterError, match=re.escape(message)):
         main(["--geometry", "weft-tiny", *arguments])
 
 

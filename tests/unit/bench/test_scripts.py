@@ -34,6 +34,7 @@ def test_each_tells_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        ("all_reduce --ranks 1,2", "Error: --ranks is 1,2; allowed: at least 2"),
         ("first_guard --threads 0", "--threads: '0'; allowed: a whole number, at least 1"),
         ("host_tier weft-tiny --tokens x", "--tokens: 'x'; allowed: a whole number"),
         ("idle_time --tensor-parallel 1,x", "--tensor-parallel: 'x'; allowed: a whole number"),
