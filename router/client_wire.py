@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from weft.v1 import inference_pb2 as pb
 
 from router.client_values import (
@@ -32,7 +33,11 @@ from router.client_values import (
 from router.errors import InvalidRequestError
 from router.message_content import content_text
 
-_MAX_TIMEOUT_S = 1e9  # as over HTTP
+MAX_TIMEOUT_S = 1e9
+"""As over HTTP."""
+
+_M = TypeVar("_M", bound=Message)
+_REQUEST_OPTIONS = ("model", "priority", "cache_salt", "request_id", "target_ttft_s", "target_tpot_s")
 
 _ERRORS: Mapping[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: BadRequestError,
@@ -68,19 +73,16 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
     chat: ChatOptions = {name: value for name, value in options.items() if name in ChatOptions.__optional_keys__}  # type: ignore[assignment]
     if prompt is not None:
         _refuse_chat_options(chat)
-    with _only_what_fits():
-        request = pb.GenerateRequest(
-            model=options.get("model", ""),
-            priority=options.get("priority", 0),
-            cache_salt=options.get("cache_salt", ""),
-            request_id=options.get("request_id", ""),
-            target_ttft_s=options.get("target_ttft_s"),
-            target_tpot_s=options.get("target_tpot_s"),
-            sampling=_to_sampling(options),
-        )
-        if messages is not None:
+    if isinstance(prompt, bytes | bytearray):  # whose integers are no token ids
+        raise _refused(f"prompt is of type {type(prompt).__name__}; allowed: text or token ids")
+    request = _build(pb.GenerateRequest, {name: value for name, value in options.items() if name in _REQUEST_OPTIONS})
+    request.sampling.CopyFrom(_to_sampling(options))
+    if messages is not None:
+        with _only_what_fits():
             request.chat.CopyFrom(_to_chat(messages, **chat))
-        elif isinstance(prompt, str):
+        return request
+    with _only_what_fits("prompt"):
+        if isinstance(prompt, str):
             request.text = prompt
         else:
             request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
@@ -106,9 +108,10 @@ def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens
 
 def check_timeout(timeout_s: float | None) -> float | None:
     """Return it. Raises BadRequestError for infinity and such, which gRPC takes for a deadline that has passed."""
-    if timeout_s is None or timeout_s <= _MAX_TIMEOUT_S:
-        return timeout_s
-    raise _refused(f"timeout_s is {timeout_s}; allowed: at most {_MAX_TIMEOUT_S:.0f}, or None for no deadline")
+    with _only_what_fits("timeout_s"):
+        if timeout_s is None or timeout_s <= MAX_TIMEOUT_S:
+            return timeout_s
+    raise _refused(f"timeout_s is {timeout_s}; allowed: at most {MAX_TIMEOUT_S:.0f}, or None for no deadline")
 
 
 def to_delta(response: pb.GenerateResponse) -> Delta:
@@ -165,12 +168,17 @@ def _to_sampling(options: Options) -> pb.SamplingParams:
     sampling: dict[str, Any] = {name: value for name, value in options.items() if name in Sampling.__optional_keys__}
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = [sampling["stop"]]
+    return _build(pb.SamplingParams, sampling)
+
+
+def _build(kind: type[_M], fields: Mapping[str, Any]) -> _M:
+    """Return the message of these fields. Raises BadRequestError, which names the one whose value does not fit."""
     try:
-        return pb.SamplingParams(**sampling)
+        return kind(**fields)
     except (TypeError, ValueError):  # which do not say of what
-        for name, value in sampling.items():
+        for name, value in fields.items():
             with _only_what_fits(name):
-                pb.SamplingParams(**{name: value})
+                kind(**{name: value})
         raise
 
 
@@ -200,6 +208,10 @@ _MAYBE = ("name", "reasoning_content", "tool_call_id")
 
 
 def _to_message(index: int, message: Mapping[str, Any]) -> pb.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise _refused(
+            f"messages[{index}] is of type {type(message).__name__}; allowed: a mapping with role and content"
+        )
     if not {"role"} <= message.keys() <= {"role", "content", *_MAYBE}:
         allowed = f"role, content and maybe {', '.join(_MAYBE)}"
         raise _refused(f"messages[{index}] has the keys {sorted(message)}; allowed: {allowed}")

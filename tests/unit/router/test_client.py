@@ -213,7 +213,11 @@ async def test_every_option_arrives(client: AsyncClient, dispatch: FakeDispatch)
         ({"prompt": "Hi", "max_tokens": 2**40}, "max_tokens does not fit its field: Value out of range"),
         ({"prompt": "Hi", "temperature": "hot"}, "temperature does not fit its field"),
         ({"prompt": "Hi", "stop": [1]}, "stop does not fit its field"),
-        ({"prompt": [-1]}, "does not fit"),
+        ({"prompt": [-1]}, "prompt does not fit"),
+        ({"prompt": b"Hi"}, "prompt is of type bytes; allowed: text or token ids"),
+        ({"prompt": "Hi", "model": 5}, "model does not fit its field"),
+        ({"messages": USER}, "messages[0] is of type str; allowed: a mapping with role and content"),
+        ({"messages": [("user", "Hi")]}, "messages[0] is of type tuple"),
         ({"messages": [{"content": "Hi"}]}, "messages[0] has the keys ['content']"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing; allowed: a string or a list of text par"),
         ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content is missing"),
@@ -243,6 +247,7 @@ async def test_what_cannot_be_sent_to_be_tokenized_is_refused_here(client: Async
         lambda sync: sync.tokenize([USER], chat_template_kwargs={"think": {1}}),
         lambda sync: sync.detokenize([-1]),
         lambda sync: sync.detokenize("Hi"),
+        lambda sync: sync.complete("Hi", timeout_s="5"),
     ):
         with pytest.raises(BadRequestError, match="does not fit"):
             await with_sync(target, work)
@@ -254,6 +259,8 @@ async def test_what_cannot_be_sent_to_be_tokenized_is_refused_here(client: Async
         await client.tokenize([USER], modle="tiny")  # type: ignore[call-arg]
     with pytest.raises(BadRequestError, match="does not fit"):
         await client.detokenize([-1])
+    with pytest.raises(BadRequestError, match="is of type int; allowed: a mapping with role and content"):
+        await client.tokenize([1, 2])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, math.nan, 1e18])
