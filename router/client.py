@@ -48,6 +48,7 @@ from router.client_values import (
     Usage,
 )
 from router.client_wire import (
+    MAX_TIMEOUT_S,
     check_timeout,
     detokenize_request,
     generate_request,
@@ -239,7 +240,7 @@ class Client(_TypedErrors):
             DeadlineError: that took longer than `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
+        while (left_s := min(deadline - time.monotonic(), MAX_TIMEOUT_S)) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
             with suppress(UnavailableError, DeadlineError), self._typed_errors():
                 response = self._stub.ListModels(
@@ -353,7 +354,7 @@ class AsyncClient(_TypedErrors):
     async def wait_ready(self, timeout_s: float, *, model: str = "", replicas: int = 1) -> None:
         """Wait until so many replicas of the model take requests; see Client.wait_ready."""
         deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
+        while (left_s := min(deadline - time.monotonic(), MAX_TIMEOUT_S)) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
             with suppress(UnavailableError, DeadlineError), self._typed_errors():
                 response = await self._stub.ListModels(
@@ -395,7 +396,8 @@ def _is_ready(models: list[ModelInfo], model: str, replicas: int) -> bool:
 
 
 def _not_ready(timeout_s: float, model: str, replicas: int) -> DeadlineError:
+    who = f"{model} had no" if model else "no model had"
     return DeadlineError(
-        f"{model or 'no model'} had no {replicas} ready replicas within {timeout_s} s",
+        f"{who} {replicas} ready replicas within {timeout_s} s",
         code=grpc.StatusCode.DEADLINE_EXCEEDED,
     )

@@ -514,6 +514,12 @@ async def test_wait_ready_waits_for_a_router_that_is_not_there_yet(dispatch: Fak
             await listener.stop(0)
 
 
+async def test_wait_ready_waits_for_ever_where_it_is_told_so(client: AsyncClient, target: str) -> None:
+    async with asyncio.timeout(20):
+        await client.wait_ready(math.inf)
+        await with_sync(target, lambda sync: sync.wait_ready(math.inf))
+
+
 async def test_wait_ready_gives_up_in_time(client: AsyncClient, target: str) -> None:
     started = time.monotonic()
 
@@ -522,7 +528,7 @@ async def test_wait_ready_gives_up_in_time(client: AsyncClient, target: str) -> 
     with pytest.raises(DeadlineError, match="3 ready replicas"):
         await with_sync(target, lambda sync: sync.wait_ready(0.2, replicas=3))
     async with AsyncClient("127.0.0.1:1") as lost:
-        with pytest.raises(DeadlineError):
+        with pytest.raises(DeadlineError, match=r"^no model had 1 ready replicas"):
             await lost.wait_ready(0.2)
 
     assert time.monotonic() - started < 10
