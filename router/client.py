@@ -136,16 +136,17 @@ class Client(_TypedErrors):
             timeout_s: deadline of each call that names none; None: none.
             api_key: sent with every call; None: none. UnauthenticatedError where it cannot be one.
             credentials: for TLS, from `grpc.ssl_channel_credentials`; None: plain text.
-            tls_name: name that the router's certificate must have; None: that in `target`.
+            tls_name: name that the certificate must have, with credentials; None: that in `target`.
             tracer: makes a span of each generation, from `router.spans.make_tracer` or `router.tracing.OtelTracer`.
         """
         self._timeout_s = check_timeout(timeout_s)
         self._metadata = _metadata(api_key)
         self._tracer = tracer
+        options = _channel_options(target, credentials, tls_name)
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=_channel_options(target))
+            self._channel = grpc.insecure_channel(target, options=options)
         else:
-            self._channel = grpc.secure_channel(target, credentials, options=_channel_options(target, tls_name))
+            self._channel = grpc.secure_channel(target, credentials, options=options)
         self._stub = InferenceStub(self._channel)
 
     def close(self) -> None:
@@ -269,10 +270,11 @@ class AsyncClient(_TypedErrors):
         self._timeout_s = check_timeout(timeout_s)
         self._metadata = _metadata(api_key)
         self._tracer = tracer
+        options = _channel_options(target, credentials, tls_name)
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=_channel_options(target))
+            self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=_channel_options(target, tls_name))
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         self._stub = InferenceStub(self._channel)
 
     async def close(self) -> None:
@@ -366,8 +368,15 @@ class AsyncClient(_TypedErrors):
         raise _not_ready(timeout_s, model, replicas)
 
 
-def _channel_options(target: str, tls_name: str | None = None) -> list[tuple[str, str | int]]:
+def _channel_options(
+    target: str, credentials: grpc.ChannelCredentials | None, tls_name: str | None
+) -> list[tuple[str, str | int]]:
     """Return how `target` is dialled: a router of this machine by no proxy, whatever the environment says."""
+    if credentials is None and tls_name is not None:
+        raise BadRequestError(
+            f"tls_name is {tls_name!r} where no certificate is shown; allowed: with credentials",
+            code=grpc.StatusCode.INVALID_ARGUMENT,
+        )
     options: list[tuple[str, str | int]] = [*_CHANNEL_OPTIONS]
     if is_loopback(target):
         options.append(NO_PROXY)

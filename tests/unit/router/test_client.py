@@ -569,3 +569,9 @@ def test_times_of_few_tokens_are_none() -> None:
 def test_key_that_no_header_can_hold_is_told_at_once(api_key: str) -> None:
     with pytest.raises(UnauthenticatedError, match="holds a line break, or another character"):
         Client("127.0.0.1:1", api_key=api_key)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_name_of_a_certificate_is_refused_in_plain_text(kind: type[Client | AsyncClient]) -> None:
+    with pytest.raises(BadRequestError, match="tls_name is 'weft' where no certificate is shown; allowed: with creden"):
+        kind("127.0.0.1:1", tls_name="weft")
