@@ -15,6 +15,7 @@ ClientError                    any other status; `code` has it
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypedDict
 
 import grpc
@@ -34,6 +35,10 @@ class ClientError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         """When to try again, where the router said it."""
+
+    def __reduce__(self) -> tuple[Callable[..., "ClientError"], tuple[object, ...]]:
+        """Say how it is made again, in another process too."""
+        return partial(type(self), code=self.code, retry_after_s=self.retry_after_s), self.args
 
 
 class BadRequestError(ClientError):

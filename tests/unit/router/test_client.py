@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import pickle
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -532,6 +533,19 @@ async def test_wait_ready_gives_up_in_time(client: AsyncClient, target: str) -> 
             await lost.wait_ready(0.2)
 
     assert time.monotonic() - started < 10
+
+
+def test_error_comes_out_of_another_process_as_it_was() -> None:
+    error = OverloadedError("full", code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_after_s=1.5)
+
+    again = pickle.loads(pickle.dumps(error))
+
+    assert (type(again), str(again), again.code, again.retry_after_s) == (
+        OverloadedError,
+        "full",
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        1.5,
+    )
 
 
 def test_times_are_taken_where_tokens_come() -> None:
