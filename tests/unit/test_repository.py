@@ -60,6 +60,11 @@ def test_generated_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
     assert committed == fresh, "run `make proto` and commit the result"
 
 
+def test_a_users_type_checker_sees_the_types_of_the_sdk() -> None:
+    """PEP 561: it looks into no installed package without the mark."""
+    assert all((REPOSITORY / folder / "py.typed").is_file() for folder in ("router", "proto/weft"))
+
+
 def run_buf(*arguments: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     buf = shutil.which("buf") or shutil.which("buf", path=REPOSITORY / "node_modules/.bin")
     if buf is None:
