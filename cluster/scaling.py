@@ -19,6 +19,8 @@ from cluster.recording import ScalingRecording
 
 LOOK_S = 2.0
 """Seconds from one look to the next."""
+_REACH_S = 5 * LOOK_S
+"""Observations are kept so much longer than needed: one must be as old as a delay, and a look takes time."""
 
 
 class ScaledState(Protocol):
@@ -53,7 +55,7 @@ class Watch:
         """Add one observation, and decide."""
         observations, now_s = self._observations, observation.time_s
         observations.append(observation)
-        while observations[0].time_s < now_s - self._autoscaler.horizon_s:
+        while observations[0].time_s < now_s - self._autoscaler.horizon_s - _REACH_S:
             observations.popleft()
         return self._autoscaler.decide(list(observations), wanted, now_s)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.autoscaler import Autoscaler, AutoscalerConfig, Decision, Observation
 from cluster.errors import ClusterConfigError
-from cluster.scaling import Watch
+from cluster.scaling import LOOK_S, Watch
 
 TRACE = Path(__file__).parents[4] / "shared" / "traces" / "servegen_m_small_clients.jsonl.gz"
 CONFIG = AutoscalerConfig(target_requests=10, window_s=10, idle_s=60)
@@ -231,7 +231,10 @@ def test_blocks_that_are_used_as_they_should_be_ask_for_no_more() -> None:
     assert decide(full, 3, replace(CONFIG, target_kv_usage=0.7)).replicas == 3
 
 
-def test_looks_at_odd_times_reach_back_far_enough() -> None:
-    watch = Watch(Autoscaler(replace(CONFIG, downscale_delay_s=20), min_replicas=0, max_replicas=2))
-    decisions = [watch.follow(look(1.7 * i, ready=1), 1).replicas for i in range(60)]
+@pytest.mark.parametrize("window_s", [0.5, 10.0])
+@pytest.mark.parametrize("gap_s", [1.7, LOOK_S + 0.004, 2 * LOOK_S + 0.004])
+def test_looks_at_odd_times_reach_back_far_enough(gap_s: float, window_s: float) -> None:
+    config = replace(CONFIG, downscale_delay_s=20, idle_s=900, window_s=window_s)
+    watch = Watch(Autoscaler(config, min_replicas=0, max_replicas=2))
+    decisions = [watch.follow(look(gap_s * i, ready=1), 1).replicas for i in range(600)]
     assert decisions[-1] == 0
