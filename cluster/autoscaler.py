@@ -139,11 +139,11 @@ class Autoscaler:
         config, latest = self._config, window[-1]
         requests = sum(each.num_requests for each in window) / len(window)
         asked = Decision(
-            replicas=math.ceil(requests / config.target_requests),
+            replicas=_ceil(requests / config.target_requests),
             reason=f"{requests:.1f} requests at {config.target_requests:g} a replica",
         )
         usage = sum(each.kv_usage for each in window) / len(window)
-        by_cache = math.ceil(round(latest.num_ready * usage / config.target_kv_usage, _ROUNDING_DIGITS))
+        by_cache = _ceil(latest.num_ready * usage / config.target_kv_usage)
         if by_cache > asked.replicas:
             asked = Decision(replicas=by_cache, reason=f"{usage:.0%} of the KV blocks in use")
         # requests that were served by fewer or more replicas tell nothing of those that are here now
@@ -151,7 +151,7 @@ class Autoscaler:
         finished, on_time = sum(each.num_finished for each in same), sum(each.num_on_time for each in same)
         if finished >= _MIN_FINISHED and on_time < config.target_goodput * finished:
             share = on_time / finished
-            by_latency = latest.num_ready + math.ceil(latest.num_ready * (config.target_goodput - share))
+            by_latency = latest.num_ready + _ceil(latest.num_ready * (config.target_goodput - share))
             if by_latency > asked.replicas:
                 asked = Decision(replicas=by_latency, reason=f"{share:.0%} of the requests on time")
         replicas = min(max(asked.replicas, self._min_replicas, 1), self._max_replicas)
@@ -161,6 +161,10 @@ class Autoscaler:
         since_s = now_s - self._config.idle_s
         is_quiet = not any(each.num_requests or each.num_finished for each in observations if each.time_s > since_s)
         return is_quiet and _reaches(observations, since_s)
+
+
+def _ceil(replicas: float) -> int:
+    return math.ceil(round(replicas, _ROUNDING_DIGITS))
 
 
 def _replicas(decision: Decision) -> int:

@@ -73,6 +73,14 @@ def test_full_kv_blocks_scale_up() -> None:
     assert decide(full, 2) == Decision(replicas=3, reason="95% of the KV blocks in use")
 
 
+def test_load_that_is_just_the_target_of_so_many_replicas_asks_for_no_more() -> None:
+    """21 / 0.7 is 30.000000000000004, and 10 * (0.9 - 0.6) is 3.0000000000000004."""
+    just = [look(time_s, running=21) for time_s in range(30)]
+    assert decide(just, 1, replace(CONFIG, target_requests=0.7), most=64).replicas == 30
+    late = [look(time_s, ready=10, running=4, on_time="6/10") for time_s in range(30)]
+    assert decide(late, 10, replace(CONFIG, target_goodput=0.9), most=64).replicas == 13
+
+
 def test_missed_latency_targets_scale_up_by_what_is_missed() -> None:
     late = [look(time_s, ready=4, running=4, on_time="3/6") for time_s in range(30)]
     assert decide(late, 4) == Decision(replicas=6, reason="50% of the requests on time")
