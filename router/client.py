@@ -1,4 +1,4 @@
-"""The Python SDK: Weft over gRPC, sync and async, with nothing but grpcio and the stubs.
+"""The Python SDK: Weft over gRPC, sync and async; it imports neither torch nor Ray.
 
     from router.client import Client
 
@@ -171,6 +171,8 @@ class Client(_TypedErrors):
     ) -> Generator[Delta, None, None]:
         """Stream a generation. The call begins with the first step of the loop, and leaving the loop cancels it.
 
+        An iterator that has a name is not gone with its loop: `close()` cancels its call.
+
         Args:
             prompt: text or token ids; or give `messages`.
             messages: a conversation, for the model's chat template.
@@ -297,7 +299,7 @@ class AsyncClient(_TypedErrors):
         messages: Messages | None = None,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Delta, None]:
-        """Stream a generation; see Client.generate. Leaving the loop, or cancelling its task, cancels the call."""
+        """Stream a generation; see Client.generate, with `aclose()`. Cancelling the loop's task cancels the call."""
         request = generate_request(prompt, messages, options)
         with self._tracer.begin("weft.client") as span:
             metadata = _with_context(self._metadata, span.context)
