@@ -89,6 +89,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # each client has a connection of its own
     ("grpc.initial_reconnect_backoff_ms", 100),  # a router that comes up late is found soon: the default grows to 2 min
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A call ends a minute after a ping that a router did not answer, whose machine has gone without a word. Servers let
+    # clients ping every five minutes.
+    ("grpc.keepalive_time_ms", 330_000),
 )
 _READY_POLL_S = 0.1
 

@@ -7,7 +7,8 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -15,7 +16,9 @@ import pytest
 import pytest_asyncio
 from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
 from helpers.ports import unlisted_port
+from weft.addresses import join_host_port, split_host_port
 
+from router import client as client_module
 from router.call import ChatMessage, Conversation
 from router.client import (
     AsyncClient,
@@ -74,6 +77,35 @@ async def test_no_proxy_is_asked_for_a_router_of_this_machine(target: str, monke
         assert await with_sync(address, lambda client: client.models())
         async with AsyncClient(address, timeout_s=20) as client:
             assert await client.models()
+
+
+@dataclass
+class Wire:
+    """Carries bytes to a target, until it is cut: then both ends hear nothing any more, not even of an end."""
+
+    target: str
+    address: str = ""
+    is_cut: bool = False
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = split_host_port(self.target)
+        answers, requests = await asyncio.open_connection(host, port)
+        await asyncio.gather(self._carry(reader, requests), self._carry(answers, writer))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while chunk := await reader.read(1 << 16):
+            if not self.is_cut:
+                writer.write(chunk)
+        writer.close()
+
+
+@asynccontextmanager
+async def wire_to(target: str) -> AsyncIterator[Wire]:
+    wire = Wire(target)
+    async with await asyncio.start_server(wire.carry, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        wire.address = join_host_port(host, port)
+        yield wire
 
 
 async def with_sync(target: str, work: Callable[[Client], Any]) -> Any:
@@ -319,6 +351,24 @@ async def test_nobody_there_is_unavailable() -> None:
         async with AsyncClient(f"127.0.0.1:{taken.getsockname()[1]}") as client:
             with pytest.raises(UnavailableError):
                 await client.models()
+
+
+async def test_router_that_is_gone_without_a_word_is_unavailable(
+    target: str, dispatch: FakeDispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"grpc.keepalive_time_ms": 500}
+    soon = [(name, times.get(name, value)) for name, value in client_module._CHANNEL_OPTIONS]
+    monkeypatch.setattr(client_module, "_CHANNEL_OPTIONS", [*soon, ("grpc.http2.ping_timeout_ms", 500)])
+    dispatch.hold_after = 1
+
+    async with wire_to(target) as wire, AsyncClient(wire.address) as client:
+        deltas = client.generate("Hi")
+        await anext(deltas)
+        wire.is_cut = True
+
+        with pytest.raises(UnavailableError):
+            async with asyncio.timeout(20):
+                await anext(deltas)
 
 
 async def test_timeout_is_a_deadline_that_the_router_sees(
