@@ -21,6 +21,8 @@ from cluster.errors import ClusterConfigError
 
 _MIN_FINISHED = 20
 """Requests that must have finished before the share that was on time means something."""
+_GO_AT_A_TIME = 0.25
+"""Share of the replicas that may go at a time where latency counts, but one always."""
 _ROUNDING_DIGITS = 6
 """3 replicas with 80 % of their blocks in use ask for 3 at a target of 0.8; floats make 3.0000000000000004 of that."""
 
@@ -149,9 +151,9 @@ class Autoscaler:
         # requests that were served by fewer or more replicas tell nothing of those that are here now
         same = [each for each in window if each.num_ready == latest.num_ready]
         finished, on_time = sum(each.num_finished for each in same), sum(each.num_on_time for each in same)
-        if finished >= _MIN_FINISHED and on_time < config.target_goodput * finished:
+        if config.target_goodput and finished >= _MIN_FINISHED:
             share = on_time / finished
-            by_latency = latest.num_ready + _ceil(latest.num_ready * (config.target_goodput - share))
+            by_latency = _by_latency(latest.num_ready, config.target_goodput - share)
             if by_latency > asked.replicas:
                 asked = Decision(replicas=by_latency, reason=f"{share:.0%} of the requests on time")
         replicas = min(max(asked.replicas, self._min_replicas, 1), self._max_replicas)
@@ -161,6 +163,14 @@ class Autoscaler:
         since_s = now_s - self._config.idle_s
         is_quiet = not any(each.num_requests or each.num_finished for each in observations if each.time_s > since_s)
         return is_quiet and _reaches(observations, since_s)
+
+
+def _by_latency(num_ready: int, missed: float) -> int:
+    """Return what these replicas ask for, who missed the target by this share of the requests; 0 or less: they met it.
+
+    How few would have met it is not known, so a part of them goes, and the next one when the others have met it too.
+    """
+    return num_ready + _ceil(num_ready * missed) if missed > 0 else num_ready - max(1, int(num_ready * _GO_AT_A_TIME))
 
 
 def _ceil(replicas: float) -> int:

@@ -197,7 +197,7 @@ def test_autoscaler_grows_under_a_burst_and_shrinks_after() -> None:
 
 
 def test_requests_on_a_replica_that_leaves_too_soon_move_and_it_counts_as_no_break() -> None:
-    few = dataclasses.replace(RULES, target_requests=100, downscale_delay_s=2)
+    few = dataclasses.replace(RULES, target_requests=100, target_goodput=0, downscale_delay_s=2)
     rules = Autoscaling(rules=few, min_replicas=1, max_replicas=4)
     simulated = cluster(
         conversations(60, rate=8),

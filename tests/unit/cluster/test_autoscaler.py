@@ -87,9 +87,25 @@ def test_missed_latency_targets_scale_up_by_what_is_missed() -> None:
     assert decide(late, 4, replace(CONFIG, target_goodput=0.0)).replicas == 4
 
 
-def test_requests_that_are_on_time_keep_no_replica() -> None:
-    served = [look(time_s, ready=3, running=2, on_time="6/6") for time_s in range(400)]
-    assert decide(served, 3) == Decision(replicas=1, reason="2.0 requests at 10 a replica")
+def test_requests_that_are_on_time_let_a_part_of_the_replicas_go_at_a_time() -> None:
+    """Else the first look that no longer counts those that were late would let all go that latency has brought."""
+    served = [look(time_s, ready=8, running=2, on_time="6/6") for time_s in range(400)]
+    assert decide(served, 8) == Decision(replicas=6, reason="100% of the requests on time")
+    assert decide([replace(each, num_ready=2) for each in served], 2).replicas == 1
+    assert decide(served, 8, replace(CONFIG, target_goodput=0.0)).replicas == 1
+    assert decide([replace(each, num_finished=0) for each in served], 8).replicas == 1
+
+
+def test_even_load_that_only_latency_speaks_of_keeps_most_of_its_replicas() -> None:
+    """Twenty requests that four replicas serve in time and three do not."""
+    config = AutoscalerConfig(window_s=10, upscale_delay_s=6, downscale_delay_s=60, idle_s=60)
+    watch, wanted, numbers = Watch(Autoscaler(config, min_replicas=1, max_replicas=8)), 1, list[int]()
+    for time_s in range(0, 1200, 2):
+        seen = look(time_s, ready=wanted, running=20, on_time="4/4" if wanted >= 4 else "1/4")
+        wanted = watch.follow(seen, wanted).replicas
+        numbers.append(wanted)
+    assert set(numbers[200:]) == {3, 4, 5, 6}
+    assert sum(number >= 4 for number in numbers[200:]) > 0.9 * len(numbers[200:])
 
 
 def test_requests_that_are_here_ask_for_more_than_those_that_were_late() -> None:
