@@ -1,7 +1,7 @@
 """Writes down what a router decides: who is let in, which replica gets a request, what circuit breakers let through.
 
-bench/replayed_modules.py decides it again. A policy's ties come from a generator of its own, whose seed is written
-down; what it was told, and what was chosen, is in each frame.
+bench/simulation/replayed_modules.py decides it again. A policy's ties come from a generator of its own, whose seed is
+written down; what it was told, and what was chosen, is in each frame.
 """
 
 import time

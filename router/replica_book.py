@@ -1,7 +1,7 @@
 """What this router knows of one replica: its load and its blocks, how it did lately, which of our requests it has.
 
 Pure; time is an argument. Events come in, and whether the replica takes a request can be asked. replica.py takes them
-from a stream; the simulator (bench/simulated_router.py) makes them.
+from a stream; the simulator (bench/simulation/router.py) makes them.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,6 +1,6 @@
 """One served model as a router sees it: its replicas, what they hold, and which of them gets a request.
 
-Pure. directory.py keeps the links up to date, flight.py asks; the simulator (bench/simulated_router.py) does both.
+Pure. directory.py keeps the links up to date, flight.py asks; the simulator (bench/simulation/router.py) does both.
 """
 
 import logging

@@ -1,7 +1,8 @@
-"""Writes down every call of a replica's scheduler, and what it decided; bench/replayed_modules.py decides it again.
+"""Writes down every call of a replica's scheduler, and what it decided.
 
-A frame has what the scheduler was told, and its answer: the whole plan, the ends, the refusal. One that raises answers
-with the name of the exception. The block hash's key is left out, for nothing that is decided depends on it.
+bench/simulation/replayed_modules.py decides it again. A frame has what the scheduler was told, and its answer: the
+whole plan, the ends, the refusal. One that raises answers with the name of the exception. The block hash's key is left
+out, for nothing that is decided depends on it.
 """
 
 import msgspec

@@ -88,8 +88,8 @@ def simulate(*, replica: SimulateFlags, cluster: ClusterFlags) -> None:
 
     Scheduler, policies and autoscaler are the real ones; steps take what a formula says.
     """
-    from bench.simulate import ALL_POLICIES, Options, StepCost, parse_policies
-    from bench.simulate import simulate as simulate_replica
+    from bench.simulation.scheduling_policies import ALL_POLICIES, Options, StepCost, parse_policies
+    from bench.simulation.scheduling_policies import simulate as simulate_replica
 
     cost = StepCost(
         step_s=replica.step_ms / 1e3, token_s=replica.token_us / 1e6, context_token_s=replica.context_ns / 1e9
@@ -113,7 +113,7 @@ def simulate(*, replica: SimulateFlags, cluster: ClusterFlags) -> None:
             raise BenchConfigError(f"{names}: allowed with --replicas")
         simulate_replica(options)
     else:
-        from bench.simulate_cluster import parse_cluster, simulate_cluster
+        from bench.simulation.routing_policies import parse_cluster, simulate_cluster
 
         simulate_cluster(parse_cluster(options, cluster))
 
@@ -126,6 +126,6 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Decide again what `weft serve --record-decisions` recorded; exit code 1 where a decision is another one."""
-    from bench.replay import replay as run_replay
+    from bench.simulation.replay import replay as run_replay
 
     run_replay(files, as_json=as_json)

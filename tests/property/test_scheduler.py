@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from weft.recording import Recorder
 
-from bench.quiet_loggers import only_errors
-from bench.replay import replay_file
+from bench.simulation.quiet_loggers import only_errors
+from bench.simulation.replay import replay_file
 from workers.config import SchedulingPolicy
 from workers.errors import InvalidRequestError, QueueFullError
 from workers.plan import StepPlan

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from weft.recording import VERSION, Recorder, Recording, RecordingError
 
 from bench.errors import BenchConfigError, BenchError
-from bench.replay import Outcome, first_difference, replay_file
-from bench.replayed_modules import KINDS
+from bench.simulation.replay import Outcome, first_difference, replay_file
+from bench.simulation.replayed_modules import KINDS
 from cluster.cli import app
 from workers.config import SchedulingPolicy
 from workers.errors import EngineError, GroupFailedError

@@ -9,7 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError
-from bench.simulate import Job, Outcome, Simulation, StepCost, draw_jobs, read_jobs, with_deadlines
+from bench.simulation.scheduling_policies import (
+    Job,
+    Outcome,
+    Simulation,
+    StepCost,
+    draw_jobs,
+    read_jobs,
+    with_deadlines,
+)
 from cluster.cli import app
 from workers.config import SchedulerConfig, SchedulingPolicy
 

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError
 from bench.load.calls import Call, Session, draw_ids
-from bench.simulated_cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
-from bench.simulated_controller import Autoscaling, FleetSettings
-from bench.simulated_replica import ReplicaSettings, token_at
-from bench.simulated_router import SimulatedFlight
+from bench.simulation.cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
+from bench.simulation.controller import Autoscaling, FleetSettings
+from bench.simulation.replica import ReplicaSettings, token_at
+from bench.simulation.router import SimulatedFlight
 from cluster.autoscaler import AutoscalerConfig
 from cluster.cli import app
 from router.config import AdmissionConfig, FailoverConfig, PolicyName, RouterConfig

@@ -13,7 +13,7 @@ from helpers.cluster import LLAMA, FakeClock, FakeLife, FakeRouter, Formations, 
 from weft.recording import Recorder, Recording
 from weft.v1 import control_pb2
 
-from bench.replay import replay_file
+from bench.simulation.replay import replay_file
 from cluster.config import build_spec
 from cluster.demand import Demand, DemandLedger, RouterDemand
 from cluster.errors import ClusterConfigError

@@ -14,7 +14,7 @@ from helpers.router_harness import Answer, RunningRouter, prompt_ids, router_con
 from weft.recording import RecordingConfig
 from weft.v1 import inference_pb2 as pb
 
-from bench.replay import files_in, replay_file
+from bench.simulation.replay import files_in, replay_file
 from router.config import FailoverConfig, LinkConfig, PolicyName
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from weft.recording import Recorder, Recording
 
-from bench.replay import replay_file
+from bench.simulation.replay import replay_file
 from router.config import AdmissionConfig, BreakerConfig, PolicyName, PrefixPolicyConfig, RouterConfig
 from router.errors import OverloadedError
 from router.policy import ReplicaView, RouteRequest

@@ -4,7 +4,7 @@ weft simulate --replicas 16                                        conversations
 weft simulate --replicas 16 --trace mooncake_conversation.jsonl.gz --rate 10
 weft simulate --replicas 4 --autoscale 2:32 --fail 60:1 --router-policy prefix_affinity
 
-What runs is in simulated_cluster.py; this file makes the sessions and prints what became of them.
+What runs is in cluster.py; this file makes the sessions and prints what became of them.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from bench.load.flag_groups import ClusterFlags
 from bench.load.statistics import Distribution
 from bench.machine import describe_machine
 from bench.plain_json import to_plain
-from bench.quiet_loggers import only_errors
-from bench.simulate import Options, draw_times
-from bench.simulated_cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
-from bench.simulated_controller import Autoscaling, FleetSettings
-from bench.simulated_replica import ReplicaSettings
+from bench.simulation.cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
+from bench.simulation.controller import Autoscaling, FleetSettings
+from bench.simulation.quiet_loggers import only_errors
+from bench.simulation.replica import ReplicaSettings
+from bench.simulation.scheduling_policies import Options, draw_times
 from cluster.autoscaler import AutoscalerConfig
 from router.config import AdmissionConfig, PolicyName, RouterConfig
 from workers.config import SchedulerConfig

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from bench.load.calls import Session
 from bench.load.statistics import Distribution
-from bench.simulated_controller import FleetSettings, SimulatedController
-from bench.simulated_replica import ReplicaSettings, SimulatedReplica
-from bench.simulated_router import SimulatedCall, SimulatedFlight, SimulatedRouter
-from bench.simulated_time import VirtualTime
+from bench.simulation.controller import FleetSettings, SimulatedController
+from bench.simulation.replica import ReplicaSettings, SimulatedReplica
+from bench.simulation.router import SimulatedCall, SimulatedFlight, SimulatedRouter
+from bench.simulation.virtual_time import VirtualTime
 from router.config import PolicyName, RouterConfig
 
 _SAMPLE_S = 1.0

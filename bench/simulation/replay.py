@@ -19,8 +19,8 @@ import msgspec
 from weft.recording import SUFFIX, Recording, RecordingError
 
 from bench.errors import BenchConfigError, BenchError
-from bench.quiet_loggers import only_errors
-from bench.replayed_modules import KINDS, Replay, ReplayedKind
+from bench.simulation.quiet_loggers import only_errors
+from bench.simulation.replayed_modules import KINDS, Replay, ReplayedKind
 
 _MAX_SHOWN = 300
 

@@ -28,7 +28,7 @@ from bench.load.dataset_files import TraceLimits, read_trace
 from bench.load.statistics import Distribution
 from bench.machine import describe_machine
 from bench.plain_json import to_plain
-from bench.quiet_loggers import only_errors
+from bench.simulation.quiet_loggers import only_errors
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, SampledToken, StepPlan

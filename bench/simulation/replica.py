@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from grpc import StatusCode
 
-from bench.simulate import StepCost
-from bench.simulated_time import VirtualTime
+from bench.simulation.scheduling_policies import StepCost
+from bench.simulation.virtual_time import VirtualTime
 from router.prefix_index import ReplicaId
 from workers.config import SchedulerConfig
 from workers.errors import InvalidRequestError, QueueFullError
@@ -68,7 +68,7 @@ class Frame(NamedTuple):
 
 
 class Stream(Protocol):
-    """The router's end: simulated_router.SimulatedLink."""
+    """The router's end: router.SimulatedLink."""
 
     def receive(self, frame: Frame) -> None:
         """Take a frame."""

@@ -13,8 +13,8 @@ from functools import partial
 from grpc import StatusCode
 from weft.v1 import control_pb2, inference_pb2, replica_pb2
 
-from bench.simulated_replica import HASH_KEY, Frame, Output, SimulatedReplica
-from bench.simulated_time import VirtualTime
+from bench.simulation.replica import HASH_KEY, Frame, Output, SimulatedReplica
+from bench.simulation.virtual_time import VirtualTime
 from router.breaker import Breaker
 from router.call import GenerateCall
 from router.config import RouterConfig
@@ -205,7 +205,7 @@ class SimulatedLink(ReplicaBook):
         time.after(network_s, partial(self._replica.submit, self, request, flight.call.num_out))
 
     def receive(self, frame: Frame) -> None:
-        """Stream of simulated_replica.py: what ReplicaLink does with a frame."""
+        """Stream of replica.py: what ReplicaLink does with a frame."""
         if self.state is LinkState.CLOSED:
             return
         is_first = self.state is LinkState.CONNECTING
@@ -221,7 +221,7 @@ class SimulatedLink(ReplicaBook):
             flight.receive(self, output)
 
     def lose(self, reason: str) -> None:
-        """Stream of simulated_replica.py: the replica is gone, and its requests are handed back."""
+        """Stream of replica.py: the replica is gone, and its requests are handed back."""
         flights, self._flights = self._flights, {}
         was_leaving = self.is_leaving
         self.breaker.fail(self._router.time.now_s)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from bench.simulated_replica import SimulatedReplica
-from bench.simulated_router import MODEL, SimulatedRouter
-from bench.simulated_time import VirtualTime
+from bench.simulation.replica import SimulatedReplica
+from bench.simulation.router import MODEL, SimulatedRouter
+from bench.simulation.virtual_time import VirtualTime
 from cluster.autoscaler import Autoscaler, AutoscalerConfig
 from cluster.demand import Demand, DemandLedger
 from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
