@@ -4,12 +4,11 @@ On a CPU the model waits for its inputs, and most steps are such: the same seque
 slots.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from parallel.kernels.base import AttentionMeta
 from parallel.kernels.host_arrays import Int32Array, Int64Array
 from workers.plan import StepPlan
 from workers.slots import Slots
@@ -115,41 +114,32 @@ class DecodeRun:
         slot_mappings = [slot_mapping + 1 for slot_mapping in last.slot_mappings]
         context_lens, ends = torch.from_numpy(ends_S.astype(np.int32)), [position + 1 for position in positions]
         metas = [
-            AttentionMeta(
-                query_starts=meta.query_starts,
+            replace(
+                meta,
                 context_lens=context_lens,
                 block_tables=block_table,
                 slot_mapping=torch.from_numpy(slot_mapping),
-                num_decodes=meta.num_decodes,
-                max_query_len=1,
                 max_context_len=meta.max_context_len + 1,
-                query_starts_host=meta.query_starts_host,
                 context_lens_host=ends,
             )
             for meta, block_table, slot_mapping in zip(before, block_tables, slot_mappings, strict=True)
         ]
         token_ids_S = np.empty(len(positions), np.int64)
-        inputs = StepInputs(
+        inputs = replace(
+            last.inputs,
             token_ids=torch.from_numpy(token_ids_S),
             positions=torch.from_numpy(last.ends_S),
             metas=metas,
-            sample_rows=None,
-            fed_rows=last.inputs.fed_rows,
-            fed_slots=last.inputs.fed_slots,
-            sample_slots=last.slots_S,
-            sample_slots_device=last.inputs.sample_slots_device,
             sample_positions=ends_S,
         )
         block_size = self._slots.block_size
-        return _Decodes(
-            slots=last.slots,
-            slots_S=last.slots_S,
+        return replace(
+            last,
             ends_S=ends_S,
             token_ids_S=token_ids_S,
             rows_in_new_blocks=[row for row, position in enumerate(positions) if not position % block_size],
             slot_mappings=slot_mappings,
             tables=tables,
-            learnt=last.learnt,
             inputs=inputs,
         )
 
