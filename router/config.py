@@ -1,4 +1,4 @@
-"""The router's settings, as frozen values; __main__.py builds them from flags, the cluster from its own YAML."""
+"""The router's settings, as frozen values; flags.py builds them from flags, the cluster from its own YAML."""
 
 import random
 import re

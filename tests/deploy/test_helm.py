@@ -33,9 +33,9 @@ from cluster.cli import app
 from cluster.config import ClusterSpec, build_spec
 from cluster.errors import ClusterConfigError
 from cluster.placement import Placement
-from router import __main__ as router_main
 from router.config import RouterConfig, TraceProtocol, TracingConfig
 from router.errors import RouterConfigError
+from router.flags import parse_flags, to_config
 from router.keys import KeyRing, hash_key
 from router.server import READINESS_SERVICE
 from router.tls import TlsFiles
@@ -52,7 +52,7 @@ def router_config(objects: list[Any]) -> RouterConfig:
     """What a router would make of its arguments."""
     (container,) = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "router"]
-    return router_main._config(router_main._parser().parse_args(container["args"]))
+    return to_config(parse_flags(container["args"]))
 
 
 @pytest.mark.parametrize("example", [None, *EXAMPLES])

@@ -28,10 +28,10 @@ from weft.recording import RecordingConfig
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 
-from router.__main__ import _config, _parser
 from router.app import BoundAddresses
 from router.config import AdmissionConfig, ClientConfig, FailoverConfig, LinkConfig, PolicyName, RouterConfig
 from router.errors import ModelFilesError, RouterConfigError
+from router.flags import parse_flags, to_config
 from router.model_text import ModelText
 from router.server import READINESS_SERVICE
 
@@ -430,12 +430,12 @@ async def test_folder_where_nothing_can_be_recorded_is_refused(tmp_path: Path) -
 
 def test_router_in_a_container_has_the_name_of_none_of_the_clusters_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getpid", lambda: 1)
-    name = _config(_parser().parse_args(["--control", "127.0.0.1:1"])).router_id
+    name = to_config(parse_flags(["--control", "127.0.0.1:1"])).router_id
     assert name == f"router-{socket.gethostname()}-1"
 
 
 def test_flag_of_a_router_by_itself_names_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    options = _parser().parse_args(["--control", "x:1", "--record-decisions", "decisions"])
-    assert _config(options).recording == RecordingConfig(folder=str(tmp_path / "decisions"))
-    assert _config(_parser().parse_args(["--control", "x:1"])).recording.folder is None
+    options = parse_flags(["--control", "x:1", "--record-decisions", "decisions"])
+    assert to_config(options).recording == RecordingConfig(folder=str(tmp_path / "decisions"))
+    assert to_config(parse_flags(["--control", "x:1"])).recording.folder is None

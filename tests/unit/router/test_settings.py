@@ -5,9 +5,9 @@ import json
 import pytest
 
 from cluster.config import RouterSection, build_spec
-from router.__main__ import _config, _parser
 from router.config import AdmissionConfig, RouterConfig
 from router.errors import RouterConfigError
+from router.flags import parse_flags, to_config
 from router.settings import RouterSettings
 
 SETTINGS = {
@@ -19,7 +19,7 @@ SETTINGS = {
 
 
 def config(*flags: str) -> RouterConfig:
-    return _config(_parser().parse_args(["--control", "127.0.0.1:1", *flags]))
+    return to_config(parse_flags(["--control", "127.0.0.1:1", *flags]))
 
 
 def test_settings_are_those_of_a_cluster_file() -> None:

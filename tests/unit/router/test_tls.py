@@ -16,10 +16,10 @@ from helpers.router_harness import RunningRouter, router_config, running_router
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaStub
 
-from router import __main__ as router_main
 from router.client import AsyncClient, UnavailableError
 from router.config import LinkConfig
 from router.errors import RouterConfigError
+from router.flags import parse_flags, to_config
 from router.tls import InnerTls, TlsFiles, connect
 
 
@@ -253,8 +253,7 @@ def test_only_those_who_serve_need_the_clusters_name(ca: trustme.CA, tmp_path: P
 
 def test_flags_name_all_files_or_none() -> None:
     def tls(*flags: str) -> InnerTls | None:
-        options = router_main._parser().parse_args(["--control=c:1", *flags])
-        return router_main._config(options).link.tls
+        return to_config(parse_flags(["--control=c:1", *flags])).link.tls
 
     flags = ("--inner-tls-cert=c", "--inner-tls-key=k", "--inner-tls-ca=a")
     assert tls() is None
