@@ -1,4 +1,4 @@
-"""Where a replica group goes: its bundles, and in words why they do not fit. Pure; replica_group.py asks Ray.
+"""Where a replica group goes: its bundles, and in words why they do not fit. Pure; formation.py asks Ray.
 
 One bundle is one pipeline stage, because a bundle never spans nodes: tensor parallelism stays inside a node by
 construction, and stages may lie on different ones. All ranks of a stage share its bundle.
