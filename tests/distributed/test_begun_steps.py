@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import Outcome, anonymous_tokens, engine_over, exact_config, request, run
+from helpers.engines import Outcome, anonymous_tokens, engine_over, exact_config, request, run, runner_of
 
 from parallel.errors import DeviceError
 from parallel.kernels.native.build import find_compiler
@@ -15,7 +15,7 @@ from parallel.random_model import write_random_model
 from workers.config import CacheConfig, SchedulerConfig
 from workers.engine import Engine
 from workers.errors import GroupFailedError
-from workers.executor import LocalExecutor
+from workers.executor import Executor
 from workers.overlap import Lookahead, StepExecution
 from workers.rank import lead_group
 from workers.request import Request, RequestId
@@ -54,7 +54,7 @@ def _same_threads_after() -> Iterator[None]:
 
 def make_engine(
     folder: Path, *, num_threads: int = 2, looks_ahead: bool | None = None, max_num_seqs: int = 8
-) -> tuple[Engine, LocalExecutor]:
+) -> tuple[Engine, Executor]:
     config = replace(
         exact_config(
             folder,
@@ -67,12 +67,12 @@ def make_engine(
         num_threads=num_threads,
     )
     executor = lead_group(config)
-    assert isinstance(executor, LocalExecutor)
     return engine_over(executor, config, tokens=anonymous_tokens(), vocab_size=512, max_context=256), executor
 
 
-def begins_steps(executor: LocalExecutor) -> bool:
-    decoder, runner = executor._steps._runner._decoder, executor._steps._runner
+def begins_steps(executor: Executor) -> bool:
+    runner = runner_of(executor)
+    decoder = runner._decoder
     assert runner.execution is StepExecution.JOINED
     return decoder._started is not None and decoder._started._program is not None  # type: ignore[attr-defined]
 
@@ -144,7 +144,7 @@ def test_a_step_that_fails_when_it_is_joined_fails_the_group(folder: Path, monke
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("no tokens today")
 
-    monkeypatch.setattr(executor._steps._runner._sampler, "take", fail)
+    monkeypatch.setattr(runner_of(executor)._sampler, "take", fail)
     with pytest.raises(GroupFailedError, match="no tokens today"):
         engine.collect()
     engine.close()

@@ -312,7 +312,7 @@ def test_a_killed_rank_fails_the_group_within_seconds(
 ) -> None:
     folder = shared / "models" / "stories260K"
     config = config_of(folder, shape, is_async=is_async)
-    monkeypatch.setattr("helpers.engines._be_rank", _be_rank_that_dies)
+    monkeypatch.setattr("helpers.engines.be_rank", _be_rank_that_dies)
     seconds, message = in_group(gloo_pool, config, _fail_in_the_middle, may_die=True)
     # a busy machine may tell rank 0 of the broken collective long before of the broken connection
     assert "rank 1 died, hangs or is cut off" in message or "a peer died" in message
@@ -324,7 +324,7 @@ def test_a_hung_rank_fails_the_group_after_the_step_timeout(
     gloo_pool: GlooPool, shared: Path, shape: tuple[int, int], is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(shared / "models" / "stories260K", shape, is_async=is_async, step_timeout_s=1.0)
-    monkeypatch.setattr("helpers.engines._be_rank", _be_rank_that_hangs)
+    monkeypatch.setattr("helpers.engines.be_rank", _be_rank_that_hangs)
     seconds, _ = in_group(gloo_pool, config, _fail_in_the_middle)
     assert seconds < WITHIN_S
 
@@ -350,10 +350,10 @@ def _be_rank_that_hangs(rank: int, *args: Any) -> Any:
 
 
 def _be_rank_with_a_last_step(rank: int, act: Any, *args: Any) -> Any:
-    from helpers.engines import _be_rank
+    from helpers.engines import be_rank
 
     if rank == 0:
-        return _be_rank(rank, *args)
+        return be_rank(rank, *args)
     with pytest.MonkeyPatch.context() as patch:
         original = ModelRunner.prepare
 
@@ -364,7 +364,7 @@ def _be_rank_with_a_last_step(rank: int, act: Any, *args: Any) -> Any:
 
         patch.setattr(ModelRunner, "prepare", prepare_until)
         try:
-            return _be_rank(rank, *args)
+            return be_rank(rank, *args)
         except Exception as error:  # the group ends, and this rank with it
             return repr(error)
 
@@ -373,12 +373,12 @@ def test_a_rank_that_cannot_load_fails_the_start_with_its_reason(
     gloo_pool: GlooPool, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(shared / "models" / "stories260K", (2, 1))
-    monkeypatch.setattr("helpers.engines._be_rank", _be_rank_without_model)
+    monkeypatch.setattr("helpers.engines.be_rank", _be_rank_without_model)
     with pytest.raises(RankFailedError, match=r"GroupFailedError: rank 1 failed: ConfigError: .*nowhere"):
         in_group(gloo_pool, config, _fail_in_the_middle)
 
 
 def _be_rank_without_model(rank: int, config: EngineConfig, *args: Any) -> Any:
-    from helpers.engines import _be_rank
+    from helpers.engines import be_rank
 
-    return _be_rank(rank, replace(config, model="nowhere") if rank else config, *args)
+    return be_rank(rank, replace(config, model="nowhere") if rank else config, *args)

@@ -4,15 +4,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import LimitedExecutor, anonymous_tokens, engine_over, exact_config, in_group, request, run
+from helpers.engines import (
+    LimitedExecutor,
+    anonymous_tokens,
+    cached_cells,
+    engine_over,
+    exact_config,
+    in_group,
+    request,
+    run,
+)
 from helpers.gloo_pool import GlooPool
 from helpers.tiny_models import tiny_model
-from weft.block_hash import block_hashes, root_hash
 
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine
 from workers.errors import EngineConfigError
-from workers.executor import Executor, LocalExecutor
+from workers.executor import Executor
 from workers.rank import lead_group
 from workers.request import Request
 
@@ -49,30 +57,21 @@ def _serve_in_turn(engine: Engine, requests: list[Request]) -> list[list[int]]:
     return [run(engine, [each])[each.request_id].token_ids for each in requests]
 
 
-def _cells(executor: LocalExecutor, engine: Engine, prompt: list[int]) -> torch.Tensor:
-    """What lies in the prompt's full blocks, in all layers."""
-    hashes = block_hashes(root_hash(engine.config.hash_key), prompt, BLOCK_SIZE)
-    blocks = [block for block in map(engine._pool.lookup, hashes) if block is not None]
-    assert len(blocks) == len(hashes) == 10
-    return torch.stack([half[blocks] for cache in executor._steps._runner._caches for half in cache[:2]])
-
-
 def test_evicted_blocks_come_back_bit_for_bit() -> None:
     config = _config("llama")
     executor = lead_group(config)
-    assert isinstance(executor, LocalExecutor)
     engine = _engine(executor, config)
     computed = []
     for each, prompt in zip(_requests(0), PROMPTS, strict=True):
         run(engine, [each])
-        computed.append(_cells(executor, engine, prompt))
+        computed.append(cached_cells(engine, executor, prompt))
     assert engine.stats.num_cached_tokens == engine.stats.num_loaded_blocks == 0
 
     for each, prompt, cells in zip(_requests(1), PROMPTS, computed, strict=True):
         outcome = run(engine, [each])[each.request_id]
         assert outcome.finish is not None
         assert outcome.finish.usage.cached_tokens == 40, "all full blocks of the prompt"
-        assert torch.equal(_cells(executor, engine, prompt), cells)
+        assert all(map(torch.equal, cached_cells(engine, executor, prompt), cells))
     stats = engine.stats
     assert stats.num_cached_tokens == 5 * 40
     assert stats.num_host_tokens == stats.num_loaded_blocks * BLOCK_SIZE >= 4 * 40

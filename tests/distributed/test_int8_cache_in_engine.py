@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import anonymous_tokens, engine_over, exact_config, in_group, request, run
+from helpers.engines import anonymous_tokens, cached_cells, engine_over, exact_config, in_group, request, run
 from helpers.gloo_pool import GlooPool
 from helpers.tiny_models import tiny_model
-from weft.block_hash import block_hashes, root_hash
 
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine
 from workers.errors import EngineConfigError
-from workers.executor import Executor, LocalExecutor
+from workers.executor import Executor
 from workers.rank import lead_group
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,26 +71,15 @@ def test_tokens_are_the_same_in_chunks_and_from_cached_prefixes(name: str) -> No
         assert all(served == expected for served in _serve(lead_group(config), config, rounds=2))
 
 
-def _cells(executor: LocalExecutor, engine: Engine, prompt: list[int]) -> list[torch.Tensor]:
-    """What lies in the prompt's full blocks, in all layers, scales too."""
-    hashes = block_hashes(root_hash(engine.config.hash_key), prompt, BLOCK_SIZE)
-    blocks = [block for block in map(engine._pool.lookup, hashes) if block is not None]
-    assert len(blocks) == len(hashes) == 10
-    return [
-        half[blocks] for cache in executor._steps._runner._caches for half in cache if half is not None
-    ]  # fmt: skip
-
-
 def test_evicted_blocks_come_back_bit_for_bit_with_their_scales() -> None:
     config = _config("llama", num_blocks=20, host_cache_bytes=32 << 20)
     executor = lead_group(config)
-    assert isinstance(executor, LocalExecutor)
     engine = _engine(executor, config)
     computed = []
     for number in range(2):
         for i, prompt in enumerate(PROMPTS):
             run(engine, [request(f"{number}-{i}", prompt, max_tokens=6)])
-            cells = _cells(executor, engine, prompt)
+            cells = cached_cells(engine, executor, prompt)
             if number == 0:
                 computed.append(cells)
             assert all(map(torch.equal, cells, computed[i]))

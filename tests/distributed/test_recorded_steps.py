@@ -95,7 +95,7 @@ def test_a_rank_that_cannot_record_fails_the_start_with_its_reason(
         tp=2,
         max_context=MAX_CONTEXT,
     )
-    monkeypatch.setattr("helpers.engines._be_rank", _be_rank_that_cannot_record)
+    monkeypatch.setattr("helpers.engines.be_rank", _be_rank_that_cannot_record)
     with pytest.raises(RankFailedError, match="GroupFailedError: rank 1 failed: GraphCaptureError: out of memory"):
         in_group(gloo_pool, config, _never, may_die=True)
 
@@ -105,7 +105,7 @@ def _never(executor: Executor, config: EngineConfig) -> None:
 
 
 def _be_rank_that_cannot_record(rank: int, *args: Any) -> Any:
-    from helpers.engines import _be_rank
+    from helpers.engines import be_rank
 
     device = StandIn()
     kernels = RecordingKernels(device, fails_at=2 if rank == 1 else None)
@@ -113,6 +113,6 @@ def _be_rank_that_cannot_record(rank: int, *args: Any) -> Any:
         patch.setattr("workers.rank.select_device", lambda *args: device)
         patch.setattr("workers.rank._select_kernels", lambda *args: kernels)
         try:
-            return _be_rank(rank, *args)
+            return be_rank(rank, *args)
         except GraphCaptureError:
             os._exit(1)  # as a rank of a cluster does

@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import LimitedExecutor, anonymous_tokens, engine_over, exact_config, in_group, request, run
+from helpers.engines import (
+    LimitedExecutor,
+    anonymous_tokens,
+    engine_over,
+    exact_config,
+    in_group,
+    request,
+    run,
+    runner_of,
+)
 from helpers.gloo_pool import GlooPool
 from helpers.tiny_models import load_original, tiny_model
 
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.engine import Engine, StepResult
-from workers.executor import Executor, LocalExecutor
+from workers.executor import Executor
 from workers.rank import lead_group
 from workers.request import Request
 
@@ -46,13 +55,13 @@ def _engine(executor: Executor, config: EngineConfig, **options: Any) -> Engine:
     return engine_over(executor, config, tokens=anonymous_tokens(), vocab_size=152, max_context=MAX_CONTEXT, **options)
 
 
-def _poison(engine: Engine, executor: LocalExecutor) -> Callable[[StepResult], None]:
+def _poison(engine: Engine, executor: Executor) -> Callable[[StepResult], None]:
     """After a step, fill what is neither held nor known."""
 
     def fill(_: StepResult) -> None:
         pool = engine._pool
         unused = [block for block in pool._free if pool._hash_of[block] is None]
-        for cache in executor._steps._runner._caches:
+        for cache in runner_of(executor)._caches:
             cache.k_BPKH[unused] = torch.nan
             cache.v_BPKH[unused] = torch.nan
 
@@ -84,7 +93,6 @@ def test_a_cache_smaller_than_a_sequence_changes_no_token(name: str, enable_pref
     num_blocks = ALTERNATE.get(name, 11)
     config = _config(name, num_blocks=num_blocks)
     executor = lead_group(config)
-    assert isinstance(executor, LocalExecutor)
     assert num_blocks < 25 * len(executor.windows), "it would hold a sequence whole"
     engine = _engine(executor, config, enable_prefix_caching=enable_prefix_caching)
     assert engine.max_context == MAX_CONTEXT

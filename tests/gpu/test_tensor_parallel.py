@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import anonymous_tokens, engine_over, in_group, request, run
+from helpers.engines import anonymous_tokens, engine_over, in_group, request, run, runner_of
 from helpers.gloo_pool import GlooPool
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
@@ -17,7 +17,7 @@ from parallel.kernels.cuda_graphs import GraphedLayers
 from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from workers.engine import Engine
 from workers.errors import GroupFailedError
-from workers.executor import Executor, GroupExecutor
+from workers.executor import Executor
 from workers.model_runner import ModelRunner, StepWork
 from workers.plan import StepPlan
 
@@ -57,8 +57,7 @@ def _serve_in_group(config: EngineConfig) -> Served:
 
 def _serve(executor: Executor, config: EngineConfig) -> Served:
     """Five greedy requests, so that steps have one to five sequences."""
-    assert isinstance(executor, GroupExecutor)
-    layers: Any = executor._steps._runner._decoder._run
+    layers: Any = runner_of(executor)._decoder._run
     assert isinstance(layers, GraphedLayers) == (config.max_cudagraph_capture_size > 0)
     prompts = {f"r{i}": [1, *range(40 + i, 60 + 7 * i)] for i in range(5)}
     requests = [
@@ -82,7 +81,7 @@ def _engine(executor: Executor, config: EngineConfig) -> Engine:
 def test_a_rank_that_dies_does_not_leave_the_other_in_a_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader fails, or torch's watchdog ends its process: then there is no answer, but it does not hang."""
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")  # the watchdog waits four of them
-    monkeypatch.setattr("helpers.engines._be_rank", _be_rank_that_dies)
+    monkeypatch.setattr("helpers.engines.be_rank", _be_rank_that_dies)
     with GlooPool() as pool:
         message = in_group(pool, replace(CONFIG, step_timeout_s=30.0), _fail, timeout_s=TIMEOUT_S, may_die=True)
     assert message is None or "rank" in message
@@ -100,7 +99,7 @@ def _fail(executor: Executor, config: EngineConfig) -> str:
 
 
 def _be_rank_that_dies(rank: int, *args: Any) -> Any:
-    from helpers.engines import _be_rank
+    from helpers.engines import be_rank
 
     original = ModelRunner.prepare
 
@@ -111,4 +110,4 @@ def _be_rank_that_dies(rank: int, *args: Any) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "prepare", prepare_until)
-        return _be_rank(rank, *args)
+        return be_rank(rank, *args)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from weft.block_hash import block_hashes, root_hash
 from weft.recording import Recorder
 
 from helpers.fake_model import VOCAB_SIZE, FakeModel
@@ -15,7 +17,8 @@ from helpers.gloo_pool import GlooPool
 from workers.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from workers.engine import Engine, StepResult
 from workers.errors import GroupFailedError
-from workers.executor import Executor
+from workers.executor import Executor, GroupExecutor, LocalExecutor
+from workers.model_runner import ModelRunner
 from workers.overlap import Lookahead
 from workers.plan import ModelOutput, StepPlan
 from workers.rank import Rendezvous, follow_group, lead_group
@@ -229,6 +232,20 @@ def engine_over(
     )
 
 
+def runner_of(executor: Executor) -> ModelRunner:
+    """What computes on the leader's own rank, for tests that look into it."""
+    assert isinstance(executor, LocalExecutor | GroupExecutor)
+    return executor._steps._runner
+
+
+def cached_cells(engine: Engine, executor: Executor, prompt: list[int]) -> list[Tensor]:
+    """What lies in the blocks that a prompt has filled, in all layers: keys, values and, in 8 bits, their scales."""
+    hashes = block_hashes(root_hash(engine.config.hash_key), prompt, engine.config.cache.block_size)
+    blocks = [block for block in map(engine._pool.lookup, hashes) if block is not None]
+    assert len(blocks) == len(hashes)
+    return [half[blocks] for cache in runner_of(executor)._caches for half in cache if half is not None]
+
+
 def in_group(pool: GlooPool, config: EngineConfig, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Form a group of the config's shape in the pool and return `function(executor, config, *args)` of its leader.
 
@@ -236,10 +253,11 @@ def in_group(pool: GlooPool, config: EngineConfig, function: Callable[..., Any],
     """
     rendezvous = Rendezvous.open()
     shape = config.parallel
-    return pool.call(_be_rank, config, rendezvous.port, function, args, ranks=shape.world_size, **options)[0]
+    return pool.call(be_rank, config, rendezvous.port, function, args, ranks=shape.world_size, **options)[0]
 
 
-def _be_rank(rank: int, config: EngineConfig, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def be_rank(rank: int, config: EngineConfig, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a process of the pool does in `in_group`; tests put ranks in its place that fail."""
     if rank:
         return follow_group(config, rank=rank, host="127.0.0.1", port=port)
     store = TCPStore("127.0.0.1", port, is_master=False)
