@@ -11,7 +11,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,31 +23,15 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-import cluster.default_model
+from bench.load.geometries import find_model
 from bench.machine import Span, Stopwatch, describe_machine, describe_torch
 from bench.script import count, make_parser, run_script
-from parallel.random_model import write_random_model
 from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.engine_builder import build_engine
 from workers.request import Request, RequestId, SamplingParams
 
-GEOMETRY: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "intermediate_size": 2048,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-"""110 M parameters."""
+_VOCAB_SIZE = 32_000  # that of llama-110m
 
 TARGETS = {"one stream": 1.0, "mixed": 3.0}
 """Least ratio of Weft's output tokens per second to those of `transformers`."""
@@ -93,11 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
-        model = Path(folder) / "model"
-        tokenizer = Path(cluster.default_model.__path__[0]) / "weights"
-        write_random_model(model, GEOMETRY, 0, torch.bfloat16, tokenizer)
-        rounds = run_rounds(model, args.rounds)
+    rounds = run_rounds(find_model("llama-110m"), args.rounds)
     passed = all(median_ratio(rounds[name]) >= target for name, target in TARGETS.items())
     if not args.json_only:
         Console().print(_table(rounds))
@@ -193,7 +172,7 @@ def _round(jobs: Sequence[Job], engine: Engine, peer: Any, *, weft_first: bool) 
 
 
 def _prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(GEOMETRY["vocab_size"]) for _ in range(length)]
+    return [rng.randrange(_VOCAB_SIZE) for _ in range(length)]
 
 
 def _table(rounds: dict[str, list[Round]]) -> Table:
