@@ -88,8 +88,9 @@ def simulate(*, replica: SimulateFlags, cluster: ClusterFlags) -> None:
 
     Scheduler, policies and autoscaler are the real ones; steps take what a formula says.
     """
-    from bench.simulation.scheduling_policies import ALL_POLICIES, Options, StepCost, parse_policies
+    from bench.simulation.scheduling_policies import ALL_POLICIES, Options, parse_policies
     from bench.simulation.scheduling_policies import simulate as simulate_replica
+    from bench.simulation.step_cost import StepCost
 
     cost = StepCost(
         step_s=replica.step_ms / 1e3, token_s=replica.token_us / 1e6, context_token_s=replica.context_ns / 1e9

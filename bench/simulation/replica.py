@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from grpc import StatusCode
 
-from bench.simulation.scheduling_policies import StepCost
+from bench.simulation.step_cost import StepCost
 from bench.simulation.virtual_time import VirtualTime
 from router.prefix_index import ReplicaId
 from workers.config import SchedulerConfig

@@ -29,9 +29,10 @@ from bench.machine import describe_machine
 from bench.plain_json import to_plain
 from bench.simulation.cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
 from bench.simulation.controller import Autoscaling, FleetSettings
+from bench.simulation.jobs import draw_times
 from bench.simulation.quiet_loggers import only_errors
 from bench.simulation.replica import ReplicaSettings
-from bench.simulation.scheduling_policies import Options, draw_times
+from bench.simulation.scheduling_policies import Options
 from cluster.autoscaler import AutoscalerConfig
 from router.config import AdmissionConfig, PolicyName, RouterConfig
 from workers.config import SchedulerConfig

@@ -3,19 +3,14 @@
 weft simulate                                       requests with heavy tails, made by seed
 weft simulate --trace azure_2023_conv.jsonl.gz --rate 2.6 --requests 2000
 weft simulate --policy fcfs,mlfq --num-seqs 16 --num-blocks 800
-
-Every request asks for its output rounded up to a power of two (`max_tokens`, what shortest_remaining knows) and ends
-earlier, as at an end-of-sequence token. Priorities 0 to 2 are drawn; only the policy of that name looks at them.
 """
 
 import dataclasses
-import itertools
 import json
 import math
-import random
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,68 +18,20 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.errors import BenchConfigError
-from bench.load.calls import draw_ids
-from bench.load.dataset_files import TraceLimits, read_trace
 from bench.load.statistics import Distribution
 from bench.machine import describe_machine
 from bench.plain_json import to_plain
+from bench.simulation.jobs import DEFAULT_RATE, Job, draw_jobs, read_jobs, with_deadlines
 from bench.simulation.quiet_loggers import only_errors
+from bench.simulation.step_cost import StepCost
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, SampledToken, StepPlan
-from workers.request import FinishReason, Request, RequestId, SamplingParams
+from workers.request import FinishReason, RequestId
 from workers.scheduler import Scheduler
 
 ALL_POLICIES = ",".join(SchedulingPolicy)
-_DEFAULT_RATE = 8.0
-"""Requests a second, without a trace's times."""
-_VOCAB_SIZE = 32_000
 _BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request of the simulated clients."""
-
-    at_s: float
-    prompt: tuple[int, ...]
-    num_out: int
-    """Tokens after which it ends."""
-    priority: int = 0
-    deadline_s: float | None = None
-
-    def to_request(self, name: str) -> Request:
-        """Return it as the scheduler sees it."""
-        max_tokens = 1 << (self.num_out - 1).bit_length()
-        return Request(
-            request_id=RequestId(name),
-            prompt_token_ids=self.prompt,
-            sampling=SamplingParams(max_tokens=max_tokens),
-            priority=self.priority,
-            deadline_s=self.deadline_s,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """How long a step takes: reading the weights, computing its tokens, reading the keys and values that they see.
-
-    The defaults are about those of 8 B parameters in bf16 on one H100.
-    """
-
-    step_s: float = 8e-3
-    token_s: float = 5e-5
-    context_token_s: float = 4e-8
-
-    def duration_s(self, plan: StepPlan) -> float:
-        """Return the time that this step takes."""
-        num_tokens = sum(share.num_tokens for share in plan.scheduled)
-        num_seen = sum(share.start + share.num_tokens for share in plan.scheduled)
-        return self.step_s + num_tokens * self.token_s + num_seen * self.context_token_s
-
-    def alone_s(self, job: Job) -> float:
-        """Return about how long a request takes with nothing else to do."""
-        return job.num_out * self.step_s + len(job.prompt) * self.token_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +132,7 @@ class Simulation:
             policy=self._config.policy,
             completion_s=_distribution(completions_s.values()),
             slowdown=_distribution(
-                completion_s / self._cost.alone_s(jobs[name]) for name, completion_s in completions_s.items()
+                completion_s / jobs[name].alone_s(self._cost) for name, completion_s in completions_s.items()
             ),
             urgent_s=math.fsum(urgent) / max(1, len(urgent)),
             ttft_s=_distribution(at_s - jobs[name].at_s for name, at_s in self._first_tokens_s.items()),
@@ -203,63 +150,6 @@ def _distribution(values: Iterable[float]) -> Distribution:
     found = Distribution.of(values)
     assert found is not None, "no request came to its end"
     return found
-
-
-# The requests
-
-
-def draw_times(rate: float, rng: random.Random) -> Iterator[float]:
-    """When requests arrive at random, so many per second on average (Poisson), without end."""
-    at_s = 0.0
-    while True:
-        at_s += rng.expovariate(rate)
-        yield at_s
-
-
-def draw_jobs(num_jobs: int, *, rate: float, seed: int) -> list[Job]:
-    """Make requests with heavy tails that arrive at random: prompts log-normal (median 300 tokens), outputs Pareto of
-    exponent 1.2 from 20 tokens, cut at 4,000 and 2,000.
-    """
-    rng = random.Random(seed)
-    jobs = []
-    for at_s in itertools.islice(draw_times(rate, rng), num_jobs):
-        num_in = max(1, min(4000, round(rng.lognormvariate(math.log(300), 1.0))))
-        num_out = min(2000, round(20 * rng.paretovariate(1.2)))
-        prompt = draw_ids(rng, num_in, _VOCAB_SIZE)
-        jobs.append(Job(at_s=at_s, prompt=prompt, num_out=num_out, priority=rng.randrange(3)))
-    return jobs
-
-
-def read_jobs(path: Path, num_jobs: int, *, rate: float | None, seed: int) -> list[Job]:
-    """Return the first requests of a trace, its times stretched to this many requests per second.
-
-    Requests of a trace without times arrive at random.
-    """
-    rng = random.Random(seed)
-    trace = read_trace(path, limits=TraceLimits(), vocab_size=_VOCAB_SIZE, seed=seed)
-    sessions = list(itertools.islice(trace, num_jobs))
-    recorded_s = [session.at_s for session in sessions if session.at_s is not None]
-    times_s = _stretch(recorded_s, rate) if recorded_s else draw_times(rate or _DEFAULT_RATE, rng)
-    return [
-        Job(at_s=at_s, prompt=tuple(call.prompt), num_out=call.num_out, priority=rng.randrange(3))
-        for at_s, (call,) in zip(times_s, (session.calls for session in sessions), strict=False)
-        if isinstance(call.prompt, tuple)
-    ]
-
-
-def _stretch(times_s: Sequence[float], rate: float | None) -> list[float]:
-    """From the first on, so many per second; None: as fast as they were."""
-    first_s, last_s = times_s[0], times_s[-1]
-    stretch = 1.0 if rate is None else len(times_s) / rate / max(1e-9, last_s - first_s)
-    return [(at_s - first_s) * stretch for at_s in times_s]
-
-
-def with_deadlines(jobs: Sequence[Job], cost: StepCost, *, factors: Sequence[float], seed: int) -> list[Job]:
-    """Give each request a deadline: its time alone, times one of the factors, and two seconds."""
-    rng = random.Random(seed)
-    return [
-        dataclasses.replace(job, deadline_s=job.at_s + 2.0 + cost.alone_s(job) * rng.choice(factors)) for job in jobs
-    ]
 
 
 # The command
@@ -323,7 +213,7 @@ def _check_cost(cost: StepCost) -> None:
 
 def _jobs(options: Options) -> list[Job]:
     if options.trace is None:
-        jobs = draw_jobs(options.num_requests, rate=options.rate or _DEFAULT_RATE, seed=options.seed)
+        jobs = draw_jobs(options.num_requests, rate=options.rate or DEFAULT_RATE, seed=options.seed)
     else:
         jobs = read_jobs(options.trace, options.num_requests, rate=options.rate, seed=options.seed)
     if options.has_deadlines:

@@ -9,15 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError
-from bench.simulation.scheduling_policies import (
-    Job,
-    Outcome,
-    Simulation,
-    StepCost,
-    draw_jobs,
-    read_jobs,
-    with_deadlines,
-)
+from bench.simulation.jobs import Job, draw_jobs, read_jobs, with_deadlines
+from bench.simulation.scheduling_policies import Outcome, Simulation
+from bench.simulation.step_cost import StepCost
 from cluster.cli import app
 from workers.config import SchedulerConfig, SchedulingPolicy
 
