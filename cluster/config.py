@@ -87,11 +87,6 @@ class ClusterSpec:
     spare_s: float = 0.0
     """How long processes that are started ahead wait for work; 0: there are none."""
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of rank processes, over all groups."""
-        return sum(model.replicas * model.engine.parallel.world_size for model in self.models)
-
 
 _SectionT = TypeVar("_SectionT", bound=Section)
 

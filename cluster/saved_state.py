@@ -19,7 +19,6 @@ class GroupRecord:
     """One group that lives, or is about to."""
 
     group_id: str
-    model: str
     number: int
     revision: int
     section: ModelSection

@@ -357,7 +357,6 @@ class WantedState:
         self._next_numbers[model.name] = number + 1
         return GroupRecord(
             group_id=f"{model.name}-{number}",
-            model=model.name,
             number=number,
             revision=model.current.number,
             section=model.current.section,

@@ -7,7 +7,6 @@ come out as one string with the special tokens written in, ready for the tokeniz
 """
 
 import random
-import re
 from collections.abc import Iterator
 
 from cluster.default_model.chat import Message, make_conversation
@@ -27,8 +26,6 @@ CHAT_TEMPLATE = (
 )
 """What `render_chat` does, for tokenizer_config.json."""
 
-_WORD = re.compile(r"[^\W\d_]+")
-
 
 def documents(seed: int) -> Iterator[str]:
     """Endless training documents: 30 % stories, 66 % conversations (stories and records among them), 4 % records."""
@@ -47,11 +44,6 @@ def render_chat(messages: list[Message]) -> str:
     """A conversation in the ChatML layout that `CHAT_TEMPLATE` describes."""
     turns = (f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in messages)
     return BOS + "".join(turns)
-
-
-def words(text: str) -> set[str]:
-    """The words of a text, in lower case."""
-    return {word.lower() for word in _WORD.findall(text)}
 
 
 if __name__ == "__main__":

@@ -59,7 +59,6 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     assert model.engine.quantization == "int8"
     assert (model.engine.kernels, model.engine.attention_backend) == ("cuda", "triton")
     assert model.engine.max_cudagraph_capture_size == 32
-    assert spec.num_ranks == 24
     assert model.engine.cache.block_size == 32
     assert not model.engine.cache.enable_prefix_caching
     assert model.engine.cache.dtype == "int8"

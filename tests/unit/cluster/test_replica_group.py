@@ -35,9 +35,7 @@ def make_group(
     clock: FakeClock, forms: Formations, on_change: Callable[[], None] = lambda: None, *, num_lives: int = 0
 ) -> ReplicaGroup:
     spec = model_spec("/models/m", tensor_parallel=2)
-    record = GroupRecord(
-        group_id="m-0", model="m", number=0, revision=1, section=spec.section, hash_key=b"k", num_lives=num_lives
-    )
+    record = GroupRecord(group_id="m-0", number=0, revision=1, section=spec.section, hash_key=b"k", num_lives=num_lives)
     return ReplicaGroup(
         record,
         form=forms,
