@@ -118,10 +118,10 @@ def serve(
     log_level: LogLevel = "warning",
 ) -> None:
     """Serve a model, or what a YAML file says, until Ctrl-C or `weft stop`."""
-    import_for_good("cluster.serve", "cluster.serve_settings")
+    import_for_good("cluster.detach", "cluster.serve_settings")
     from cluster.config import build_spec
+    from cluster.detach import serve_in_background
     from cluster.serve import serve as run_service
-    from cluster.serve import serve_in_background
     from cluster.serve_settings import merge_settings
 
     if log_level not in LEVELS:

@@ -1,43 +1,28 @@
-"""`weft serve`: brings a service up, says where it is, and stays until it is stopped; or leaves it behind."""
+"""`weft serve`: brings a service up, says where it is, and stays until it is stopped."""
 
 import logging
 import shlex
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
-import msgspec
 from rich.console import Console
-from weft.addresses import family_of, join_host_port
 from weft.v1 import control_pb2
 
 from cluster.cli_connection import connection_flags
-from cluster.config import ClusterSpec, build_spec
-from cluster.control_client import ControlClient
-from cluster.defaults import DEFAULT_HOST
+from cluster.config import ClusterSpec
 from cluster.errors import ControllerError, StartError
 from cluster.imports import import_for_good
-from cluster.preflight import check_spec, find_slowness
-from cluster.readiness import first_failure, is_ready
+from cluster.preflight import find_slowness
+from cluster.signals import signals_as_interrupts
 from cluster.status_view import ChangeView, StartView, bounds
 from router.tls import InnerTls
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.1
 _WATCH_S = 2.0  # each look costs the controller some milliseconds of the cores that compute
-_LOG_LINES = 15
-_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Where a service that listens on every address is reached from this machine."""
 
 
 def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = True, takes_over: bool = False) -> None:
@@ -57,24 +42,28 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
     import_for_good("cluster.service")  # Ray: only those who serve pay for its import
     from cluster.service import Service
 
-    with _stop_signals() as rearm:
+    with signals_as_interrupts() as rearm:
         try:
             with Service.start(spec, log_level=log_level, takes_over=takes_over) as service:
                 rearm()
-                _run(service, console, spec=spec, stays=stays)
+                watch_service(service, console, spec=spec, stays=stays)
         except KeyboardInterrupt:
             console.print("Stopped before it was ready.")
             raise
 
 
-def _run(service: Any, console: Console, *, spec: ClusterSpec, stays: bool) -> None:
+def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: bool) -> None:
+    """Show how a service comes up, then, where the command stays, what changes in it until it ends; interrupts stop it.
+
+    Raises StartError when it does not come up, KeyboardInterrupt when it was stopped before it was ready.
+    """
     console.file = cast("IO[str]", _LastingOutput(console.file))
     was_ready = False
     try:
         _wait_until_ready(service, console, stays=stays)
         was_ready = True
         print_addresses(console, service.status(), service.control_address, service.tls, stays=stays)
-        _tell_slowness(console, spec)
+        tell_slowness(console, spec)
         changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=_WATCH_S):
             with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
@@ -131,54 +120,6 @@ class _LastingOutput:
             self._has_told = True
 
 
-def serve_in_background(
-    settings: Mapping[str, Any], console: Console, *, log_level: str, log_file: Path | None = None
-) -> None:
-    """Start `weft serve` in a session of its own and return when it is READY.
-
-    Raises:
-        ClusterError, ModelError, EngineConfigError: it did not come up; its log is at the end of the message.
-    """
-    check_spec(build_spec(settings))
-    settings = _with_control_port(settings)
-    spec = build_spec(settings)
-    path = log_file or _default_log(spec.control_port)
-    with _open_log(path) as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cluster.background", log_level],  # whatever this folder calls cluster
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(settings))
-        process.stdin.close()
-        status = _wait_ready(process, spec, console, path)
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    print_addresses(console, status, _reachable(spec), spec.inner_tls, stays=False, log_file=path)
-    _tell_slowness(console, spec)
-
-
-def _default_log(port: int) -> Path:
-    try:
-        return Path.home() / ".cache" / "weft" / f"serve-{port}.log"
-    except RuntimeError as error:
-        raise StartError("this user has no home folder for the log; allowed: --log-file") from error
-
-
-def _open_log(path: Path) -> BinaryIO:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("wb")
-    except OSError as error:
-        raise StartError(f"{path} cannot be written: {error.strerror}; allowed: another --log-file") from error
-
-
 def print_addresses(
     console: Console,
     status: control_pb2.GetStatusResponse,
@@ -214,73 +155,8 @@ def print_addresses(
     say(f"Stop it with `{stop}`{' or Ctrl-C' if stays else ''}.")
 
 
-def _tell_slowness(console: Console, spec: ClusterSpec) -> None:
+def tell_slowness(console: Console, spec: ClusterSpec) -> None:
+    """Warn where ranks will compute slowly, and say why."""
     if (reason := find_slowness(spec)) is not None:
         warning = f"Warning: ranks compute in plain torch, several times slower: {reason}"
         console.print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)
-
-
-def _wait_ready(
-    process: "subprocess.Popen[bytes]", spec: ClusterSpec, console: Console, log_file: Path
-) -> control_pb2.GetStatusResponse:
-    with StartView(console) as view, ControlClient(_reachable(spec), tls=spec.inner_tls) as client:
-        while True:
-            if process.poll() is not None:
-                raise StartError(_last_words(log_file))
-            try:
-                status = client.status()
-            except ControllerError:
-                time.sleep(_POLL_S)
-                continue
-            view.show(status)
-            if is_ready(status):
-                return status
-            if first_failure(status) is None:
-                time.sleep(_POLL_S)
-
-
-def _reachable(spec: ClusterSpec) -> str:
-    return join_host_port(_LOOPBACK_OF.get(spec.host, spec.host), spec.control_port)
-
-
-def _with_control_port(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with a control port chosen here: the background process cannot tell which one it took."""
-    controller = dict(settings.get("controller", {}))
-    if controller.get("port") == 0:
-        host = settings.get("host", DEFAULT_HOST)
-        with socket.socket(family_of(host)) as probe:
-            probe.bind((host, 0))
-            controller["port"] = probe.getsockname()[1]
-    return {**settings, "controller": controller}
-
-
-def _last_words(path: Path) -> str:
-    """Return the error that the background process ended with, or else the end of its log."""
-    lines = path.read_text(errors="replace").strip().splitlines()
-    error = next((line for line in reversed(lines) if line.startswith("Error: ")), None)
-    if error is not None:
-        return error.removeprefix("Error: ")
-    return "\n".join(lines[-_LOG_LINES:]) or f"it ended without a word; its log was {path}"
-
-
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], None]]:
-    """Turn SIGTERM and SIGINT into KeyboardInterrupt; yields what sets this up again after Ray has set its own."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    def arm() -> None:
-        signal.signal(signal.SIGTERM, interrupt)
-        signal.signal(signal.SIGINT, interrupt)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    arm()
-    try:
-        yield arm
-    finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])

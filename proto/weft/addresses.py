@@ -35,3 +35,8 @@ def is_loopback(address: str) -> bool:
 def family_of(host: str) -> socket.AddressFamily:
     """Return the family of the sockets that bind this host; a name has IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def connectable(host: str) -> str:
+    """Return the host at which its own machine reaches what listens on this one: loopback for every address."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

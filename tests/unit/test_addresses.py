@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from weft.addresses import family_of, is_loopback, join_host_port, split_host_port
+from weft.addresses import connectable, family_of, is_loopback, join_host_port, split_host_port
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,8 @@ def test_what_is_no_host_and_port_is_refused(address: str) -> None:
 def test_what_is_written_tells_whether_it_is_this_machine() -> None:
     assert all(map(is_loopback, ["127.0.0.1:1", "127.0.0.2:1", "[::1]:1", "localhost:1"]))
     assert not any(map(is_loopback, ["10.0.0.1:1", "[fd00::2]:1", "weft.example.org:1", "dns:///localhost:1", ""]))
+
+
+def test_what_listens_everywhere_is_reached_on_loopback() -> None:
+    assert [connectable(host) for host in ("0.0.0.0", "::")] == ["127.0.0.1", "::1"]
+    assert all(connectable(host) == host for host in ("127.0.0.1", "::1", "fd00::2", "weft.example.org"))

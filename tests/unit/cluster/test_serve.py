@@ -12,10 +12,13 @@ from rich.console import Console
 from weft.v1 import control_pb2
 
 from cluster.config import build_spec
+from cluster.detach import serve_in_background
 from cluster.errors import StartError
-from cluster.serve import _default_log, _open_log, _reachable, _run, _stop_signals, print_addresses
+from cluster.serve import print_addresses, watch_service
+from cluster.signals import signals_as_interrupts
 
 SPEC = build_spec({"ray": {"address": "127.0.0.1:1"}})
+ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0, "metrics_port": 0}}
 
 
 class InterruptedService:
@@ -43,7 +46,7 @@ class InterruptedService:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_either_signal_is_an_interrupt_and_again_after_another_has_set_its_own(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with _stop_signals() as set_up_again:
+    with signals_as_interrupts() as set_up_again:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
         signal.signal(number, signal.SIG_IGN)
@@ -55,7 +58,7 @@ def test_either_signal_is_an_interrupt_and_again_after_another_has_set_its_own(n
 
 def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     service, out = InterruptedService(), io.StringIO()
-    _run(service, Console(file=out), stays=True, spec=SPEC)
+    watch_service(service, Console(file=out), stays=True, spec=SPEC)
     assert service.graces_s == [30.0]
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
 
@@ -70,7 +73,7 @@ class SlowService(InterruptedService):
 def test_service_that_was_stopped_before_it_was_ready_was_no_success() -> None:
     service = SlowService()
     with pytest.raises(KeyboardInterrupt):
-        _run(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
+        watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
     assert service.graces_s == [30.0]
 
 
@@ -98,7 +101,7 @@ class FailedService(InterruptedService):
 def test_service_that_does_not_come_up_is_ended() -> None:
     service = FailedService(was_taken_over=False)
     with pytest.raises(StartError, match="no such tensor"):
-        _run(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
+        watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
     assert (service.graces_s, service.num_looks) == ([0.0], 0)
 
 
@@ -107,7 +110,7 @@ def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
 ) -> None:
     caplog.set_level("WARNING", "cluster.serve")
     service = FailedService(was_taken_over=True)
-    _run(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
+    watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
     assert (service.graces_s, service.num_looks) == ([30.0], 3), "it was watched until Ctrl-C"
     assert [record.getMessage() for record in caplog.records] == [
         "not all of the service that was taken over is ready: m-1: no such tensor"
@@ -117,7 +120,7 @@ def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
 def test_failed_group_of_a_service_that_was_taken_over_is_an_error_for_who_does_not_stay() -> None:
     service = FailedService(was_taken_over=True)
     with pytest.raises(StartError, match="no such tensor"):
-        _run(service, Console(file=io.StringIO()), stays=False, spec=SPEC)
+        watch_service(service, Console(file=io.StringIO()), stays=False, spec=SPEC)
     assert service.graces_s == [], "it goes on"
 
 
@@ -145,7 +148,7 @@ class FullDisk(io.StringIO):
 def test_service_goes_on_where_nothing_can_be_written(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "cluster.serve")
     service = ChangingService()
-    _run(service, Console(file=FullDisk()), stays=True, spec=SPEC)
+    watch_service(service, Console(file=FullDisk()), stays=True, spec=SPEC)
     assert service.graces_s == [30.0], "it has served until it was stopped"
     assert [record.getMessage() for record in caplog.records] == [
         "output is lost: No space left on device; the service goes on"
@@ -158,10 +161,10 @@ def test_log_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.
 
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match=r"file/x\.log cannot be written: .*; allowed: another --log-file"):
-        _open_log(tmp_path / "file" / "x.log")
+        serve_in_background(ANY_PORTS, Console(), log_level="warning", log_file=tmp_path / "file" / "x.log")
     monkeypatch.setattr(Path, "home", know_none)
     with pytest.raises(StartError, match="this user has no home folder for the log; allowed: --log-file"):
-        _default_log(1)
+        serve_in_background(ANY_PORTS, Console(), log_level="warning")
 
 
 def test_address_that_routers_share_is_told_once() -> None:
@@ -194,17 +197,3 @@ def test_addresses_are_told_as_they_are() -> None:
         "  Prometheus  http://[fd00::2]:3/targets",
         "Stop it with `weft stop --control '[fd00::2]:4'`.",
     ]
-
-
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [
-        ("127.0.0.1", "127.0.0.1:50050"),
-        ("0.0.0.0", "127.0.0.1:50050"),
-        ("::1", "[::1]:50050"),
-        ("::", "[::1]:50050"),
-        ("fd00::2", "[fd00::2]:50050"),
-    ],
-)
-def test_controller_that_listens_everywhere_is_asked_on_loopback(host: str, address: str) -> None:
-    assert _reachable(build_spec({"host": host})) == address
