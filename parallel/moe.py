@@ -12,10 +12,10 @@ from torch import Tensor
 from parallel.activation import clamped_gate
 from parallel.collectives import all_reduce
 from parallel.description import DecoderDescription, MoeDescription
+from parallel.expert_router import Router
 from parallel.kernels.base import ExpertWeights, PackedExperts, PackedLinear
 from parallel.layer import LayerContext
 from parallel.mlp import MLP
-from parallel.router import Router
 from parallel.shard import Piece, ShardedParameter, expert_ranges, replicated
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from parallel.description import MoeDescription, RouterScore
 from parallel.errors import ConfigError
+from parallel.expert_router import Router, choose_experts
 from parallel.kernels.reference import ReferenceKernels
 from parallel.layer import LayerContext
 from parallel.mesh import Axis
-from parallel.router import Router, choose_experts
 
 NUM_EXPERTS, HIDDEN, NUM_TOKENS = 16, 32, 200
 SIZES: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_chosen": 4, "intermediate_size": 8}
