@@ -33,6 +33,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from bench.errors import BenchConfigError
+from bench.load.hardware import recorded
 from bench.load.report import append_line, check_line_file
 from bench.load.statistics import percentile
 from bench.machine import describe_machine, describe_torch
@@ -41,8 +42,6 @@ from parallel.collectives import all_reduce
 from parallel.device.base import Device
 from parallel.device.select import NAMES, select_device
 from parallel.dtypes import DTYPES
-from parallel.kernels.cuda_graphs import CudaGraphs, Result
-from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.local_exchange import MAX_BYTES
 from parallel.mesh import Axis
 from workers.config import DeviceName, EngineConfig, ParallelConfig
@@ -212,12 +211,12 @@ def _gpu_ways(name: str, x: Tensor, axis: Axis, device: Device) -> dict[str, Cal
 def _record(x: Tensor, axis: Axis) -> Callable[[], object]:
     """Return a call that replays many all-reduces."""
 
-    def run(cut: Cut = call_at_once) -> Result:
+    def reduce_often() -> Tensor:
         for _ in range(_NUM_CALLS):
             all_reduce(x, axis)
-        return x, x
+        return x
 
-    return CudaGraphs().record(run, None).replay
+    return recorded(reduce_often)
 
 
 def _time_each(device: Device, call: Callable[[], object], num_in_call: int = 1) -> list[float]:

@@ -4,17 +4,14 @@ Every layer has a cache of its own, so that none finds its keys in a cache of th
 GPU the step is recorded as a CUDA graph, as the engine does: the host has no part in the time.
 """
 
-from collections.abc import Callable
-
 import torch
+from torch import Tensor
 
-from bench.load.hardware import best_s
+from bench.load.hardware import best_s, recorded
 from parallel.description import DecoderDescription
 from parallel.device.base import Device
 from parallel.errors import ModelError
 from parallel.kernels.base import AttentionMeta, AttentionParams, CacheEntry
-from parallel.kernels.cuda_graphs import CudaGraphs, Result
-from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.kernels.select import select_kernels
 
 _BLOCK_SIZE = 16
@@ -45,15 +42,12 @@ def time_attention(
     meta = _meta(context_len, num_new, device)
     params = AttentionParams(scale=description.head_dim**-0.5)
 
-    def attend(cut: Cut = call_at_once) -> Result:
+    def attend() -> Tensor:
         for cache in caches:
             out_TNH = kernels.attention(q_TNH, cache, meta, params)
-        return out_TNH, out_TNH
+        return out_TNH
 
-    work: Callable[[], object] = attend
-    if device.works_by_itself:
-        work = CudaGraphs().record(attend, None).replay
-    return best_s(device, work)
+    return best_s(device, recorded(attend) if device.works_by_itself else attend)
 
 
 def _meta(context_len: int, num_new: int, device: Device) -> AttentionMeta:

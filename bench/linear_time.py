@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.load.geometries import find_model
-from bench.load.hardware import best_s, measure_ceiling
+from bench.load.hardware import best_s, measure_ceiling, recorded
 from bench.load.report import append_line, check_line_file
 from bench.machine import describe_machine, describe_torch
 from bench.script import counts, make_parser, run_script
@@ -28,8 +28,6 @@ from parallel.device.select import NAMES, select_device
 from parallel.dtypes import DTYPES, resolve_dtype
 from parallel.families.registry import describe_model
 from parallel.kernels.base import GatedLinear, Kernels, PackedLinear
-from parallel.kernels.cuda_graphs import CudaGraphs, Result
-from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import select_kernels
 
@@ -107,15 +105,12 @@ def _measure(
         linear = pack(weight_OI, None)
         products.append(_gated(linear, kernels) if is_gated else linear)
 
-    def multiply(cut: Cut = call_at_once) -> Result:
+    def multiply() -> Tensor:
         for product in products:
             out_TO = product(x_TI)
-        return out_TO, out_TO
+        return out_TO
 
-    work: Callable[[], object] = multiply
-    if device.works_by_itself:
-        work = CudaGraphs().record(multiply, None).replay
-    return best_s(device, work) / num_copies
+    return best_s(device, recorded(multiply) if device.works_by_itself else multiply) / num_copies
 
 
 def _gated(linear: PackedLinear, kernels: Kernels) -> Multiply:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bench import all_reduce
 from bench.errors import BenchConfigError, BenchError
+from bench.load import hardware
 from parallel.device.cpu import CpuMark
 from parallel.kernels.cuda_graphs import Recording
 from parallel.mesh import Axis
@@ -60,7 +61,7 @@ class FakeGraphs:
 
 
 def test_a_replay_is_divided_by_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "CudaGraphs", FakeGraphs)
+    monkeypatch.setattr(hardware, "CudaGraphs", FakeGraphs)
     device: Any = FakeGpu()
     ways = all_reduce._ways(torch.zeros(8), Axis(size=2, stand_in=device.add), device)
     assert list(ways) == ["NCCL, eager", "NCCL, recorded"]
@@ -75,7 +76,7 @@ def test_a_replay_is_divided_by_what_it_holds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_shared_memory_is_measured_for_the_sizes_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "CudaGraphs", FakeGraphs)
+    monkeypatch.setattr(hardware, "CudaGraphs", FakeGraphs)
     device: Any = FakeGpu()
     one_shot: Any = SimpleNamespace(takes=lambda x: len(x) == 8)
     axis = Axis(size=2, stand_in=device.add, one_shot=one_shot)
