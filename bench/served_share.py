@@ -34,7 +34,8 @@ from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take
 from bench.load.engine_run import run_engine
 from bench.load.geometries import find_model
 from bench.load.sender import Protocol, Target
-from bench.load.serve import ServeOptions, measure
+from bench.load.serve import measure
+from bench.load.serve_values import ServeOptions
 from bench.load.statistics import summarize
 from bench.load.workloads import WORKLOADS
 from bench.machine import describe_machine

@@ -51,8 +51,8 @@ def serve(
         parse_target,
         parse_targets,
     )
-    from bench.load.serve import ServeOptions
     from bench.load.serve_command import run_serve
+    from bench.load.serve_values import ServeOptions
 
     is_bounded = load.num_requests is not None or load.duration is not None
     data = parse_dataset(dataset, prompts, think_s=sessions.think_time, is_bounded=is_bounded)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop
-from bench.load.serve import Point
+from bench.load.serve_values import Point
 from bench.load.statistics import Distribution
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from bench.load.arrivals import Load
 from bench.load.records import CallRecord
 from bench.load.report import load_name, print_point
-from bench.load.serve import Point
+from bench.load.serve_values import Point
 from bench.load.watcher import OfflineWatcher, ServeWatcher
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
-from bench.load.serve import Outcome, Point, ServeOptions
+from bench.load.serve_values import Outcome, Point, ServeOptions
 from bench.load.statistics import Distribution, Summary, describe_errors
 from bench.load.utilization import Peak, Utilization
 from bench.machine import describe_machine, describe_torch

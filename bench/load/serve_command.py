@@ -14,7 +14,8 @@ from bench.load.flags import find_control
 from bench.load.plots import check_plots, plot_sweep
 from bench.load.progress import ServeProgress
 from bench.load.report import append_line, check_line_file, print_limits, print_sweep, serve_line, warn_idle
-from bench.load.serve import Outcome, ServeOptions, measure
+from bench.load.serve import measure
+from bench.load.serve_values import Outcome, ServeOptions
 from bench.load.service_ranks import ServiceRanks
 from cluster.cli_connection import connect
 from cluster.control_client import ControlClient

@@ -1,12 +1,8 @@
 """Objects that hear how a benchmark gets on. These keep it to themselves; progress.py shows it."""
 
-from typing import TYPE_CHECKING
-
 from bench.load.arrivals import Load
 from bench.load.records import CallRecord
-
-if TYPE_CHECKING:
-    from bench.load.serve import Point
+from bench.load.serve_values import Point
 
 
 class ServeWatcher:
@@ -21,7 +17,7 @@ class ServeWatcher:
     def note(self, record: CallRecord) -> None:
         """A request has ended."""
 
-    def end(self, point: "Point") -> None:
+    def end(self, point: Point) -> None:
         """A load has been measured, or what there is of it where it was interrupted."""
 
 

@@ -15,7 +15,8 @@ from bench.load.arrivals import ClosedLoop, OpenLoop
 from bench.load.calls import Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.sender import Protocol, Target
-from bench.load.serve import ServeOptions, measure
+from bench.load.serve import measure
+from bench.load.serve_values import ServeOptions
 from bench.load.service_ranks import ServiceRanks
 from bench.load.statistics import Targets
 

@@ -34,7 +34,8 @@ from bench.load.http_sender import connect_http
 from bench.load.plots import plot_sweep
 from bench.load.report import print_sweep, serve_line, warnings
 from bench.load.sender import Protocol, Target
-from bench.load.serve import Outcome, Point, ServeOptions, measure
+from bench.load.serve import measure
+from bench.load.serve_values import Outcome, Point, ServeOptions
 from bench.load.statistics import Targets
 from bench.load.watcher import ServeWatcher
 from cluster.cli import app

@@ -21,7 +21,8 @@ from bench.load.flags import find_control, parse_peak
 from bench.load.rank_observer import RankObserver
 from bench.load.report import print_limits, print_point, serve_line
 from bench.load.sender import Protocol, Target
-from bench.load.serve import Outcome, ServeOptions, measure
+from bench.load.serve import measure
+from bench.load.serve_values import Outcome, ServeOptions
 from bench.load.service_ranks import ServiceRanks
 from bench.load.utilization import Peak, RankCounters, RanksUnknownError, compare
 from cluster.control_client import ControlClient
