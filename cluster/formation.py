@@ -27,16 +27,8 @@ from cluster.placement import (
     why_never,
     why_not,
 )
-from cluster.rank_actor import (
-    Outcome,
-    RankActor,
-    RankPlace,
-    RankReport,
-    RankSpec,
-    ReplicaAddresses,
-    ReplicaLoad,
-    rank_name,
-)
+from cluster.rank_actor import RankActor, rank_name
+from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
 from cluster.ray_errors import in_a_line
 from cluster.revision_files import RevisionText
 from cluster.see_through import ask_until_told, end_actor, see_through

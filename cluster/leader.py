@@ -7,7 +7,7 @@ from weft.addresses import join_host_port
 
 from cluster.errors import GroupTerminatedError
 from cluster.metrics import EngineCollector
-from cluster.rank_actor import RankSpec, ReplicaLoad
+from cluster.rank_values import RankSpec, ReplicaLoad
 from cluster.replica_server import ReplicaInfo, ReplicaServer
 from router.metrics_listener import MetricsListener
 from router.spans import Tracer, make_tracer

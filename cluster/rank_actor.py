@@ -1,4 +1,4 @@
-"""The Ray actor that hosts one rank of a replica group, and what it tells the controller.
+"""The Ray actor that hosts one rank of a replica group; what it is told and tells is in rank_values.py.
 
 The controller imports this file to create ranks, so whatever needs torch is imported when the rank runs, off the event
 loop. A rank whose engine fails ends its process: nothing is left that looks alive and does not answer.
@@ -9,25 +9,24 @@ import logging
 import os
 import sys
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
-from weft.recording import RecordingConfig, RecordingError
+from weft.recording import RecordingError
 
 from cluster.errors import ClusterError, GroupTerminatedError
 from cluster.imports import import_for_good
 from cluster.logs import configure_logging, own_log
 from cluster.models import resolve_model
 from cluster.rank_metrics import RankCollector
-from cluster.revision_files import RevisionText, check_files
+from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
+from cluster.revision_files import check_files
 from cluster.signals import on_sigterm
 from cluster.spares import engine_variables, take_spare
 from parallel.errors import ModelError
-from router.config import TracingConfig
 from router.errors import RouterConfigError
 from router.metrics_listener import MetricsListener
-from router.tls import InnerTls
 from workers.config import EngineConfig
 from workers.cores import compute_here, give_way
 from workers.errors import EngineConfigError
@@ -42,81 +41,6 @@ _EXIT_DELAY_S = 0.5  # for the outcome to reach the controller
 _SWITCH_INTERVAL_S = 0.0002
 """How long the engine's thread may keep the event loop waiting. A frame changes threads several times on its way out,
 and each time Python's own 5 ms are longer than a step of a small model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSpec:
-    """Which rank of which replica, and what it runs."""
-
-    replica_id: str
-    model: str
-    """What clients call it."""
-    rank: int
-    engine: EngineConfig
-    num_threads: int
-    text: RevisionText | None = None
-    """What the model's folder must hold on every node; None: not known."""
-    drain_timeout_s: float = 30.0
-    """Time after SIGTERM until requests in flight move elsewhere."""
-    stream_interval_s: float = 0.0
-    """Seconds between the leader's frames of steps (replica_connection.py)."""
-    log_level: str = "warning"
-    tracing: TracingConfig = field(default_factory=TracingConfig)
-    recording: RecordingConfig = field(default_factory=RecordingConfig)
-    inner_tls: InnerTls | None = None
-    """TLS of the leader's gRPC service, with files of the node that it runs on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """Where a rank runs."""
-
-    node: str
-    """Address of the node."""
-    pid: int
-    node_id: str = ""
-    """Ray id of the node."""
-    log_file: str = ""
-    """Path on that node; empty: the rank logs to no file."""
-    metrics_address: str = ""
-    """Where Prometheus reads what the rank counts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaAddresses:
-    """Where a READY replica listens."""
-
-    address: str
-    metrics_address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Why a process, or a whole formation, ended by itself."""
-
-    message: str
-    is_refusal: bool = False
-    """The model or the settings cannot work; another attempt would end the same way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaLoad:
-    """How busy a replica is."""
-
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    """Share of its KV blocks that requests use, 0 to 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """What a controller must know to take over a rank that it did not start."""
-
-    place: RankPlace
-    has_begun: bool
-    addresses: ReplicaAddresses | None
-    """Where the replica listens; None: the rank leads none, or does not serve yet."""
 
 
 def rank_name(replica_id: str, rank: int) -> str:

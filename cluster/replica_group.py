@@ -17,7 +17,7 @@ from cluster.formation import FormationListener
 from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.plan_groups import LiveGroup
-from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
+from cluster.rank_values import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
 from cluster.revision_files import RevisionText
 from cluster.saved_state import GroupRecord
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ray
 
 from cluster.logs import configure_logging, own_log
-from cluster.rank_actor import Outcome
+from cluster.rank_values import Outcome
 from cluster.signals import on_sigterm
 from cluster.spares import take_spare
 from router.config import RouterConfig

@@ -14,7 +14,7 @@ from typing import Protocol
 from cluster.autoscaler import Autoscaler, Decision, Observation
 from cluster.config import ModelSection
 from cluster.demand import Demand, DemandLedger
-from cluster.rank_actor import ReplicaLoad
+from cluster.rank_values import ReplicaLoad
 from cluster.recording import ScalingRecording
 
 LOOK_S = 2.0

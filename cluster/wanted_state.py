@@ -20,7 +20,7 @@ from cluster.lifecycle import GroupState, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.placement import NodeResources
 from cluster.plan_groups import plan_groups
-from cluster.rank_actor import ReplicaLoad
+from cluster.rank_values import ReplicaLoad
 from cluster.replica_group import Form, ReplicaGroup
 from cluster.saved_state import GroupRecord, RouterRecord, SavedState
 from cluster.see_through import see_through

@@ -14,7 +14,7 @@ from cluster.autoscaler import Autoscaler, AutoscalerConfig
 from cluster.demand import Demand, DemandLedger
 from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.plan_groups import LiveGroup, plan_groups
-from cluster.rank_actor import ReplicaLoad
+from cluster.rank_values import ReplicaLoad
 from cluster.scaling import LOOK_S, Watch, observe
 from router.demand import REPORT_S
 from router.prefix_index import ReplicaId

@@ -12,7 +12,7 @@ from weft.v1 import control_pb2
 from cluster.config import ModelSpec, build_spec
 from cluster.formation import FormationListener
 from cluster.log_reader import LogSource
-from cluster.rank_actor import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
+from cluster.rank_values import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
 from cluster.revision_files import RevisionText
 from cluster.saved_state import RouterRecord
 from workers.async_engine import Snapshot

@@ -18,7 +18,7 @@ from weft.v1 import control_pb2
 from cluster.config import build_spec
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import RestartPolicy
-from cluster.rank_actor import Outcome
+from cluster.rank_values import Outcome
 from cluster.revision_files import RevisionText
 from cluster.saved_state import SavedState, decode, encode
 from cluster.wanted_state import WantedState

@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError
 from cluster import formation
 from cluster.formation import Formation, FormationSpec
 from cluster.placement import NODE_ID_LABEL, NodeResources
-from cluster.rank_actor import Outcome, RankPlace, RankReport, ReplicaAddresses, ReplicaLoad
+from cluster.rank_values import Outcome, RankPlace, RankReport, ReplicaAddresses, ReplicaLoad
 
 NODES = [
     NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from cluster import rank_actor
 from cluster.models import PACKAGED
-from cluster.rank_actor import Outcome, RankActor, RankSpec
+from cluster.rank_actor import RankActor
+from cluster.rank_values import Outcome, RankSpec
 from cluster.revision_files import RevisionText, digest_files
 from parallel.random_model import write_random_model
 from router.tls import InnerTls

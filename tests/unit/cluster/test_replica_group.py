@@ -5,7 +5,7 @@ import pytest
 from helpers.cluster import FakeClock, Formations, model_spec, turns
 
 from cluster.lifecycle import GroupState, RestartPolicy
-from cluster.rank_actor import Outcome
+from cluster.rank_values import Outcome
 from cluster.replica_group import ReplicaGroup
 from cluster.saved_state import GroupRecord
 

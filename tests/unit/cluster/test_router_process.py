@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.lifecycle import GroupState, RestartPolicy
 from cluster.log_reader import LogReader
-from cluster.rank_actor import Outcome
+from cluster.rank_values import Outcome
 from cluster.router_actor import RouterPlace
 from cluster.router_process import RouterProcess
 from router.config import RouterConfig

@@ -18,7 +18,7 @@ from cluster.config import build_spec
 from cluster.demand import Demand, DemandLedger, RouterDemand
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import RestartPolicy
-from cluster.rank_actor import Outcome, ReplicaLoad
+from cluster.rank_values import Outcome, ReplicaLoad
 from cluster.recording import AutoscalerMade, ScalingCall, ScalingRecording, ScalingSetup
 from cluster.saved_state import SavedState, decode, encode
 from cluster.scaling import Scaling, observe

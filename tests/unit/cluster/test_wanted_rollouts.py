@@ -13,7 +13,7 @@ from helpers.wanted_bench import Bench
 from cluster import preflight
 from cluster.config import ModelSpec
 from cluster.errors import ClusterConfigError, ModelFilesChangedError, ModelNotFoundError
-from cluster.rank_actor import Outcome
+from cluster.rank_values import Outcome
 from cluster.revision_files import RevisionText, check_files
 
 

@@ -4,7 +4,7 @@ from helpers.wanted_bench import Bench
 from weft.v1 import control_pb2
 
 from cluster.errors import ModelNotFoundError
-from cluster.rank_actor import Outcome
+from cluster.rank_values import Outcome
 from workers.errors import EngineConfigError
 
 

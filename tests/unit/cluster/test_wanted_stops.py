@@ -8,7 +8,7 @@ from helpers.wanted_bench import Bench
 from weft.v1 import control_pb2
 
 from cluster.errors import StoppingError
-from cluster.rank_actor import Outcome
+from cluster.rank_values import Outcome
 
 
 async def test_shutdown_stops_routers_and_then_groups_whose_requests_of_other_routers_finish(bench: Bench) -> None:
