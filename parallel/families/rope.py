@@ -23,6 +23,8 @@ from parallel.position_description import (
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _NAMES: Mapping[str, str] = {**{kind: kind for kind in KINDS}, "su": "longrope"}  # an early name
 
+_ORIGINAL = "original_max_position_embeddings"
+
 LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -116,8 +118,7 @@ def _read_scaling(fields: Fields, rope: Fields, max_positions: int, kinds: Mappi
 
 def _original_context(fields: Fields, rope: Fields, max_positions: int) -> int:
     """The context of the pretraining; beside the rope parameters it counts more than inside them."""
-    name = "original_max_position_embeddings"
-    return fields.integer(name, rope.integer(name, max_positions))
+    return fields.integer(_ORIGINAL, rope.integer(_ORIGINAL, max_positions))
 
 
 def _read_yarn(rope: Fields, max_positions: int, original_context: int) -> YarnScaling:
@@ -146,13 +147,23 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 def _read_longrope(rope: Fields, max_positions: int, original_context: int) -> LongRopeScaling:
     factor = rope.number("factor", max_positions / original_context)
-    inferred = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_context))
+    attention_factor = rope.optional_number("attention_factor")
+    if attention_factor is None:
+        attention_factor = _longrope_mscale(factor, original_context)
     return LongRopeScaling(
         short_factors=rope.numbers("short_factor"),
         long_factors=rope.numbers("long_factor"),
         original_context=original_context,
-        attention_factor=rope.number("attention_factor", inferred),
+        attention_factor=attention_factor,
     )
+
+
+def _longrope_mscale(factor: float, original_context: int) -> float:
+    if factor <= 1:
+        return 1.0
+    if original_context == 1:
+        raise ConfigError(f"{_ORIGINAL} is 1; allowed: at least 2, or an attention_factor beside it")
+    return math.sqrt(1 + math.log(factor) / math.log(original_context))
 
 
 def _max_context(max_positions: int, scaling: RotaryScaling | None) -> int:

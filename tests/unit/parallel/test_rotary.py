@@ -94,6 +94,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama3": _config(**LLAMA3, head_dim=128),
     "longrope-long": _config(**LONGROPE),
     "longrope-attention-factor": _config(**LONGROPE, attention_factor=1.25),
+    "longrope-from-one-token": _config(
+        **{**LONGROPE, "original_max_position_embeddings": 1}, factor=2.0, attention_factor=1.25
+    ),
     "longrope-short": _config(**{**LONGROPE, "original_max_position_embeddings": 65536}, factor=2.0),
     "phi3-default": _phi3(rope_theta=10000.0),
     "phi3-longrope": _phi3(**{**LONGROPE, "rope_type": "longrope"}),
@@ -266,6 +269,7 @@ def test_rotation_by_image_patches_is_refused_with_the_reason(name: str, rope: d
         ({"rope_theta": 0}, "rope_parameters.rope_theta is 0"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "short_factors has 1 entries"),
         ({"rope_type": "longrope", "short_factor": [1, "x"], "long_factor": [1]}, r"short_factor\[1\] is 'x'"),
+        ({**LONGROPE, "original_max_position_embeddings": 1}, "original_max_position_embeddings is 1"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}, "low_freq_factor is 4"),
         ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast is 1"),
     ],
