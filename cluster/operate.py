@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def apply_file(client: ControlClient, path: Path, console: Console, *, dry_run: 
     if all(change.kind == control_pb2.CHANGE_KIND_IGNORED for change in changes):
         console.print("Nothing to change.")
     if wait_s is not None and not dry_run:
-        wait_as_wanted(client, console, timeout_s=wait_s)
+        wanted = {model.name: None if model.section.autoscaling else model.replicas for model in spec.models}
+        wait_as_wanted(client, console, wanted, timeout_s=wait_s, is_all=True)
 
 
 def scale_model(client: ControlClient, model: str, replicas: int, console: Console, *, wait_s: float | None) -> None:
@@ -58,7 +59,7 @@ def scale_model(client: ControlClient, model: str, replicas: int, console: Conso
     if scales := next((bounds(each) for each in client.status().models if each.name == model), ""):
         console.print(f"It scales from {scales} by itself, and goes on from this number.", highlight=False)
     if wait_s is not None:
-        wait_as_wanted(client, console, timeout_s=wait_s, model=model, replicas=replicas)
+        wait_as_wanted(client, console, {model: replicas}, timeout_s=wait_s)
 
 
 def roll_model(
@@ -75,7 +76,7 @@ def roll_model(
     _print_change(console, response.change)
     console.print(f"{model} goes to revision {response.revision}", highlight=False)
     if wait_s is not None:
-        wait_as_wanted(client, console, timeout_s=wait_s, model=model)
+        wait_as_wanted(client, console, {model: None}, timeout_s=wait_s)
 
 
 def drain_target(
@@ -115,9 +116,20 @@ def this_node(client: ControlClient) -> str:
 
 
 def wait_as_wanted(
-    client: ControlClient, console: Console, *, timeout_s: float, model: str = "", replicas: int | None = None
+    client: ControlClient,
+    console: Console,
+    wanted: Mapping[str, int | None],
+    *,
+    timeout_s: float,
+    is_all: bool = False,
 ) -> None:
-    """Wait until the models, or one with so many replicas, are served as they are wanted; tells what happens meanwhile.
+    """Wait until models are served as they are wanted; tells what happens meanwhile.
+
+    Args:
+        client, console: whom to ask, and where to tell.
+        wanted: which, with as many replicas as were asked for; None: any number.
+        timeout_s: until they are served so.
+        is_all: they are all that is served; those that were before are waited for until they are gone.
 
     Raises:
         ControllerError: a group of the wanted revision cannot start, the service stops, it is not done in time, or
@@ -127,12 +139,17 @@ def wait_as_wanted(
     def is_done(status: control_pb2.GetStatusResponse) -> bool:
         if status.controller.stopping:
             raise ControllerError("the service is stopping and carries out no more changes")
-        models = [each for each in status.models if model in ("", each.name)]
-        if model and not any(each.revision for each in models):
-            raise ControllerError(f"{model} is no longer served: others have removed it")
+        models = [each for each in status.models if is_all or each.name in wanted]
+        served = {each.name for each in models if each.revision}
+        for name in wanted:
+            if name not in served:
+                raise ControllerError(f"{name} is no longer served: others have removed it")
         for each in models:
+            replicas = wanted.get(each.name)
             if replicas not in (None, each.wanted_replicas) and not each.HasField("autoscaling"):
-                raise ControllerError(f"others have changed {model} from {replicas} replicas to {each.wanted_replicas}")
+                raise ControllerError(
+                    f"others have changed {each.name} from {replicas} replicas to {each.wanted_replicas}"
+                )
             for group in each.groups:
                 is_wanted = group.revision == each.revision and not group.leaving  # another one is being replaced
                 if is_wanted and group.state == control_pb2.GROUP_STATE_FAILED:
@@ -141,7 +158,8 @@ def wait_as_wanted(
 
     status = _wait(client, console, is_done, what="as wanted", timeout_s=timeout_s)
     for each in status.models:
-        if each.name == model and replicas not in (None, each.wanted_replicas):
+        replicas = wanted.get(each.name)
+        if replicas not in (None, each.wanted_replicas):
             console.print(f"It has scaled itself from {replicas} to {each.wanted_replicas} replicas.", highlight=False)
 
 

@@ -212,6 +212,30 @@ def test_apply_tells_each_change(console: Console, out: io.StringIO, tmp_path: P
     assert out.getvalue().splitlines() == ["+ add m", "    1 x", "- remove n", "! ignored, read at start only: host"]
 
 
+def test_wait_of_apply_ends_when_others_want_another_thing_of_one_of_its_models(
+    console: Console, tmp_path: Path
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"models: [{{path: {tmp_path}, name: m, replicas: 2}}]\n")
+    other = model((2, READY), wanted=1)
+    with pytest.raises(ControllerError, match="others have changed m from 2 replicas to 1"):
+        apply_file(FakeClient(statuses=[other]).client, file, console, dry_run=False, wait_s=5.0)
+    other.name = "another one"
+    with pytest.raises(ControllerError, match="m is no longer served: others have removed it"):
+        apply_file(FakeClient(statuses=[other]).client, file, console, dry_run=False, wait_s=5.0)
+
+
+def test_wait_of_apply_leaves_a_model_that_scales_by_itself_its_number(
+    console: Console, out: io.StringIO, tmp_path: Path
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"models: [{{path: {tmp_path}, name: m, replicas: 2, max_replicas: 4, autoscaling: {{}}}}]\n")
+    scaled = model((2, READY), wanted=1)
+    scaled.autoscaling.max_replicas = 4
+    apply_file(FakeClient(statuses=[scaled]).client, file, console, dry_run=False, wait_s=5.0)
+    assert out.getvalue().splitlines()[-1] == "As wanted."
+
+
 def test_apply_of_the_file_that_is_served_changes_nothing(
     console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
