@@ -16,7 +16,7 @@ from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import ModelNotFoundError, StartError
 from cluster.models import find_folder, resolve_model
 from cluster.revision_files import RevisionText, digest_files
-from parallel.errors import DeviceError
+from parallel.errors import DeviceError, ParallelismError
 from parallel.families.registry import describe_model
 from parallel.kernels.choice import check_choice
 from parallel.kernels.native.build import build_library
@@ -54,29 +54,30 @@ def check_model(model: ModelSpec) -> ModelSpec:
     """Return the model with its folder made absolute.
 
     Raises:
-        ModelNotFoundError, ModelError, EngineConfigError: it cannot be had, described, split or computed as wanted.
+        ModelNotFoundError, ModelError: it cannot be had or described; the message names the folder.
+        EngineConfigError: it cannot be split or computed as wanted; the message names the model.
     """
     folder = resolve_model(model.source)
     description = describe_model(folder)
     engine = model.engine
-    parallel = engine.parallel
-    check_split(
-        description,
-        tensor_parallel=parallel.tensor_parallel,
-        pipeline_parallel=parallel.pipeline_parallel,
-        expert_parallel=parallel.expert_parallel,
-    )
-    if engine.device != "auto":
-        try:
+    parallel, wanted = engine.parallel, engine.max_context
+    try:
+        check_split(
+            description,
+            tensor_parallel=parallel.tensor_parallel,
+            pipeline_parallel=parallel.pipeline_parallel,
+            expert_parallel=parallel.expert_parallel,
+        )
+        if engine.device != "auto":
             check_choice(
                 engine.device, engine.kernels, attention_backend=engine.attention_backend, compiles=engine.compile
             )
-        except DeviceError as error:
-            raise EngineConfigError(str(error)) from error
-    wanted = engine.max_context
+    except (ParallelismError, DeviceError) as error:
+        raise EngineConfigError(f"model {model.name!r}: {error}") from error
     if wanted is not None and wanted > description.max_context:
         raise EngineConfigError(
-            f"max_context is {wanted}; allowed: at most that of the model, {description.max_context}"
+            f"model {model.name!r}: max_context is {wanted}; allowed: at most that of the model, "
+            f"{description.max_context}"
         )
     if find_folder(model.source) is not None:
         # The name is kept where it is the last part of the path, which may be another one now.

@@ -11,7 +11,7 @@ from cluster import preflight
 from cluster.config import ClusterSpec, build_spec
 from cluster.errors import ModelNotFoundError, StartError
 from cluster.preflight import check_spec, find_slowness
-from parallel.errors import ConfigError, DeviceError, ParallelismError, UnsupportedModelError
+from parallel.errors import ConfigError, DeviceError, UnsupportedModelError
 from router.tls import TlsFiles
 from workers.errors import EngineConfigError
 
@@ -52,9 +52,9 @@ def test_files_of_the_router_are_those_of_this_folder(folder: Path, monkeypatch:
         ({"expert_parallel": True}, "expert_parallel is asked for; allowed: for models with experts"),
     ],
 )
-def test_split_that_cannot_be_is_refused(folder: Path, settings: dict[str, int], message: str) -> None:
-    with pytest.raises(ParallelismError, match=message):
-        check_spec(spec(folder, **settings))
+def test_split_that_cannot_be_is_refused(folder: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(EngineConfigError, match=f"model 'm': {message}"):
+        check_spec(spec(folder, name="m", **settings))
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_split_that_cannot_be_is_refused(folder: Path, settings: dict[str, int],
 def test_kernels_that_do_not_go_with_the_device_are_refused(
     folder: Path, settings: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(EngineConfigError, match=message):
-        check_spec(spec(folder, device="cpu", **settings))
+    with pytest.raises(EngineConfigError, match=f"model 'm': {message}"):
+        check_spec(spec(folder, name="m", device="cpu", **settings))
     check_spec(spec(folder, device="auto", **settings))  # a rank knows what it has
     check_spec(spec(folder, device="cpu", kernels="cpu", compile=True))
 
@@ -88,8 +88,10 @@ def test_why_ranks_compute_slowly_is_found(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_context_beyond_the_model_is_refused(folder: Path) -> None:
-    with pytest.raises(EngineConfigError, match="max_context is 257; allowed: at most that of the model, 256"):
-        check_spec(spec(folder, max_context=257))
+    with pytest.raises(
+        EngineConfigError, match="model 'm': max_context is 257; allowed: at most that of the model, 256"
+    ):
+        check_spec(spec(folder, name="m", max_context=257))
 
 
 @pytest.mark.parametrize(("text", "error"), [("{", ConfigError), ('{"model_type": "mamba"}', UnsupportedModelError)])
