@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError
-from bench.load import offline
+from bench.load import geometries, offline
 from bench.load.calls import Call, Session
 from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.engine_run import run_engine
@@ -200,6 +200,22 @@ def test_geometry_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert find_model("llama-110m", cache=tmp_path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert [each.name for each in tmp_path.iterdir()] == ["llama-110m"], "nothing is left of the making"
+
+
+def test_what_a_killed_process_left_of_a_geometry_is_removed_but_not_what_is_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_while_another_is_made(folder: Path, *, preset: str, **settings: Any) -> None:
+        make_model(folder, preset="tiny", **settings)
+        if preset == GEOMETRIES["llama-110m"]:
+            find_model("qwen2.5-0.5b", cache=tmp_path)
+
+    monkeypatch.setattr(geometries, "make_model", make_while_another_is_made)
+    left = tmp_path / "make-dead" / "llama3-8b"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").touch()
+    assert (find_model("llama-110m", cache=tmp_path) / "config.json").is_file()
+    assert {each.name for each in tmp_path.iterdir()} == {"llama-110m", "qwen2.5-0.5b"}
 
 
 def test_command_reports_every_workload(tmp_path: Path) -> None:
