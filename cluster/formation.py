@@ -39,6 +39,7 @@ from router.tls import InnerTls
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_FIRST_POLL_S = 0.01  # most groups have a place by then
 _ADOPT_TIMEOUT_S = 10.0  # for every rank to answer a new controller
 _LOAD_TIMEOUT_S = 2.0  # for a leader to say how busy it is: as long as from one look of scaling.py to the next
 _HEAR_TIMEOUT_S = 1.0  # for a rank, which may hang, to be told that its end is wanted
@@ -239,14 +240,18 @@ class Formation:
                 await see_through(self._find_place())
                 raise
             self._group = group
+            pause_s = _FIRST_POLL_S
             while True:
-                node_ids = await asyncio.to_thread(_wait_for_place, group)
+                node_ids = await asyncio.to_thread(_find_place, group)
                 if avoided != self._drained_nodes():
                     break  # its place may be on a node that was drained meanwhile
                 if node_ids:
                     return group, node_ids
-                nodes = [node for node in await asyncio.to_thread(cluster_nodes) if node.node_id not in avoided]
-                self._listener.on_waiting(why_not(placement, nodes) or "waits for Ray to place it")
+                if pause_s == _POLL_S:  # before that it may be Ray's answer alone that is missing
+                    nodes = [node for node in await asyncio.to_thread(cluster_nodes) if node.node_id not in avoided]
+                    self._listener.on_waiting(why_not(placement, nodes) or "waits for Ray to place it")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_S)
             await see_through(self._give_back())
 
     def _placement(self) -> Placement:
@@ -437,9 +442,9 @@ def _find_group(name: str) -> PlacementGroup | None:
         return None
 
 
-def _wait_for_place(group: PlacementGroup) -> list[str]:
-    """Return the Ray id of each bundle's node; none while it has no place, after a moment."""
-    if not group.wait(_POLL_S):
+def _find_place(group: PlacementGroup) -> list[str]:
+    """Return the Ray id of each bundle's node; none while it has no place."""
+    if not group.wait(0):  # Ray waits for whole seconds only, in which others could not have the thread
         return []
     node_ids: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return [node_ids[bundle] for bundle in sorted(node_ids)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,17 +72,21 @@ class FakeRank:
 
 
 class FakePlace:
-    """A placement group, which Ray has placed when it is asked for it."""
+    """A placement group, which Ray has placed when it was asked for it often enough."""
 
-    def __init__(self, node_id: str, selector: list[dict[str, str]] | None, on_wait: Callable[[], None]) -> None:
+    def __init__(
+        self, node_id: str, selector: list[dict[str, str]] | None, on_wait: Callable[[], None], num_asked_in_vain: int
+    ) -> None:
         self.node_id = node_id
         self.selector = selector
         self._on_wait = on_wait
+        self._num_asked_in_vain = num_asked_in_vain
 
     def wait(self, timeout_s: float) -> bool:
-        assert timeout_s > 0
+        assert timeout_s == 0, "Ray has whole seconds only"
         self._on_wait()
-        return True
+        self._num_asked_in_vain -= 1
+        return self._num_asked_in_vain < 0
 
 
 class FakeRay:
@@ -91,6 +96,8 @@ class FakeRay:
         self.rank = FakeRank()
         self.places: list[FakePlace] = []
         self.on_wait: Callable[[], None] = lambda: None
+        self.num_asked_in_vain = 0
+        """How often places are asked for before there is one."""
         self.killed: list[object] = []
         self.removed: list[object] = []
         self.found: dict[str, FakeRank | None] = {}
@@ -128,7 +135,7 @@ class FakeRay:
     def reserve(self, _: object, *, bundle_label_selector: list[dict[str, str]] | None, **options: object) -> FakePlace:
         assert options["lifetime"] == "detached"
         node_id = "node-a" if self.places else "node-b"
-        self.places.append(FakePlace(node_id, bundle_label_selector, self.on_wait))
+        self.places.append(FakePlace(node_id, bundle_label_selector, self.on_wait, self.num_asked_in_vain))
         return self.places[-1]
 
 
@@ -137,12 +144,13 @@ class Listener:
 
     def __init__(self) -> None:
         self.placed_on: list[str] = []
+        self.waited_for: list[str] = []
         self.has_ranks = asyncio.Event()
         self.is_adopted = asyncio.Event()
         self.is_ready = asyncio.Event()
 
     def on_waiting(self, reason: str) -> None:
-        pass
+        self.waited_for.append(reason)
 
     def on_placed(self, node_ids: Sequence[str] = ()) -> None:
         self.placed_on += node_ids
@@ -194,6 +202,22 @@ def make_formation(
         log_level="warning",
     )
     return Formation(spec, listener, lambda: frozenset(drained or ()))
+
+
+async def test_group_without_a_place_looks_for_it_at_times_and_soon_says_why(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formation, "_FIRST_POLL_S", 0.005)
+    monkeypatch.setattr(formation, "_POLL_S", 0.02)
+    fake_ray.num_asked_in_vain = 5
+    begun_s = time.monotonic()
+    running = asyncio.create_task(make_formation(tmp_path, listener, cpus_per_rank=64).run())
+    async with asyncio.timeout(10):
+        await listener.has_ranks.wait()
+        assert time.monotonic() - begun_s >= 0.005 + 0.01 + 3 * 0.02
+        running.cancel()
+        await asyncio.wait([running])
+    assert listener.waited_for == ["needs 64 CPUs on one node; the largest node has 8"] * 3
 
 
 async def test_adoption_that_is_cancelled_ends_what_it_was_about_to_find(
