@@ -84,6 +84,8 @@ def _wait_until_ready(service: Any, console: Console, *, stays: bool) -> None:
         with StartView(console) as view:
             service.wait_ready(on_status=view.show)
     except StartError as error:
+        if not service.is_alive():
+            raise
         if not service.was_taken_over:
             service.shut_down(0.0)
             raise

@@ -108,12 +108,16 @@ class Service:
         """Wait until every group is READY and every router listens; tells `on_status` how far it is.
 
         Raises:
-            StartError: a group or a router gave up, the controller died, or the time is over.
+            StartError: a group or a router gave up, somebody has stopped the service, the controller died, or the time
+                is over.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            if not self.is_alive():
-                raise StartError("the controller ended before the service was ready")
+            try:
+                if self.wait_stopped(0):
+                    raise StartError("the service was stopped before it was ready")
+            except ControllerError as error:
+                raise StartError(f"{error} before the service was ready") from error
             with suppress(ControllerError):  # it is busy, or between two lives
                 status = self.status()
                 if on_status is not None:

@@ -35,6 +35,9 @@ class InterruptedService:
     def status(self) -> control_pb2.GetStatusResponse:
         return control_pb2.GetStatusResponse()
 
+    def is_alive(self) -> bool:
+        return True
+
     def wait_stopped(self, timeout_s: float) -> bool:
         raise KeyboardInterrupt
 
@@ -103,6 +106,17 @@ def test_service_that_does_not_come_up_is_ended() -> None:
     with pytest.raises(StartError, match="no such tensor"):
         watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
     assert (service.graces_s, service.num_looks) == ([0.0], 0)
+
+
+@pytest.mark.parametrize("was_taken_over", [False, True])
+def test_service_that_another_has_stopped_before_it_was_ready_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, was_taken_over: bool
+) -> None:
+    service = FailedService(was_taken_over=was_taken_over)
+    monkeypatch.setattr(service, "is_alive", lambda: False)
+    with pytest.raises(StartError, match="no such tensor"):
+        _run(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
+    assert (service.graces_s, service.num_looks) == ([], 0)
 
 
 def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(

@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster import service as service_module
 from cluster.errors import ControllerError, StartError
@@ -47,6 +47,27 @@ def test_shut_down_waits_for_nobody_where_a_local_ray_has_ended(monkeypatch: pyt
     service.client = client  # type: ignore[assignment]
     service.shut_down(60.0)
     assert client.is_closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (None, "the service was stopped before it was ready"),
+        (RayActorError(), "the controller died before the service was ready"),
+    ],
+)
+def test_who_waits_for_a_service_is_told_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, end: Exception | None, reason: str
+) -> None:
+    def get(ref: object) -> None:
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(service_module, "ray", SimpleNamespace(wait=lambda refs, *, timeout: (refs, []), get=get))
+    service = Service.__new__(Service)
+    service._stopped = object()
+    with pytest.raises(StartError, match=reason):
+        service.wait_ready()
 
 
 @pytest.mark.parametrize(
