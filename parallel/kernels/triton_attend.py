@@ -81,6 +81,7 @@ def attend(
         num_used = _num_used(context_len, partition_size, window, HAS_WINDOW)
     elif IS_PARTIAL:
         num_used = tl.cdiv(tl.minimum(position + TILE_Q, context_len), partition_size)
+    wait_for_input(IS_EARLY)
     if first_query < num_queries:
         row = tl.arange(0, TILE_Q * GROUP)
         query = first_query + row // GROUP
@@ -94,7 +95,6 @@ def attend(
         factor = scale
         if not HAS_CAP and not HAS_BIAS:
             factor = scale * _LOG2_E
-        wait_for_input(IS_EARLY)
         q_tile = tl.load(
             q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
             mask=is_row[:, None] & (dim < HEAD_DIM)[None, :],

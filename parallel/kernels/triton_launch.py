@@ -2,7 +2,9 @@
 
 Programmatic dependent launch (CUDA C++ Programming Guide), recorded in graphs too: a kernel is made ready, and asks for
 what nobody writes (weights), as soon as all programs of the kernel before it are under way. It waits for that one's
-results with `wait_for_input`, which every program calls before it touches what others write or read.
+results with `wait_for_input`, which every program calls before it touches what others write or read, and one that has
+nothing to do too: a launch none of whose programs waits is over before the one before it, and the next waits for
+neither.
 """
 
 import ctypes

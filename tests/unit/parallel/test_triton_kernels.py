@@ -34,6 +34,56 @@ def test_attention_is_right_when_interpreted() -> None:
     interpret(_ATTENTION)
 
 
+_WAITS = """
+from dataclasses import replace
+from math import prod
+from types import SimpleNamespace
+import torch
+from triton import language
+from helpers.paged_layout import make_layout
+from parallel.kernels import cuda_buckets, triton_attention as kernels
+from parallel.kernels.base import AttentionParams
+
+num_programs = num_waits = 0
+
+
+class Counted:
+    def __init__(self, kernel):
+        self._kernel = kernel
+
+    def __getitem__(self, grid):
+        global num_programs
+        num_programs += prod(grid)
+        return self._kernel[grid]
+
+
+def wait():
+    global num_waits
+    num_waits += 1
+
+
+language.extra.cuda = SimpleNamespace(gdc_wait=wait, gdc_launch_dependents=lambda: None)
+kernels.launch_options = lambda device: {"IS_EARLY": True}
+kernels.attend, kernels.merge = Counted(kernels.attend), Counted(kernels.merge)
+cuda_buckets.MIN_CONTEXT_BUCKET, cuda_buckets.MIN_CHUNK_PARTITION_SIZE = 16, 64
+layout = make_layout([(1, 70)] * 3, num_kv_heads=1, head_dim=16, block_size=16)
+meta = layout.meta
+for room in (0, 4):  # as in a recorded step without chunks
+    starts = torch.cat([meta.query_starts, meta.query_starts.new_full([room], 3)])
+    lens = torch.cat([meta.context_lens, meta.context_lens.new_zeros(room)])
+    tables = torch.cat([meta.block_tables, meta.block_tables.new_zeros(room, meta.block_tables.shape[1])])
+    step = replace(meta, query_starts=starts, context_lens=lens, block_tables=tables, num_decodes=3)
+    out = kernels.triton_attention(torch.randn(3, 2, 16), layout.cache, step, AttentionParams(scale=0.25))
+    assert out.isfinite().all()
+    assert num_waits == num_programs > 0, (num_waits, num_programs)
+"""
+
+
+def test_every_program_of_attention_waits_for_the_kernel_before_it() -> None:
+    """A launch none of whose programs waits would be over first, and hide that kernel from the one after it."""
+    interpret(_WAITS)
+
+
 _ELEMENTWISE = """
 import torch
 from helpers.elementwise_cases import elementwise_checks
