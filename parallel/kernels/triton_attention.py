@@ -62,6 +62,7 @@ def choose_tiles(
     element_size: int,
     *,
     partition: int,
+    is_cut: bool,
     num_programs: int,
     has_bias: bool,
     shared_bytes: int,
@@ -71,6 +72,8 @@ def choose_tiles(
     Args:
         head_dim, num_group, element_size: as said.
         partition: keys of a partition; 0: a prefill.
+        is_cut: contexts of a decode have several partitions. With few keys in each they have one kind of tiles, however
+            many programs: recorded steps never have another, so that a larger step would be compiled anew.
         num_programs: sequences of a decode, times key-value heads.
         has_bias: biases of a tile lie in shared memory too.
         shared_bytes: shared memory that a program can have.
@@ -85,7 +88,7 @@ def choose_tiles(
         rows, num_warps, num_stages = 32, 4, 2
     elif has_bias or group > 2 * _MIN_SIZE:
         rows, num_warps, num_stages = _MIN_SIZE, 4, 2
-    elif partition <= MIN_CONTEXT_BUCKET and num_programs >= _MANY_PROGRAMS:
+    elif not is_cut and partition <= MIN_CONTEXT_BUCKET and num_programs >= _MANY_PROGRAMS:
         num_keys = max(_MIN_SIZE, num_keys // 2)
         rows, num_warps, num_stages = _MIN_SIZE, 2, 3
     else:
@@ -127,14 +130,14 @@ def _decode(call: _Call) -> None:
     meta, num_seqs, num_kv_heads = call.meta, call.meta.num_decodes, call.cache.k_BPKH.shape[2]
     size = partition_size(num_seqs, num_kv_heads, meta.max_context_len)
     cut = _Cut(size, num_partitions(meta.max_context_len, call.params.sliding_window, size))
-    tiles = _tiles(call, partition=size, num_programs=num_seqs * num_kv_heads)
+    tiles = _tiles(call, partition=size, is_cut=cut.num_parts > 1, num_programs=num_seqs * num_kv_heads)
     num_programs = min(cut.num_parts, max(1, _MOST_PROGRAMS // (num_seqs * num_kv_heads)))
     _attend(call, (num_seqs, num_kv_heads, num_programs), tiles, cut, is_prefill=False)
 
 
 def _prefill(call: _Call) -> None:
     meta, num_tokens, num_kv_heads = call.meta, len(call.q_TNH), call.cache.k_BPKH.shape[2]
-    tiles = _tiles(call, partition=0, num_programs=0)
+    tiles = _tiles(call, partition=0, is_cut=False, num_programs=0)
     # each sequence has at most one tile more than its share of the tokens, which in a recorded step may be all of them
     num_tiles = num_tokens // tiles.num_queries + len(meta.context_lens) - meta.num_decodes
     cut = _Cut(0, 1)
@@ -174,13 +177,14 @@ def _attend(call: _Call, grid: tuple[int, int, int], tiles: Tiles, cut: _Cut, *,
     )
 
 
-def _tiles(call: _Call, *, partition: int, num_programs: int) -> Tiles:
+def _tiles(call: _Call, *, partition: int, is_cut: bool, num_programs: int) -> Tiles:
     num_heads, head_dim = call.q_TNH.shape[1:]
     return choose_tiles(
         head_dim,
         num_heads // call.cache.k_BPKH.shape[2],
         call.q_TNH.element_size(),
         partition=partition,
+        is_cut=is_cut,
         num_programs=num_programs,
         has_bias=call.params.key_bias_NP is not None,
         shared_bytes=_shared_bytes(call.q_TNH.device),

@@ -84,6 +84,74 @@ def test_every_program_of_attention_waits_for_the_kernel_before_it() -> None:
     interpret(_WAITS)
 
 
+_VARIANTS = """
+import torch
+from parallel.kernels import triton_attention as kernels
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.cuda_buckets import choose_bucket, choose_mixed, largest_mixed, largest_steps
+
+MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_CONTEXT = 256, 4096, 10_000
+variants = set()
+
+
+class Noted:
+    def __init__(self, kernel):
+        self._kernel = kernel
+
+    def __getitem__(self, grid):
+        return self._note
+
+    def _note(self, *args, **constants):
+        named = zip(self._kernel.arg_names, args)
+        plain = {name: arg for name, arg in named if name not in self._kernel.do_not_specialize}
+        kinds = {name: (arg == 1, arg % 16 == 0) for name, arg in plain.items() if isinstance(arg, int)}
+        variants.add((self._kernel.__name__, *kinds.items(), *constants.items()))
+
+
+def attend(num_tokens, num_decodes, num_chunks, context):
+    def new(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    num_seqs = num_decodes + num_chunks
+    meta = AttentionMeta(
+        query_starts=new(num_seqs + 1),
+        context_lens=new(num_seqs),
+        block_tables=new(num_seqs, context),
+        slot_mapping=new(num_tokens, dtype=torch.int64),
+        num_decodes=num_decodes,
+        max_query_len=num_tokens,
+        max_context_len=context,
+        query_starts_host=[],
+        context_lens_host=[],
+    )
+    q = new(num_tokens, num_kv_heads * num_group, 128, dtype=torch.bfloat16)
+    cache = LayerCache(*(new(9, 16, num_kv_heads, 128, dtype=torch.bfloat16) for _ in range(2)))
+    kernels.triton_attention(q, cache, meta, AttentionParams(scale=1.0, sliding_window=window))
+
+
+kernels.attend, kernels.merge = Noted(kernels.attend), Noted(kernels.merge)
+kernels._shared_bytes = lambda device: 227 << 10
+for num_kv_heads, num_group, window in ((8, 4, None), (1, 8, None), (4, 4, 700)):
+    for of in largest_mixed(max_num_tokens=MAX_NUM_TOKENS, max_context=MAX_CONTEXT):
+        of = choose_mixed(num_tokens=of.num_tokens, num_chunks=1, max_context_len=of.max_context_len)
+        attend(of.num_tokens, of.num_tokens, of.num_chunks, of.max_context_len)
+    for of in largest_steps(max_num_seqs=MAX_NUM_SEQS, max_context=MAX_CONTEXT):
+        of = choose_bucket(num_tokens=of.num_tokens, num_decodes=of.num_tokens, max_context_len=of.max_context_len)
+        attend(of.num_tokens, of.num_tokens, 0, of.max_context_len)
+    recorded = variants.copy()
+    for num_decodes in range(0, MAX_NUM_SEQS, 15):
+        for num_tokens in (513, 1000, MAX_NUM_TOKENS):
+            for context in (*range(300, 2300, 200), 3000, 5000, MAX_CONTEXT):
+                attend(num_tokens, num_decodes, 1, context)
+                assert variants == recorded, (num_tokens, num_decodes, context, variants - recorded)
+"""
+
+
+def test_attention_of_larger_steps_is_compiled_for_recorded_ones() -> None:
+    """Else the first request of such a step would wait for the compiler."""
+    run_with_triton(_VARIANTS)
+
+
 _ELEMENTWISE = """
 import torch
 from helpers.elementwise_cases import elementwise_checks
@@ -194,19 +262,21 @@ def build(kernel, pointers, constants, floats, **options):
 def attend(
     is_prefill, head_dim, num_group, dtype, has_features=True, shared_bytes=99 << 10, partition=1024, is_cut=False
 ):
-    partition, is_partial = 0 if is_prefill else partition, is_cut or not is_prefill
+    is_cut = is_cut if is_prefill else partition != 512  # the longest context that is not cut is one of this size
+    partition = 0 if is_prefill else partition
     numbers = dict.fromkeys(("q", "keys", "values", "out"), f"*{dtype}")
     pointers = numbers | dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
-    pointers |= dict.fromkeys(("sums", "bias", "sinks"), "*fp32") | ({"out": "*fp32"} if is_partial else {})
+    pointers |= dict.fromkeys(("sums", "bias", "sinks"), "*fp32") | ({"out": "*fp32"} if is_cut else {})
     size = dict(bf16=2, fp32=4)[dtype]
     tiles = triton_attention.choose_tiles(
         *(head_dim, num_group, size),
-        **dict(partition=partition, num_programs=1000, has_bias=has_features, shared_bytes=shared_bytes),
+        **dict(partition=partition, is_cut=is_cut, num_programs=1000),
+        **dict(has_bias=has_features, shared_bytes=shared_bytes),
     )
     sizes = dict(BLOCK_SIZE=16, HEAD_DIM=head_dim, HEAD=tiles.head, GROUP=tiles.group)
     sizes |= dict(TILE_Q=tiles.num_queries, TILE_KEYS=tiles.num_keys)
     features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "IS_BY_DISTANCE", "HAS_SINKS"), has_features)
-    constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=is_partial)
+    constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=is_cut)
     options = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
     built = build(triton_attend.attend, pointers, constants, ("scale", "soft_cap"), **options)
     assert built.metadata.shared <= shared_bytes
@@ -216,7 +286,7 @@ for of in ((False, 128, 4), (True, 128, 4), (False, 8, 1), (True, 80, 71)):
     attend(*of, "bf16")
 attend(True, 256, 8, "fp32")
 for of in ((128, 4, "bf16"), (256, 32, "fp32"), (80, 71, "bf16")):
-    for partition in (512, 1024):
+    for partition in (256, 512, 1024):
         attend(False, *of, has_features=False, partition=partition)
 if capability >= 80:
     for of in ((False, 128, 4, "bf16"), (False, 256, 8, "fp32"), (True, 128, 4, "bf16"), (True, 256, 8, "bf16")):
