@@ -60,8 +60,9 @@ class Rehearsal:
                 self._run_step([*((0, length) for length in lengths[:-1]), (start, lengths[-1])])
 
     def measure_graph_bytes(self) -> int:
-        """Return what graphs will take, by the two largest of each kind: the first brings the memory of what is in
-        between, which all share, and each of the others is taken to need as much as the second.
+        """Return what graphs will take, by the three largest of each kind: they bring the memory of what is in between,
+        which all share, the first most of it (fewer tokens may have more partitions). Each of the others is taken to
+        need as much as the one after the first that needs least.
 
         They are of the small cache, and dropped when the real one is seen.
         """
@@ -69,11 +70,11 @@ class Rehearsal:
         with self._small_cache():
             for steps in self._steps_to_record():
                 free_bytes = [self._device.free_memory_bytes()]
-                for step in filter(self._is_recorded, steps[:2]):
+                for step in filter(self._is_recorded, steps[:3]):
                     self._run_size(step)
                     free_bytes.append(self._device.free_memory_bytes())
                 taken = [max(0, before - after) for before, after in pairwise(free_bytes)]
-                graph_bytes += sum(taken) + sum(taken[1:]) * max(0, len(steps) - 2)
+                graph_bytes += sum(taken) + min(taken[1:], default=0) * max(0, len(steps) - 3)
         return graph_bytes
 
     def run_ahead(self) -> None:

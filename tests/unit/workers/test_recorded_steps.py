@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cuda_buckets import MAX_CHUNKS, StepBucket, choose_bucket
+from parallel.kernels.cuda_graphs import Recording, Result
 from parallel.random_model import write_random_model
 from workers import model_runner
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
@@ -81,13 +82,29 @@ def test_the_largest_size_is_a_setting(model: Path, max_size: int, sizes: list[i
     assert kernels.recorded == [*MIXED, *whole] * (max_size > 0)
 
 
-def test_memory_of_all_graphs_is_estimated_from_the_two_largest_of_each_kind(model: Path) -> None:
+def test_memory_of_all_graphs_is_estimated_from_the_three_largest_of_each_kind(model: Path) -> None:
     runner, kernels, _ = make_runner(model, max_num_seqs=5)
     assert runner._rehearsal().measure_graph_bytes() == 50_000 + (5 + 8) * 1000
-    whole = [choose_bucket(num_tokens=n, num_decodes=n, max_context_len=MAX_CONTEXT) for n in (5, 4)]
-    assert kernels.recorded == [*MIXED[:2], *whole]
+    whole = [choose_bucket(num_tokens=n, num_decodes=n, max_context_len=MAX_CONTEXT) for n in (5, 4, 2)]
+    assert kernels.recorded == [*MIXED[:3], *whole]
     runner.allocate(200)
-    assert len(kernels.recorded) == 4 + 6 + 8, "those of the small cache are of no use to the real one"
+    assert len(kernels.recorded) == 6 + 6 + 8, "those of the small cache are of no use to the real one"
+
+
+def test_what_the_second_largest_adds_to_the_shared_memory_counts_once(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer tokens may have more partitions, which the others then have room for too."""
+    record = RecordingKernels._record
+
+    def record_more(self: RecordingKernels, run: Callable[[], Result], memory: object) -> Recording:
+        recording = record(self, run, memory)
+        self._device.free_bytes -= 20_000 * (self.recorded == MIXED[:2])
+        return recording
+
+    monkeypatch.setattr(RecordingKernels, "_record", record_more)
+    runner, _, _ = make_runner(model, max_num_seqs=5)
+    assert runner._rehearsal().measure_graph_bytes() == 70_000 + (5 + 8) * 1000
 
 
 @pytest.mark.parametrize("is_measured", [True, False])
