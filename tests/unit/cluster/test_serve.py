@@ -115,7 +115,7 @@ def test_service_that_another_has_stopped_before_it_was_ready_is_not_asked_again
     service = FailedService(was_taken_over=was_taken_over)
     monkeypatch.setattr(service, "is_alive", lambda: False)
     with pytest.raises(StartError, match="no such tensor"):
-        _run(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
+        watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
     assert (service.graces_s, service.num_looks) == ([], 0)
 
 
