@@ -33,7 +33,7 @@ def serve(
     ranks: RankFlags,
     load: LoadFlags,
     dataset: Annotated[
-        str, of_prompts(help="random, shared-prefix, sessions, prompts, trace, or a workload: W1, W2, W3.")
+        str, of_prompts(help="random, shared-prefix, sessions, prompts, trace, or a workload: W1 to W4.")
     ] = "random",
     prompts: PromptFlags,
     sessions: SessionFlags,

@@ -31,6 +31,7 @@ class DatasetKind(StrEnum):
     W1 = "W1"
     W2 = "W2"
     W3 = "W3"
+    W4 = "W4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class DatasetOptions:
 
 
 def make_sessions(options: DatasetOptions, *, vocab_size: int, seed: int) -> Iterator[Session]:
-    """The sessions, one after the other as they are wanted; only traces, W1 to W3 and `has_end` come to an end.
+    """The sessions, one after the other as they are wanted; only traces, W1 to W4 and `has_end` come to an end.
 
     Args:
         options: which.
@@ -95,7 +96,7 @@ def make_sessions(options: DatasetOptions, *, vocab_size: int, seed: int) -> Ite
         case DatasetKind.TRACE:
             assert options.file is not None, "checked when the options were made"
             return read_trace(options.file, limits=options.limits, vocab_size=vocab_size, seed=seed)
-        case DatasetKind.W1 | DatasetKind.W2 | DatasetKind.W3:
+        case DatasetKind.W1 | DatasetKind.W2 | DatasetKind.W3 | DatasetKind.W4:
             calls = make_workload(options.kind, vocab_size=vocab_size, seed=seed)
             return (Session(calls=(call,)) for call in calls)
 

@@ -176,7 +176,7 @@ class OfflineFlags:
         list[str] | None,
         typer.Option("--set", help="dotted.path=value, as in a model's section of a cluster file; may be repeated."),
     ] = None
-    workload: Annotated[list[str] | None, of_prompts(help="W1, W2 or W3; may be repeated. Default: all three.")] = None
+    workload: Annotated[list[str] | None, of_prompts(help="W1 to W4; may be repeated. Default: W1, W2, W3.")] = None
     dataset: Annotated[
         str | None, of_prompts(help="In place of workloads: random, shared-prefix, sessions, prompts or trace.")
     ] = None

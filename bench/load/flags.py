@@ -25,7 +25,7 @@ from bench.load.flag_groups import (
 from bench.load.sender import Protocol, Target
 from bench.load.statistics import Targets
 from bench.load.utilization import Peak
-from bench.load.workloads import WORKLOADS
+from bench.load.workloads import DEFAULT_WORKLOADS, WORKLOADS
 from cluster.cli_flags import check_address, given
 from cluster.defaults import DEFAULT_CONTROL_PORT
 
@@ -75,7 +75,7 @@ def parse_lengths(flag: str, text: str) -> Lengths:
 def parse_datasets(
     workloads: Sequence[str], dataset: str | None, prompts: PromptFlags, *, is_bounded: bool
 ) -> tuple[DatasetOptions, ...]:
-    """Return what an engine in this process is given: workloads, all of them by default, or a dataset."""
+    """Return what an engine in this process is given: workloads, or a dataset."""
     if dataset is not None:
         if workloads:
             raise BenchConfigError("--workload and --dataset are both given; allowed: one of them")
@@ -83,7 +83,7 @@ def parse_datasets(
     unknown = [name for name in workloads if name not in WORKLOADS]
     if unknown:
         raise BenchConfigError(f"--workload is {unknown[0]!r}; allowed: {', '.join(WORKLOADS)}")
-    return tuple(parse_dataset(name, prompts) for name in dict.fromkeys(workloads or WORKLOADS))
+    return tuple(parse_dataset(name, prompts) for name in dict.fromkeys(workloads or DEFAULT_WORKLOADS))
 
 
 def parse_dataset(name: str, prompts: PromptFlags, *, think_s: float = 0.0, is_bounded: bool = False) -> DatasetOptions:

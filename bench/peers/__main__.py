@@ -20,7 +20,7 @@ from rich.console import Console
 from bench.errors import BenchConfigError
 from bench.load.geometries import find_model
 from bench.load.report import append_line, check_line_file
-from bench.load.workloads import WORKLOADS
+from bench.load.workloads import DEFAULT_WORKLOADS, WORKLOADS
 from bench.machine import describe_machine
 from bench.peers.catalog import PEERS, WEFT, check_peers, default_venvs
 from bench.peers.comparison import SMALL_GAP
@@ -65,7 +65,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--weft-kv-cache-dtype", choices=["auto", "int8"], default="auto", help="keys and values of Weft (%(default)s)"
     )
     parser.add_argument("--peers", default=",".join(peers), help=f"engines, of {', '.join(peers)} (all)")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="workloads, of W1, W2, W3 (all)")
+    parser.add_argument(
+        "--workloads", default=",".join(DEFAULT_WORKLOADS), help=f"of {', '.join(WORKLOADS)} (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that is not (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable tokens (%(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="where tokens are drawn; 0: off (%(default)s)")

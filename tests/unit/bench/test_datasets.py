@@ -39,6 +39,12 @@ def test_w1_is_one_request() -> None:
     assert (len(call.prompt), call.num_out) == (128, 64)
 
 
+def test_w4_is_of_long_prompts_that_share_nothing() -> None:
+    calls = make_workload("W4", vocab_size=VOCAB_SIZE, seed=0)
+    assert [(len(call.prompt), call.num_out) for call in calls] == [(1920, 64)] * 4
+    assert len({call.prompt[:16] for call in calls}) == 4
+
+
 def test_w2_spreads_lengths_evenly_and_keeps_them_in_every_round() -> None:
     calls, others = (make_workload("W2", vocab_size=VOCAB_SIZE, seed=seed) for seed in (0, 1))
     lengths = [(len(call.prompt), call.num_out) for call in calls]

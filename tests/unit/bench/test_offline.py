@@ -352,7 +352,7 @@ def test_what_was_measured_before_a_failure_is_told(tmp_path: Path, monkeypatch:
     ("arguments", "error", "message"),
     [
         (["--workload", "W1", "--dataset", "random"], BenchConfigError, "--workload and --dataset are both given"),
-        (["--workload", "random"], BenchConfigError, "--workload is 'random'; allowed: W1, W2, W3"),
+        (["--workload", "random"], BenchConfigError, "--workload is 'random'; allowed: W1, W2, W3, W4"),
         (
             ["--model", "weft-tiny", "--kv-cache-dtype", "fp8"],
             ClusterConfigError,

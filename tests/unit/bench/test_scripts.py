@@ -50,7 +50,7 @@ def test_each_tells_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch, capsy
         ("roofline --set x", "Error: --set is 'x'; allowed: a setting of the model"),
         ("route_time --requests 0", "--requests: '0'; allowed: a whole number"),
         ("sampling_time --vocab 0", "--vocab: '0'; allowed: a whole number"),
-        ("served_share --rounds W9:1", "--rounds: 'W9:1'; allowed: W1, W2, W3, with rounds"),
+        ("served_share --rounds W9:1", "--rounds: 'W9:1'; allowed: W1, W2, W3, W4, with rounds"),
         ("start_time --warm", "--warm: allowed with --new-ray"),
         ("step_time --policy fastest", "--policy: 'fastest'; allowed: fcfs"),
         ("without_tiles", "a command is wanted"),
