@@ -15,7 +15,7 @@ multiprocessors. Measured on an H200 (docs/experiments/gpu-kernels.md)."""
 NUM_CHUNK_PROGRAMS = 264
 """The same of chunks: two for each multiprocessor, where one or two fit at a time."""
 MIN_CHUNK_PARTITION_SIZE = 512
-"""Keys that a tile of a chunk's queries is not cut below."""
+"""Keys that a tile of a chunk's queries is not cut below: whole tiles of keys, which have up to 128."""
 MAX_PARTITIONS = 16384
 """Most partitions of all sequences of a step, or of all tokens of chunks: with 32 heads of 128, what waits to be
 merged takes 256 MiB."""
@@ -29,8 +29,9 @@ of some ten operations takes it 10 us, needs 100 us: it is the slower up to abou
 quarter of that (a model of 2 B, or four tensor-parallel ranks) up to 550. Products have tiles of 64 or 128 rows, so
 that filling up to a multiple of 64 costs little.
 """
-MAX_CHUNKS = 16
-"""Chunks of prompts that a recorded step has room for: each takes a program that ends at once where there is none."""
+MIN_CHUNKS, MAX_CHUNKS = 4, 16
+"""Chunks of prompts that a recorded step has room for, one for each 16 tokens: a chunk that is not there costs a
+program for each partition and key-value head, which takes a multiprocessor some microseconds (computed)."""
 MIN_CONTEXT_BUCKET = 512
 """The context of a graph is this times a power of four: what is past a sequence's own costs programs that end at once,
 and each further bucket a graph for every number of tokens."""
@@ -61,9 +62,14 @@ def choose_bucket(*, num_tokens: int, num_decodes: int, max_context_len: int) ->
 def choose_mixed(*, num_tokens: int, num_chunks: int, max_context_len: int) -> StepBucket | None:
     """The smallest bucket with chunks that holds a step; None: it has too many of them, or too many tokens, or none."""
     pieces = choose_pieces(num_tokens)
-    if pieces is None or num_chunks > MAX_CHUNKS:
+    if pieces is None or num_chunks > room_for_chunks(pieces.num_tokens):
         return None
-    return StepBucket(pieces.num_tokens, _context_bucket(max_context_len), MAX_CHUNKS)
+    return StepBucket(pieces.num_tokens, _context_bucket(max_context_len), room_for_chunks(pieces.num_tokens))
+
+
+def room_for_chunks(num_tokens: int) -> int:
+    """How many chunks a recorded step of so many tokens has room for."""
+    return min(max(num_tokens // 16, MIN_CHUNKS), MAX_CHUNKS)
 
 
 def choose_pieces(num_tokens: int) -> StepBucket | None:
@@ -84,7 +90,9 @@ def largest_steps(*, max_num_seqs: int, max_context: int) -> list[StepBucket]:
 def largest_mixed(*, max_num_tokens: int, max_context: int) -> list[StepBucket]:
     """The same of the buckets with chunks."""
     sizes = _largest_sizes(MIXED_BUCKETS, max_num_tokens)
-    return [StepBucket(size, context, MAX_CHUNKS) for context in _largest_contexts(max_context) for size in sizes]
+    return [
+        StepBucket(size, context, room_for_chunks(size)) for context in _largest_contexts(max_context) for size in sizes
+    ]
 
 
 def largest_pieces(max_num_tokens: int) -> list[StepBucket]:

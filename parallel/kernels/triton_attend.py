@@ -12,6 +12,7 @@ import triton.language as tl
 from parallel.kernels.triton_launch import wait_for_input
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_SEQS_AT_ONCE = tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_decodes", "num_seqs", "table_stride"])
@@ -284,35 +285,33 @@ def _soften(scores, factor, total, largest):
 def _sequence_of_tile(query_starts, tile, first_token, num_decodes, num_seqs, TILE_Q: tl.constexpr):
     """The last sequence past the decodes whose first tile is not after this one.
 
-    Sequence s begins at tile (query_starts[s] - first_token) // TILE_Q + s - num_decodes.
+    Sequence s begins at tile (query_starts[s] - first_token) // TILE_Q + s - num_decodes. Many are looked at together:
+    loads that wait for each other would take a program with nothing to do longer than all else.
     """
-    low = num_decodes
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        first_tile = (tl.load(query_starts + middle) - first_token) // TILE_Q + middle - num_decodes
-        if first_tile <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
+    num_begun = 0
+    for start in range(num_decodes, num_seqs, _SEQS_AT_ONCE):
+        seq = start + tl.arange(0, _SEQS_AT_ONCE)
+        query_start = tl.load(query_starts + seq, mask=seq < num_seqs, other=0)
+        first_tile = (query_start - first_token) // TILE_Q + seq - num_decodes
+        num_begun += tl.sum(((first_tile <= tile) & (seq < num_seqs)).to(tl.int32), 0)
+    return num_decodes + num_begun - 1
 
 
 @triton.jit
 def _num_used_of_chunk(query_starts, context_lens, token, num_decodes, num_seqs, partition_size):
     """Partitions that hold keys of a token of a chunk; of no other token, nor of a chunk that is not there."""
-    low = num_decodes
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_starts + middle) <= token:
-            low = middle
-        else:
-            high = middle
-    end = tl.load(query_starts + low + 1)
-    num_seen = tl.load(context_lens + low) - end + token + 1
-    is_chunk = (token >= tl.load(query_starts + low)) & (token < end)
-    return tl.where(is_chunk, tl.cdiv(num_seen, partition_size), 0)
+    first_token = tl.load(query_starts + num_decodes)
+    num_used = 0
+    if token >= first_token:
+        seq = num_decodes - 1
+        for start in range(num_decodes, num_seqs, _SEQS_AT_ONCE):
+            other = start + tl.arange(0, _SEQS_AT_ONCE)
+            query_start = tl.load(query_starts + other, mask=other < num_seqs, other=0)
+            seq += tl.sum(((query_start <= token) & (other < num_seqs)).to(tl.int32), 0)
+        end = tl.load(query_starts + seq + 1)
+        num_seen = tl.load(context_lens + seq) - end + token + 1
+        num_used = tl.where(token < end, tl.cdiv(num_seen, partition_size), 0)
+    return num_used
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_decodes", "num_seqs"])

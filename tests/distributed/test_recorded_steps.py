@@ -13,7 +13,7 @@ from helpers.recording import MAX_CONTEXT, RecordingKernels, StandIn, make_runne
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.errors import GraphCaptureError
-from parallel.kernels.cuda_buckets import MAX_CHUNKS, StepBucket
+from parallel.kernels.cuda_buckets import StepBucket
 from parallel.mesh import Mesh
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.executor import Executor
@@ -72,7 +72,7 @@ def test_ranks_record_the_same_steps_and_serve_as_without(gloo_pool: GlooPool, t
     recorded: list[Served] = gloo_pool.run(serve, 256, tp=tp, pp=pp)
     called: list[Served] = gloo_pool.run(serve, 0, tp=tp, pp=pp)
     whole = [StepBucket(size, context) for context in (2048, 512) for size in (4, 2, 1)]
-    steps = [*[StepBucket(size, context, MAX_CHUNKS) for context in (2048, 512) for size in (64, 32, 16)], *whole]
+    steps = [*[StepBucket(size, context, 4) for context in (2048, 512) for size in (64, 32, 16)], *whole]
     assert [rank.recorded for rank in recorded] == [steps] * (tp * pp)
     assert [rank.graph_bytes for rank in recorded] == [50_000 + (5 + 6) * 1000] * (tp * pp)
     assert [rank.recorded for rank in called] == [[]] * (tp * pp)

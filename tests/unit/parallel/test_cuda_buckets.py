@@ -9,6 +9,7 @@ from parallel.kernels.cuda_buckets import (
     MAX_PARTITION_SIZE,
     MAX_PARTITIONS,
     MIN_CHUNK_PARTITION_SIZE,
+    MIN_CHUNKS,
     MIN_PARTITION_SIZE,
     MIXED_BUCKETS,
     NUM_CHUNK_PROGRAMS,
@@ -25,6 +26,7 @@ from parallel.kernels.cuda_buckets import (
     largest_steps,
     num_partitions,
     partition_size,
+    room_for_chunks,
 )
 
 
@@ -144,7 +146,7 @@ def test_pieces_hold_their_step_and_waste_little(num_tokens: int) -> None:
 
 @given(
     num_tokens=st.integers(1, MIXED_BUCKETS[-1]),
-    num_chunks=st.integers(0, MAX_CHUNKS),
+    num_chunks=st.integers(0, MIN_CHUNKS),
     max_context_len=st.integers(1, 200_000),
 )
 def test_a_bucket_with_chunks_holds_its_step(num_tokens: int, num_chunks: int, max_context_len: int) -> None:
@@ -155,7 +157,7 @@ def test_a_bucket_with_chunks_holds_its_step(num_tokens: int, num_chunks: int, m
     assert max_context_len <= bucket.max_context_len <= max(512, 4 * max_context_len)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_chunks"), [(513, 1), (40, MAX_CHUNKS + 1)])
+@pytest.mark.parametrize(("num_tokens", "num_chunks"), [(513, 1), (40, 5), (512, MAX_CHUNKS + 1)])
 def test_large_steps_and_many_chunks_have_no_bucket(num_tokens: int, num_chunks: int) -> None:
     assert choose_mixed(num_tokens=num_tokens, num_chunks=num_chunks, max_context_len=600) is None
 
@@ -167,7 +169,8 @@ def test_the_largest_steps_with_chunks_leave_no_bucket_out(
     steps = largest_mixed(max_num_tokens=max_num_tokens, max_context=max_context)
     buckets = [mixed_bucket_of(step.num_tokens, step.max_context_len) for step in steps]
     assert len(set(buckets)) == len(buckets)
-    assert steps[0] == StepBucket(min(max_num_tokens, MIXED_BUCKETS[-1]), max_context, MAX_CHUNKS)
+    size = min(max_num_tokens, MIXED_BUCKETS[-1])
+    assert steps[0] == StepBucket(size, max_context, room_for_chunks(size))
     num_tokens = data.draw(st.integers(1, min(max_num_tokens, MIXED_BUCKETS[-1])))
     context = data.draw(st.integers(1, max_context))
     largest = steps[buckets.index(mixed_bucket_of(num_tokens, context))]

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel.errors import CollectiveError, DeviceError, GraphCaptureError
 from parallel.kernels.base import AttentionMeta, LayerCache
 from parallel.kernels.cuda import CudaKernels
-from parallel.kernels.cuda_buckets import MAX_CHUNKS, StepBucket
+from parallel.kernels.cuda_buckets import StepBucket
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers, Recording, Result
 from parallel.kernels.cuda_pieces import Cut, call_at_once
 from parallel.mesh import Axis
@@ -99,21 +99,22 @@ def test_chunks_are_recorded_beside_decodes_of_any_number() -> None:
         [(1, 100), (15, 15)],
         [(4, 4), (3, 60), (2, 2)],  # no decode, and fewer tokens than before
         [(1, 5), (1, 6), (1, 7), (2, 600)],
-        [(2, 2)] * MAX_CHUNKS,
+        [(2, 2)] * 4,
+        [(9, 9)] * 8,
         [(1, 30)],
         [(16, 300)],
     ):
         check_step(layers, spans, caches)
     assert set(layers._graphs) == {
-        StepBucket(16, 512, MAX_CHUNKS),
-        StepBucket(16, 2048, MAX_CHUNKS),
-        StepBucket(32, 512, MAX_CHUNKS),
+        StepBucket(16, 512, 4),
+        StepBucket(16, 2048, 4),
+        StepBucket(128, 512, 8),
         StepBucket(1, 512),
     }
-    check_step(layers, [(2, 2)] * (MAX_CHUNKS + 1), caches)
-    assert run.num_tokens[-1] == 2 * (MAX_CHUNKS + 1), "as it is"
+    check_step(layers, [(2, 2)] * 5, caches)
+    assert run.num_tokens[-1] == 10, "as it is: there is room for four"
     check_step(layers, [(1, 4)] * 260, caches)
-    assert StepBucket(320, 512, MAX_CHUNKS) in layers._graphs, "more decodes than those alone are recorded of"
+    assert StepBucket(320, 512, 16) in layers._graphs, "more decodes than those alone are recorded of"
 
 
 def test_recordings_share_their_block_tables() -> None:
@@ -121,7 +122,7 @@ def test_recordings_share_their_block_tables() -> None:
     for spans in ([(1, 700), (3, 3)], [(1, 700)], [(1, 30), (2, 9)]):
         check_step(layers, spans, caches)
     tables = [graph.buffers.metas[0].block_tables for graph in layers._graphs.values()]
-    assert [table.shape for table in tables] == [(16 + MAX_CHUNKS, 128), (1, 128), (16 + MAX_CHUNKS, 32)]
+    assert [table.shape for table in tables] == [(16 + 4, 128), (1, 128), (16 + 4, 32)]
     assert len({table.data_ptr() for table in tables}) == 1
 
 

@@ -11,7 +11,7 @@ from helpers.recording import MAX_CONTEXT, RecordingKernels, make_runner
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
-from parallel.kernels.cuda_buckets import MAX_CHUNKS, StepBucket, choose_bucket
+from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
 from parallel.kernels.cuda_graphs import Recording, Result
 from parallel.random_model import write_random_model
 from workers import model_runner
@@ -21,7 +21,7 @@ from workers.request import SamplingParams
 
 PIECES = [StepBucket(size, 0) for size in (64, 32, 16)]
 """Up to all tokens of a step."""
-MIXED = [StepBucket(size, context, MAX_CHUNKS) for context in (2048, 512) for size in (64, 32, 16)]
+MIXED = [StepBucket(size, context, 4) for context in (2048, 512) for size in (64, 32, 16)]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_where_whole_steps_are_refused_all_are_in_pieces(
     monkeypatch.setattr(Rehearsal, "_run_size", note)
     runner.allocate(200)
     assert stats.num_recorded_steps == len(PIECES)
-    assert steps == ([] if is_measured else [StepBucket(64, MAX_CONTEXT, MAX_CHUNKS)]) + PIECES
+    assert steps == ([] if is_measured else [StepBucket(64, MAX_CONTEXT, 4)]) + PIECES
 
 
 @pytest.mark.parametrize(("max_partitions", "contexts"), [(5, [512, MAX_CONTEXT]), (16384, [MAX_CONTEXT])])
