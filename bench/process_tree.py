@@ -88,6 +88,17 @@ def watch_tree(pid: int, *, interval_s: float = 0.25) -> Iterator[Peak]:
         thread.join()
 
 
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Let processes whose parents end, such as daemons, become children of this one meanwhile: so its tree has them."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
 def find_tree(root: int) -> list[int]:
     """Return a process and its descendants."""
     children: dict[int, list[int]] = {}
@@ -129,9 +140,11 @@ def main() -> None:
 
 
 def _run(command: list[str], interval_s: float) -> tuple[int, TreeMemory]:
-    # orphans of the command (daemons that it starts) become children of this process, and so are counted
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    with subprocess.Popen(command) as process, watch_tree(os.getpid(), interval_s=interval_s) as peak:
+    with (
+        adopting_orphans(),
+        subprocess.Popen(command) as process,
+        watch_tree(os.getpid(), interval_s=interval_s) as peak,
+    ):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command decides what an interrupt means
         status = process.wait()
     own = os.getpid()

@@ -9,20 +9,14 @@ target is 0.85. The first round of each workload warms up. Linux only.
 
 import argparse
 import asyncio
-import ctypes
 import json
 import math
 import multiprocessing
-import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -39,19 +33,16 @@ from bench.load.serve_values import ServeOptions
 from bench.load.statistics import summarize
 from bench.load.workloads import WORKLOADS
 from bench.machine import describe_machine
-from bench.process_tree import find_tree
+from bench.paused_service import PausedService, start_service
 from bench.script import count, make_parser, run_script
 from cluster.config import build_section
 from workers.cores import give_way
 from workers.engine_builder import build_engine
 from workers.request import SamplingParams
 
-_PR_SET_CHILD_SUBREAPER = 36
 _OTHER_PORTS = ("--http-port", "0", "--metrics-port", "0", "--control-port", "0")
 _READY_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 30.0
-_SETTLE_S = 0.3
-"""Pause after processes were stopped for a while: their timers have much to do."""
 
 
 def main() -> None:
@@ -64,6 +55,7 @@ def main() -> None:
     table = Table("workload", "rounds", "offline", "served", "ratio", "quartiles", title=f"tokens/s, {folder.name}")
     rows = []
     with _engine(folder) as engine, _service(folder) as service:
+        give_way()  # as `weft bench serve` does
         for name, rounds in args.rounds.items():
             pairs = [_run_round(engine, service, DatasetKind(name), number) for number in range(rounds + 1)][1:]
             row = _summarize(pairs)
@@ -98,53 +90,30 @@ class _Engine:
         return self._connection.recv()
 
 
-class _Service:
-    """`weft serve`, stopped whenever it is not asked."""
-
-    def __init__(self, address: str, pids: list[int]) -> None:
-        self._target = Target(protocol=Protocol.GRPC, address=address)
-        self._pids = pids
-
-    def run(self, kind: DatasetKind, seed: int) -> float:
-        """Send all requests at once; return output tokens a second."""
-        options = ServeOptions(
-            target=self._target,
-            loads=(OpenLoop(rate=math.inf),),
-            dataset=DatasetOptions(kind=kind),
-            num_requests=None,
-            duration_s=None,
-            num_warmup=0,
-            vocab_size=None,
-            targets=None,
-            seed=seed,
-        )
-        self.go_on()
-        try:
-            time.sleep(_SETTLE_S)
-            (point,) = asyncio.run(measure(options)).points
-        finally:
-            self.stand_still()
-        return point.summary.output_rate
-
-    def stand_still(self) -> None:
-        """Stop all its processes."""
-        self._send(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Let them run again."""
-        self._send(signal.SIGCONT)
-
-    def _send(self, number: signal.Signals) -> None:
-        for pid in self._pids:
-            os.kill(pid, number)
+def _run_served(service: PausedService, kind: DatasetKind, seed: int) -> float:
+    """Send all requests at once; return output tokens a second."""
+    options = ServeOptions(
+        target=Target(protocol=Protocol.GRPC, address=service.address),
+        loads=(OpenLoop(rate=math.inf),),
+        dataset=DatasetOptions(kind=kind),
+        num_requests=None,
+        duration_s=None,
+        num_warmup=0,
+        vocab_size=None,
+        targets=None,
+        seed=seed,
+    )
+    with service.awake():
+        (point,) = asyncio.run(measure(options)).points
+    return point.summary.output_rate
 
 
-def _run_round(engine: _Engine, service: _Service, kind: DatasetKind, number: int) -> tuple[float, float]:
+def _run_round(engine: _Engine, service: PausedService, kind: DatasetKind, number: int) -> tuple[float, float]:
     """Return (offline, served), each of them measured first in every second round."""
     if number % 2:
         offline = engine.run(kind, number)
-        return offline, service.run(kind, number)
-    served = service.run(kind, number)
+        return offline, _run_served(service, kind, number)
+    served = _run_served(service, kind, number)
     return engine.run(kind, number), served
 
 
@@ -182,40 +151,16 @@ def _run_engine(connection: "Connection[float, tuple[DatasetKind, int]]", folder
         engine.close()
 
 
-@contextmanager
-def _service(folder: Path) -> Iterator[_Service]:
-    """Yield a `weft serve` of its own, on free ports, with all processes that it has started; stopped at first."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # Ray's daemons stay in this tree
-    before = set(find_tree(os.getpid()))
+def _service(folder: Path) -> AbstractContextManager[PausedService]:
+    """Return a `weft serve` of its own, on free ports."""
     command = [sys.executable, "-m", "cluster.cli", "serve", str(folder), "--port", "0", *_OTHER_PORTS]
-    with (
-        tempfile.NamedTemporaryFile("r") as log,
-        subprocess.Popen(command, stdout=log.fileno(), stderr=log.fileno()) as process,
-    ):
-        try:
-            address = _wait_until_ready(process, Path(log.name))
-            give_way()  # as `weft bench serve` does
-            service = _Service(address, sorted(set(find_tree(os.getpid())) - before))
-            service.stand_still()
-            try:
-                yield service
-            finally:
-                service.go_on()
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(_END_TIMEOUT_S)
+    return start_service(command, _find_grpc, timeout_s=_READY_TIMEOUT_S)
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    """Return its gRPC address."""
-    end_s = time.monotonic() + _READY_TIMEOUT_S
-    while time.monotonic() < end_s and process.poll() is None:
-        said = log.read_text()
-        address = re.search(r"^ *gRPC +(\S+)$", said, re.MULTILINE)
-        if address is not None and "Stop it with" in said:
-            return address[1]
-        time.sleep(0.1)
-    sys.exit(f"the service did not become ready:\n{log.read_text()}")
+def _find_grpc(said: str) -> str | None:
+    """Return its gRPC address, from when it is ready on."""
+    address = re.search(r"^ *gRPC +(\S+)$", said, re.MULTILINE)
+    return address[1] if address is not None and "Stop it with" in said else None
 
 
 if __name__ == "__main__":
