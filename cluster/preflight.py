@@ -34,14 +34,16 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
 
     Raises:
         ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
-        StartError: a port is taken, the folder of recordings cannot be made, tracing is on and not installed, or the
-            inner TLS files cannot be used.
+        StartError: a port is taken, the folder of recordings cannot be made, tracing is on and not installed, or TLS
+            files cannot be used.
     """
     models = tuple(check_model(model) for model in spec.models)
     try:
         check_tracing(spec.router.tracing)
         if spec.inner_tls is not None:
             spec.inner_tls.check(serves=True)
+        if spec.router.tls is not None:
+            spec.router.tls.check()
     except RouterConfigError as error:
         raise StartError(str(error)) from error
     if spec.ray_address is None:

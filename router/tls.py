@@ -1,11 +1,12 @@
 """TLS from PEM files: of the listeners for clients, and between routers, replicas, the controller and operators.
 
 Files are tried before they are used, and what is wrong with them is told. They are read again by every new connection,
-so that certificates can be renewed under a running cluster.
+so that certificates can be renewed under a running cluster; one that runs out meanwhile is told too.
 """
 
 import logging
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 INNER_NAME = "weft"
 
+_NO_CHECK_TIME = ssl.VerifyFlags(0x200000)  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which Python has no name
+
 _LoadedT = TypeVar("_LoadedT")
 
 
@@ -33,6 +36,14 @@ class TlsFiles:
     ca_file: str | None = None
     """Authorities of clients: only those with a certificate of theirs are taken, over HTTP those that speak TLS 1.3.
     None: everybody."""
+
+    def check(self) -> None:
+        """Try the files as a listener does, which warns of a certificate that has expired or does not hold yet.
+
+        Raises:
+            RouterConfigError: the files cannot be read or do not fit.
+        """
+        _Renewal(self, self._load, "the router")
 
     @property
     def credentials(self) -> grpc.ServerCredentials:
@@ -160,13 +171,15 @@ class _Renewal(Generic[_LoadedT]):
     """What a listener shows: called before each handshake, by gRPC in a thread of its own."""
 
     def __init__(self, files: TlsFiles | InnerTls, load: Callable[[], _LoadedT], whose: str) -> None:
-        """Read the files. Raises RouterConfigError as `load`, which tries them."""
+        """Read the files; warn of dates. Raises RouterConfigError as `load`, which tries them."""
         self._files = files
         self._load = load
         self.loaded = load()
         self._whose = whose
         self._pem = self._read()
-        self._fault = ""
+        self._fault = self._told_date = ""
+        self._dates = _read_dates(files.cert_file, files.key_file)
+        self._warn_of_date()
 
     @property
     def credentials(self) -> grpc.ServerCredentials:
@@ -189,15 +202,27 @@ class _Renewal(Generic[_LoadedT]):
         try:
             pem = self._read()
             if pem == self._pem:
+                self._warn_of_date()
                 return None
             self.loaded = self._load()
+            self._dates = _read_dates(self._files.cert_file, self._files.key_file)
         except RouterConfigError as error:
             if str(error) != self._fault:  # once, not for each client
                 logger.warning("%s goes on with the certificate that it has: %s", self._whose, error)
             self._fault = str(error)
             return None
         self._pem, self._fault = pem, ""
+        self._warn_of_date()
         return self.certificates
+
+    def _warn_of_date(self) -> None:
+        """Say once that the certificate does not hold today; it is shown all the same, to clients that do not look."""
+        wrong = "" if self._dates is None else _wrong_date(*self._dates)
+        if wrong and wrong != self._told_date:
+            logger.warning(
+                "%s shows the certificate %s, which %s: clients refuse it", self._whose, self._files.cert_file, wrong
+            )
+        self._told_date = wrong
 
     def _read(self) -> tuple[bytes, bytes, bytes | None]:
         ca = self._files.ca_file
@@ -225,8 +250,34 @@ def _load(protocol: int, cert_file: str, key_file: str, ca_file: str | None) -> 
     return context
 
 
-def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> None:
-    """Connect the two in memory. Raises ssl.SSLError as either would on a network."""
+def _read_dates(cert_file: str, key_file: str) -> tuple[str, str] | None:
+    """Return when a certificate begins and ends to hold, such as "Jan  5 09:34:43 2027 GMT"; None: it is for no server.
+
+    Python tells it only of one that was shown over TLS: here to a client that trusts this very certificate.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    try:
+        client.load_verify_locations(cert_file)
+        end = _shake_hands(client, _load(ssl.PROTOCOL_TLS_SERVER, cert_file, key_file, None), None)
+    except ssl.SSLError as error:
+        logger.warning("the certificate %s is refused by clients: %s", cert_file, _reason(error))
+        return None
+    shown: dict[str, Any] = end.getpeercert() or {}
+    return shown["notBefore"], shown["notAfter"]
+
+
+def _wrong_date(begin: str, end: str) -> str:
+    """Say what is wrong with a certificate that holds from one date to another; empty where it holds today."""
+    now_s = time.time()
+    if now_s > ssl.cert_time_to_seconds(end):
+        return f"has expired on {end}"
+    return f"holds only from {begin}" if now_s < ssl.cert_time_to_seconds(begin) else ""
+
+
+def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str | None) -> ssl.SSLObject:
+    """Connect the two in memory; return the client's end. Raises ssl.SSLError as either would on a network."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(down, up, server_hostname=name), server.wrap_bio(up, down, server_side=True)
     is_done = False
@@ -237,6 +288,7 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> N
                 end.do_handshake()
             except ssl.SSLWantReadError:
                 is_done = False
+    return ends[0]
 
 
 def _reason(error: ssl.SSLError) -> str:

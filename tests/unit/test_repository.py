@@ -18,6 +18,7 @@ RELEASES = sorted((REPOSITORY / "proto/released").glob("*.binpb"))
 WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|today|utcnow)\b")
 READ_THE_WALL_CLOCK = {
     "router/openai.py",  # `created` of an answer
+    "router/tls.py",  # the dates of a certificate
     "router/tokenizer.py",  # the date that chat templates write
     "cluster/replica_spans.py",  # the beginning of a span
     "cluster/spares.py",  # an end that other machines read

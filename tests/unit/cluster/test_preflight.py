@@ -2,9 +2,12 @@ import json
 import socket
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import trustme
+from helpers.certificates import inner_tls
 from helpers.cluster import LLAMA
 
 from cluster import preflight
@@ -34,14 +37,28 @@ def test_good_model_passes_and_its_folder_becomes_absolute(folder: Path, monkeyp
     assert checked.models[0].source == checked.models[0].engine.model == str(folder)
 
 
+def with_files(folder: Path, **files: object) -> ClusterSpec:
+    return build_spec({"models": [{"path": str(folder)}], **ANY_PORTS, "router": {**ANY_PORTS["router"], **files}})
+
+
 def test_files_of_the_router_are_those_of_this_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    files = {"api_keys": "keys.yaml", "tls": {"cert_file": "tls.crt", "key_file": "/etc/tls.key"}}
-    router = check_spec(
-        build_spec({"models": [{"path": str(folder)}], **ANY_PORTS, "router": {**ANY_PORTS["router"], **files}})
-    ).router
+    key = inner_tls(trustme.CA(), folder).key_file
+    router = check_spec(with_files(folder, api_keys="keys.yaml", tls={"cert_file": "tls.crt", "key_file": key})).router
     assert router.api_keys == f"{folder}/keys.yaml"
-    assert router.tls == TlsFiles(cert_file=f"{folder}/tls.crt", key_file="/etc/tls.key")
+    assert router.tls == TlsFiles(cert_file=f"{folder}/tls.crt", key_file=key)
+
+
+def test_the_routers_certificate_is_tried_before_anything_starts(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = inner_tls(trustme.CA(), folder, not_after=datetime.now(UTC) - timedelta(days=1))
+    tls = {"cert_file": files.cert_file, "key_file": files.key_file}
+    check_spec(with_files(folder, tls=tls))
+    assert f"the router shows the certificate {files.cert_file}, which has expired on" in caplog.text
+    Path(files.key_file).write_bytes(trustme.CA().issue_cert("weft").private_key_pem.bytes())
+    with pytest.raises(StartError, match="key values mismatch"):
+        check_spec(with_files(folder, tls=tls))
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,16 @@ import asyncio
 import socket
 import ssl
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import httpx
 import pytest
 import trustme
+from cryptography.x509 import ExtendedKeyUsage
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from helpers.certificates import inner_tls
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import RunningRouter, router_config, running_router
@@ -104,6 +108,48 @@ async def test_a_listeners_renewed_certificate_holds_for_new_connections_without
         listener_files(after, folder, is_mutual=False)
         assert await asked(router, after) == [True, True]
         assert await asked(router, ca) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("from_days", "to_days", "message"),
+    [(-9, -2, "which has expired on {end}"), (2, 9, "which holds only from {begin}"), (-9, 9, "")],
+)
+async def test_a_certificate_that_does_not_hold_today_is_told_at_the_start_and_shown(
+    ca: trustme.CA, tmp_path: Path, caplog: pytest.LogCaptureFixture, from_days: int, to_days: int, message: str
+) -> None:
+    today = datetime.now(UTC)
+    begin, end = today + timedelta(days=from_days), today + timedelta(days=to_days)
+    files = inner_tls(ca, tmp_path, name="localhost", not_before=begin, not_after=end)
+    tls = TlsFiles(cert_file=files.cert_file, key_file=files.key_file, ca_file=files.ca_file)
+    async with running_router(router_config("127.0.0.1:1", tls=tls, http_port=0)):
+        told = [each.message for each in caplog.records if each.name == "router.tls"]
+    dates = {name: date.strftime(f"%b {date.day:2} %H:%M:%S %Y GMT") for name, date in (("begin", begin), ("end", end))}
+    wanted = f"{{}} shows the certificate {tls.cert_file}, {message.format(**dates)}: clients refuse it"
+    assert told == ([wanted.format("HTTP"), wanted.format("gRPC")] if message else [])
+
+
+async def test_a_certificate_that_runs_out_while_it_is_shown_is_told_once(
+    ca: trustme.CA, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tomorrow = datetime.now(UTC) + timedelta(days=1)
+    files = inner_tls(ca, tmp_path / "router", name="localhost", not_after=tomorrow)
+    tls = TlsFiles(cert_file=files.cert_file, key_file=files.key_file)
+    async with FakeReplica("a") as a, running_router(router_config(a.address, tls=tls, http_port=0)) as router:
+        assert await asked(router, ca) == [True, True]
+        assert "expired" not in caplog.text
+        monkeypatch.setattr("router.tls.time", SimpleNamespace(time=lambda: tomorrow.timestamp() + 1))
+        assert await asked(router, ca) == await asked(router, ca) == [True, True]
+    assert caplog.text.count("which has expired on") == 2, "once for each listener"
+
+
+def test_a_certificate_for_no_server_is_told(
+    ca: trustme.CA, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("trustme.x509.ExtendedKeyUsage", lambda _: ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]))
+        tls = listener_files(ca, tmp_path, is_mutual=False)
+    tls.check()
+    assert f"the certificate {tls.cert_file} is refused by clients: " in caplog.text
 
 
 async def test_a_listeners_new_authority_of_clients_takes_the_place_of_the_one_before(
