@@ -84,6 +84,8 @@ class ClusterSpec:
     num_routers: int
     ray_address: str | None
     """Address of the Ray cluster; None: a local Ray is started for this service alone."""
+    file: "ClusterFile"
+    """The settings that this was made from."""
     spare_s: float = 0.0
     """How long processes that are started ahead wait for work; 0: there are none."""
 
@@ -349,6 +351,7 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
         ),
         num_routers=file.router.num_routers,
         ray_address=file.ray.address,
+        file=file,
         spare_s=0.0 if file.ray.address is None else file.ray.spare_s,
     )
 

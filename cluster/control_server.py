@@ -17,13 +17,13 @@ from weft.addresses import join_host_port, split_host_port
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 
-from cluster.config import ModelSpec, build_spec
+from cluster.config import ClusterFile, ModelSpec, build_spec
 from cluster.demand import DemandLedger
 from cluster.errors import ClusterConfigError, ClusterError, NotServedError, StartError
 from cluster.log_reader import LogReader
 from cluster.metrics_pages import fetch_pages
 from cluster.models import read_text_files
-from cluster.wanted import Change, ChangeKind
+from cluster.wanted import Change, ignored
 from parallel.errors import ModelError
 from router.errors import RouterConfigError
 from router.tls import InnerTls, bind
@@ -112,12 +112,15 @@ class ControlServer(ControlServicer):
         logs: LogReader,
         demand: DemandLedger,
         *,
+        started: ClusterFile | None = None,
         address: str = "",
         metrics_address: str = "",
         num_restarts: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Args: `started`: the settings that the service started with; None: the defaults."""
         self.address = address
+        self._started = started or ClusterFile()
         self._state = state
         self._logs = logs
         self._demand = demand
@@ -221,8 +224,9 @@ class ControlServer(ControlServicer):
         """Want exactly the models of a cluster file."""
         async with _refusing(context):
             settings = _settings(request.settings_json)
-            changes = await self._state.apply(build_spec(settings).models, dry_run=request.dry_run)
-        changes += [Change(kind=ChangeKind.IGNORED, name=name) for name in settings if name != "models"]
+            spec = build_spec(settings)
+            changes = await self._state.apply(spec.models, dry_run=request.dry_run)
+        changes += ignored(self._started, spec.file)
         return control_pb2.ApplyResponse(changes=[_to_change(change) for change in changes])
 
     async def Scale(  # noqa: N802

@@ -97,6 +97,7 @@ class Reconciler:
             self.state,
             self._logs,
             demand,
+            started=spec.file,
             address=address,
             metrics_address=self._metrics.address,
             num_restarts=saved.num_restarts,

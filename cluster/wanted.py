@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from cluster.config import ModelSection, ModelSpec, build_section, check_replicas
+from cluster.config import ClusterFile, ModelSection, ModelSpec, build_section, check_replicas
 from cluster.errors import ClusterConfigError, NotServedError
 from cluster.revision_files import RevisionText, is_alike
 
@@ -69,7 +69,7 @@ class ChangeKind(StrEnum):
     ROLLOUT = "rollout"
     """Other settings: every group is replaced."""
     IGNORED = "ignored"
-    """Cannot change while the service runs."""
+    """Other settings of a section of the file that cannot change while the service runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,14 @@ def apply(
             changes.append(Change(kind=kind, name=spec.name, details=details))
     changes += [Change(kind=ChangeKind.REMOVE, name=name) for name in models if name not in wanted]
     return wanted, changes
+
+
+def ignored(started: ClusterFile, file: ClusterFile) -> list[Change]:
+    """Say which sections a file gives otherwise than they were at the start of the service, which alone reads them."""
+    before, after = started.model_dump(mode="json"), file.model_dump(mode="json")
+    names = [name for name in after if name in file.model_fields_set and name != "models"]
+    details = {name: tuple(_compare({name: before[name]}, {name: after[name]})) for name in names}
+    return [Change(kind=ChangeKind.IGNORED, name=name, details=lines) for name, lines in details.items() if lines]
 
 
 def with_texts(models: Models, texts: Mapping[str, RevisionText], *, before: Models) -> dict[str, WantedModel]:

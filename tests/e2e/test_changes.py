@@ -186,7 +186,8 @@ def test_model_without_room_waits_with_its_reason_and_blocks_nobody(
     wait_until(waits, "the reason is told")
     assert "the largest free node has" in " ".join(weft(cluster, "status").split())
     only = tmp_path / "tiny.yaml"
-    only.write_text(json.dumps({"models": [tiny]}))
+    as_it_started = {"controller": {"port": 0}}
+    only.write_text(json.dumps({"models": [tiny], **as_it_started}))
     assert weft(cluster, "apply", str(only), "--wait").startswith("- remove big\n")
     assert weft(cluster, "apply", str(only)) == "Nothing to change.\n"
     assert [group.replica_id for group in cluster.groups()] == before

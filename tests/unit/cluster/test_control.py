@@ -20,7 +20,7 @@ from rich.console import Console
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
-from cluster.config import ModelSpec
+from cluster.config import ModelSpec, build_spec
 from cluster.control_client import ControlClient
 from cluster.control_server import ControlServer, bind_control_port
 from cluster.demand import DemandLedger
@@ -114,7 +114,8 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     (tmp_path / "err").write_text("first\nsecond\n")
     source = LogSource(name="m-0.1/0", belongs_to=frozenset({"m", "m-0.1"}), node_id="here", path=str(tmp_path / "err"))
     logs.note([source])
-    server = ControlServer(state, logs, DemandLedger(), num_restarts=2)
+    started = build_spec({"controller": {"port": 2}}).file
+    server = ControlServer(state, logs, DemandLedger(), started=started, num_restarts=2)
     listener, address = bind_control_port("127.0.0.1", 0)
     await server.start(listener)
     yield Running(state, server, address)
@@ -177,10 +178,16 @@ async def test_operator_changes_what_is_wanted(running: Running) -> None:
 
     def operate() -> None:
         with ControlClient(address) as client:
-            changes = client.apply({"models": [{"name": "b"}], "router": {"port": 1}}, dry_run=True)
+            settings = {
+                "models": [{"name": "b"}],
+                "host": "127.0.0.1",
+                "router": {"port": 1},
+                "controller": {"port": 2},
+            }
+            changes = client.apply(settings, dry_run=True)
             assert [(change.kind, change.name, list(change.details)) for change in changes] == [
                 (control_pb2.CHANGE_KIND_ADD, "b", ["2 x"]),
-                (control_pb2.CHANGE_KIND_IGNORED, "router", []),
+                (control_pb2.CHANGE_KIND_IGNORED, "router", ["router.port: 50051 -> 1"]),
             ]
             assert client.scale("m", 3) == 1
             rolled = client.rollout("m", {"cache": {"num_blocks": 8}})
