@@ -5,21 +5,20 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from cluster.errors import RequestError
 from cluster.generate import connect, summary, to_request_error
 from router.client import Client, ClientError
 from router.client_values import Collector, Options
+from router.tls import ClientTls
 
 
 def chat(
     *,
     router: str,
     api_key: str | None = None,
-    tls_ca: Path | None = None,
-    tls_name: str | None = None,
+    tls: ClientTls | None = None,
     model: str,
     system: str | None,
     as_json: bool,
@@ -33,12 +32,12 @@ def chat(
     then as if it had not been; where input comes from elsewhere, it ends the conversation.
 
     Raises:
-        RequestError: a request failed, or the file of authorities cannot be read.
+        RequestError: a request failed.
     """
     asked: Options = {"model": model, "timeout_s": timeout_s, **options}  # type: ignore[typeddict-item]
     is_typed = sys.stdin.isatty()
     messages = [{"role": "system", "content": system}] if system is not None else []
-    with connect(router, api_key=api_key, tls_ca=tls_ca, tls_name=tls_name) as client:
+    with connect(router, api_key=api_key, tls=tls) as client:
         while True:
             try:
                 text = read_line("> " if is_typed and not as_json else "")

@@ -16,10 +16,9 @@ from rich.console import Console
 
 from bench.load.cli import app as bench_app
 from bench.load.cli import replay, simulate
-from cluster.cli_connection import with_control
-from cluster.cli_flags import MAX_TIMEOUT_S, WholeNamesCommand, check_address, given, read_object, with_flags
+from cluster.cli_connection import RouterFlags, with_control
+from cluster.cli_flags import MAX_TIMEOUT_S, WholeNamesCommand, given, read_object, with_flags
 from cluster.cli_operate import register
-from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ClusterConfigError, ClusterError
 from cluster.imports import import_for_good
 from cluster.logs import LEVELS
@@ -40,18 +39,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-DEFAULT_ROUTER = f"{DEFAULT_HOST}:50051"
-
 LogLevel = Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")]
-Router = Annotated[str, typer.Option(help="host:port of the router's gRPC service.")]
 Model = Annotated[str, typer.Option(help="Model to ask. Default: the only one served.")]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="WEFT_API_KEY", show_envvar=True, help="API key, where the router wants one.")
-]
-TlsCa = Annotated[
-    Path | None, typer.Option(help="Speak TLS to a router whose certificate these authorities signed (PEM).")
-]
-TlsName = Annotated[str | None, typer.Option(help="With --tls-ca: name in the certificate. Default: that in --router.")]
 TemplateKwargs = Annotated[
     str | None,
     typer.Option(metavar="JSON", help='Variables for the chat template, such as {"enable_thinking": false}.'),
@@ -173,11 +162,8 @@ def stop(
 def generate(
     *,
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
-    router: Router = DEFAULT_ROUTER,
+    service: RouterFlags,
     model: Model = "",
-    api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
-    tls_name: TlsName = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     chat_template_kwargs: TemplateKwargs = None,
@@ -198,13 +184,12 @@ def generate(
     options = given(request)
     if chat_template_kwargs is not None:
         options["chat_template_kwargs"] = read_object("--chat-template-kwargs", chat_template_kwargs)
-    check_address("--router", router)
+    tls = service.check()
     run_generate(
         _read_input() if prompt == "-" else prompt,
-        router=router,
-        api_key=api_key,
-        tls_ca=tls_ca,
-        tls_name=tls_name,
+        router=service.router,
+        api_key=service.api_key,
+        tls=tls,
         model=model,
         is_chat=chat,
         system=system,
@@ -223,12 +208,11 @@ def _read_input() -> str:
 
 
 @app.command()
+@with_flags
 def chat(
-    router: Router = DEFAULT_ROUTER,
+    *,
+    service: RouterFlags,
     model: Model = "",
-    api_key: ApiKey = None,
-    tls_ca: TlsCa = None,
-    tls_name: TlsName = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     chat_template_kwargs: TemplateKwargs = None,
     max_tokens: Annotated[int | None, typer.Option(help="At most this many tokens in an answer.")] = None,
@@ -246,12 +230,11 @@ def chat(
         "temperature": temperature,
         "seed": seed,
     }
-    check_address("--router", router)
+    tls = service.check()
     run_chat(
-        router=router,
-        api_key=api_key,
-        tls_ca=tls_ca,
-        tls_name=tls_name,
+        router=service.router,
+        api_key=service.api_key,
+        tls=tls,
         model=model,
         system=system,
         as_json=as_json,

@@ -1,8 +1,9 @@
-"""How commands reach the controller: `--control` and the TLS options, the same for each of them."""
+"""How commands reach the controller or a router: its address and the TLS options, the same for each of them."""
 
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 import typer
@@ -12,15 +13,49 @@ from cluster.cli_flags import check_address
 from cluster.defaults import DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError
 from router.errors import RouterConfigError
-from router.tls import INNER_NAME, InnerTls
+from router.tls import INNER_NAME, ClientTls, InnerTls
 
 if TYPE_CHECKING:
     from cluster.control_client import ControlClient
 
 DEFAULT_CONTROL = join_host_port(DEFAULT_HOST, DEFAULT_CONTROL_PORT)
+DEFAULT_ROUTER = f"{DEFAULT_HOST}:50051"
 
 _PANEL = "Connection"
 _OwnParameters = ParamSpec("_OwnParameters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFlags:
+    """Which router is asked, and who asks."""
+
+    router: Annotated[str, typer.Option(help="host:port of the router's gRPC service.")] = DEFAULT_ROUTER
+    api_key: Annotated[
+        str | None, typer.Option(envvar="WEFT_API_KEY", show_envvar=True, help="API key, where the router wants one.")
+    ] = None
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(metavar="PEM", help="Speak TLS to a router whose certificate these authorities signed."),
+    ] = None
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(metavar="PEM", help="With --tls-ca: a client's certificate chain, where the router wants one."),
+    ] = None
+    tls_key: Annotated[str | None, typer.Option(metavar="PEM", help="Key of that certificate.")] = None
+    tls_name: Annotated[
+        str | None, typer.Option(help="With --tls-ca: name in the router's certificate. Default: that in --router.")
+    ] = None
+
+    def check(self) -> ClientTls | None:
+        """Return how TLS is spoken, None: not at all. Raises ClusterConfigError for what cannot be used."""
+        check_address("--router", self.router)
+        for flag, value in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key), ("--tls-name", self.tls_name)):
+            if value is not None and self.tls_ca is None:
+                raise ClusterConfigError(f"{flag}: without TLS nobody shows a certificate; allowed: with --tls-ca")
+        try:
+            return ClientTls.from_flags(self.tls_cert, self.tls_key, self.tls_ca, self.tls_name)
+        except RouterConfigError as error:
+            raise ClusterConfigError(str(error)) from error
 
 
 def connect(

@@ -3,14 +3,14 @@
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import grpc
 
-from cluster.errors import ClusterConfigError, RequestError
+from cluster.errors import RequestError
 from router.client import Client, ClientError
 from router.client_values import Collector, Completion, Options
+from router.tls import ClientTls
 
 
 def generate(
@@ -18,8 +18,7 @@ def generate(
     *,
     router: str,
     api_key: str | None = None,
-    tls_ca: Path | None = None,
-    tls_name: str | None = None,
+    tls: ClientTls | None = None,
     model: str,
     is_chat: bool,
     system: str | None,
@@ -37,7 +36,7 @@ def generate(
     messages = _conversation(prompt, system) if is_chat else None
     collector, has_shown = Collector(), False
     try:
-        with connect(router, api_key=api_key, tls_ca=tls_ca, tls_name=tls_name) as client:
+        with connect(router, api_key=api_key, tls=tls) as client:
             for delta in client.generate(None if is_chat else prompt, messages=messages, **asked):
                 collector.add(delta)
                 if stream:
@@ -65,20 +64,20 @@ def to_request_error(error: ClientError) -> RequestError:
     return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}{advice}")
 
 
-def connect(router: str, *, api_key: str | None, tls_ca: Path | None, tls_name: str | None) -> Client:
-    """Return a connection, with TLS where there are authorities. Raises RequestError, ClusterConfigError."""
-    if tls_ca is None:
-        if tls_name is not None:
-            raise ClusterConfigError("--tls-name: without TLS there is no certificate; allowed: with --tls-ca")
-        return Client(router, api_key=api_key)
+def connect(router: str, *, api_key: str | None, tls: ClientTls | None) -> Client:
+    """Return a connection, with TLS where it is given.
+
+    Raises:
+        RequestError: the key cannot be one.
+        RouterConfigError: a TLS file cannot be read.
+    """
+    credentials = None if tls is None else tls.credentials
     try:
-        authorities = tls_ca.read_bytes()
-    except OSError as error:
-        raise RequestError(f"{tls_ca} cannot be read: {error.strerror}") from error
-    if b"-----BEGIN CERTIFICATE-----" not in authorities:  # gRPC would only say that nobody can be reached
-        raise ClusterConfigError(f"--tls-ca: {tls_ca} holds no certificate; allowed: PEM")
-    credentials = grpc.ssl_channel_credentials(authorities)
-    return Client(router, api_key=api_key, credentials=credentials, tls_name=tls_name)
+        return Client(
+            router, api_key=api_key, credentials=credentials, tls_name=None if tls is None else tls.server_name
+        )
+    except ClientError as error:
+        raise to_request_error(error) from error
 
 
 def summary(completion: Completion) -> str:

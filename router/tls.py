@@ -79,6 +79,50 @@ class TlsFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClientTls:
+    """Whom a client takes for its router, and who it is itself."""
+
+    ca_file: str | None
+    """Authorities of the router's certificate; None: those of this machine."""
+    cert_file: str | None = None
+    """Certificate chain, for a router that takes only clients of its authorities; None: there is none, and no key."""
+    key_file: str | None = None
+    server_name: str | None = None
+    """Name in the router's certificate; None: that which is dialled."""
+
+    @classmethod
+    def from_flags(cls, cert: str | None, key: str | None, ca: str | None, name: str | None) -> "ClientTls | None":
+        """Return what a command line says; None where it says nothing. Raises RouterConfigError as `check`."""
+        if cert is None and key is None and ca is None and name is None:
+            return None
+        if (cert is None) != (key is None):
+            raise RouterConfigError("a client's certificate lacks its key, or a key its certificate; allowed: both")
+        tls = cls(ca_file=ca, cert_file=cert, key_file=key, server_name=name)
+        tls.check()
+        return tls
+
+    def check(self) -> None:
+        """Try the files. Raises RouterConfigError when one cannot be read, or they do not fit."""
+        _load(ssl.PROTOCOL_TLS_CLIENT, self.cert_file, self.key_file, self.ca_file)
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of a gRPC connection. Raises RouterConfigError when a file cannot be read."""
+        ca, key, cert = (
+            None if path is None else _read(path) for path in (self.ca_file, self.key_file, self.cert_file)
+        )
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """TLS context of an HTTP connection. Raises RouterConfigError as `check`."""
+        context = _load(ssl.PROTOCOL_TLS_CLIENT, self.cert_file, self.key_file, self.ca_file)
+        if self.ca_file is None:
+            context.load_default_certs()
+        return context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InnerTls:
     """Mutual TLS inside the cluster: who this side is, and whom it trusts."""
 
@@ -229,14 +273,16 @@ class _Renewal(Generic[_LoadedT]):
         return _read(self._files.cert_file), _read(self._files.key_file), None if ca is None else _read(ca)
 
 
-def _load(protocol: int, cert_file: str, key_file: str, ca_file: str | None) -> ssl.SSLContext:
+def _load(protocol: int, cert_file: str | None, key_file: str | None, ca_file: str | None) -> ssl.SSLContext:
     """Return the files as Python's TLS reads them, which tells faults that gRPC would only meet at a handshake."""
-    for path in (cert_file, key_file, *([] if ca_file is None else [ca_file])):
-        _read(path)
+    for path in (cert_file, key_file, ca_file):
+        if path is not None:
+            _read(path)
     context = ssl.SSLContext(protocol)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC: an authority need not be a root
     try:
-        context.load_cert_chain(cert_file, key_file, password="")
+        if cert_file is not None:
+            context.load_cert_chain(cert_file, key_file, password="")
     except ssl.SSLError as error:
         raise RouterConfigError(
             f"{cert_file} and {key_file}: {_reason(error)}; allowed: a certificate chain and its key, plain PEM"

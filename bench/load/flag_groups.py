@@ -38,8 +38,16 @@ class ServiceFlags:
     api_key: Annotated[
         str | None, of_service(envvar="WEFT_API_KEY", show_envvar=True, help="API key, where the service wants one.")
     ] = None
-    tls_ca: Annotated[Path | None, of_service(help="Authorities of the service's certificate (PEM): speak TLS.")] = None
-    tls_name: Annotated[str | None, of_service(help="Name in that certificate. Default: that of the address.")] = None
+    tls_ca: Annotated[
+        str | None, of_service(metavar="PEM", help="Authorities of the service's certificate: speak TLS.")
+    ] = None
+    tls_cert: Annotated[
+        str | None, of_service(metavar="PEM", help="A client's certificate chain, where the service wants one.")
+    ] = None
+    tls_key: Annotated[str | None, of_service(metavar="PEM", help="Key of that certificate.")] = None
+    tls_name: Annotated[
+        str | None, of_service(help="Name in the service's certificate. Default: that of the address.")
+    ] = None
     timeout: Annotated[float, of_service(min=0.1, max=MAX_TIMEOUT_S, help="Limit of each request, in seconds.")] = 300.0
 
 

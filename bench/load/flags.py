@@ -28,6 +28,8 @@ from bench.load.utilization import Peak
 from bench.load.workloads import DEFAULT_WORKLOADS, WORKLOADS
 from cluster.cli_flags import check_address, given
 from cluster.defaults import DEFAULT_CONTROL_PORT
+from router.errors import RouterConfigError
+from router.tls import ClientTls
 
 DEFAULT_CONCURRENCY = 8
 
@@ -120,10 +122,20 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | 
     if not _is_url(http):
         raise BenchConfigError(f"--url is {http!r}; allowed: http://HOST[:PORT]... or https://HOST[:PORT]...")
     is_plain = service.tls_ca is None if protocol is Protocol.GRPC else urlsplit(http).scheme == "http"
-    for flag, value in (("--tls-ca", service.tls_ca), ("--tls-name", service.tls_name)):
+    tls_flags = {
+        "--tls-ca": service.tls_ca,
+        "--tls-cert": service.tls_cert,
+        "--tls-key": service.tls_key,
+        "--tls-name": service.tls_name,
+    }
+    for flag, value in tls_flags.items():
         if is_plain and value is not None:
             instead = "with --tls-ca" if protocol is Protocol.GRPC else "with an https:// URL"
-            raise BenchConfigError(f"{flag} is {str(value)!r}, and the connection is plain; allowed: {instead}")
+            raise BenchConfigError(f"{flag} is {value!r}, and the connection is plain; allowed: {instead}")
+    try:
+        tls = ClientTls.from_flags(service.tls_cert, service.tls_key, service.tls_ca, service.tls_name)
+    except RouterConfigError as error:
+        raise BenchConfigError(str(error)) from error
     if service.api_key is not None and not (service.api_key.isascii() and service.api_key.isprintable()):
         raise BenchConfigError("--api-key has a line break, or another character; allowed: printable ASCII")
     if sent is not None and sent.ttft_target is None and sent.tpot_target is None:
@@ -133,8 +145,7 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | 
         address=grpc if protocol is Protocol.GRPC else http,
         model=service.model,
         api_key=service.api_key,
-        tls_ca=service.tls_ca,
-        tls_name=service.tls_name,
+        tls=tls,
         timeout_s=service.timeout,
         temperature=prompts.temperature,
         top_k=prompts.top_k,

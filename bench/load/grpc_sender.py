@@ -3,12 +3,10 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 
-import grpc
-
 from bench.errors import BenchError
 from bench.load.calls import Call, Chat
 from bench.load.records import CallError, ErrorKind, Usage
-from bench.load.sender import Received, ServedModel, Target, choose_model, read_authorities
+from bench.load.sender import Received, ServedModel, Target, choose_model
 from router.client import (
     AsyncClient,
     BadRequestError,
@@ -38,14 +36,14 @@ _KINDS: Mapping[type[ClientError], ErrorKind] = {
 
 @asynccontextmanager
 async def connect_grpc(target: Target) -> AsyncIterator["GrpcSender"]:
-    """Connect for the length of the block. Raises BenchError when the authorities cannot be read."""
-    credentials = None if target.tls_ca is None else grpc.ssl_channel_credentials(read_authorities(target.tls_ca))
+    """Connect for the length of the block. Raises RouterConfigError when a TLS file cannot be read."""
+    tls = target.tls
     async with AsyncClient(
         target.address,
         timeout_s=target.timeout_s,
         api_key=target.api_key,
-        credentials=credentials,
-        tls_name=target.tls_name,
+        credentials=None if tls is None else tls.credentials,
+        tls_name=None if tls is None else tls.server_name,
     ) as client:
         yield GrpcSender(client, target)
 

@@ -5,11 +5,9 @@ those between pieces of text, and the numbers of tokens come from the usage at t
 """
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,7 +19,7 @@ from bench.errors import BenchError
 from bench.load.calls import Call, Chat
 from bench.load.http_chunks import Chunk, ChunkError
 from bench.load.records import CallError, ErrorKind, Usage
-from bench.load.sender import Received, ServedModel, Target, choose_model, read_authorities
+from bench.load.sender import Received, ServedModel, Target, choose_model
 
 _END_TIMEOUT_S = 1.0
 
@@ -37,10 +35,8 @@ _KINDS = {
 
 @asynccontextmanager
 async def connect_http(target: Target) -> AsyncIterator["HttpSender"]:
-    """Connect for the length of the block. Raises BenchError when the authorities cannot be read."""
-    tls: ssl.SSLContext | bool = True
-    if target.tls_ca is not None:
-        tls = _trust(target.tls_ca)
+    """Connect for the length of the block. Raises RouterConfigError when a TLS file cannot be used."""
+    tls = True if target.tls is None else target.tls.context
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=tls),  # 0: as many connections as there are requests
         timeout=aiohttp.ClientTimeout(total=target.timeout_s),
@@ -56,13 +52,14 @@ class HttpSender:
         self._session = session
         self._target = target
         self._base = target.address.rstrip("/").removesuffix("/v1")
+        self._server_name = None if target.tls is None else target.tls.server_name
         self._model = target.model
 
     async def find_model(self) -> ServedModel:
         """See `Sender`."""
         url = f"{self._base}/v1/models"
         try:
-            async with self._session.get(url, server_hostname=self._target.tls_name) as response:
+            async with self._session.get(url, server_hostname=self._server_name) as response:
                 response.raise_for_status()
                 models = _Models.decode(await response.read())
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
@@ -78,7 +75,7 @@ class HttpSender:
                 f"{self._base}{path}",
                 data=msgspec.json.encode(body),
                 headers={"content-type": "application/json"},
-                server_hostname=self._target.tls_name,
+                server_hostname=self._server_name,
             ) as response:
                 if response.status != HTTPStatus.OK:
                     raise CallError(_kind_of(response.status), _message_of(await response.read()))
@@ -138,13 +135,6 @@ async def _read_rest(content: aiohttp.StreamReader) -> None:
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(_END_TIMEOUT_S):
             await content.read()
-
-
-def _trust(file: Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cadata=read_authorities(file).decode())
-    except (ssl.SSLError, UnicodeDecodeError) as error:
-        raise BenchError(f"{file} is not PEM: {error}") from error
 
 
 def _message_of(body: bytes) -> str:

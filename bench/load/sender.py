@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Protocol as Interface
 
 from bench.errors import BenchError
 from bench.load.calls import Call
 from bench.load.records import Usage
+from router.tls import ClientTls
 
 Received = Callable[[int], None]
 """Called when something of an answer comes: so many tokens, now."""
@@ -31,10 +31,8 @@ class Target:
     model: str = ""
     """Name of the model; may be left out where one is served."""
     api_key: str | None = None
-    tls_ca: Path | None = None
-    """Authorities of the service's certificate (PEM). With it gRPC speaks TLS; HTTP does where the URL says https."""
-    tls_name: str | None = None
-    """Name that the certificate must have; None: that in the address."""
+    tls: ClientTls | None = None
+    """With it gRPC speaks TLS; HTTP does where the URL says https."""
     timeout_s: float = 300.0
     """Limit of each request."""
     temperature: float = 0.0
@@ -92,11 +90,3 @@ def choose_model(target: Target, names: Sequence[str]) -> str:
         return names[0]
     wanted = f"no model {target.model!r}" if target.model else "more than one model; say which with --model"
     raise BenchError(f"{target.address} serves {wanted if names else 'no model'}: {', '.join(names) or 'none'}")
-
-
-def read_authorities(file: Path) -> bytes:
-    """Read the PEM file. Raises BenchError when it cannot be read."""
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise BenchError(f"{file} cannot be read: {error.strerror}") from error

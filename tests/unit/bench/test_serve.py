@@ -19,12 +19,13 @@ import pytest_asyncio
 import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from helpers.certificates import inner_tls
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import RunningRouter, router_config, running_router
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench.errors import BenchError
+from bench.errors import BenchConfigError, BenchError
 from bench.load.arrivals import ClosedLoop, OpenLoop
 from bench.load.calls import Call, Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
@@ -41,7 +42,7 @@ from bench.load.watcher import ServeWatcher
 from cluster.cli import app
 from router.config import MetricsConfig
 from router.keys import hash_key
-from router.tls import TlsFiles
+from router.tls import ClientTls, TlsFiles
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
@@ -280,7 +281,7 @@ async def test_services_with_tls_and_keys_are_measured_too(protocol: Protocol, t
     ca.cert_pem.write_to_path(str(authority))
     ca.issue_cert("weft.example.org").private_key_and_cert_chain_pem.write_to_path(str(cert))
     keys.write_text(f"keys: [{{name: alice, sha256: {hash_key('wk-1')}}}]")
-    tls = TlsFiles(cert_file=str(cert), key_file=str(cert))
+    tls = TlsFiles(cert_file=str(cert), key_file=str(cert), ca_file=str(authority))
     async with (
         FakeReplica("a") as replica,
         running_router(router_config(replica.address, http_port=0, tls=tls, api_keys=str(keys))) as router,
@@ -289,16 +290,18 @@ async def test_services_with_tls_and_keys_are_measured_too(protocol: Protocol, t
         where = Target(
             protocol=protocol,
             address=grpc_address if protocol is Protocol.GRPC else url,
-            tls_ca=authority,
-            tls_name="weft.example.org",
+            tls=ClientTls(
+                ca_file=str(authority), cert_file=str(cert), key_file=str(cert), server_name="weft.example.org"
+            ),
             timeout_s=20.0,
         )
         (point,) = (await measure(options(replace(where, api_key="wk-1"), num_requests=2))).points
         assert point.summary.num_answered == 2
         with pytest.raises(BenchError, match=r"unauthenticated|401"):
             await measure(options(replace(where, api_key="wk-2")))
-        with pytest.raises(BenchError, match=r"none\.pem cannot be read: No such file"):
-            await measure(options(replace(where, tls_ca=tmp_path / "none.pem")))
+        nobody = ClientTls(ca_file=str(authority), server_name="weft.example.org")
+        with pytest.raises(BenchError, match=r"unavailable|gives no list of models"):
+            await measure(options(replace(where, api_key="wk-1", tls=nobody)))
 
 
 async def test_line_of_json_has_everything_but_the_key(router: RunningRouter, tmp_path: Path) -> None:
@@ -482,12 +485,16 @@ async def test_answers_that_nobody_understands_are_failed_requests(answer: bytes
     assert sum(point.summary.errors.values()) == 2
 
 
-async def test_authorities_that_are_no_certificates_are_told(tmp_path: Path) -> None:
-    file = tmp_path / "ca.pem"
-    file.write_bytes(b"\xff\xfe no certificate")
-    where = Target(protocol=Protocol.HTTP, address="https://127.0.0.1:1", tls_ca=file)
-    with pytest.raises(BenchError, match=r"ca\.pem is not PEM"):
-        await measure(options(where))
+@pytest.mark.parametrize("address", [{"url": "https://127.0.0.1:1"}, {"router": "127.0.0.1:1"}], ids=["http", "grpc"])
+def test_flags_say_who_is_trusted_and_who_asks(address: dict[str, str], tmp_path: Path) -> None:
+    files = inner_tls(trustme.CA(), tmp_path)
+    flags = {"tls_ca": files.ca_file, "tls_cert": files.cert_file, "tls_key": files.key_file, "tls_name": "n"}
+    tls = parse_target(ServiceFlags(**address, **flags), PromptFlags()).tls
+    assert tls == ClientTls(ca_file=files.ca_file, cert_file=files.cert_file, key_file=files.key_file, server_name="n")
+    assert parse_target(ServiceFlags(**address), PromptFlags()).tls is None
+    Path(files.ca_file).write_bytes(b"\xff\xfe no certificate")
+    with pytest.raises(BenchConfigError, match=r"ca\.crt: .*; allowed: certificates of authorities, PEM"):
+        parse_target(ServiceFlags(**address, **flags), PromptFlags())
 
 
 async def test_command_ends_with_an_error_when_nothing_was_answered(
@@ -530,6 +537,8 @@ def test_flags_that_nothing_looks_at_are_found() -> None:
         (["--replay"], "--replay is given, and --dataset random has no times; allowed: with --dataset trace"),
         (["--url", "http://a", "--tls-ca", "f"], "--tls-ca is 'f', and the connection is plain; allowed: with an http"),
         (["--tls-name", "n"], "--tls-name is 'n', and the connection is plain; allowed: with --tls-ca"),
+        (["--tls-cert", "f"], "--tls-cert is 'f', and the connection is plain; allowed: with --tls-ca"),
+        (["--url", "https://a", "--tls-key", "f"], "a client's certificate lacks its key, or a key its certificate"),
         (["--rate", "fast"], "--rate is 'fast'; allowed: a number, or several as in 1,4,16"),
         (["--concurrency", "1.5"], "--concurrency is '1.5'"),
         (["--send-targets", "--e2e-target", "9"], "--send-targets: there is none; allowed: with --ttft-target"),

@@ -1,12 +1,14 @@
-"""`weft generate` against a router that wants TLS and a key."""
+"""`weft generate`, and what it has in common with `weft chat`: TLS, keys and what goes with a request."""
 
 import asyncio
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import trustme
+from helpers.certificates import inner_tls
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import router_config, running_router
 from typer.testing import CliRunner
@@ -16,7 +18,7 @@ from cluster.errors import ClusterConfigError, RequestError
 from cluster.generate import generate
 from router.config import MetricsConfig
 from router.keys import hash_key
-from router.tls import TlsFiles
+from router.tls import ClientTls, TlsFiles
 
 
 async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +37,6 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
             generate,
             "hi",
             router=router.addresses.grpc,
-            tls_name="weft.example.org",
             model="",
             is_chat=False,
             system=None,
@@ -44,14 +45,31 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
             timeout_s=20.0,
             options={"max_tokens": 2},
         )
-        await asyncio.to_thread(send, tls_ca=authority, api_key="wk-1")
+        trusting = ClientTls(ca_file=str(authority), server_name="weft.example.org")
+        await asyncio.to_thread(send, tls=trusting, api_key="wk-1")
         assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] == 2
         with pytest.raises(RequestError, match="unavailable: "):
-            await asyncio.to_thread(send, tls_ca=authority, tls_name="other.example.org", api_key="wk-1")
+            await asyncio.to_thread(send, tls=replace(trusting, server_name="other.example.org"), api_key="wk-1")
         with pytest.raises(RequestError, match="unauthenticated: the API key is not known"):
-            await asyncio.to_thread(send, tls_ca=authority, api_key="wk-2")
-        with pytest.raises(RequestError, match=r"none\.pem cannot be read: No such file"):
-            await asyncio.to_thread(send, tls_ca=tmp_path / "none.pem", api_key=None)
+            await asyncio.to_thread(send, tls=trusting, api_key="wk-2")
+
+
+COMMANDS = pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=["generate", "chat"])
+
+
+@COMMANDS
+async def test_router_that_wants_a_certificate_is_shown_one(command: list[str], tmp_path: Path) -> None:
+    ca = trustme.CA()
+    files, mine = inner_tls(ca, tmp_path / "router", name="localhost"), inner_tls(ca, tmp_path / "client", name="alice")
+    tls = TlsFiles(cert_file=files.cert_file, key_file=files.key_file, ca_file=files.ca_file)
+    async with FakeReplica("a") as a, running_router(router_config(a.address, tls=tls)) as router:
+        trusting = [*command, "--router", router.addresses.grpc, "--tls-name", "localhost", "--tls-ca", mine.ca_file]
+        shown = ["--tls-cert", mine.cert_file, "--tls-key", mine.key_file]
+        answer = await asyncio.to_thread(CliRunner().invoke, app, [*trusting, *shown], input="hi\n")
+        assert answer.exit_code == 0
+        refused = await asyncio.to_thread(CliRunner().invoke, app, [*trusting, "--timeout", "5"], input="hi\n")
+        assert isinstance(refused.exception, RequestError)
+        assert len(a.submits) == 1
 
 
 async def test_targets_go_with_the_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,11 +99,19 @@ def test_log_probabilities_that_nothing_would_show_are_refused() -> None:
     assert "--logprobs: plain output does not show them; allowed: with --json" in str(result.exception)
 
 
-@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=["generate", "chat"])
-def test_name_of_a_certificate_is_refused_without_tls(command: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "--router", "127.0.0.1:1", "--tls-name", "weft"])
+@COMMANDS
+@pytest.mark.parametrize("flag", ["--tls-cert", "--tls-key", "--tls-name"])
+def test_what_is_said_of_certificates_is_refused_without_tls(command: list[str], flag: str) -> None:
+    result = CliRunner().invoke(app, [*command, "--router", "127.0.0.1:1", flag, "weft"])
     assert isinstance(result.exception, ClusterConfigError)
-    assert "--tls-name: without TLS there is no certificate; allowed: with --tls-ca" in str(result.exception)
+    assert f"{flag}: without TLS nobody shows a certificate; allowed: with --tls-ca" in str(result.exception)
+
+
+@COMMANDS
+def test_key_that_cannot_be_one_is_told(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--router", "127.0.0.1:1", "--api-key", "wk\n"])
+    assert isinstance(result.exception, RequestError)
+    assert "unauthenticated: the API key holds a line break" in str(result.exception)
 
 
 def test_system_message_of_no_chat_is_refused() -> None:
@@ -121,10 +147,32 @@ def test_what_is_no_text_is_refused() -> None:
     assert "the prompt on stdin is no text: 'utf-8' codec can't decode byte 0xe9" in str(result.exception)
 
 
-def test_file_without_a_certificate_is_told(tmp_path: Path) -> None:
-    (file := tmp_path / "ca.pem").write_text("models: []")
-    result = CliRunner().invoke(app, ["generate", "hi", "--router", "127.0.0.1:1", "--tls-ca", str(file)])
-    assert f"--tls-ca: {file} holds no certificate; allowed: PEM" in str(result.exception)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("ca.crt", "models: []", "ca.crt: no certificate or crl found; allowed: certificates of authorities, PEM"),
+        ("ca.crt", None, "ca.crt cannot be read: No such file"),
+        ("tls.key", trustme.CA().issue_cert("weft").private_key_pem.bytes().decode(), "key values mismatch"),
+    ],
+)
+def test_files_of_certificates_that_do_not_fit_are_told(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    tls = inner_tls(trustme.CA(), tmp_path)
+    file = tmp_path / name
+    file.unlink() if content is None else file.write_text(content)
+    flags = ["--tls-ca", tls.ca_file, "--tls-cert", tls.cert_file, "--tls-key", tls.key_file]
+    result = CliRunner().invoke(app, ["generate", "hi", "--router", "127.0.0.1:1", *flags])
+    assert isinstance(result.exception, ClusterConfigError)
+    assert message in str(result.exception)
+
+
+def test_certificate_is_refused_without_its_key(tmp_path: Path) -> None:
+    tls = inner_tls(trustme.CA(), tmp_path)
+    flags = ["--tls-ca", tls.ca_file, "--tls-cert", tls.cert_file]
+    result = CliRunner().invoke(app, ["generate", "hi", "--router", "127.0.0.1:1", *flags])
+    assert isinstance(result.exception, ClusterConfigError)
+    assert "a client's certificate lacks its key" in str(result.exception)
 
 
 def test_refused_request_prints_nothing() -> None:
