@@ -53,6 +53,8 @@ def read_object(flag: str, text: str | None) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(text)
+    except RecursionError as error:
+        raise ClusterConfigError(f"{flag} is an object in too many others; allowed: a thousand, about") from error
     except ValueError as error:
         raise ClusterConfigError(f"{flag} is {text!r}, which is not JSON: {error}; allowed: an object") from error
     if not isinstance(value, dict):

@@ -16,7 +16,7 @@ here: an OverloadedError says when to try again.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager, suppress
+from contextlib import aclosing, closing, contextmanager
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -135,7 +135,7 @@ class Client(_TypedErrors):
         """Connect lazily: an address where nobody listens shows at the first call.
 
         Args:
-            target: host:port of the router's gRPC listener.
+            target: host:port of the router's gRPC listener. BadRequestError where it is no text.
             timeout_s: deadline of each call that names none; None: none.
             api_key: sent with every call; None: none. UnauthenticatedError where it cannot be one.
             credentials: for TLS, from `grpc.ssl_channel_credentials`; None: plain text.
@@ -243,19 +243,24 @@ class Client(_TypedErrors):
         """Wait until so many replicas of the model take requests; of any model, where none is named.
 
         Raises:
-            DeadlineError: that took longer than `timeout_s`.
+            DeadlineError: that took longer than `timeout_s`; says why the router could not be reached, if it could not.
         """
         deadline = time.monotonic() + timeout_s
+        failure: UnavailableError | None = None
         while (left_s := min(deadline - time.monotonic(), MAX_TIMEOUT_S)) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
-            with suppress(UnavailableError, DeadlineError), self._typed_errors():
-                response = self._stub.ListModels(
-                    pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True, metadata=self._metadata
-                )
+            try:
+                with self._typed_errors():
+                    response = self._stub.ListModels(pb.ListModelsRequest(), timeout=left_s, metadata=self._metadata)
                 if _is_ready(to_models(response), model, replicas):
                     return
+                failure = None
+            except UnavailableError as error:
+                failure = error
+            except DeadlineError:
+                pass  # says nothing new of why
             time.sleep(min(_READY_POLL_S, max(deadline - time.monotonic(), 0)))
-        raise _not_ready(timeout_s, model, replicas)
+        raise _not_ready(timeout_s, model, replicas, failure) from failure
 
 
 class AsyncClient(_TypedErrors):
@@ -361,22 +366,34 @@ class AsyncClient(_TypedErrors):
     async def wait_ready(self, timeout_s: float, *, model: str = "", replicas: int = 1) -> None:
         """Wait until so many replicas of the model take requests; see Client.wait_ready."""
         deadline = time.monotonic() + timeout_s
+        failure: UnavailableError | None = None
         while (left_s := min(deadline - time.monotonic(), MAX_TIMEOUT_S)) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
-            with suppress(UnavailableError, DeadlineError), self._typed_errors():
-                response = await self._stub.ListModels(
-                    pb.ListModelsRequest(), timeout=left_s, wait_for_ready=True, metadata=self._metadata
-                )
+            try:
+                with self._typed_errors():
+                    response = await self._stub.ListModels(
+                        pb.ListModelsRequest(), timeout=left_s, metadata=self._metadata
+                    )
                 if _is_ready(to_models(response), model, replicas):
                     return
+                failure = None
+            except UnavailableError as error:
+                failure = error
+            except DeadlineError:
+                pass  # says nothing new of why
             await asyncio.sleep(min(_READY_POLL_S, max(deadline - time.monotonic(), 0)))
-        raise _not_ready(timeout_s, model, replicas)
+        raise _not_ready(timeout_s, model, replicas, failure) from failure
 
 
 def _channel_options(
     target: str, credentials: grpc.ChannelCredentials | None, tls_name: str | None
 ) -> list[tuple[str, str | int]]:
     """Return how `target` is dialled: a router of this machine by no proxy, whatever the environment says."""
+    if not isinstance(target, str):
+        raise BadRequestError(
+            f"target is of type {type(target).__name__}; allowed: text, host:port",
+            code=grpc.StatusCode.INVALID_ARGUMENT,
+        )
     if credentials is None and tls_name is not None:
         raise BadRequestError(
             f"tls_name is {tls_name!r} where no certificate is shown; allowed: with credentials",
@@ -397,6 +414,10 @@ def _with_context(metadata: TraceContext | None, context: TraceContext) -> Trace
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
     if api_key is None:
         return None
+    if not isinstance(api_key, str):
+        raise UnauthenticatedError(
+            f"the API key is of type {type(api_key).__name__}; allowed: text", code=grpc.StatusCode.UNAUTHENTICATED
+        )
     if not (api_key.isascii() and api_key.isprintable()):
         raise UnauthenticatedError(
             "the API key holds a line break, or another character that is not printable ASCII",
@@ -409,9 +430,10 @@ def _is_ready(models: list[ModelInfo], model: str, replicas: int) -> bool:
     return any(each.ready_replicas >= replicas for each in models if model in ("", each.name))
 
 
-def _not_ready(timeout_s: float, model: str, replicas: int) -> DeadlineError:
+def _not_ready(timeout_s: float, model: str, replicas: int, failure: UnavailableError | None) -> DeadlineError:
     who = f"{model} had no" if model else "no model had"
+    why = "" if failure is None else f": {failure}"
     return DeadlineError(
-        f"{who} {replicas} ready replicas within {timeout_s} s",
+        f"{who} {replicas} ready replicas within {timeout_s} s{why}",
         code=grpc.StatusCode.DEADLINE_EXCEEDED,
     )

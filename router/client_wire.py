@@ -155,7 +155,7 @@ def to_error(error: grpc.RpcError) -> ClientError:
 def _only_what_fits(what: str = "a value") -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError) as error:  # protobuf's, for a value of the wrong type or range
+    except (TypeError, ValueError, RecursionError) as error:  # for a value of the wrong type or range, or too deep
         raise _refused(f"{what} does not fit its field: {error}") from error
 
 
@@ -195,9 +195,11 @@ def _to_chat(
     continue_final_message: bool = False,
 ) -> pb.ChatPrompt:
     """Return the wire form of a conversation."""
+    with _only_what_fits("chat_template_kwargs"):
+        kwargs_json = json.dumps(chat_template_kwargs, allow_nan=False) if chat_template_kwargs else ""
     return pb.ChatPrompt(
         messages=[_to_message(index, message) for index, message in enumerate(messages)],
-        chat_template_kwargs_json=json.dumps(chat_template_kwargs, allow_nan=False) if chat_template_kwargs else "",
+        chat_template_kwargs_json=kwargs_json,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
     )

@@ -9,11 +9,15 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+import trustme
+from helpers.certificates import inner_tls
 from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
 from helpers.ports import unlisted_port
 from weft.addresses import join_host_port, split_host_port
@@ -41,6 +45,7 @@ from router.errors import DeadlineError as RouterDeadlineError
 from router.errors import NoReplicaError, ReplicaFailedError
 from router.errors import OverloadedError as RouterOverloadedError
 from router.server import GrpcListener
+from router.tls import TlsFiles
 
 MAX_MESSAGE_BYTES = 1 << 20
 USER = {"role": "user", "content": "Hi"}
@@ -237,6 +242,11 @@ async def test_every_option_arrives(client: AsyncClient, dispatch: FakeDispatch)
     assert [field.name for field, _ in second.sampling.ListFields()] == ["stop"]
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A mapping in so many others."""
+    return reduce(lambda inner, _: {"in": inner}, range(depth), {})
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -261,7 +271,8 @@ async def test_every_option_arrives(client: AsyncClient, dispatch: FakeDispatch)
         ({"prompt": "Hi", "chat_template_kwargs": {"think": False}}, "allowed: with messages"),
         ({"prompt": "Hi", "continue_final_message": True}, "continue_final_message with a prompt that is no conver"),
         ({"messages": [USER], "chat_template_kwargs": {"think": {1}}}, "does not fit"),
-        ({"messages": [USER], "chat_template_kwargs": {"think": math.nan}}, "does not fit"),
+        ({"messages": [USER], "chat_template_kwargs": {"think": math.nan}}, "chat_template_kwargs does not fit"),
+        ({"messages": [USER], "chat_template_kwargs": nested(3000)}, "chat_template_kwargs does not fit"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_here(arguments: dict[str, Any], said: str) -> None:
@@ -579,10 +590,37 @@ async def test_wait_ready_gives_up_in_time(client: AsyncClient, target: str) -> 
     with pytest.raises(DeadlineError, match="3 ready replicas"):
         await with_sync(target, lambda sync: sync.wait_ready(0.2, replicas=3))
     async with AsyncClient("127.0.0.1:1") as lost:
-        with pytest.raises(DeadlineError, match=r"^no model had 1 ready replicas"):
+        with pytest.raises(DeadlineError, match=r"^no model had 1 ready replicas within 0\.2 s: .*Connection refused"):
             await lost.wait_ready(0.2)
 
     assert time.monotonic() - started < 10
+
+
+async def test_wait_ready_tells_why_the_router_could_not_be_reached(dispatch: FakeDispatch, tmp_path: Path) -> None:
+    files = inner_tls(trustme.CA(), tmp_path, name="localhost")
+    listener = GrpcListener(
+        dispatch,
+        host="127.0.0.1",
+        port=0,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        tls=TlsFiles(cert_file=files.cert_file, key_file=files.key_file),
+    )
+    await listener.start()
+    target, mistaken = listener.address, grpc.ssl_channel_credentials(trustme.CA().cert_pem.bytes())
+
+    def wait() -> None:
+        with Client(target, credentials=mistaken) as client:
+            client.wait_ready(1)
+
+    try:
+        with pytest.raises(DeadlineError, match="CERTIFICATE_VERIFY_FAILED") as caught:
+            await asyncio.to_thread(wait)
+        assert isinstance(caught.value.__cause__, UnavailableError)
+        async with AsyncClient(target, credentials=mistaken) as client:
+            with pytest.raises(DeadlineError, match="CERTIFICATE_VERIFY_FAILED"):
+                await client.wait_ready(1)
+    finally:
+        await listener.stop(0)
 
 
 def test_error_comes_out_of_another_process_as_it_was() -> None:
@@ -633,6 +671,18 @@ def test_times_of_few_tokens_are_none() -> None:
 def test_key_that_no_header_can_hold_is_told_at_once(api_key: str) -> None:
     with pytest.raises(UnauthenticatedError, match="holds a line break, or another character"):
         Client("127.0.0.1:1", api_key=api_key)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_address_and_key_that_are_no_text_are_told_at_once(kind: type[Client | AsyncClient]) -> None:
+    for target in (None, 50051, b"127.0.0.1:50051"):
+        with pytest.raises(
+            BadRequestError, match=rf"target is of type {type(target).__name__}; allowed: text, host:po"
+        ):
+            kind(target)  # type: ignore[arg-type]
+    for api_key in (5, b"wk-1"):
+        with pytest.raises(UnauthenticatedError, match=rf"API key is of type {type(api_key).__name__}; allowed: text"):
+            kind("127.0.0.1:1", api_key=api_key)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
