@@ -1,0 +1,42 @@
+"""Weft's service beside another server: what is made of rounds, and which models can be compared."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.errors import BenchConfigError
+from bench.load.records import CallRecord, Usage
+from bench.load.statistics import summarize as summarize_run
+from bench.peers.served import Measured, Times, main, summarize
+from cluster.make_model import make_model
+
+
+def measured(service: str, *, first_s: float, tokens: int = 11, load: str = "8 at a time") -> Measured:
+    """One request, whose tokens come 10 ms apart after the first."""
+    record = CallRecord(num_asked=tokens, due_s=None, sent_s=0.0)
+    for number in range(tokens):
+        record.note(1, first_s + 0.01 * number)
+    assert record.last_s is not None
+    record.finish(Usage(prompt_tokens=5, cached_tokens=0, completion_tokens=tokens), record.last_s)
+    return Measured(service=service, load=load, summary=summarize_run([record]))
+
+
+def test_a_row_has_the_medians_of_its_rounds() -> None:
+    rounds = [measured("weft", first_s=first_s) for first_s in (0.3, 0.1, 0.2)]
+    weft, vllm = summarize([*rounds, measured("vllm", first_s=0.4)])
+    assert (weft.service, vllm.service) == ("weft", "vllm")
+    assert weft.ttft == pytest.approx(Times(0.2, 0.2))
+    assert weft.tpot == pytest.approx(Times(0.01, 0.01))
+    assert weft.output_rate == pytest.approx(11 / 0.3)
+    assert vllm.output_rate == pytest.approx(11 / 0.5)
+
+
+def test_loads_have_rows_of_their_own() -> None:
+    rows = summarize([measured("weft", first_s=0.1), measured("weft", first_s=0.3, load="1 at a time")])
+    assert [(row.load, row.ttft and row.ttft.p50_s) for row in rows] == [("8 at a time", 0.1), ("1 at a time", 0.3)]
+
+
+def test_a_tokenizer_that_knows_few_of_the_tokens_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", preset="tiny", sizes={"vocab_size": 9000}, dtype="float32", seed=0, tokenizer=None)
+    with pytest.raises(BenchConfigError, match="has 2048 of 9000 tokens"):
+        main([str(tmp_path / "m")])
