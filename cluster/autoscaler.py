@@ -1,16 +1,17 @@
 """Decides how many replicas a model should have, from what was observed of it lately.
 
-Pure: observations and the time in, a number and its reason out. Who observes, and who starts and drains groups, is
-the controller. Every observation asks for a number of replicas; the wanted number follows once all observations of a
-delay agree, so that neither a burst nor a lull of a few seconds moves it:
+Pure: observations in, a number and its reason out. Who observes, and who starts and drains groups, is the controller.
+Every observation asks for a number of replicas; the wanted number follows once all observations of a delay agree, so
+that neither a burst nor a lull of a few seconds moves it:
 
     up    when the least that any observation of the last `upscale_delay_s` asks for is more than what is wanted
     down  when the most that any observation of the last `downscale_delay_s` asks for is less
 """
 
 import math
+import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -87,7 +88,10 @@ class Decision:
 
 
 class Autoscaler:
-    """Holds the rules of one model; `decide` is a pure function of its arguments."""
+    """Holds the rules of one model, and what it must know of the observations before: little, however long the delays.
+
+    The same observations always give the same decisions.
+    """
 
     def __init__(self, config: AutoscalerConfig, *, min_replicas: int, max_replicas: int) -> None:
         """Bounds: 0 <= min_replicas <= max_replicas, and max_replicas at least 1."""
@@ -95,50 +99,51 @@ class Autoscaler:
         self._config = config
         self._min_replicas = min_replicas
         self._max_replicas = max_replicas
+        self._window: deque[Observation] = deque()
+        self._least = _Extreme(config.upscale_delay_s, operator.le)
+        self._most = _Extreme(config.downscale_delay_s, operator.ge)
+        self._first_s = math.inf
+        self._busy_s = -math.inf
+        """When there was a request last."""
 
-    @property
-    def horizon_s(self) -> float:
-        """Observations older than this are never looked at."""
-        config = self._config
-        return max(config.upscale_delay_s, config.downscale_delay_s, config.idle_s) + config.window_s
-
-    def decide(self, observations: Sequence[Observation], wanted: int, now_s: float) -> Decision:
-        """Return what follows from these observations, oldest first and the last one of now, for `wanted` replicas.
+    def decide(self, observation: Observation, wanted: int) -> Decision:
+        """Return what follows from this observation, of now, and those before it for `wanted` replicas.
 
         A delay counts only when the observations reach back so far: after a restart nothing shrinks too early.
         """
-        config = self._config
+        config, now_s = self._config, observation.time_s
+        self._note(observation)
+        asked = self._ask()
+        least, most = self._least.add(now_s, asked), self._most.add(now_s, asked)
         if not self._min_replicas <= wanted <= self._max_replicas:
             bounded = min(max(wanted, self._min_replicas), self._max_replicas)
             return Decision(replicas=bounded, reason=f"{wanted} is out of bounds")
-        latest = observations[-1]
         if wanted == 0:
-            if latest.num_requests:
-                return Decision(replicas=1, reason=f"{latest.num_requests} requests wait for the first replica")
+            if observation.num_requests:
+                return Decision(replicas=1, reason=f"{observation.num_requests} requests wait for the first replica")
             return Decision(replicas=0, reason="")
-        first_s = now_s - max(config.upscale_delay_s, config.downscale_delay_s) - config.window_s
-        asked = list(self._asked(each for each in observations if each.time_s > first_s))
-        least = min(_since(asked, now_s - config.upscale_delay_s), key=_replicas)
-        if least.replicas > wanted and _reaches(observations, now_s - config.upscale_delay_s):
+        watched_s = now_s - self._first_s
+        if least.replicas > wanted and watched_s >= config.upscale_delay_s:
             return least
-        most = max(_since(asked, now_s - config.downscale_delay_s), key=_replicas)
-        if most.replicas < wanted and _reaches(observations, now_s - config.downscale_delay_s):
+        if most.replicas < wanted and watched_s >= config.downscale_delay_s:
             return most
-        if self._min_replicas == 0 and wanted == 1 and self._is_idle(observations, now_s):
+        is_idle = min(watched_s, now_s - self._busy_s) >= config.idle_s
+        if self._min_replicas == 0 and wanted == 1 and is_idle:
             return Decision(replicas=0, reason=f"no request for {config.idle_s:g} s")
         return Decision(replicas=wanted, reason="")
 
-    def _asked(self, observations: Iterable[Observation]) -> Iterable[tuple[float, Decision]]:
-        """Yield what each observation asks for, with the window before it."""
-        window: deque[Observation] = deque()
-        for observation in observations:
-            window.append(observation)
-            while window[0].time_s <= observation.time_s - self._config.window_s:
-                window.popleft()
-            yield observation.time_s, self._ask(window)
+    def _note(self, observation: Observation) -> None:
+        now_s = observation.time_s
+        self._first_s = min(self._first_s, now_s)
+        if observation.num_requests or observation.num_finished:
+            self._busy_s = now_s
+        self._window.append(observation)
+        while self._window[0].time_s <= now_s - self._config.window_s:
+            self._window.popleft()
 
-    def _ask(self, window: deque[Observation]) -> Decision:
-        config, latest = self._config, window[-1]
+    def _ask(self) -> Decision:
+        """Return what the latest observation asks for, with the window before it."""
+        config, window, latest = self._config, self._window, self._window[-1]
         requests = sum(each.num_requests for each in window) / len(window)
         asked = Decision(
             replicas=_ceil(requests / config.target_requests),
@@ -159,10 +164,25 @@ class Autoscaler:
         replicas = min(max(asked.replicas, self._min_replicas, 1), self._max_replicas)
         return Decision(replicas=replicas, reason=asked.reason)
 
-    def _is_idle(self, observations: Sequence[Observation], now_s: float) -> bool:
-        since_s = now_s - self._config.idle_s
-        is_quiet = not any(each.num_requests or each.num_finished for each in observations if each.time_s > since_s)
-        return is_quiet and _reaches(observations, since_s)
+
+class _Extreme:
+    """What was asked for within a delay that beats all else, the most or the least; of equals, the latest."""
+
+    def __init__(self, delay_s: float, beats: Callable[[int, int], bool]) -> None:
+        self._delay_s = delay_s
+        self._beats = beats
+        self._asked: deque[tuple[float, Decision]] = deque()
+        """Each beats all after it, so that there are no more than numbers of replicas."""
+
+    def add(self, time_s: float, decision: Decision) -> Decision:
+        """Take note of what is asked for now, and return the extreme."""
+        asked = self._asked
+        while asked and self._beats(decision.replicas, asked[-1][1].replicas):
+            asked.pop()
+        asked.append((time_s, decision))
+        while asked[0][0] < time_s - self._delay_s:
+            asked.popleft()
+        return asked[0][1]
 
 
 def _by_latency(num_ready: int, missed: float) -> int:
@@ -175,15 +195,3 @@ def _by_latency(num_ready: int, missed: float) -> int:
 
 def _ceil(replicas: float) -> int:
     return math.ceil(round(replicas, _ROUNDING_DIGITS))
-
-
-def _replicas(decision: Decision) -> int:
-    return decision.replicas
-
-
-def _since(asked: Iterable[tuple[float, Decision]], time_s: float) -> Iterable[Decision]:
-    return (decision for asked_s, decision in asked if asked_s >= time_s)
-
-
-def _reaches(observations: Sequence[Observation], time_s: float) -> bool:
-    return observations[0].time_s <= time_s

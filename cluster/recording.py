@@ -1,7 +1,5 @@
 """Writes down what the autoscaler decides: each observation, and the number of replicas that follows from it."""
 
-from collections.abc import Sequence
-
 import msgspec
 from weft.recording import FrameSink
 
@@ -69,8 +67,8 @@ class RecordingAutoscaler(Autoscaler):
         self._number = number
         self._sink = sink
 
-    def decide(self, observations: Sequence[Observation], wanted: int, now_s: float) -> Decision:
-        """Return what follows from these observations, of which there is one at least."""
-        decision = super().decide(observations, wanted, now_s)
-        self._sink.write(Decided(now_s, self._number, observations[-1], wanted, decision))
+    def decide(self, observation: Observation, wanted: int) -> Decision:
+        """Return what follows from this observation and those before it."""
+        decision = super().decide(observation, wanted)
+        self._sink.write(Decided(observation.time_s, self._number, observation, wanted, decision))
         return decision

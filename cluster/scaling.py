@@ -5,13 +5,12 @@ A look adds up what replicas and routers say now. What another number means for 
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from cluster.autoscaler import Autoscaler, Decision, Observation
+from cluster.autoscaler import Autoscaler, Observation
 from cluster.config import ModelSection
 from cluster.demand import Demand, DemandLedger
 from cluster.rank_values import ReplicaLoad
@@ -19,8 +18,6 @@ from cluster.recording import ScalingRecording
 
 LOOK_S = 2.0
 """Seconds from one look to the next."""
-_REACH_S = 5 * LOOK_S
-"""Observations are kept so much longer than needed: one must be as old as a delay, and a look takes time."""
 
 
 class ScaledState(Protocol):
@@ -44,28 +41,12 @@ class ScaledState(Protocol):
         """Want so many replicas; return how many were wanted before."""
 
 
-class Watch:
-    """What was observed of one model, as far back as its autoscaler looks. Pure."""
-
-    def __init__(self, autoscaler: Autoscaler) -> None:
-        self._autoscaler = autoscaler
-        self._observations: deque[Observation] = deque()
-
-    def follow(self, observation: Observation, wanted: int) -> Decision:
-        """Add one observation, and decide."""
-        observations, now_s = self._observations, observation.time_s
-        observations.append(observation)
-        while observations[0].time_s < now_s - self._autoscaler.horizon_s - _REACH_S:
-            observations.popleft()
-        return self._autoscaler.decide(list(observations), wanted, now_s)
-
-
 @dataclass(slots=True, kw_only=True)
 class _WatchedModel:
     """One model, as long as nobody else changes its number or its rules; then everything is observed anew."""
 
     section: ModelSection
-    watch: Watch
+    autoscaler: Autoscaler
 
 
 class Scaling:
@@ -116,8 +97,8 @@ class Scaling:
     def _follow(self, name: str, section: ModelSection, observation: Observation) -> None:
         model = self._watched.get(name)
         if model is None or model.section != section:
-            model = self._watched[name] = _WatchedModel(section=section, watch=Watch(self._autoscaler(name, section)))
-        decision = model.watch.follow(observation, section.replicas)
+            model = self._watched[name] = _WatchedModel(section=section, autoscaler=self._autoscaler(name, section))
+        decision = model.autoscaler.decide(observation, section.replicas)
         if decision.replicas != section.replicas:
             self._state.scale(name, decision.replicas, reason=decision.reason)
             model.section = self._state.sections()[name]

@@ -15,7 +15,7 @@ from cluster.demand import Demand, DemandLedger
 from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
 from cluster.plan_groups import LiveGroup, plan_groups
 from cluster.rank_values import ReplicaLoad
-from cluster.scaling import LOOK_S, Watch, observe
+from cluster.scaling import LOOK_S, observe
 from router.demand import REPORT_S
 from router.prefix_index import ReplicaId
 
@@ -88,7 +88,7 @@ class SimulatedController:
         self._routers = routers
         self._make_replica = make_replica
         self._time = time
-        self._watch = None if settings.autoscaling is None else _watch(settings.autoscaling)
+        self._autoscaler = None if settings.autoscaling is None else _autoscaler(settings.autoscaling)
         self._groups: list[SimulatedGroup] = []
         self._num_groups = 0
         self._start_s = 0.0  # of the first groups, which are served at once
@@ -111,7 +111,7 @@ class SimulatedController:
         self._tell_routers()  # before the first request comes, though that is now
         self._start_s = self._settings.start_s
         self._time.every(_TICK_S, self._reconcile)
-        if self._watch is not None:
+        if self._autoscaler is not None:
             self._time.every(LOOK_S, self._look)
             self._time.every(REPORT_S, self._report)
         for time_s, number in self._settings.failures:
@@ -123,10 +123,10 @@ class SimulatedController:
 
     def _look(self) -> None:
         """Do what Scaling.look does."""
-        assert self._watch is not None
+        assert self._autoscaler is not None
         loads = [_load(replica) for replica in self.ready]
         demand = self._ledger.take().get(MODEL, Demand())
-        decision = self._watch.follow(observe(loads, demand, self._time.now_s), self.wanted)
+        decision = self._autoscaler.decide(observe(loads, demand, self._time.now_s), self.wanted)
         if decision.replicas != self.wanted:
             self.wanted = decision.replicas
             self.most_replicas = max(self.most_replicas, self.wanted)
@@ -216,8 +216,8 @@ class SimulatedController:
         return [group.replica for group in self._groups if group.replica and group.lifecycle.state is state]
 
 
-def _watch(scaling: Autoscaling) -> Watch:
-    return Watch(Autoscaler(scaling.rules, min_replicas=scaling.min_replicas, max_replicas=scaling.max_replicas))
+def _autoscaler(scaling: Autoscaling) -> Autoscaler:
+    return Autoscaler(scaling.rules, min_replicas=scaling.min_replicas, max_replicas=scaling.max_replicas)
 
 
 def _is_placed(group: SimulatedGroup) -> bool:

@@ -14,8 +14,8 @@ from weft.recording import FrameSink
 import cluster.recording
 import router.recording
 import workers.recording
+from cluster.autoscaler import Autoscaler
 from cluster.recording import AutoscalerMade, Decided, ScalingCall, ScalingRecording, ScalingSetup
-from cluster.scaling import Watch
 from router.breaker import Breaker
 from router.policy import Policy
 from router.prefix_policy import make_policy
@@ -158,18 +158,17 @@ class ScalingReplay:
 
     def __init__(self, setup: ScalingSetup, sink: FrameSink) -> None:
         self._recording = ScalingRecording(sink)
-        self._watches: dict[int, Watch] = {}
+        self._autoscalers: dict[int, Autoscaler] = {}
 
     def repeat(self, call: ScalingCall) -> None:
         """Let the autoscaler look at what it looked at."""
         match call:
             case AutoscalerMade():
-                autoscaler = self._recording.autoscaler(
+                self._autoscalers[call.number] = self._recording.autoscaler(
                     call.model, call.config, min_replicas=call.min_replicas, max_replicas=call.max_replicas
                 )
-                self._watches[call.number] = Watch(autoscaler)
             case Decided():
-                self._watches[call.number].follow(call.observation, call.wanted)
+                self._autoscalers[call.number].decide(call.observation, call.wanted)
             case _:
                 assert_never(call)
 

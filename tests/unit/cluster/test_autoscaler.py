@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import random
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from cluster.autoscaler import Autoscaler, AutoscalerConfig, Decision, Observation
 from cluster.errors import ClusterConfigError
-from cluster.scaling import LOOK_S, Watch
+from cluster.scaling import LOOK_S
 
 TRACE = Path(__file__).parents[4] / "shared" / "traces" / "servegen_m_small_clients.jsonl.gz"
 CONFIG = AutoscalerConfig(target_requests=10, window_s=10, idle_s=60)
@@ -43,7 +44,8 @@ def decide(
     most: int = 8,
 ) -> Decision:
     autoscaler = Autoscaler(config, min_replicas=least, max_replicas=most)
-    return autoscaler.decide(observations, wanted, observations[-1].time_s)
+    *_, decision = (autoscaler.decide(each, wanted) for each in observations)
+    return decision
 
 
 def test_load_scales_up_after_the_delay_and_says_why() -> None:
@@ -66,6 +68,26 @@ def test_a_lull_shorter_than_the_delay_moves_nothing_and_a_longer_one_does() -> 
 
 def test_nothing_shrinks_before_the_observations_reach_back_far_enough() -> None:
     assert decide([look(time_s, ready=3) for time_s in range(200)], 3).replicas == 3
+
+
+def test_what_is_kept_does_not_grow_with_a_delay() -> None:
+    day = replace(CONFIG, downscale_delay_s=86_400, upscale_delay_s=86_400)
+    autoscaler, rng = Autoscaler(day, min_replicas=1, max_replicas=8), random.Random(0)
+    for time_s in range(0, 40_000, 10):
+        assert autoscaler.decide(look(time_s, ready=3, running=rng.randint(0, 90)), 3).replicas == 3
+        assert max(len(autoscaler._most._asked), len(autoscaler._least._asked), len(autoscaler._window)) <= 8
+
+
+def test_the_most_of_a_delay_is_forgotten_with_the_delay() -> None:
+    loads = [*[25] * 10, *[15] * 30, *[5] * 200]
+    autoscaler = Autoscaler(replace(CONFIG, downscale_delay_s=100, window_s=1), min_replicas=1, max_replicas=8)
+    wanted, changes = 3, []
+    for time_s, load in enumerate(loads):
+        decision = autoscaler.decide(look(time_s, ready=3, running=load), wanted)
+        if decision.replicas != wanted:
+            changes.append((time_s, decision.replicas))
+            wanted = decision.replicas
+    assert changes == [(110, 2), (140, 1)]
 
 
 def test_full_kv_blocks_scale_up() -> None:
@@ -99,10 +121,10 @@ def test_requests_that_are_on_time_let_a_part_of_the_replicas_go_at_a_time() -> 
 def test_even_load_that_only_latency_speaks_of_keeps_most_of_its_replicas() -> None:
     """Twenty requests that four replicas serve in time and three do not."""
     config = AutoscalerConfig(window_s=10, upscale_delay_s=6, downscale_delay_s=60, idle_s=60)
-    watch, wanted, numbers = Watch(Autoscaler(config, min_replicas=1, max_replicas=8)), 1, list[int]()
+    autoscaler, wanted, numbers = Autoscaler(config, min_replicas=1, max_replicas=8), 1, list[int]()
     for time_s in range(0, 1200, 2):
         seen = look(time_s, ready=wanted, running=20, on_time="4/4" if wanted >= 4 else "1/4")
-        wanted = watch.follow(seen, wanted).replicas
+        wanted = autoscaler.decide(seen, wanted).replicas
         numbers.append(wanted)
     assert set(numbers[200:]) == {3, 4, 5, 6}
     assert sum(number >= 4 for number in numbers[200:]) > 0.9 * len(numbers[200:])
@@ -169,11 +191,9 @@ def test_bad_settings_are_refused(changes: dict[str, float], message: str) -> No
 def test_any_load_keeps_the_bounds_and_a_steady_one_settles(loads: list[int], wanted: int, min_replicas: int) -> None:
     config = replace(CONFIG, downscale_delay_s=30, idle_s=40)
     autoscaler = Autoscaler(config, min_replicas=min_replicas, max_replicas=8)
-    seen: list[Observation] = []
     changes = []
     for time_s, load in enumerate(loads + [loads[-1]] * 120):
-        seen.append(look(time_s, ready=wanted, running=load))
-        decision = autoscaler.decide(seen, wanted, time_s)
+        decision = autoscaler.decide(look(time_s, ready=wanted, running=load), wanted)
         assert min_replicas <= decision.replicas <= 8
         assert (decision.replicas != wanted) == bool(decision.reason)
         if decision.replicas != wanted:
@@ -192,7 +212,6 @@ def test_a_day_of_a_real_service_is_served_with_far_fewer_replica_hours() -> Non
     scale = 40 * capacity / service_s / peak  # the busiest moment needs some 40 replicas
     config = AutoscalerConfig(target_requests=0.7 * capacity)
     autoscaler, step_s = Autoscaler(config, min_replicas=2, max_replicas=64), 10
-    seen: deque[Observation] = deque()
     wanted, starting, ready, waiting = 30, deque[int](), 30, 0.0
     replica_s = late = total = 0.0
     num_changes = 0
@@ -206,12 +225,9 @@ def test_a_day_of_a_real_service_is_served_with_far_fewer_replica_hours() -> Non
         total += arriving
         late += min(arriving, waiting)
         running = served * service_s / step_s
-        seen.append(
-            look(time_s, ready=ready, running=round(running), waiting=round(waiting), kv=running / capacity / ready)
-        )
-        while seen[0].time_s < time_s - autoscaler.horizon_s - step_s:
-            seen.popleft()
-        decision = autoscaler.decide(list(seen), wanted, time_s)
+        usage = running / capacity / ready
+        seen = look(time_s, ready=ready, running=round(running), waiting=round(waiting), kv=usage)
+        decision = autoscaler.decide(seen, wanted)
         num_changes += decision.replicas != wanted
         starting.extend([time_s + 60] * (decision.replicas - wanted))
         for _ in range(wanted - decision.replicas):
@@ -259,6 +275,4 @@ def test_blocks_that_are_used_as_they_should_be_ask_for_no_more() -> None:
 @pytest.mark.parametrize("gap_s", [1.7, LOOK_S + 0.004, 2 * LOOK_S + 0.004])
 def test_looks_at_odd_times_reach_back_far_enough(gap_s: float, window_s: float) -> None:
     config = replace(CONFIG, downscale_delay_s=20, idle_s=900, window_s=window_s)
-    watch = Watch(Autoscaler(config, min_replicas=0, max_replicas=2))
-    decisions = [watch.follow(look(gap_s * i, ready=1), 1).replicas for i in range(600)]
-    assert decisions[-1] == 0
+    assert decide([look(gap_s * i, ready=1) for i in range(600)], 1, config, least=0, most=2).replicas == 0
