@@ -13,6 +13,7 @@ import operator
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
@@ -24,6 +25,10 @@ _MIN_FINISHED = 20
 """Requests that must have finished before the share that was on time means something."""
 _GO_AT_A_TIME = 0.25
 """Share of the replicas that may go at a time where latency counts, but one always."""
+_RATE_MARGIN = 0.1
+"""Part by which the rate of requests on a replica must differ from one that was late to be another."""
+_LATE_KNOWN_S = 4 * 3600.0
+"""Time for which a rate that was late is not tried again: requests may cost less by then."""
 _ROUNDING_DIGITS = 6
 """3 replicas with 80 % of their blocks in use ask for 3 at a target of 0.8; floats make 3.0000000000000004 of that."""
 
@@ -105,6 +110,7 @@ class Autoscaler:
         self._first_s = math.inf
         self._busy_s = -math.inf
         """When there was a request last."""
+        self._late_rate = _LateRate()
 
     def decide(self, observation: Observation, wanted: int) -> Decision:
         """Return what follows from this observation, of now, and those before it for `wanted` replicas.
@@ -158,11 +164,54 @@ class Autoscaler:
         finished, on_time = sum(each.num_finished for each in same), sum(each.num_on_time for each in same)
         if config.target_goodput and finished >= _MIN_FINISHED:
             share = on_time / finished
-            by_latency = _by_latency(latest.num_ready, config.target_goodput - share)
+            rate = _rate(window) if len(same) == len(window) else 0.0
+            by_latency = self._by_latency(latest, config.target_goodput - share, rate)
             if by_latency > asked.replicas:
                 asked = Decision(replicas=by_latency, reason=f"{share:.0%} of the requests on time")
         replicas = min(max(asked.replicas, self._min_replicas, 1), self._max_replicas)
         return Decision(replicas=replicas, reason=asked.reason)
+
+    def _by_latency(self, latest: Observation, missed: float, rate: float) -> int:
+        """Return what these replicas ask for, who missed the target by this share of the requests; 0 or less: met it.
+
+        How few would have met it is not known, so a part of them goes, and the next one when the others have met it
+        too; but not so many that the others would have a rate of requests that was late before.
+        """
+        num_ready, now_s = latest.num_ready, latest.time_s
+        if missed > 0:
+            if rate and num_ready:
+                self._late_rate.note_late(rate / num_ready, now_s)
+            return num_ready + _ceil(num_ready * missed)
+        fewest = num_ready - max(1, int(num_ready * _GO_AT_A_TIME))
+        if rate and num_ready:
+            self._late_rate.note_on_time(rate / num_ready, now_s)
+            fewest = max(fewest, _ceil(rate / self._late_rate.allowed))
+        return min(num_ready, fewest)
+
+
+class _LateRate:
+    """How many requests a second are too many for one replica: as many as were late the last time that any were."""
+
+    def __init__(self) -> None:
+        self._rate = math.inf
+        self._time_s = 0.0
+        self._is_late = False
+
+    @property
+    def allowed(self) -> float:
+        """Requests a second that a replica may have; infinite where none are known to be too many."""
+        return self._rate * (1 - _RATE_MARGIN)
+
+    def note_late(self, rate: float, now_s: float) -> None:
+        """So many were late. The most of one such time count: replicas that come to help have fewer, late as well."""
+        self._rate = max(self._rate, rate) if self._is_late else rate
+        self._time_s, self._is_late = now_s, True
+
+    def note_on_time(self, rate: float, now_s: float) -> None:
+        """So many were on time; those that were late are forgotten when they are fewer, or were long ago."""
+        self._is_late = False
+        if rate > self._rate * (1 + _RATE_MARGIN) or now_s - self._time_s > _LATE_KNOWN_S:
+            self._rate = math.inf
 
 
 class _Extreme:
@@ -185,12 +234,10 @@ class _Extreme:
         return asked[0][1]
 
 
-def _by_latency(num_ready: int, missed: float) -> int:
-    """Return what these replicas ask for, who missed the target by this share of the requests; 0 or less: they met it.
-
-    How few would have met it is not known, so a part of them goes, and the next one when the others have met it too.
-    """
-    return num_ready + _ceil(num_ready * missed) if missed > 0 else num_ready - max(1, int(num_ready * _GO_AT_A_TIME))
+def _rate(observations: deque[Observation]) -> float:
+    """Return how many requests ended a second, by observations of one number of replicas; 0.0: one look cannot say."""
+    time_s = observations[-1].time_s - observations[0].time_s
+    return sum(each.num_finished for each in islice(observations, 1, None)) / time_s if time_s else 0.0
 
 
 def _ceil(replicas: float) -> int:

@@ -5,7 +5,9 @@ import json
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -118,16 +120,71 @@ def test_requests_that_are_on_time_let_a_part_of_the_replicas_go_at_a_time() -> 
     assert decide([replace(each, num_finished=0) for each in served], 8).replicas == 1
 
 
-def test_even_load_that_only_latency_speaks_of_keeps_most_of_its_replicas() -> None:
+def test_even_load_that_only_latency_speaks_of_settles() -> None:
     """Twenty requests that four replicas serve in time and three do not."""
     config = AutoscalerConfig(window_s=10, upscale_delay_s=6, downscale_delay_s=60, idle_s=60)
     autoscaler, wanted, numbers = Autoscaler(config, min_replicas=1, max_replicas=8), 1, list[int]()
-    for time_s in range(0, 1200, 2):
+    for time_s in range(0, 5 * 3600, 2):
         seen = look(time_s, ready=wanted, running=20, on_time="4/4" if wanted >= 4 else "1/4")
         wanted = autoscaler.decide(seen, wanted).replicas
         numbers.append(wanted)
-    assert set(numbers[200:]) == {3, 4, 5, 6}
-    assert sum(number >= 4 for number in numbers[200:]) > 0.9 * len(numbers[200:])
+    assert set(numbers[200:7000]) == {4}
+    assert 3 in numbers[7000:], "it is tried again, for requests may cost less by now"
+
+
+def numbers_under(rate: Callable[[int], float], *, late_s: range = range(0)) -> list[int]:
+    """Return the number of replicas at every look, where each ends three requests a second and starts in half a minute.
+
+    Args:
+        rate: requests a second, which come at random.
+        late_s: when all are late, however few there are.
+    """
+    autoscaler, rng = Autoscaler(AutoscalerConfig(), min_replicas=1, max_replicas=16), random.Random(0)
+    wanted, starting, waiting, numbers = 1, deque[int](), 0, list[int]()
+    for time_s in range(0, 3 * 3600, 2):
+        while starting and starting[0] <= time_s:
+            starting.popleft()
+        ready = wanted - len(starting)
+        waiting += sum(rng.random() < rate(time_s) / 15 for _ in range(30))
+        ended = min(waiting, 6 * ready)
+        waiting -= ended
+        on_time = 0 if waiting > 3 * ready or time_s in late_s else ended
+        decision = autoscaler.decide(look(time_s, ready=ready, waiting=waiting, on_time=f"{on_time}/{ended}"), wanted)
+        starting.extend([time_s + 30] * (decision.replicas - wanted))
+        for _ in range(min(len(starting), wanted - decision.replicas)):
+            starting.pop()
+        wanted = decision.replicas
+        numbers.append(wanted)
+    return numbers
+
+
+@pytest.mark.parametrize(("rate", "fewest"), [(5, 2), (8, 3), (10, 4)])
+def test_even_load_of_few_replicas_is_not_tried_with_fewer_again_and_again(rate: int, fewest: int) -> None:
+    numbers = numbers_under(lambda _: rate)[1800:]
+    assert sum(before != after for before, after in pairwise(numbers)) <= 2
+    assert set(numbers) <= {fewest, fewest + 1}
+
+
+def test_replicas_go_when_fewer_requests_come_than_were_late() -> None:
+    numbers = numbers_under(lambda time_s: 8 if time_s < 3600 else 1)
+    assert numbers[1700] >= 3
+    assert numbers[-1] == 1
+
+
+def test_requests_that_were_late_for_another_reason_keep_few_replicas_more() -> None:
+    """Sixteen are there in the end, and late as well; as many a second on each of four were so before."""
+    numbers = numbers_under(lambda _: 8, late_s=range(3600, 3780))
+    assert max(numbers) == 16
+    assert numbers[-1] <= 5
+
+
+def test_rate_that_was_late_is_forgotten_when_a_higher_one_is_on_time() -> None:
+    config = AutoscalerConfig(window_s=10, upscale_delay_s=6, downscale_delay_s=60, target_requests=1)
+    few_late = [look(time_s, running=1, on_time="0/4") for time_s in range(0, 40, 2)]
+    busy = [look(time_s, ready=4, running=4, on_time="40/40") for time_s in range(40, 200, 2)]
+    quiet = [look(time_s, ready=4, on_time="16/16") for time_s in range(200, 300, 2)]
+    assert decide([*few_late, *quiet], 4, config).replicas == 4
+    assert decide([*few_late, *busy, *quiet], 4, config).replicas == 3
 
 
 def test_requests_that_are_here_ask_for_more_than_those_that_were_late() -> None:
