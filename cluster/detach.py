@@ -56,7 +56,7 @@ def serve_in_background(
         process.wait()
         raise
     print_addresses(console, status, _control_address(spec), spec.inner_tls, stays=False, log_file=path)
-    tell_slowness(console, spec)
+    tell_slowness(console, status)
 
 
 def _default_log(port: int) -> Path:

@@ -66,6 +66,9 @@ class FormationListener(Protocol):
     def on_progress(self, fraction: float) -> None:
         """This fraction of the weights is loaded."""
 
+    def on_slow(self, reason: str) -> None:
+        """The replica computes slower than it could."""
+
     def on_ready(self, addresses: ReplicaAddresses) -> None:
         """The replica serves."""
 
@@ -196,9 +199,7 @@ class Formation:
             return Outcome(message="was lost while no controller watched it")
         try:
             async with asyncio.timeout(_ADOPT_TIMEOUT_S):
-                reports: list[RankReport] = await asyncio.gather(
-                    *(_await(actor.report.remote()) for actor in self._actors)
-                )
+                reports = await self._reports()
         except TimeoutError:
             return Outcome(message=f"did not answer a new controller within {_ADOPT_TIMEOUT_S:g} s")
         if not all(report.has_begun for report in reports):
@@ -345,6 +346,10 @@ class Formation:
                     fractions = await asyncio.gather(*(actor.progress.remote() for actor in self._actors))
                     self._listener.on_progress(sum(fractions) / len(fractions))
                     await asyncio.wait([ready], timeout=_POLL_S)
+                for report in await self._reports():
+                    if report.slowness:
+                        slow = f"node {report.place.node} computes in plain torch, several times slower"
+                        self._listener.on_slow(f"{slow}: {report.slowness}")
                 self._listener.on_ready(await ready)
                 if self._spec.spare_s:  # only now, when nothing else waits for the cores
                     self._leaving = asyncio.create_task(asyncio.to_thread(self._leave_spares))
@@ -353,6 +358,10 @@ class Formation:
         finally:
             ready.cancel()
         return None
+
+    async def _reports(self) -> list[RankReport]:
+        reports: list[RankReport] = await asyncio.gather(*(_await(actor.report.remote()) for actor in self._actors))
+        return reports
 
     async def _watch_leader(self) -> Outcome:
         """Ask the leader whether it is there, until it does not answer for twice as long as a step may take."""

@@ -19,14 +19,11 @@ from cluster.revision_files import RevisionText, digest_files
 from parallel.errors import DeviceError, ParallelismError
 from parallel.families.registry import describe_model
 from parallel.kernels.choice import check_choice
-from parallel.kernels.native.build import build_library
 from parallel.shard import check_split
 from router.config import RouterConfig
 from router.errors import ModelFilesError, RouterConfigError
 from router.spans import check_tracing
 from workers.errors import EngineConfigError
-
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def check_spec(spec: ClusterSpec) -> ClusterSpec:
@@ -86,21 +83,6 @@ def check_model(model: ModelSpec) -> ModelSpec:
         section = model.section.model_copy(update={"path": str(folder), "name": model.name})
         return section.to_spec(model.engine.hash_key)
     return model
-
-
-def find_slowness(spec: ClusterSpec) -> str | None:
-    """Return why ranks on this machine's CPU compute in plain torch, several times slower; None where they do not.
-
-    It may compile the kernels, which ranks that are READY have done.
-    """
-    uses_cpu = not _NVIDIA_DRIVER.exists() or any(model.engine.device == "cpu" for model in spec.models)
-    if spec.ray_address is not None or not uses_cpu or any(model.engine.kernels != "auto" for model in spec.models):
-        return None
-    try:
-        build_library()
-    except DeviceError as error:
-        return str(error)
-    return None
 
 
 def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:

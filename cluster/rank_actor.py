@@ -91,7 +91,12 @@ class RankActor:
 
     async def report(self) -> RankReport:
         """Say how this rank is."""
-        return RankReport(place=self._place(), has_begun=self._run is not None, addresses=self._addresses)
+        return RankReport(
+            place=self._place(),
+            has_begun=self._run is not None,
+            addresses=self._addresses,
+            slowness=self._stats.slowness,
+        )
 
     async def progress(self) -> float:
         """Say how much of this rank's weights is loaded, 0 to 1."""

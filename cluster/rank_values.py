@@ -80,9 +80,11 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a controller must know to take over a rank that it did not start."""
+    """How a rank is: what a controller must know to take over one that it did not start, and when it is ready."""
 
     place: RankPlace
     has_begun: bool
     addresses: ReplicaAddresses | None
     """Where the replica listens; None: the rank leads none, or does not serve yet."""
+    slowness: str = ""
+    """Why it computes in plain torch where compiled kernels were wanted; empty: it does not, or has no weights yet."""

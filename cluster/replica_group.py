@@ -118,6 +118,7 @@ class ReplicaGroup:
         self._places: tuple[RankPlace, ...] = ()
         self._addresses: ReplicaAddresses | None = None
         self._progress = 0.0
+        self._slowness = ""
 
     @property
     def record(self) -> GroupRecord:
@@ -224,7 +225,7 @@ class ReplicaGroup:
             group_id=self.group_id,
             replica_id=self.replica_id,
             state=_STATES[self.lifecycle.state],
-            detail=self.lifecycle.detail,
+            detail=self.lifecycle.detail or self._slowness,
             tensor_parallel=parallel.tensor_parallel,
             pipeline_parallel=parallel.pipeline_parallel,
             ranks=[
@@ -284,6 +285,10 @@ class ReplicaGroup:
     def on_progress(self, fraction: float) -> None:
         """FormationListener."""
         self._progress = fraction
+
+    def on_slow(self, reason: str) -> None:
+        """FormationListener."""
+        self._slowness = reason
 
     def on_ready(self, addresses: ReplicaAddresses) -> None:
         """FormationListener."""
@@ -376,3 +381,4 @@ class ReplicaGroup:
         self._places = ()
         self._addresses = None
         self._progress = 0.0
+        self._slowness = ""

@@ -15,7 +15,6 @@ from cluster.cli_connection import connection_flags
 from cluster.config import ClusterSpec
 from cluster.errors import ControllerError, StartError
 from cluster.imports import import_for_good
-from cluster.preflight import find_slowness
 from cluster.signals import signals_as_interrupts
 from cluster.status_view import ChangeView, StartView, bounds
 from router.tls import InnerTls
@@ -62,8 +61,9 @@ def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: b
     try:
         _wait_until_ready(service, console, stays=stays)
         was_ready = True
-        print_addresses(console, service.status(), service.control_address, service.tls, stays=stays)
-        tell_slowness(console, spec)
+        status = service.status()
+        print_addresses(console, status, service.control_address, service.tls, stays=stays)
+        tell_slowness(console, status)
         changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=_WATCH_S):
             with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
@@ -157,8 +157,12 @@ def print_addresses(
     say(f"Stop it with `{stop}`{' or Ctrl-C' if stays else ''}.")
 
 
-def tell_slowness(console: Console, spec: ClusterSpec) -> None:
-    """Warn where ranks will compute slowly, and say why."""
-    if (reason := find_slowness(spec)) is not None:
-        warning = f"Warning: ranks compute in plain torch, several times slower: {reason}"
+def tell_slowness(console: Console, status: control_pb2.GetStatusResponse) -> None:
+    """Warn of groups that compute slower than they could, each reason once."""
+    groups_of: dict[str, list[str]] = {}
+    for group in (group for model in status.models for group in model.groups):
+        if group.state == control_pb2.GROUP_STATE_READY and group.detail:
+            groups_of.setdefault(group.detail, []).append(group.group_id)
+    for detail, group_ids in groups_of.items():
+        warning = f"Warning: {', '.join(group_ids)}: {detail}"
         console.print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)

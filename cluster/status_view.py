@@ -162,7 +162,8 @@ class StartView:
 
     def _show_group(self, group: control_pb2.GroupStatus) -> None:
         state = state_name(group)
-        text = f"{state}: {group.detail}" if group.detail else state
+        is_whole = state == "ready" or not group.detail  # what is ready is told of at the end
+        text = state if is_whole else f"{state}: {group.detail}"
         if group.group_id not in self._tasks:
             self._tasks[group.group_id] = self._bars.add_task(group.group_id, total=1.0, state=text)
         self._bars.update(self._tasks[group.group_id], completed=group.progress, state=text)

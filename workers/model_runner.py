@@ -104,6 +104,7 @@ class ModelRunner:
             "quantization": config.quantization,
             "device": device.torch_device.type,
         }
+        self._served_stats.slowness = decoder.kernels.slowness
         self._served_stats.peak_memory_bytes = device.peak_memory_bytes
         self._served_stats.energy_j = GpuEnergy.of(device.torch_device).read_j
         self._stats = RankStats()

@@ -102,6 +102,8 @@ class RankStats:
         """Energy that the rank's GPU has used since the driver was loaded, for anybody; None where nothing tells."""
         self.info: Mapping[str, str] = {}
         """What the rank computes with, by label (model_runner.py has the labels); empty until it has weights."""
+        self.slowness = ""
+        """Why plain torch computes where compiled kernels were wanted; empty: it does not."""
         self.num_recorded_steps = 0
         """Sizes of steps that were recorded as graphs of the device before the first request."""
         self.recording_s = 0.0

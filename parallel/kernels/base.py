@@ -147,6 +147,8 @@ class Kernels(Protocol):
     attention_backend: str
     """What computes attention where it can: on CUDA one of its ATTENTION_BACKENDS, "native" (compiled here for a CPU),
     or "torch"."""
+    slowness: str
+    """Why these compute, in plain torch, where compiled ones were wanted; empty: they are what was wanted."""
 
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
         """Return an empty weight [out, in] on the CPU for `pack_linear`: where it can stay when it is laid out."""

@@ -34,7 +34,9 @@ class CpuKernels:
     name = "cpu"
     attention_backend = "torch"
 
-    def __init__(self) -> None:
+    def __init__(self, slowness: str = "") -> None:
+        """`slowness`: see `Kernels`."""
+        self.slowness = slowness
         self._reference = ReferenceKernels()
         self._attention = CpuPagedAttention()
         self._eps: dict[float, Tensor] = {}

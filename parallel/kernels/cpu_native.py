@@ -56,6 +56,7 @@ class NativeCpuKernels:
 
     name = "cpu-native"
     attention_backend = "native"
+    slowness = ""
 
     def __init__(
         self,

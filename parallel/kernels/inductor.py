@@ -60,6 +60,7 @@ class InductorKernels(ReferenceKernels):
         self._inner = inner
         self.name = f"{inner.name}, compiled"
         self.attention_backend = inner.attention_backend
+        self.slowness = inner.slowness
         self._cache = (cache or default_cache()) / "torch" / _machine()
         self._compile_piece = compile_piece
         self._tape: Tape | None = None

@@ -95,6 +95,7 @@ class ReferenceKernels:
 
     name = "reference"
     attention_backend = "torch"
+    slowness = ""
 
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
         """Anywhere."""

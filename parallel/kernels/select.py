@@ -92,5 +92,5 @@ def _make(device: torch.device, name: str) -> Kernels:
     except DeviceError as error:
         if name == "cpu-native":
             raise
-        logger.warning("attention runs in plain torch, which is slower: %s", error)
-        return CpuKernels()
+        logger.warning("plain torch computes, which is several times slower: %s", error)
+        return CpuKernels(slowness=str(error))

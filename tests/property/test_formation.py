@@ -171,7 +171,7 @@ class Listener:
     def _hear(self, *_: object) -> None:
         assert not self.is_over
 
-    on_waiting = on_ranks = on_progress = _hear
+    on_waiting = on_ranks = on_progress = on_slow = _hear
 
     def on_placed(self, node_ids: Sequence[str] = ()) -> None:
         self._hear()

@@ -30,6 +30,7 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     """Waits for room in the cluster; `detail` says what is missing."""
     GROUP_STATE_STARTING: _GroupState.ValueType  # 2
     GROUP_STATE_READY: _GroupState.ValueType  # 3
+    """`detail` says why it computes slower than it could, where it does."""
     GROUP_STATE_DRAINING: _GroupState.ValueType  # 4
     GROUP_STATE_FAILED: _GroupState.ValueType  # 5
     GROUP_STATE_STOPPED: _GroupState.ValueType  # 6
@@ -41,6 +42,7 @@ GROUP_STATE_PENDING: GroupState.ValueType  # 1
 """Waits for room in the cluster; `detail` says what is missing."""
 GROUP_STATE_STARTING: GroupState.ValueType  # 2
 GROUP_STATE_READY: GroupState.ValueType  # 3
+"""`detail` says why it computes slower than it could, where it does."""
 GROUP_STATE_DRAINING: GroupState.ValueType  # 4
 GROUP_STATE_FAILED: GroupState.ValueType  # 5
 GROUP_STATE_STOPPED: GroupState.ValueType  # 6

@@ -39,6 +39,7 @@ class FakeRank:
         self.load = FakeMethod(hang)
         self.report = FakeMethod(self._report)
         self.has_begun = True
+        self.slowness = ""
         self.num_expected = 0
         self.options = lambda **_: self  # of its class, of which it is the only one
         self.remote = lambda _: self
@@ -52,7 +53,7 @@ class FakeRank:
 
     async def _report(self) -> RankReport:
         place = RankPlace(node="10.0.0.0", pid=1, node_id="node-a")
-        return RankReport(place=place, has_begun=self.has_begun, addresses=None)
+        return RankReport(place=place, has_begun=self.has_begun, addresses=None, slowness=self.slowness)
 
     def will_end(self, outcome: Outcome, *, after_s: float = 0.0) -> None:
         async def end() -> Outcome:
@@ -145,6 +146,7 @@ class Listener:
     def __init__(self) -> None:
         self.placed_on: list[str] = []
         self.waited_for: list[str] = []
+        self.slow: list[str] = []
         self.has_ranks = asyncio.Event()
         self.is_adopted = asyncio.Event()
         self.is_ready = asyncio.Event()
@@ -163,6 +165,10 @@ class Listener:
 
     def on_progress(self, fraction: float) -> None:
         pass
+
+    def on_slow(self, reason: str) -> None:
+        assert not self.is_ready.is_set(), "who waits for it reads the reason then"
+        self.slow.append(reason)
 
     def on_ready(self, addresses: ReplicaAddresses) -> None:
         self.is_ready.set()
@@ -332,6 +338,21 @@ async def test_processes_are_left_to_wait_once_it_is_ready_and_again_when_it_is_
         died.set()
         await asyncio.wait([running])
     assert fake_ray.spares_left == ["node-b"] * ((1 + is_stopped) if spare_s else 0)
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+async def test_rank_that_computes_slower_than_it_could_is_told_of_with_its_node(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, adopts: bool
+) -> None:
+    rank = fake_ray.find(1)[0] if adopts else fake_ray.rank
+    rank.slowness = "no C++ compiler"
+    rank.will_be_ready()
+    running = asyncio.create_task(make_formation(tmp_path, listener, adopts=adopts).run())
+    async with asyncio.timeout(10):
+        await listener.is_ready.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    assert listener.slow == ["node 10.0.0.0 computes in plain torch, several times slower: no C++ compiler"]
 
 
 async def test_group_that_is_placed_on_a_node_that_is_drained_meanwhile_is_placed_anew(

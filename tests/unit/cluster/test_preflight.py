@@ -10,11 +10,10 @@ import trustme
 from helpers.certificates import inner_tls
 from helpers.cluster import LLAMA
 
-from cluster import preflight
 from cluster.config import ClusterSpec, build_spec
 from cluster.errors import ModelNotFoundError, StartError
-from cluster.preflight import check_spec, find_slowness
-from parallel.errors import ConfigError, DeviceError, UnsupportedModelError
+from cluster.preflight import check_spec
+from parallel.errors import ConfigError, UnsupportedModelError
 from router.tls import TlsFiles
 from workers.errors import EngineConfigError
 
@@ -89,19 +88,6 @@ def test_kernels_that_do_not_go_with_the_device_are_refused(
         check_spec(spec(folder, name="m", device="cpu", **settings))
     check_spec(spec(folder, device="auto", **settings))  # a rank knows what it has
     check_spec(spec(folder, device="cpu", kernels="cpu", compile=True))
-
-
-def test_why_ranks_compute_slowly_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Path:
-        raise DeviceError("no C++ compiler")
-
-    monkeypatch.setattr(preflight, "build_library", lambda: folder)
-    assert find_slowness(spec(folder, device="cpu")) is None
-    monkeypatch.setattr(preflight, "build_library", refuse)
-    assert find_slowness(spec(folder, device="cpu")) == "no C++ compiler"
-    assert find_slowness(spec(folder, device="cpu", kernels="reference")) is None, "it is what was asked for"
-    monkeypatch.setattr(preflight, "_NVIDIA_DRIVER", folder)
-    assert find_slowness(spec(folder, device="auto")) is None, "the ranks have GPUs"
 
 
 def test_context_beyond_the_model_is_refused(folder: Path) -> None:

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from cluster import rank_actor
 from cluster.models import PACKAGED
 from cluster.rank_actor import RankActor
-from cluster.rank_values import Outcome, RankSpec
+from cluster.rank_values import Outcome, RankPlace, RankSpec
 from cluster.revision_files import RevisionText, digest_files
+from parallel.errors import DeviceError
 from parallel.random_model import write_random_model
 from router.tls import InnerTls
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
@@ -139,6 +140,22 @@ async def test_group_without_its_other_ranks_fails_but_may_be_tried_again(
     assert not outcome.is_refusal
     assert outcome.message.startswith("rank 0: ")
     assert exits == [1]
+
+
+async def test_rank_whose_kernels_could_not_be_compiled_tells_why(
+    folder: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> Path:
+        raise DeviceError("no C++ compiler")
+
+    monkeypatch.setattr("parallel.kernels.cpu_native.build_library", refuse)
+    rank = actor(folder)
+    monkeypatch.setattr(rank, "_place", lambda: RankPlace(node="10.0.0.0", pid=1))
+    ended = asyncio.create_task(run(rank))
+    await asyncio.wait_for(rank.ready(), 60)
+    assert (await rank.report()).slowness == "no C++ compiler"
+    rank._on_sigterm()
+    await ended
 
 
 async def test_rank_whose_engine_fails_ends_its_process(

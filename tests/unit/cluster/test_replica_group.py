@@ -314,3 +314,16 @@ async def test_stop_during_an_adoption_that_takes_too_long_ends_the_life_that_lo
     assert life.was_cancelled
     assert not group.is_adopting
     assert group.lifecycle.state is GroupState.STOPPED
+
+
+async def test_status_says_why_a_group_is_slow_as_long_as_it_lives(clock: FakeClock, forms: Formations) -> None:
+    group = make_group(clock, forms)
+    group.reconcile()
+    (life,) = forms.lives
+    life.listener.on_slow("no compiler")
+    life.become_ready()
+    assert group.status().detail == "no compiler"
+    await life.end(Outcome(message="rank 1 died"))
+    group.reconcile()
+    forms.lives[1].become_ready()
+    assert (group.lifecycle.state, group.status().detail) == (GroupState.READY, "")

@@ -14,7 +14,7 @@ from weft.v1 import control_pb2
 from cluster.config import build_spec
 from cluster.detach import serve_in_background
 from cluster.errors import StartError
-from cluster.serve import print_addresses, watch_service
+from cluster.serve import print_addresses, tell_slowness, watch_service
 from cluster.signals import signals_as_interrupts
 
 SPEC = build_spec({"ray": {"address": "127.0.0.1:1"}})
@@ -211,3 +211,18 @@ def test_addresses_are_told_as_they_are() -> None:
         "  Prometheus  http://[fd00::2]:3/targets",
         "Stop it with `weft stop --control '[fd00::2]:4'`.",
     ]
+
+
+def test_groups_that_compute_slower_than_they_could_are_told_with_each_reason_once() -> None:
+    out = io.StringIO()
+    ready, starting = control_pb2.GROUP_STATE_READY, control_pb2.GROUP_STATE_STARTING
+    groups = [
+        control_pb2.GroupStatus(group_id="m-0", state=ready, detail="node b is slow"),
+        control_pb2.GroupStatus(group_id="m-1", state=ready),
+        control_pb2.GroupStatus(group_id="m-2", state=starting, detail="loading the model"),
+        control_pb2.GroupStatus(group_id="m-3", state=ready, detail="node b is slow"),
+    ]
+    tell_slowness(
+        Console(file=out), control_pb2.GetStatusResponse(models=[control_pb2.ModelStatus(name="m", groups=groups)])
+    )
+    assert out.getvalue() == "Warning: m-0, m-3: node b is slow\n"

@@ -70,7 +70,7 @@ def test_start_is_told_line_by_line_where_there_is_no_terminal() -> None:
     with StartView(Console(file=out, width=200)) as view:
         for state in (control_pb2.GROUP_STATE_STARTING, control_pb2.GROUP_STATE_STARTING, READY):
             view.show(status_with(state, router_alive=True))
-    assert out.getvalue().splitlines() == ["m-0: starting: why", "m-0: ready: why"]
+    assert out.getvalue().splitlines() == ["m-0: starting: why", "m-0: ready"]
 
 
 def test_status_fits_and_tells_reasons() -> None:

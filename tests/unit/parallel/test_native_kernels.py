@@ -455,8 +455,11 @@ def test_without_a_compiler_auto_falls_back_and_native_is_refused(
 ) -> None:
     monkeypatch.setattr(build, "COMPILERS", ())
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    assert isinstance(select_kernels(CPU, torch.bfloat16), CpuKernels)
-    assert "no C++ compiler" in caplog.text
+    kernels = select_kernels(CPU, torch.bfloat16)
+    assert isinstance(kernels, CpuKernels)
+    assert kernels.slowness.startswith("no C++ compiler")
+    assert kernels.slowness in caplog.text
+    assert not select_kernels(CPU, torch.bfloat16, "cpu").slowness, "it is what was asked for"
     with pytest.raises(DeviceError, match=r"no C\+\+ compiler"):
         select_kernels(CPU, torch.bfloat16, "cpu-native")
     assert not multiplies_bfloat16(CPU)
