@@ -13,6 +13,7 @@ from weft.v1 import inference_pb2 as pb
 
 from router.call import ChatMessage, Conversation, GenerateCall, GenerateDelta
 from router.errors import ContextLengthError, InvalidRequestError
+from router.message_content import template_role
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_MESSAGES = 8192
@@ -70,7 +71,7 @@ def conversation(chat: pb.ChatPrompt) -> Conversation:
 
 def _message(message: pb.ChatMessage) -> ChatMessage:
     return ChatMessage(
-        role=message.role,
+        role=template_role(message.role),
         content=message.content,
         name=message.name,
         reasoning_content=message.reasoning_content,

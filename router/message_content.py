@@ -1,6 +1,7 @@
 """What a chat message says, from the forms in which clients of model servers write it: a string, text parts, or null.
 
 The HTTP front and the Python SDK share it, so that a conversation means the same over both; on the wire it is a string.
+The fronts share what roles are called.
 """
 
 from router.errors import InvalidRequestError
@@ -29,6 +30,11 @@ def content_text(content: object, *, role: str, place: str) -> str:
         case list() | tuple():
             return "\n".join(_part_text(part, f"{place}[{number}]") for number, part in enumerate(content))
     raise _refused(f"{place} is of type {type(content).__name__}; allowed: a string or a list of text parts")
+
+
+def template_role(role: str) -> str:
+    """Return a message's role as chat templates know it: "developer" is OpenAI's newer name of "system"."""
+    return "system" if role == "developer" else role
 
 
 def _part_text(part: object, place: str) -> str:

@@ -17,7 +17,7 @@ from weft.v1 import inference_pb2 as pb
 from router.call import ChatMessage, Conversation, GenerateCall
 from router.convert import check_num_messages, check_stop, check_template_kwargs_size, opens_turn
 from router.errors import InvalidRequestError
-from router.message_content import content_text
+from router.message_content import content_text, template_role
 from router.openai_fields import NULL, is_set, read_json, refuse_unserved
 
 MAX_CHOICES = 128
@@ -369,12 +369,9 @@ def _check_num_parts(messages: Sequence[Message]) -> None:
 def _to_chat_message(index: int, message: Message) -> ChatMessage:
     if is_set(message.tool_calls) or is_set(message.function_call):
         raise InvalidRequestError(f"messages[{index}] holds tool calls, which are not supported yet", field="messages")
-    # OpenAI's newer name for the system's voice; chat templates know the older one
-    role = "system" if message.role == "developer" else message.role
-    content = content_text(message.content, role=role, place=f"messages[{index}].content")
     return ChatMessage(
-        role=role,
-        content=content,
+        role=template_role(message.role),
+        content=content_text(message.content, role=message.role, place=f"messages[{index}].content"),
         name=message.name or "",
         reasoning_content=message.reasoning_content or message.reasoning or "",
         tool_call_id=message.tool_call_id or "",

@@ -177,7 +177,7 @@ class ChatMessage(_message.Message):
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant" or "tool"; the model's chat template decides what it accepts."""
+    """"system" (also "developer"), "user", "assistant" or "tool"; the model's chat template decides what it accepts."""
     content: _builtins.str
     name: _builtins.str
     reasoning_content: _builtins.str

@@ -109,6 +109,7 @@ REQUESTS = {
     "text of several bytes": text_request("né 🙂\n\0"),
     "token ids": ids(1, 2, 256, 299, max_tokens=3, seed=5),
     "chat": chat(("system", "be brief"), ("user", "hi"), ("assistant", "yes"), ("user", ""), max_tokens=3, seed=5),
+    "chat of a developer": chat(("developer", "be brief"), ("user", "hi"), max_tokens=3, seed=5),
     "chat with variables": chat(("user", "hi"), variables='{"think": false, "é": [1, "a"]}', max_tokens=3, seed=5),
     "chat that goes on": chat(("user", "hi"), ("assistant", "I"), continues=True, max_tokens=3, seed=5),
     "chat without an opened turn": chat(("user", "hi"), opens=False, max_tokens=3, seed=5),
