@@ -80,7 +80,7 @@ class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    num_prompt_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
     model_text: ModelText = ModelText(path="")
     """The tokenizer that the tokens belong to."""
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
@@ -96,6 +96,8 @@ class TokenName(NamedTuple):
     """UTF-8; not whole where the token is only a part of a character."""
     is_special: bool = False
     """Whether it is a special token, which has its name here and is left out of texts by `skip_special_tokens`."""
+    first_data: bytes | None = None
+    """What it reads as where a text begins, if that is something else: there the space before a word may be dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

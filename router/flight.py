@@ -304,7 +304,7 @@ class Flight:
             model=self._route.name,
             text=received.text,
             token_ids=received.token_ids,
-            num_prompt_tokens=len(self._request.prompt_token_ids),
+            prompt_token_ids=self._request.prompt_token_ids,
             model_text=self._request.text,
             logprobs=received.logprobs,
             finished=finished,

@@ -26,6 +26,9 @@ from router.text_pieces import TextPieces
 
 Json = dict[str, Any]
 
+_NUM_LAST_TOKENS = 8
+"""So many tokens of a prompt tell in which character it ends, even where some have no text."""
+
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
 
@@ -58,7 +61,7 @@ class Choice:
         skips_special = sampling.skip_special_tokens or not sampling.HasField("skip_special_tokens")
         self.pieces = TextPieces(skips_special=skips_special)
         """Makes text of single tokens; has the tokens rendered so far."""
-        self.num_prompt_tokens = 0
+        self.prompt_token_ids: tuple[int, ...] = ()
         self.num_tokens = 0
         """Tokens rendered so far, in a stream."""
         self.finished: pb.Finished | None = None
@@ -132,7 +135,7 @@ class Renderer(ABC):
         choice = self._choices[index]
         choice.finished = delta.finished
         choice.eos_token_id = delta.eos_token_id
-        choice.num_prompt_tokens = delta.num_prompt_tokens
+        choice.prompt_token_ids = delta.prompt_token_ids
         choice.model_text = delta.model_text
         return choice
 
@@ -229,6 +232,8 @@ class CompletionRenderer(Renderer):
         return {"index": choice.index, "text": text, "logprobs": logprobs} | self._ending(choice)
 
     async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
+        if not choice.pieces.has_prompt:
+            await self._take_prompt(choice)
         names = await self._token_names(choice, logprobs)
         tokens, offsets, top = [], [], []
         for number, position in enumerate(logprobs, start=1):
@@ -247,6 +252,13 @@ class CompletionRenderer(Renderer):
             "text_offset": offsets,
         }
 
+    async def _take_prompt(self, choice: Choice) -> None:
+        """Let the pieces go on where the prompt ends, which its last tokens tell unless none of them has a text."""
+        for token_ids in (choice.prompt_token_ids[-_NUM_LAST_TOKENS:], choice.prompt_token_ids):
+            if choice.pieces.is_at_start:
+                names = await self._dispatch.token_names(choice.model_text, set(token_ids))
+                choice.pieces.take_prompt([names[token_id] for token_id in token_ids])
+
 
 class ChatRenderer(Renderer):
     """Answers of /v1/chat/completions."""
@@ -264,7 +276,7 @@ class ChatRenderer(Renderer):
             self._has_begun = True
             begin = {"role": "assistant", "content": ""}
             for each in self._choices:  # of one conversation
-                each.num_prompt_tokens = delta.num_prompt_tokens
+                each.prompt_token_ids = delta.prompt_token_ids
             chunks = [self._delta_chunk(each, begin, None, with_ending=False) for each in self._choices]
         choice.num_tokens += len(delta.token_ids)
         if delta.text or delta.logprobs:
@@ -341,10 +353,11 @@ def error_headers(error: RouterError) -> dict[str, str]:
 
 
 def _usage_so_far(choice: Choice) -> Json:
+    num_prompt_tokens = len(choice.prompt_token_ids)
     return {
-        "prompt_tokens": choice.num_prompt_tokens,
+        "prompt_tokens": num_prompt_tokens,
         "completion_tokens": choice.num_tokens,
-        "total_tokens": choice.num_prompt_tokens + choice.num_tokens,
+        "total_tokens": num_prompt_tokens + choice.num_tokens,
     }
 
 

@@ -1,10 +1,10 @@
 """A text as its tokens give it, one piece for each: joined they are the text, as workers/detokenizer.py makes it.
 
-A character that is split over tokens is in the piece of the last of them; the pieces before it are empty. The prompt
-is not known here: where it has no text, or ends within a character, the first piece is as if that were not so. Pure.
+A character that is split over tokens is in the piece of the last of them; the pieces before it are empty. Pure.
 """
 
 import codecs
+from collections.abc import Iterable
 
 from router.call import TokenName
 
@@ -16,21 +16,36 @@ class TextPieces:
         """`skips_special`: special tokens are not in the text; their pieces are their names all the same."""
         self.offset = 0
         """Where the next piece begins in the text; within a character, where that does."""
+        self.has_prompt = False
+        """Whether it was told of the prompt."""
+        self.is_at_start = True
+        """Whether neither the prompt nor a piece has had a text: the space before a first word may be dropped."""
         self._skips_special = skips_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def take_prompt(self, tokens: Iterable[TokenName]) -> None:
+        """Go on where a prompt that ends with these tokens does, before the first piece."""
+        for token in tokens:
+            self.push(token)
+        self.offset = 0
+        self.has_prompt = True
 
     def push(self, token: TokenName, *, is_last: bool = False) -> str:
         """Return the piece of the next token; of the last one with U+FFFD for a character that was cut."""
         if self._skips_special and token.is_special:
             return token.data.decode()
-        piece = self._decoder.decode(token.data, final=is_last)
+        data = token.data
+        if self.is_at_start and data:
+            self.is_at_start = False
+            data = data if token.first_data is None else token.first_data
+        piece = self._decoder.decode(data, final=is_last)
         self.offset += len(piece)
         return piece
 
     def peek(self, token: TokenName, *, is_last: bool = False) -> str:
         """Return what the piece would be if this were the next token."""
-        offset, state = self.offset, self._decoder.getstate()
+        offset, is_at_start, state = self.offset, self.is_at_start, self._decoder.getstate()
         piece = self.push(token, is_last=is_last)
-        self.offset = offset
+        self.offset, self.is_at_start = offset, is_at_start
         self._decoder.setstate(state)
         return piece

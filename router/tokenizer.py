@@ -113,7 +113,8 @@ class ModelTokenizer:
         name = self.decode((token_id, token_id), skip_special_tokens=False)[len(once) :]
         written = self._tokenizer.id_to_token(token_id) or ""
         data = _written_bytes(written) if "\ufffd" in name else name.encode()
-        return TokenName(data, is_special=token_id in self._special_ids)
+        first_data = None if "\ufffd" in once or once == name else once.encode()
+        return TokenName(data, is_special=token_id in self._special_ids, first_data=first_data)
 
     def render_chat(self, chat: Conversation) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to and with what opens the assistant's turn.

@@ -99,7 +99,7 @@ class FakeDispatch:
                 model=self.model.name,
                 text=certain[len(shown) :],
                 token_ids=(token_id,),
-                num_prompt_tokens=self._num_prompt_tokens(call),
+                prompt_token_ids=_prompt_token_ids(call),
                 logprobs=(_logprobs(token_id, sampling.logprobs),) if sampling.HasField("logprobs") else (),
             )
             shown = certain
@@ -107,7 +107,7 @@ class FakeDispatch:
         finished = pb.Finished(
             reason=pb.FINISH_REASON_STOP if stop or token_ids[-1:] == [EOS] else pb.FINISH_REASON_LENGTH,
             usage=pb.Usage(
-                prompt_tokens=self._num_prompt_tokens(call),
+                prompt_tokens=len(_prompt_token_ids(call)),
                 cached_tokens=CACHED_TOKENS,
                 completion_tokens=len(token_ids),
             ),
@@ -120,7 +120,7 @@ class FakeDispatch:
         yield GenerateDelta(
             request_id=request_id,
             model=self.model.name,
-            num_prompt_tokens=finished.usage.prompt_tokens,
+            prompt_token_ids=_prompt_token_ids(call),
             finished=finished,
             eos_token_id=self.eos_token_id,
         )
@@ -140,13 +140,6 @@ class FakeDispatch:
         if model not in ("", self.model.name):
             raise ModelNotFoundError(f"model {model!r} is not served; served: {self.model.name!r}")
 
-    def _num_prompt_tokens(self, call: GenerateCall) -> int:
-        if call.token_ids is not None:
-            return len(call.token_ids)
-        if call.text is not None:
-            return len(call.text.encode())
-        return sum(len(message.content.encode()) for message in (call.chat.messages if call.chat else ()))
-
     async def _trouble(self, count: int) -> None:
         if self.error is not None and count == self.error_after:
             raise self.error
@@ -158,6 +151,13 @@ class FakeDispatch:
             while not is_true():
                 self._changed.clear()
                 await self._changed.wait()
+
+
+def _prompt_token_ids(call: GenerateCall) -> tuple[int, ...]:
+    if call.token_ids is not None:
+        return tuple(call.token_ids)
+    messages = call.chat.messages if call.chat else ()
+    return tuple((call.text or "".join(message.content for message in messages)).encode())
 
 
 def _cut(text: str, stops: list[str]) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from router.call import TokenName
 from router.token_names import TokenNames
 from router.tokenizer import ModelTokenizer
 from router.tokenizer_pool import TokenizerPool
+from workers.tokenizer import load_token_table
 
 
 class NamedTokenizer(ByteTokenizer):
@@ -58,6 +59,16 @@ async def test_names_of_tokens_joined_are_the_text(pool: CountingPool, shared: P
     joined = b"".join(names[token_id].data for token_id in token_ids if not names[token_id].is_special)
     assert joined.decode().removeprefix(" ") == text
     assert any("�" in tokenizer.decode((token_id,)) for token_id in token_ids), "parts of characters are among them"
+
+
+@pytest.mark.parametrize("path", ["models/stories3M", "tokenizers/llama2-32k", "tokenizers/gpt2"])
+def test_name_where_a_text_begins_is_what_the_replica_makes_of_the_token(shared: Path, path: str) -> None:
+    tokenizer, table = ModelTokenizer.from_folder(shared / path), load_token_table(shared / path)
+
+    for token_id in {*range(300), *tokenizer.encode("Once upon  a time: 😀 𓀀")}:
+        name = tokenizer.token_name(token_id)
+        read = name.data if name.first_data is None else name.first_data
+        assert (name.data, read) == (table.piece(token_id), table.first_piece(token_id))
 
 
 async def test_all_that_are_missing_are_asked_for_in_one_call_and_once(pool: CountingPool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from helpers.fake_dispatch import CACHED_TOKENS, FakeDispatch
+from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
 from helpers.openai_front import MAX_BODY_BYTES, MODEL, USER, chat
 
 from router.call import ChatMessage, Conversation, TokenName
@@ -193,6 +193,30 @@ async def test_character_of_several_tokens_comes_with_the_last_of_them(
     assert choice.logprobs.text_offset == [0, 1, 2, 2, 2, 2, 3, 4]
     assert choice.logprobs.top_logprobs is not None
     assert choice.logprobs.top_logprobs[5] == {"😀": -0.5, "😁": -1.5}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "offsets"),
+    [([EOS], ["a", " a"], [0, 1]), ([EOS] * 9, ["a", " a"], [0, 1]), ([97, *[EOS] * 9], [" a", " a"], [0, 2])],
+)
+async def test_offsets_count_no_space_that_the_first_word_has_not(
+    client: openai.AsyncOpenAI,
+    dispatch: FakeDispatch,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: list[int],
+    tokens: list[str],
+    offsets: list[int],
+) -> None:
+    async def token_names(text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
+        word = TokenName(b" a", first_data=b"a")
+        return {each: TokenName(b"<eos>", is_special=True) if each == EOS else word for each in token_ids}
+
+    monkeypatch.setattr(dispatch, "token_names", token_names)
+    dispatch.reply = "aa"
+    (choice,) = (await client.completions.create(model=MODEL, prompt=prompt, logprobs=1, max_tokens=2)).choices
+
+    assert choice.logprobs is not None
+    assert (choice.logprobs.tokens, choice.logprobs.text_offset) == (tokens, offsets)
 
 
 async def test_openai_streamed_logprobs_equal_whole_ones(client: openai.AsyncOpenAI) -> None:
