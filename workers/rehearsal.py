@@ -13,7 +13,14 @@ import numpy as np
 
 from parallel.decoder import Decoder
 from parallel.device.base import Device
-from parallel.kernels.cuda_buckets import StepBucket, fullest_context, largest_mixed, largest_pieces, largest_steps
+from parallel.kernels.cuda_buckets import (
+    TOKEN_BUCKETS,
+    StepBucket,
+    fullest_context,
+    largest_mixed,
+    largest_pieces,
+    largest_steps,
+)
 from workers.config import EngineConfig
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
@@ -80,21 +87,28 @@ class Rehearsal:
     def run_ahead(self) -> None:
         """Run small steps, for what happens once should not be part of a request.
 
-        On a CPU it is one; on CUDA one of each size of which the layers record a graph, and one for each way to sample.
+        On a CPU it is one; on CUDA one of each size of which the layers record a graph, or would, for kernels are
+        compiled by these sizes; and one for each way to sample.
         """
         if not self._device.works_by_itself:
             self._run_step([(0, 1)])
             return
-        self._record_steps()
+        if self._config.max_cudagraph_capture_size:
+            self._record_steps()
+        else:
+            self._run_without_recording()
         for sampling in (_MOST_SAMPLING, SamplingParams(), SamplingParams(temperature=0.0)):
             self._run_step([(0, min(2, self._decoder.description.max_context))], sampling)
 
     def _steps_to_record(self) -> list[list[StepBucket]]:
         """The sizes of steps that may be recorded: with chunks, whole or in pieces, and of decodes."""
+        max_size = self._config.max_cudagraph_capture_size
+        return self._steps(max_size) if max_size else []
+
+    def _steps(self, max_size: int) -> list[list[StepBucket]]:
+        """The same where the largest step of decodes has so many sequences."""
         scheduler, max_context = self._config.scheduler, self._decoder.description.max_context
-        max_num_seqs = min(self._config.max_cudagraph_capture_size, scheduler.max_num_seqs)
-        if not max_num_seqs:
-            return []
+        max_num_seqs = min(max_size, scheduler.max_num_seqs)
         max_num_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max_context)
         return [
             largest_mixed(max_num_tokens=max_num_tokens, max_context=max_context),
@@ -113,6 +127,11 @@ class Rehearsal:
         if num_recorded := self._decoder.num_recorded:
             self._stats.num_recorded_steps = num_recorded
             self._stats.recording_s = time.perf_counter() - start_s
+
+    def _run_without_recording(self) -> None:
+        mixed, _, decodes = self._steps(TOKEN_BUCKETS[-1])
+        for step in (*mixed, *decodes):
+            self._run_size(step)
 
     def _is_recorded(self, step: StepBucket) -> bool:
         """As far as is known: the first that is refused whole shows that all are, and is recorded in pieces."""

@@ -144,11 +144,23 @@ for num_kv_heads, num_group, window in ((8, 4, None), (1, 8, None), (4, 4, 700))
             for context in (*range(300, 2300, 200), 3000, 5000, MAX_CONTEXT):
                 attend(num_tokens, num_decodes, 1, context)
                 assert variants == recorded, (num_tokens, num_decodes, context, variants - recorded)
+
+    variants.clear()  # now without graphs, in which steps have their own sizes
+    for of in largest_mixed(max_num_tokens=MAX_NUM_TOKENS, max_context=MAX_CONTEXT):
+        attend(of.num_tokens, 0, 1, of.max_context_len)
+    for of in largest_steps(max_num_seqs=MAX_NUM_SEQS, max_context=MAX_CONTEXT):
+        attend(of.num_tokens, of.num_tokens, 0, of.max_context_len)
+    rehearsed = variants.copy()
+    for num_decodes in (*range(0, 20, 3), *range(20, MAX_NUM_SEQS, 45), MAX_NUM_SEQS):
+        for num_new in (0, 1, 5, 40, 200, MAX_NUM_TOKENS - num_decodes):
+            for context in (*range(300, 2300, 200), 3000, 5000, MAX_CONTEXT):
+                attend(num_decodes + num_new, num_decodes, num_new > 0, context)
+                assert variants == rehearsed, (num_decodes, num_new, context, variants - rehearsed)
 """
 
 
-def test_attention_of_larger_steps_is_compiled_for_recorded_ones() -> None:
-    """Else the first request of such a step would wait for the compiler."""
+def test_attention_of_every_step_is_compiled_before_the_first_request() -> None:
+    """By recorded ones, or those that are rehearsed where none is: else the first of its kind would wait."""
     run_with_triton(_VARIANTS)
 
 

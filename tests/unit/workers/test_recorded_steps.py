@@ -155,6 +155,24 @@ def test_without_graphs_there_is_nothing_to_measure(model: Path) -> None:
     assert (stats.num_recorded_steps, stats.recording_s) == (0, 0.0)
 
 
+def test_without_graphs_kernels_meet_the_sizes_of_graphs_before_the_first_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles them when they are first launched."""
+    seen: list[tuple[int, int, int]] = []
+
+    def note(self: RecordingKernels, q: Tensor, cache: LayerCache, meta: AttentionMeta, _: AttentionParams) -> Tensor:
+        seen.append((len(q), meta.num_decodes, meta.max_context_len))
+        return q
+
+    monkeypatch.setattr(RecordingKernels, "_attend", note)
+    runner, _, _ = make_runner(model, max_num_seqs=5, max_size=0)
+    runner.allocate(200)
+    chunks = [(bucket.num_tokens, 0, min(bucket.max_context_len, MAX_CONTEXT)) for bucket in MIXED]
+    decodes = [(size, size, context) for context in (MAX_CONTEXT, 512) for size in (5, 4, 2, 1)]
+    assert {*seen} >= {*chunks, *decodes}
+
+
 def test_dropped_recordings_are_gone_at_once(model: Path) -> None:
     """NCCL's communicators, which are destroyed next, wait for them."""
     runner, _, _ = make_runner(model, max_num_seqs=2)
