@@ -25,6 +25,9 @@ _FINISHED = ("stop", "length")
 
 _CANCEL_TOLERANCE_S = 0.05
 """gRPC cancels a call at its deadline too, a little before or after the event loop's clock says so."""
+_ROUNDED_UP = 0.01
+"""Part of a call's timeout by which its client may cancel it earlier still: gRPC tells a server the timeout in two or
+three digits, rounded up."""
 
 
 class CallAccount:
@@ -87,9 +90,15 @@ class CallAccount:
                 request.failure = request.failure or self._outcome
                 self.span.fail(str(error))
             case asyncio.CancelledError() | GeneratorExit():
-                left = "deadline_exceeded" if _is_near(self._deadline_s) else "cancelled"
+                left = "deadline_exceeded" if self._is_near_deadline() else "cancelled"
                 self._outcome = self._outcome or request.failure or left
         self._end(self._outcome or "internal")
+
+    def _is_near_deadline(self) -> bool:
+        if self._deadline_s is None or self._call.timeout_s is None:
+            return False
+        left_s = self._deadline_s - asyncio.get_running_loop().time()
+        return left_s < _CANCEL_TOLERANCE_S + _ROUNDED_UP * self._call.timeout_s
 
     def _spend(self, num_tokens: int) -> None:
         if self._call.tenant is not None:
@@ -113,7 +122,3 @@ def _outcome_of(error: Exception) -> str:
     if isinstance(error, RateLimitedError):
         return "rate_limited"
     return error.code.name.lower() if isinstance(error, RouterError) else "internal"
-
-
-def _is_near(deadline_s: float | None) -> bool:
-    return deadline_s is not None and asyncio.get_running_loop().time() > deadline_s - _CANCEL_TOLERANCE_S

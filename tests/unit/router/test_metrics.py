@@ -1,5 +1,6 @@
 """How a request is counted: by the targets, by tenant, and from zero on."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,6 +14,7 @@ from weft.v1 import inference_pb2 as pb
 
 from router.breaker import Breaker
 from router.call import GenerateCall
+from router.call_account import CallAccount
 from router.config import AdmissionConfig, BreakerConfig, MetricsConfig
 from router.directory import ModelRoute
 from router.keys import KeyEntry, Tenant
@@ -21,6 +23,7 @@ from router.metrics import RequestMeter, RouterMetrics
 from router.policy import RoundRobin
 from router.replica import ReplicaLink
 from router.route import ServedModel
+from router.spans import NO_TRACER
 from router.tenants import NO_TENANT, OTHER_TENANTS, TenantNames
 
 
@@ -93,6 +96,28 @@ def test_targets_decide_what_a_request_counts_as(
     assert {r for r, number in results.items() if number} == ({result} if result else set())
     assert value(metrics, "goodput_tokens_total") == goodput_tokens
     assert value(metrics, "requests_total", outcome=outcome) == 1
+
+
+@pytest.mark.parametrize(
+    ("told_s", "early_s", "outcome"),
+    [
+        (1.24, 1.24 - 1.234, "deadline_exceeded"),
+        (10.6, 10.6 - 10.51, "deadline_exceeded"),
+        (101.0, 101.0 - 100.1, "deadline_exceeded"),
+        (3610.0, 3610.0 - 3601.0, "deadline_exceeded"),
+        (1.24, 0.5, "cancelled"),
+        (101.0, 2.0, "cancelled"),
+        (None, 0.0, "cancelled"),
+    ],
+)
+async def test_call_whose_client_sees_its_deadline_before_the_rounded_one_that_it_told_has_missed_it(
+    metrics: RouterMetrics, told_s: float | None, early_s: float, outcome: str
+) -> None:
+    deadline_s = None if told_s is None else asyncio.get_running_loop().time() + early_s
+    call = GenerateCall(sampling=pb.SamplingParams(), timeout_s=told_s)
+    with pytest.raises(asyncio.CancelledError), CallAccount(call, metrics, NO_TRACER, deadline_s=deadline_s):
+        raise asyncio.CancelledError
+    assert value(metrics, "requests_total", model="", outcome=outcome) == 1
 
 
 def test_generated_tokens_are_counted_as_they_come(metrics: RouterMetrics) -> None:
