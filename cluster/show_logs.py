@@ -1,9 +1,12 @@
 """`weft logs`: what processes of a service have logged, their lines side by side, each with the name of its process."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from weft.v1 import control_pb2
 
 from cluster.control_client import ControlClient
+from cluster.patience import Patience
 
 _POLL_S = 0.5
 _MARKS = (":job_id:", ":actor_name:", ":task_name:")
@@ -42,12 +45,17 @@ def show_logs(
 ) -> None:
     """Print what the logs of a process, a replica, a model or everything hold; with `follows`, for ever.
 
-    Raises ControllerError.
+    Raises ControllerError; with `follows`, as Patience does.
     """
     offsets: dict[str, int] = {}
     splitters: dict[str, LineSplitter] = {}
+    patience = Patience(sleep=sleep)
+
+    def read() -> Sequence[control_pb2.LogChunk]:
+        return client.read_logs(target, offsets, tail_bytes=tail_bytes)
+
     while True:
-        chunks = client.read_logs(target, offsets, tail_bytes=tail_bytes)
+        chunks = patience.ask(read) if follows else read()
         for chunk in chunks:
             is_new = chunk.name not in offsets
             offsets[chunk.name] = chunk.next_offset

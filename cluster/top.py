@@ -24,6 +24,7 @@ from cluster.observe import (
     Window,
     parse_pages,
 )
+from cluster.patience import Patience, tell_aside
 from cluster.status_view import STATE_STYLES, duration, router_state
 
 WINDOW_S = 30.0
@@ -37,11 +38,20 @@ _NARROW = 120
 def run_top(
     client: ControlClient, console: Console, *, interval_s: float, as_json: bool, count: int | None = None
 ) -> None:
-    """Show a snapshot each interval, until interrupted or `count` times. Raises ControllerError."""
+    """Show a snapshot each interval, until interrupted or `count` times. Raises ControllerError, as Patience does."""
     window = Window(WINDOW_S)
+    live = Live(console=console, screen=count is None, auto_refresh=False)
+
+    def tell(line: str) -> None:
+        if live.is_started:  # its screen hides what is written beside it
+            live.update(Group(Text(line, "yellow"), live.get_renderable()), refresh=True)
+        else:
+            tell_aside(line)
+
+    patience = Patience(tell)
 
     def next_look() -> Snapshot:
-        return window.add(look(client))
+        return window.add(patience.ask(lambda: look(client)))
 
     next_look()
     if as_json:
@@ -49,7 +59,7 @@ def run_top(
     elif not console.is_terminal:
         _repeat(lambda: console.print(render(next_look(), console.width)), interval_s, count)
     else:
-        with Live(console=console, screen=count is None, auto_refresh=False) as live:
+        with live:
             _repeat(lambda: live.update(render(next_look(), console.width), refresh=True), interval_s, count)
 
 
@@ -193,7 +203,7 @@ def _to_json(snapshot: Snapshot) -> dict[str, object]:
 def _repeat(act: Callable[[], None], interval_s: float, count: int | None) -> None:
     due_s = time.monotonic()
     while count is None or count > 0:
-        due_s += interval_s
+        due_s = max(due_s + interval_s, time.monotonic())  # no look that was missed is made up for
         time.sleep(max(0.0, due_s - time.monotonic()))
         act()
         count = None if count is None else count - 1

@@ -1,6 +1,7 @@
 """The controller's gRPC service, as operators, routers and their commands call it."""
 
 import asyncio
+import io
 import json
 import math
 import threading
@@ -9,10 +10,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import grpc
 import pytest
+from helpers.cluster import FakeClock
 from helpers.ipv6 import needs_ipv6
 from helpers.polling import poll
 from helpers.router_harness import router_config, running_router
@@ -28,7 +31,7 @@ from cluster.errors import ClusterConfigError, ControllerError, NotServedError, 
 from cluster.log_reader import LogReader, LogSource
 from cluster.metrics_pages import fetch_page
 from cluster.show_logs import show_logs
-from cluster.top import run_top
+from cluster.top import _repeat, run_top
 from cluster.wanted import Change, ChangeKind
 from router.errors import ModelFilesError
 from router.model_files import fetch_model_files
@@ -416,6 +419,44 @@ async def test_top_needs_nothing_but_the_controller(
     seen = json.loads(capsys.readouterr().out)
     assert seen["groups"][0]["running"] == 3
     assert seen["models"][0]["output_tokens_per_s"] is None
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+async def test_top_goes_on_when_the_controller_is_back(
+    running: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    monkeypatch.setattr("cluster.patience._RETRY_S", 0.0)
+    asked = 0
+
+    def status() -> control_pb2.GetStatusResponse:
+        nonlocal asked
+        asked += 1
+        if asked in (3, 4):
+            raise ControllerError("no controller answers")
+        return control_pb2.GetStatusResponse(models=running.state.model_statuses())
+
+    out = io.StringIO()
+    with ControlClient(running.address) as client:
+        monkeypatch.setattr(client, "status", status)
+        console = Console(file=out, width=200, force_terminal=is_terminal)
+        await asyncio.to_thread(run_top, client, console, interval_s=0.0, as_json=False, count=2)
+    assert asked == 1 + 2 + 2
+    told = out.getvalue() if is_terminal else capsys.readouterr().err
+    assert told.count("no controller answers (asked again for 30 s)") == 1
+
+
+def test_looks_of_top_that_came_late_are_not_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock(0.0)
+    monkeypatch.setattr("cluster.top.time", SimpleNamespace(monotonic=clock, sleep=clock.advance))
+    looked_s: list[float] = []
+
+    def take_look() -> None:
+        looked_s.append(clock())
+        if len(looked_s) == 2:
+            clock.advance(9.0)  # the controller was away
+
+    _repeat(take_look, 2.0, 4)
+    assert looked_s == [2.0, 4.0, 13.0, 15.0]
 
 
 async def test_a_router_that_somebody_else_started_is_in_status_and_top_while_it_reports(

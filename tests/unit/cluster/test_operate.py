@@ -48,7 +48,7 @@ class FakeClient:
     statuses: list[control_pb2.ModelStatus] = field(default_factory=list)
     changes: list[control_pb2.Change] = field(default_factory=list)
     calls: list[Any] = field(default_factory=list)
-    pieces: list[list[control_pb2.LogChunk]] = field(default_factory=list)
+    pieces: list[list[control_pb2.LogChunk] | BaseException] = field(default_factory=list)
     is_stopping: bool = False
 
     def status(self) -> control_pb2.GetStatusResponse:
@@ -75,7 +75,10 @@ class FakeClient:
 
     def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> list[control_pb2.LogChunk]:
         self.calls.append(dict(offsets))
-        return self.pieces.pop(0)
+        piece = self.pieces.pop(0)
+        if isinstance(piece, BaseException):
+            raise piece
+        return piece
 
     @property
     def client(self) -> ControlClient:
@@ -297,6 +300,35 @@ def test_logs_are_told_line_by_line_with_the_name_of_their_process() -> None:
     show_logs(fake.client, "", follows=False, tail_bytes=10, tell=lines.append)
     assert lines == ["a | second", "b | first", "a | third", "a | last"]
     assert fake.calls == [{}, {"a": 100, "b": 17}]
+
+
+def test_logs_are_followed_through_a_restart_of_the_controller(capsys: pytest.CaptureFixture[str]) -> None:
+    away = ControllerError("no controller answers")
+    fake = FakeClient(
+        pieces=[
+            [chunk("m-0.1/0", b"first\nsec", 109), chunk("controller/1", b"old\n", 4)],
+            away,
+            away,
+            [chunk("controller/2", b"new\n", 4)],  # it has not adopted the rank yet
+            [chunk("m-0.1/0", b"ond\n", 113), chunk("controller/2", b"", 4)],
+            KeyboardInterrupt(),
+        ]
+    )
+    lines: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        show_logs(fake.client, "", follows=True, tail_bytes=10, tell=lines.append, sleep=lambda _: None)
+    assert lines == ["controller/1 | old", "controller/2 | new", "m-0.1/0 | second"]
+    assert capsys.readouterr().err == "no controller answers (asked again for 30 s)\n"
+    assert fake.calls[3:5] == [
+        {"m-0.1/0": 109, "controller/1": 4},
+        {"m-0.1/0": 109, "controller/1": 4, "controller/2": 4},
+    ]
+
+
+def test_logs_that_are_not_followed_fail_with_the_controller() -> None:
+    fake = FakeClient(pieces=[[chunk("a", b"", 1, has_more=True)], ControllerError("no controller answers")])
+    with pytest.raises(ControllerError, match="no controller answers"):
+        show_logs(fake.client, "", follows=False, tail_bytes=10, tell=print)
 
 
 def test_line_that_never_ends_is_told_in_parts() -> None:

@@ -1,0 +1,52 @@
+"""Looks on while the controller is between two lives: for commands that run as long as somebody watches."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from cluster.errors import ControllerError
+
+_LIMIT_S = 30.0
+_RETRY_S = 0.5
+
+_AnswerT = TypeVar("_AnswerT")
+
+
+def tell_aside(line: str) -> None:
+    """Print a line beside what the command puts out."""
+    print(line, file=sys.stderr)
+
+
+class Patience:
+    """Asks a controller again and again. One that has answered may fail for a while, which is told once."""
+
+    def __init__(
+        self,
+        tell: Callable[[str], None] = tell_aside,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tell` is called with one line when the controller begins to fail."""
+        self._tell = tell
+        self._sleep = sleep
+        self._clock = clock
+        self._has_answered = False
+
+    def ask(self, question: Callable[[], _AnswerT]) -> _AnswerT:
+        """Return the answer. Raises ControllerError: there is none to the first question, or none for 30 s."""
+        give_up_s: float | None = None
+        while True:
+            try:
+                answer = question()
+            except ControllerError as error:
+                if not self._has_answered or (give_up_s is not None and self._clock() >= give_up_s):
+                    raise
+                if give_up_s is None:
+                    give_up_s = self._clock() + _LIMIT_S
+                    self._tell(f"{error} (asked again for {_LIMIT_S:g} s)")
+            else:
+                self._has_answered = True
+                return answer
+            self._sleep(_RETRY_S)

@@ -1,0 +1,59 @@
+"""A controller that fails for a while, as one between two lives, before somebody who watches it."""
+
+from collections.abc import Callable
+
+import pytest
+from helpers.cluster import FakeClock
+
+from cluster.errors import ControllerError
+from cluster.patience import Patience
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def patience(clock: FakeClock, told: list[str]) -> Patience:
+    return Patience(told.append, sleep=clock.advance, clock=clock)
+
+
+def failing_until(clock: FakeClock, end_s: float) -> Callable[[], float]:
+    def question() -> float:
+        if clock() < end_s:
+            raise ControllerError("no controller answers")
+        return clock()
+
+    return question
+
+
+def test_controller_that_never_answered_is_not_waited_for(clock: FakeClock, patience: Patience) -> None:
+    before_s = clock()
+    with pytest.raises(ControllerError, match="no controller answers"):
+        patience.ask(failing_until(clock, before_s + 1))
+    assert clock() == before_s
+
+
+def test_each_outage_is_told_once_and_has_the_whole_limit(
+    clock: FakeClock, patience: Patience, told: list[str]
+) -> None:
+    patience.ask(failing_until(clock, clock()))
+    for _ in range(2):
+        back_s = clock() + 20
+        assert patience.ask(failing_until(clock, back_s)) == back_s
+    assert told == ["no controller answers (asked again for 30 s)"] * 2
+
+
+def test_controller_that_stays_away_is_given_up(clock: FakeClock, patience: Patience, told: list[str]) -> None:
+    patience.ask(failing_until(clock, clock()))
+    before_s = clock()
+    with pytest.raises(ControllerError, match="no controller answers"):
+        patience.ask(failing_until(clock, before_s + 60))
+    assert clock() == before_s + 30
+    assert len(told) == 1
