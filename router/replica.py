@@ -124,7 +124,7 @@ class ReplicaLink(ReplicaBook):
 
     async def run(self) -> None:
         """Connect, and connect again when the stream breaks, until retired or cancelled."""
-        num_failures, told = 0, ""
+        num_failures, told, has_left = 0, "", False
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -133,12 +133,14 @@ class ReplicaLink(ReplicaBook):
                 reason = await self._run_connection()
                 if task.cancelling():  # a TaskGroup that fails in the same moment keeps the cancellation to itself
                     raise asyncio.CancelledError
-                if self.state is LinkState.READY and not self._may_leave.is_set():
-                    level = logging.WARNING if self.is_ready else logging.INFO  # else it was about to leave
-                    logger.log(level, "replica %s: stream broke: %s", self.replica_id, reason)
+                was_ready = self.state is LinkState.READY
+                has_left = not self.is_ready if was_ready else has_left or self.is_leaving
+                usual = logging.INFO if has_left else logging.WARNING
+                if was_ready and not self._may_leave.is_set():
+                    logger.log(usual, "replica %s: stream broke: %s", self.replica_id, reason)
                     self.breaker.fail(self._clock())
                 elif not self._may_leave.is_set():
-                    level = logging.DEBUG if reason == told else logging.WARNING
+                    level = logging.DEBUG if reason == told else usual
                     logger.log(level, "replica %s: not connected: %s", self.replica_id, reason)
                 told = reason
                 self._drop(reason)

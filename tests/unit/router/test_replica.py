@@ -121,6 +121,36 @@ async def test_stream_of_a_replica_that_was_about_to_leave_breaks_without_a_warn
     assert broke == [level]
 
 
+@pytest.mark.parametrize(("is_draining", "level"), [(True, logging.INFO), (False, logging.WARNING)])
+async def test_replica_that_has_left_is_missed_without_a_warning_until_it_is_back(
+    caplog: pytest.LogCaptureFixture, is_draining: bool, level: int
+) -> None:
+    def levels() -> list[int]:
+        return [record.levelno for record in caplog.records if "not connected" in record.getMessage()]
+
+    caplog.set_level(logging.INFO, "router.replica")
+    replica = FakeReplica("a")
+    address = await replica.start()
+    link = link_to(replica)
+    running = asyncio.create_task(link.run())
+    await until(lambda: link.is_ready)
+    if is_draining:
+        replica.drain()
+        await until(lambda: not link.is_ready)
+    await replica.die()
+    await until(lambda: bool(levels()))
+    assert levels() == [level]
+    caplog.clear()
+    await replica.start(int(address.rpartition(":")[2]))
+    replica.is_draining = False
+    await until(lambda: link.is_ready)
+    await replica.die()
+    await until(lambda: bool(levels()))
+    assert levels() == [logging.WARNING]
+    running.cancel()
+    await asyncio.wait((running,))
+
+
 class _LastWords(ReplicaServicer):
     """A replica in threads of its own: it answers the first request with many frames, and ends the stream."""
 
