@@ -124,7 +124,7 @@ class Formation:
         self._actors: list[Any] = []
         self._stages: Sequence[_Stage] = ()
         """How each stage is started; empty before the ranks are created."""
-        self._have_begun = False  # the ranks, so that they answer
+        self._begun: list[Any] = []  # the actors that answer
         self._start_by_s = 0.0  # time of the event loop; set when it has its place, or was found
         self._leaving: asyncio.Task[None] | None = None
 
@@ -188,9 +188,13 @@ class Formation:
         host, port = "", 0
         if len(self._actors) > 1:
             host, port = await self._actors[0].open_rendezvous.remote()
-        places = await asyncio.gather(*(_await(actor.begin.remote(host, port)) for actor in self._actors))
-        self._have_begun = True
+        places = await asyncio.gather(*(self._begin_rank(actor, host, port) for actor in self._actors))
         self._listener.on_ranks(places)
+
+    async def _begin_rank(self, actor: Any, host: str, port: int) -> RankPlace:
+        place: RankPlace = await actor.begin.remote(host, port)
+        self._begun.append(actor)
+        return place
 
     async def _adopt(self) -> Outcome | None:
         """Find the processes of the replica; an outcome when not every one of them runs."""
@@ -204,7 +208,7 @@ class Formation:
             return Outcome(message=f"did not answer a new controller within {_ADOPT_TIMEOUT_S:g} s")
         if not all(report.has_begun for report in reports):
             return Outcome(message="its controller died while it was being started")
-        self._have_begun = True
+        self._begun = self._actors
         self._limit_start()
         self._listener.on_adopted([report.place for report in reports], reports[0].addresses)
         return None
@@ -396,12 +400,12 @@ class Formation:
         """Tell the ranks that their end is wanted, so that they do not warn of it; one that misses it does no harm."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_HEAR_TIMEOUT_S):
-                heard = (_await(actor.expect_end.remote()) for actor in self._actors)
+                heard = (_await(actor.expect_end.remote()) for actor in self._begun)
                 await asyncio.gather(*heard, return_exceptions=True)
 
     async def _tear_down(self, *, is_wanted: bool) -> None:
         """End what is left of the processes and give the place back, and do not rest before Ray has heard it."""
-        if is_wanted and self._have_begun:
+        if is_wanted:
             await self._announce_end()
         actors, self._actors = self._actors, []
         await asyncio.gather(*(ask_until_told(end_actor, actor) for actor in actors))

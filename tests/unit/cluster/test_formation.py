@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError
 from cluster import formation
 from cluster.formation import Formation, FormationSpec
 from cluster.placement import NODE_ID_LABEL, NodeResources
-from cluster.rank_values import Outcome, RankPlace, RankReport, ReplicaAddresses, ReplicaLoad
+from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
 
 NODES = [
     NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")
@@ -32,6 +32,7 @@ class FakeRank:
 
     def __init__(self) -> None:
         self.begin = FakeMethod(self._begin)
+        self.open_rendezvous = FakeMethod(self._open_rendezvous)
         self.ready = FakeMethod(hang)
         self.ended = FakeMethod(lambda: asyncio.ensure_future(hang()))
         self.progress = FakeMethod(self._progress)
@@ -42,11 +43,14 @@ class FakeRank:
         self.slowness = ""
         self.num_expected = 0
         self.options = lambda **_: self  # of its class, of which it is the only one
-        self.remote = lambda _: self
+        self.remote: Callable[[RankSpec], FakeRank] = lambda _: self
 
     async def _begin(self, host: str, port: int) -> RankPlace:
         assert (host, port) == ("", 0)
         return RankPlace(node="10.0.0.0", pid=1, node_id="node-a")
+
+    async def _open_rendezvous(self) -> tuple[str, int]:
+        return "10.0.0.0", 1
 
     async def _progress(self) -> float:
         return 0.5
@@ -388,6 +392,27 @@ async def test_ranks_hear_of_an_end_that_is_wanted_before_it_comes(
     async with asyncio.timeout(10):
         await asyncio.wait([running])
     assert (fake_ray.rank.num_expected, fake_ray.killed) == (int(answers), [fake_ray.rank])
+
+
+async def test_of_a_group_that_is_being_started_only_ranks_that_answer_are_told_of_its_end(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    ranks = [FakeRank(), FakeRank()]
+    has_begun = asyncio.Event()
+
+    async def begin(host: str, port: int) -> RankPlace:
+        has_begun.set()
+        return RankPlace(node=host, pid=port)
+
+    ranks[0].begin, ranks[1].begin = FakeMethod(begin), FakeMethod(hang)
+    fake_ray.rank.remote = lambda spec: ranks[spec.rank]
+    running = asyncio.create_task(make_formation(tmp_path, listener, tensor_parallel=2).run())
+    async with asyncio.timeout(10):
+        await has_begun.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    assert [rank.num_expected for rank in ranks] == [1, 0]
+    assert fake_ray.killed == ranks
 
 
 async def test_rank_that_never_begins_ends_the_life_at_its_start_timeout(
