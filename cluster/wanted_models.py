@@ -147,7 +147,8 @@ class WantedModels:
         self.scalings = {name: scaling for name, scaling in self.scalings.items() if name in wanted}
         self.current = dict(wanted)
         for change in changes:
-            logger.info("%s %s: %s", change.kind, change.name, "; ".join(change.details))
+            details = "; ".join(change.details)
+            logger.info("%s %s%s", change.kind, change.name, details and f": {details}")
         self._on_change()
 
     def _want_revision(self, wanted: Models, change: Change, text: RevisionText) -> tuple[Change, int]:

@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 from helpers.cluster import turns
 from helpers.wanted_bench import Bench
@@ -74,6 +76,17 @@ async def test_models_of_several_shapes_come_and_go(bench: Bench) -> None:
     assert bench.forms.of("a-0.1").was_cancelled
     assert [model.name for model in bench.state.model_statuses()] == ["b"]
     assert await bench.apply({"name": "b", "replicas": 2}) == []
+
+
+async def test_log_tells_each_change_and_what_is_to_be_said_of_it(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cluster.wanted_models")
+    await bench.apply({"name": "a"}, {"name": "b"})
+    caplog.clear()
+    await bench.apply({"name": "b", "replicas": 2})
+    told = [record.getMessage() for record in caplog.records if record.name == "cluster.wanted_models"]
+    assert sorted(told) == ["remove a", "scale b: replicas: 1 -> 2"]
 
 
 async def test_replicas_of_a_model_that_is_no_longer_served_are_not_told(bench: Bench) -> None:
