@@ -675,6 +675,23 @@ def test_displaced_sequence_loses_its_blocks_to_one_that_needs_them() -> None:
     assert served.tokens["ordinary"] == run_alone(ordinary.request)
 
 
+def test_running_sequence_grows_into_the_blocks_of_a_displaced_one_before_those_of_a_running_one() -> None:
+    served = ScheduledModel(num_blocks=13, max_num_seqs=2, policy="priority", enable_prefix_caching=False)
+    displaced = served.submit("displaced", prompt(10), max_tokens=20, priority=2)  # three blocks
+    other = served.submit("other", prompt(2, first=30), max_tokens=22, priority=1)  # six in the end
+    served.step()
+    urgent = served.submit("urgent", prompt(4, first=50), max_tokens=21)  # six in the end, before the other has
+    served.step()
+    assert len(displaced.block_table) == 3
+
+    while displaced.block_table:
+        served.step()
+
+    assert len(urgent.block_table) == 6
+    served.run()
+    assert (other.num_preemptions, urgent.num_preemptions) == (0, 0)
+
+
 def test_displaced_sequence_keeps_blocks_that_would_not_be_enough() -> None:
     served = ScheduledModel(num_blocks=40, max_num_seqs=2, policy="priority", enable_prefix_caching=False)
     low = served.submit("low", prompt(40), max_tokens=30, priority=9)
@@ -748,6 +765,18 @@ def test_short_request_is_admitted_before_the_rest_of_a_long_prompt() -> None:
     served.submit("short", prompt(4, first=50), max_tokens=2)
 
     assert [num_tokens for _, _, num_tokens in shares(served.launch())] == [4, 12]
+
+
+@pytest.mark.parametrize(("priority", "expected"), [(0, [4, 12]), (1, [16])])
+def test_request_of_an_earlier_level_is_admitted_before_the_rest_of_a_prompt(
+    priority: int, expected: list[int]
+) -> None:
+    served = ScheduledModel(max_num_batched_tokens=16, policy="priority")
+    served.submit("long", prompt(160), max_tokens=4, priority=1)
+    served.step()
+    served.submit("other", prompt(4, first=50), max_tokens=2, priority=priority)
+
+    assert sorted(num_tokens for _, _, num_tokens in shares(served.launch())) == expected
 
 
 @pytest.mark.parametrize("has_common", [True, False])
@@ -840,6 +869,19 @@ def test_request_is_aborted_when_its_deadline_has_passed() -> None:
 
     assert served.ends["running"] is FinishReason.ABORT
     assert served.ends["patient"] is FinishReason.LENGTH
+
+
+def test_a_look_for_passed_deadlines_is_due_only_where_one_has_passed() -> None:
+    served = ScheduledModel()
+    for name, deadline_s in (("late", 9.0), ("early", 3.0), ("none", None)):
+        served.submit(name, prompt(4), deadline_s=deadline_s)
+
+    due = []
+    for now_s in (2.9, 3.0, 8.9, 9.0, 99.0):
+        due.append(served.scheduler.has_expired(now_s))
+        served.scheduler.expire(now_s)
+
+    assert due == [False, True, False, True, False]
 
 
 def test_deadline_in_flight_ends_the_request_now_and_frees_later() -> None:
@@ -1004,11 +1046,26 @@ def test_first_in_order_does_not_wait_until_later_ones_in_flight_need_blocks_the
     served.submit("b", prompt(21, first=500), max_tokens=40)
     num_steps = 0
     while "a" not in served.ends:
+        num_preemptions = served.scheduler.counters.num_preemptions
         served.step()
         num_steps += 1
+        assert not num_preemptions or served.flights or "a" in served.ends, "plans run ahead again"
 
     assert served.scheduler.counters.num_preemptions == 1
     assert num_steps <= 40 + 4
+
+
+def test_plans_run_ahead_while_the_last_in_order_waits_for_a_block() -> None:
+    served = ScheduledModel(num_blocks=4, block_size=16, max_in_flight=2, looks_ahead=True, enable_prefix_caching=False)
+    served.submit("a", prompt(10), max_tokens=50)  # takes its second block in the 7th step, its third in the 23rd
+    waiting = served.submit("b", prompt(20, first=500), max_tokens=30)  # two blocks, and would take a third in the 14th
+    while waiting.num_computed_tokens < 32:
+        served.step()
+
+    for _ in range(6):
+        served.step()
+        assert served.flights
+    assert (waiting.status, waiting.num_computed_tokens) == (SequenceStatus.RUNNING, 32)
 
 
 def test_earlier_level_gets_the_slot_of_one_in_flight() -> None:
