@@ -202,22 +202,19 @@ class Roster:
     def drop_suspended(self, *, but: Sequence | None = None) -> bool:
         """Take the blocks from the suspended sequence that gives way first; False when there is none but `but`."""
         first = next(self.in_yield_order(sequence for sequence in self._suspended if sequence is not but), None)
-        if first is not None:
-            self.drop_blocks(first)
-        return first is not None
-
-    def drop_blocks(self, sequence: Sequence) -> None:
-        """Take the blocks from a suspended sequence."""
+        if first is None:
+            return False
         logger.warning(
             "request %s preempted with %d of %d tokens computed",
-            sequence.request_id,
-            sequence.num_computed_tokens,
-            sequence.num_tokens,
+            first.request_id,
+            first.num_computed_tokens,
+            first.num_tokens,
         )
-        del self._suspended[sequence]
-        self._cache.free(sequence)
-        sequence.num_lost_tokens = sequence.num_computed_tokens
-        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
+        del self._suspended[first]
+        self._cache.free(first)
+        first.num_lost_tokens = first.num_computed_tokens
+        first.num_computed_tokens = first.num_scheduled_tokens = 0
+        return True
 
     def check_integrity(self, ended: list[Sequence]) -> None:
         """Raise AssertionError when blocks, slots and queue contradict each other. Slow: for tests.

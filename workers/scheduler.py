@@ -241,7 +241,7 @@ class Scheduler:
         for sequence in self._roster.running:
             if not sequence.num_in_flight or (self._looks_ahead and _can_run_ahead(sequence)):
                 (decodes if sequence.num_left == 1 else prefills).append(sequence)
-        if self._max_in_flight > 1 and not self._looks_ahead:
+        if not self._looks_ahead:
             del decodes[-(-self.num_running // self._max_in_flight) :]
         return decodes, prefills
 
@@ -280,13 +280,8 @@ class Scheduler:
             if victim is None:
                 self._must_settle = self._looks_ahead and bool(later)
                 return False
-            self._preempt(batch, victim)
+            self._suspend(batch, victim)  # the next turn takes its blocks
         return True
-
-    def _preempt(self, batch: Batch, sequence: Sequence) -> None:
-        """Take slot and blocks from a running sequence; it keeps its tokens and is computed again."""
-        self._suspend(batch, sequence)
-        self._roster.drop_blocks(sequence)
 
     def _suspend(self, batch: Batch, sequence: Sequence) -> None:
         batch.drop(sequence)
