@@ -76,6 +76,8 @@ def test_a_plan_tells_whether_there_was_work_ever_since_the_one_before() -> None
     assert [follows(), follows()] == [False, True], "b has ended, c has not"
     served.submit("d", prompt(4), max_tokens=9)
     served.submit("e", prompt(4), max_tokens=9)
+    served.submit("ends before any plan", prompt(4), max_tokens=9)
+    served.scheduler.abort(RequestId("ends before any plan"), 0.0)
     assert follows() is False, "it was empty"
     served.scheduler.abort(RequestId("d"), 0.0)
     served.submit("f", prompt(4), max_tokens=9)
@@ -173,12 +175,13 @@ def test_ranks_are_told_which_tokens_stop() -> None:
 
 def test_context_end_is_length() -> None:
     served = ScheduledModel(max_context=12)
-    served.submit("a", prompt(10), max_tokens=50)
+    sequence = served.submit("a", prompt(10), max_tokens=50)
 
     served.run()
 
     assert len(served.tokens["a"]) == 2
-    assert served.ends["a"] is FinishReason.LENGTH
+    assert sequence.finish is not None
+    assert (sequence.finish.reason, sequence.finish.stop_token_id) == (FinishReason.LENGTH, None)
 
 
 def test_sampling_error_fails_one_request_alone_and_is_not_cached() -> None:
@@ -321,6 +324,15 @@ def test_chunk_limit_leaves_budget_to_others() -> None:
     served.submit("c", prompt(30, first=60))
 
     assert [num_tokens for _, _, num_tokens in shares(served.launch())] == [8, 6, 6]
+
+
+def test_none_starts_in_a_step_that_has_no_token_left_for_it() -> None:
+    served = ScheduledModel(max_num_batched_tokens=8)
+    served.submit("a", prompt(8))
+    waiting = served.submit("b", prompt(8, first=50))
+
+    assert shares(served.launch()) == [(0, 0, 8)]
+    assert waiting.status is SequenceStatus.WAITING
 
 
 def test_decodes_are_served_before_prefills_and_never_wait_for_them() -> None:
@@ -873,15 +885,15 @@ def test_request_is_aborted_when_its_deadline_has_passed() -> None:
 
 def test_a_look_for_passed_deadlines_is_due_only_where_one_has_passed() -> None:
     served = ScheduledModel()
-    for name, deadline_s in (("late", 9.0), ("early", 3.0), ("none", None)):
+    for name, deadline_s in (("late", 9.0), ("early", 3.0), ("latest", 12.0), ("none", None)):
         served.submit(name, prompt(4), deadline_s=deadline_s)
 
     due = []
-    for now_s in (2.9, 3.0, 8.9, 9.0, 99.0):
+    for now_s in (2.9, 3.0, 8.9, 9.0, 12.0, 99.0):
         due.append(served.scheduler.has_expired(now_s))
         served.scheduler.expire(now_s)
 
-    assert due == [False, True, False, True, False]
+    assert due == [False, True, False, True, True, False]
 
 
 def test_deadline_in_flight_ends_the_request_now_and_frees_later() -> None:
@@ -945,6 +957,24 @@ def test_sequence_in_flight_is_not_preempted() -> None:
 
     assert second.num_preemptions >= 1
     assert len(served.tokens["second"]) == 16
+
+
+def test_an_earlier_level_waits_for_a_slot_in_flight_while_plans_go_on() -> None:
+    served = ScheduledModel(max_num_seqs=2, max_in_flight=2, policy="priority")
+    same = served.submit("same level", prompt(4), max_tokens=9, priority=1)
+    later = served.submit("later level", prompt(4, first=30), max_tokens=9, priority=2)
+    served.step()
+    served.launch()
+    served.launch()
+    served.collect()
+    assert (same.num_in_flight, later.num_in_flight) == (0, 1)
+    earlier = served.submit("earlier level", prompt(4, first=50), max_tokens=9, priority=1)
+
+    assert served.launch() is not None
+    assert (same.num_in_flight, earlier.status) == (1, SequenceStatus.WAITING)
+    served.collect()
+    assert served.launch() is not None
+    assert (later.status, earlier.status) == (SequenceStatus.WAITING, SequenceStatus.RUNNING)
 
 
 def test_output_of_another_step_is_refused() -> None:
@@ -1116,14 +1146,14 @@ def test_usage_of_a_request_that_never_ran_is_queue_time() -> None:
 
 def test_pending_tokens_count_what_waits_to_be_computed() -> None:
     served = ScheduledModel(max_num_batched_tokens=8, max_num_seqs=1)
-    served.submit("a", prompt(12), max_tokens=3)
+    served.submit("a", prompt(10), max_tokens=3)
     served.submit("b", prompt(5, first=50))
     pending = [served.scheduler.num_pending_tokens]
     for _ in range(2):
         served.step()
         pending.append(served.scheduler.num_pending_tokens)
 
-    assert pending == [17, 4 + 5, 5]
+    assert pending == [15, 2 + 5, 5]
 
 
 # Sliding windows
