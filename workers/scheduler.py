@@ -409,7 +409,5 @@ def _may_yield(sequence: Sequence, batch: Batch) -> bool:
 
 
 def _can_run_ahead(sequence: Sequence) -> bool:
-    """Whether one in flight can be in the next plan too: it goes on, unless the token being sampled is its last."""
-    if not sequence.num_sampling:
-        return sequence.num_left > 0
+    """Whether one in flight can be in the next plan too: unless the token being sampled, if one is, is its last."""
     return sequence.num_tokens + sequence.num_sampling < sequence.max_num_tokens
