@@ -585,6 +585,20 @@ def test_earlier_prefill_takes_the_blocks_of_a_decode_planned_in_the_same_step()
     assert len(served.tokens["late"]) == 20
 
 
+def test_block_that_a_preempted_decode_would_have_filled_does_not_go_to_the_host() -> None:
+    served = ScheduledModel(num_blocks=8, prefill_chunk_tokens=1, num_host_blocks=16)
+    served.submit("slow", prompt(20), max_tokens=2)
+    served.step()
+    late = served.submit("late", prompt(3, first=50), max_tokens=20)
+    while not late.num_preemptions:  # its 16th token fills a block in the step in which the slow one needs a fifth
+        served.step()
+    assert (late.num_lost_tokens, late.num_tokens) == (15, 16)
+
+    served.run()
+
+    assert served.tokens["late"] == run_alone(late.request)
+
+
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 def test_small_pool_finishes_everything_without_a_storm(max_in_flight: int) -> None:
     requests = [make_request(str(i), prompt(10 + i, first=20 * i), max_tokens=20 + i) for i in range(12)]
@@ -614,6 +628,7 @@ def test_earlier_level_displaces_a_running_sequence_which_keeps_its_blocks() -> 
     served.run()
     counters = served.scheduler.counters
     assert (counters.num_preemptions, counters.num_recomputed_tokens) == (1, 0)
+    assert served.model.num_computed_tokens == (10 + 5) + (10 + 2)
     assert served.tokens["ordinary"] == run_alone(ordinary.request)
 
 
@@ -721,12 +736,52 @@ def test_displaced_sequence_keeps_blocks_that_would_not_be_enough() -> None:
     served.run()
 
 
-def test_plans_run_ahead_though_one_waits_that_cannot_displace_anybody() -> None:
+@pytest.mark.parametrize(("num_large", "num_kept"), [(104, 11), (108, 0)], ids=["a block is free", "none is"])
+def test_displaced_sequence_comes_back_with_its_blocks_and_takes_others_where_it_must(
+    num_large: int, num_kept: int
+) -> None:
+    """A block is to be left for the large one to grow."""
+    served = ScheduledModel(num_blocks=40, max_num_seqs=2, policy="priority", enable_prefix_caching=False)
+    first = served.submit("first", prompt(4), max_tokens=9, priority=9)  # the one with less to compute again
+    other = served.submit("other", prompt(40, first=20), max_tokens=9, priority=9)
+    served.step()
+    for i in range(2):
+        served.submit(f"urgent {i}", prompt(3, first=70 + i), max_tokens=1)
+    served.step()
+    assert [len(sequence.block_table) for sequence in (first, other)] == [2, 11]
+    large = served.submit("large", prompt(num_large), max_tokens=8, priority=1)
+    while not large.num_output_tokens:
+        served.step()
+
+    assert (first.status, first.num_lost_tokens) == (SequenceStatus.RUNNING, 0)
+    assert len(other.block_table) == num_kept
+
+
+def test_one_that_needs_blocks_takes_those_of_no_more_displaced_ones_than_it_must() -> None:
+    served = ScheduledModel(num_blocks=40, max_num_seqs=3, policy="priority", enable_prefix_caching=False)
+    displaced = [served.submit(f"displaced {i}", prompt(14, first=20 * i), priority=9) for i in range(3)]
+    served.step()
+    for i in range(3):
+        served.submit(f"urgent {i}", prompt(3, first=70 + i), max_tokens=1)
+    served.step()
+    assert [len(each.block_table) for each in displaced] == [4, 4, 4]
+    large = served.submit("large", prompt(131), max_tokens=4, priority=1)  # 33 blocks, and 28 are free
+
+    served.step()
+
+    assert large.status is SequenceStatus.RUNNING
+    assert [len(each.block_table) for each in displaced] == [4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "priority"), [(160, 0), (3, 5)], ids=["half of the pool would not stay free", "of the same level"]
+)
+def test_plans_run_ahead_though_one_waits_that_cannot_displace_anybody(num_tokens: int, priority: int) -> None:
     served = ScheduledModel(num_blocks=84, max_num_seqs=2, max_in_flight=2, looks_ahead=True, policy="priority")
     for name in ("a", "b"):
         served.submit(name, prompt(3), priority=5, max_tokens=60)
     served.step()
-    served.submit("large", prompt(160), max_tokens=4)  # half of the pool would not stay free
+    served.submit("waiting", prompt(num_tokens), max_tokens=4, priority=priority)
     while len(served.tokens["a"]) < 40:
         while served.launch() is not None:
             pass
@@ -806,6 +861,19 @@ def test_who_has_the_least_to_compute_again_is_preempted(has_common: bool) -> No
         served.step()
 
     assert (sharing.num_preemptions, alone.num_preemptions) == ((1, 0) if has_common else (0, 1))
+
+
+def test_sequence_that_sank_a_level_gives_way_to_one_that_came_after_it() -> None:
+    served = ScheduledModel(num_blocks=11, policy="mlfq", enable_prefix_caching=False)
+    sinking = served.submit("sinking", prompt(4), max_tokens=40)
+    for _ in range(14):
+        served.step()
+    later = served.submit("later", prompt(4, first=50), max_tokens=16)
+    while served.scheduler.has_unfinished and not served.scheduler.counters.num_preemptions:
+        served.step()
+        served.scheduler.check_integrity()
+
+    assert (sinking.num_preemptions, later.num_preemptions) == (1, 0)
 
 
 # Abort and deadline
