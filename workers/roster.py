@@ -257,7 +257,6 @@ class Roster:
         self._free_slots.append(sequence.slot)
         self._removed_slots.append(sequence.slot)
         sequence.slot = NO_SLOT
-        sequence.num_planned_tokens = 0
         sequence.num_planned_blocks = 0
 
 
