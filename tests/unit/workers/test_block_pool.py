@@ -3,7 +3,7 @@
 import pytest
 
 from workers.block_pool import BlockPool
-from workers.host_tier import HostTier
+from workers.host_tier import Content, HostTier
 
 
 def name(i: int) -> bytes:
@@ -162,4 +162,20 @@ def test_content_that_the_host_has_is_not_stored_anew() -> None:
     (block,) = pool.allocate(1)  # the host has it now
     assert pool.take_events() == ([name(1)], [])
     pool.commit(block, name(1))  # another sequence has computed it too
+    assert pool.take_events() == ([], [])
+
+
+def test_block_whose_content_is_discarded_is_evicted_first() -> None:
+    pool = BlockPool(3, enable_prefix_caching=True)
+    blocks = pool.allocate(3)
+    for i, block in enumerate(blocks):
+        pool.commit(block, name(i))
+        pool.free([block])
+    pool.take_events()
+
+    pool.discard(Content(name(1), 0))
+    pool.discard(Content(name(7), 0))  # not there
+
+    assert pool.take_events() == ([], [name(1)])
+    assert pool.allocate(1) == [blocks[1]]
     assert pool.take_events() == ([], [])

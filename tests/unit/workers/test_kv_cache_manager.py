@@ -231,11 +231,11 @@ def test_fit_counts_cached_blocks_that_leave_the_free_list() -> None:
 
 def test_without_prefix_caching_nothing_is_found_and_nothing_hashed() -> None:
     cache = make_cache(enable_prefix_caching=False)
-    sequence = make_sequence(8)
+    sequence, later = make_sequence(8), make_sequence(12)
     compute(cache, sequence, 8)
 
-    assert cache.match_prefix(make_sequence(12)) == []
-    assert sequence.block_hashes == []
+    assert cache.match_prefix(later) == []
+    assert sequence.block_hashes == later.block_hashes == []
 
 
 def test_usage_is_the_owned_fraction() -> None:

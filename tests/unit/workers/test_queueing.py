@@ -169,8 +169,8 @@ def test_who_waited_too_long_goes_before_all_others_for_good(policy: SchedulingP
 def test_stays_in_the_queue_add_up() -> None:
     arrivals = Arrivals(SchedulingPolicy.MLFQ, promote_after_s=10.0)
     sequence = arrivals.next()
-    arrivals.push(sequence)
-    arrivals.queue.pop(6.0)
+    arrivals.push(sequence, now_s=50.0)
+    arrivals.queue.pop(56.0)
     arrivals.push(sequence, now_s=100.0)
 
     arrivals.queue.promote(103.9)
