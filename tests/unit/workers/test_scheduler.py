@@ -53,7 +53,7 @@ def test_plan_tells_only_what_changed() -> None:
     assert first.scheduled[0].new_token_ids == []
     assert len(first.scheduled[0].new_blocks) == 1
     assert second.new == []
-    assert second.scheduled[0].new_token_ids == [output.token_id]
+    assert second.scheduled[0].learnt == output.token_id, "no list for one"
     assert len(second.scheduled[0].new_blocks) == 1  # the fifth token begins a block
     assert third.scheduled[0].new_blocks == []
     assert [plan.number for plan in (first, second, third)] == [0, 1, 2]
@@ -844,6 +844,18 @@ def test_request_of_an_earlier_level_is_admitted_before_the_rest_of_a_prompt(
     served.submit("other", prompt(4, first=50), max_tokens=2, priority=priority)
 
     assert sorted(num_tokens for _, _, num_tokens in shares(served.launch())) == expected
+
+
+def test_those_that_displace_prefills_get_no_more_than_the_budget() -> None:
+    served = ScheduledModel(max_num_batched_tokens=16, max_num_seqs=2, policy="priority")
+    for i in range(2):
+        served.submit(f"ordinary {i}", prompt(40, first=40 * i), priority=1)
+    while served.scheduler.num_waiting:
+        served.step()
+    served.submit("short", prompt(10, first=50), priority=0)
+    served.submit("long", prompt(40, first=60), priority=0)
+
+    assert [num_tokens for _, _, num_tokens in shares(served.launch())] == [10, 6]
 
 
 @pytest.mark.parametrize("has_common", [True, False])
