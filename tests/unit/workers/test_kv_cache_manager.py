@@ -332,6 +332,18 @@ def test_prefix_ends_where_all_groups_can_go_on() -> None:
     assert len(cache.match_prefix(make_sequence(21))) == 1 * 2
 
 
+def test_prefix_is_as_long_as_that_of_the_group_with_the_shortest() -> None:
+    pool = BlockPool(20, enable_prefix_caching=True, num_groups=2)
+    cache = KVCacheManager(pool, block_size=4, hash_key=b"key", windows=(None, None))
+    hashes = block_hashes(root_hash(b"key"), list(range(21)), 4)
+    known = [pool.allocate(3), pool.allocate(2)]
+    for group, blocks in enumerate(known):
+        for block, block_name in zip(blocks, hashes, strict=False):
+            pool.commit(block, block_name, group)
+
+    assert cache.match_prefix(make_sequence(21)) == [known[0][0], known[1][0], known[0][1], known[1][1]]
+
+
 def test_hash_is_resident_while_every_group_has_it() -> None:
     pool = BlockPool(4, enable_prefix_caching=True, num_groups=2)
     blocks = pool.allocate(4)

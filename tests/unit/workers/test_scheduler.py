@@ -1057,6 +1057,20 @@ def test_an_earlier_level_waits_for_a_slot_in_flight_while_plans_go_on() -> None
     assert (later.status, earlier.status) == (SequenceStatus.WAITING, SequenceStatus.RUNNING)
 
 
+def test_first_in_order_waits_for_one_plan_only_to_get_a_block() -> None:
+    served = ScheduledModel(num_blocks=5, max_in_flight=3, enable_prefix_caching=False)
+    first = served.submit("first", prompt(2), max_tokens=8)
+    later = [served.submit(name, prompt(4, start), max_tokens=8) for name, start in (("b", 30), ("c", 60))]
+    while first.num_computed_tokens < 4:
+        served.step()
+    assert [sequence.num_in_flight for sequence in later] == [1, 1]
+
+    assert served.launch() is None
+    served.collect()
+    assert shares(served.launch()) == [(first.slot, 4, 1)]
+    assert [sequence.status for sequence in later] == [SequenceStatus.WAITING, SequenceStatus.RUNNING]
+
+
 def test_output_of_another_step_is_refused() -> None:
     served = ScheduledModel()
     served.submit("a", prompt(4))
