@@ -121,6 +121,8 @@ def test_blocks_are_known_when_they_are_to_be_filled_and_forgotten_when_they_are
 
     assert cache.match_prefix(make_sequence(13)) == sequence.block_table[:1]
     cache.check_integrity([sequence])
+    compute(cache, sequence, 5)
+    assert cache.match_prefix(make_sequence(13)) == sequence.block_table
 
 
 def test_retracting_leaves_what_another_sequence_made_known() -> None:
@@ -399,6 +401,16 @@ def test_room_is_kept_for_the_window_and_not_for_the_whole_sequence() -> None:
     compute(cache, long, 1)
     long.token_ids.append(1)
     assert (num_owned(cache), cache.num_reserved_blocks(long)) == (3, 1)
+
+
+def test_room_is_kept_in_every_group() -> None:
+    cache = make_cache(20, windows=(None, None))
+    sequence = make_sequence(8)
+    compute(cache, sequence, 4)
+
+    assert cache.num_reserved_blocks(sequence) == 2 * 2  # its second block, and one to grow
+    assert cache.fits_rest(sequence, reserve=20 - 2 - 2)
+    assert not cache.fits_rest(sequence, reserve=20 - 2 - 2 + 1)
 
 
 def with_host(num_blocks: int, num_host_blocks: int) -> tuple[KVCacheManager, BlockPool]:
