@@ -144,11 +144,13 @@ def test_failed_sampling_ends_one_request_only() -> None:
     assert isinstance(outcomes["bad"].error, RequestFailedError)
     assert outcomes["good"].token_ids == run_alone(request("good", [1, 2]))
     assert engine.stats.num_failed == 1
+    assert run(engine, [request("bad", [1, 2])])["bad"].finish is not None, "its id is free again"
 
 
-def test_a_text_that_cannot_be_made_ends_one_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_tokens", [9, 1], ids=["of a token", "of the last token"])
+def test_a_text_that_cannot_be_made_ends_one_request_only(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
     engine = fake_engine()
-    engine.add_request(request("bad", [1]))
+    engine.add_request(request("bad", [1], max_tokens=max_tokens))
     engine.add_request(request("good", [2]))
 
     def broken(token_id: int) -> str:
@@ -303,9 +305,12 @@ def test_a_request_whose_end_was_lost_ends_at_once(
     outcome = run(engine, [request("a", [1], generated=generated, **sampling)])["a"]
     assert outcome.finish is not None
     assert outcome.finish.reason is reason
+    is_stop_token = reason is FinishReason.STOP and outcome.finish.stop_string is None
+    assert outcome.finish.stop_token_id == (generated[-1] if is_stop_token else None)
     assert outcome.token_ids == []
     assert outcome.text == held_text
     assert engine.stats.num_steps == 0
+    assert engine.stats.num_finished == {reason: 1}
 
 
 # Books
@@ -327,13 +332,17 @@ def test_counters_are_the_sums_of_usage_through_abort_preemption_and_failover() 
     usages = [outcome.finish.usage for outcome in outcomes.values() if outcome.finish is not None]
     stats = engine.stats
     assert stats.num_preemptions > 0
+    assert stats.num_recomputed_tokens > 0
     assert stats.num_prompt_tokens == sum(usage.prompt_tokens for usage in usages)
     assert stats.num_cached_tokens == sum(usage.cached_tokens for usage in usages) > 0
     assert stats.num_generation_tokens == sum(usage.completion_tokens for usage in usages) - 2
     assert stats.num_generation_tokens == sum(len(outcome.token_ids) for outcome in outcomes.values())
     assert stats.num_finished == {FinishReason.LENGTH: 6, FinishReason.ABORT: 1}
     assert len(list(stats.itl_s.take())) == stats.num_generation_tokens - len(requests)
-    assert len(list(stats.ttft_s.take())) == len(list(stats.e2e_s.take())) == len(requests)
+    assert len(list(stats.ttft_s.take())) == len(requests)
+    assert sorted(stats.queue_s.take()) == sorted(usage.queue_s for usage in usages)
+    e2e_s = [usage.queue_s + usage.prefill_s + usage.decode_s for usage in usages]
+    assert sorted(stats.e2e_s.take()) == sorted(e2e_s)
     assert stats.num_computed_tokens == executor.model.num_computed_tokens
     assert len(list(stats.step_s.take())) == stats.num_steps
     assert list(stats.step_s.take()) == []
@@ -499,6 +508,14 @@ def test_busy_time_is_all_time_with_a_step_in_flight(looks_ahead: bool, busy_s: 
         now_s += 0.25
     assert engine.stats.num_steps == 10
     assert engine.stats.busy_s == busy_s
+    assert list(engine.stats.step_s.take()) == [1.0] + 9 * [2.25 if looks_ahead else 1.0]
+
+
+def test_statistics_say_how_large_steps_were() -> None:
+    engine = fake_engine()
+    run(engine, [request("a", range(10), max_tokens=2), request("b", range(50, 53), max_tokens=2)])
+    assert list(engine.stats.step_sequences.take()) == [2, 2]
+    assert list(engine.stats.step_tokens.take()) == [13, 2]
 
 
 def test_what_steps_in_flight_store_is_told_when_they_are_done() -> None:

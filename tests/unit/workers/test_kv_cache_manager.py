@@ -403,6 +403,15 @@ def test_room_is_kept_for_the_window_and_not_for_the_whole_sequence() -> None:
     assert (num_owned(cache), cache.num_reserved_blocks(long)) == (3, 1)
 
 
+def test_room_is_kept_for_a_chunk_of_two_tokens_in_two_blocks() -> None:
+    cache = make_cache(num_blocks=12, windows=(10,), max_chunk_tokens=4)
+    sequence = make_sequence(41)
+    for _ in range(39 // 3):
+        compute(cache, sequence, 3)
+
+    assert (num_owned(cache), cache.num_reserved_blocks(sequence)) == (4, 1)
+
+
 def test_room_is_kept_in_every_group() -> None:
     cache = make_cache(20, windows=(None, None))
     sequence = make_sequence(8)
