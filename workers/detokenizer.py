@@ -37,9 +37,8 @@ class IncrementalDetokenizer:
         self._skips_special = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_first = not any(map(self._piece, prompt_token_ids))
-        if not self._is_first:
-            start = self._find_whole_character(prompt_token_ids)
-            self._decoder.decode(b"".join(map(self._piece, prompt_token_ids[start:])))
+        start = self._find_whole_character(prompt_token_ids)
+        self._decoder.decode(b"".join(map(self._piece, prompt_token_ids[start:])))
         self._stops = [_StopString(text) for text in stop]
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens
@@ -62,7 +61,6 @@ class IncrementalDetokenizer:
         """
         if not self._stops:
             start = self._find_whole_character(token_ids)
-            self._is_first = self._is_first and not any(map(self._piece, token_ids[:start]))
             self._decode_all(token_ids[start:])
             return
         num_early = max(0, self._min_tokens - 1)
