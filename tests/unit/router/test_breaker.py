@@ -15,6 +15,7 @@ def test_opens_after_failures_in_a_row_only() -> None:
     breaker = Breaker(BreakerConfig(max_failures=3))
     breaker.fail(0)
     breaker.fail(0)
+    assert breaker.allows(0)
     breaker.succeed()
     breaker.fail(0)
     breaker.fail(0)
