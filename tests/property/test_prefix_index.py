@@ -1,6 +1,7 @@
 """The prefix index against a model that keeps one plain set of blocks for each replica."""
 
 import gc
+import tracemalloc
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,19 @@ def test_nothing_is_left_when_all_replicas_are_gone(blocks: list[bytes]) -> None
     index.evict(ReplicaId("b"), blocks)
     assert len(index) == 0
     assert not index.match(blocks)
+
+
+def test_replicas_that_came_and_went_leave_nothing() -> None:
+    index = PrefixIndex()
+    tracemalloc.start()
+    try:
+        for number in range(1000):
+            index.store(ReplicaId(str(number)), [b"1"])
+            index.drop(ReplicaId(str(number)))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 10_000
 
 
 def test_blocks_are_nothing_to_the_garbage_collector() -> None:

@@ -1,6 +1,7 @@
 """The bounded queue: order, bounds, deadlines, and places that nobody can lose."""
 
 import asyncio
+import gc
 from contextlib import ExitStack
 
 import pytest
@@ -87,6 +88,18 @@ async def test_cancelled_waiter_is_passed_over() -> None:
     assert queue.num_queued == 0
     await third.leave()
     assert queue.num_in_flight == 0
+
+
+async def test_a_request_that_has_waited_leaves_nothing() -> None:
+    queue = admission(1, 5)
+    first = Client(queue)
+    await settle()
+    second = Client(queue)
+    await settle()
+    await first.leave()
+    await second.leave()
+    loop = asyncio.get_running_loop()
+    assert not [it for it in gc.get_objects() if type(it) is asyncio.Future and it.get_loop() is loop]
 
 
 async def test_newcomer_does_not_wait_behind_waiters_that_were_just_cancelled() -> None:

@@ -66,8 +66,9 @@ def test_a_new_request_is_refused_when_all_are_full_and_gives_up_soon_when_none_
     placing = seeking(now_s=100.0)
     assert not placing.find(route_to(), 109.0)
     assert placing.wait_s(109.9) == pytest.approx(0.1)
-    with pytest.raises(NoReplicaError, match="ready for 10 s"):
-        placing.find(route_to(), 110.0)
+    route = route_to()
+    with pytest.raises(NoReplicaError, match="no replica of model 'm' was ready for 10 s"):
+        placing.find(route, 110.0, route.text)
 
 
 def test_a_request_that_has_begun_waits_longer_and_says_what_broke() -> None:
@@ -86,6 +87,14 @@ def test_refusals_do_not_begin_the_wait_anew() -> None:
     placing.seek(9.0)
     with pytest.raises(NoReplicaError):
         placing.find(route_to(ready(A)), 10.5)
+
+
+def test_a_wait_that_begins_anew_has_its_whole_time() -> None:
+    placing = seeking()
+    placing.seek_anew(9.0)
+    assert not placing.find(route_to(), 18.9)
+    with pytest.raises(NoReplicaError):
+        placing.find(route_to(), 19.0)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

@@ -63,6 +63,7 @@ def test_look_at_another_token_changes_nothing() -> None:
     pieces = TextPieces(skips_special=True)
     pieces.push(TokenName(b"\xf0\x9f\x98"))
     assert [pieces.peek(TokenName(data)) for data in (b"\x81", b"", b"x")] == ["😁", "", "�x"]
+    assert pieces.peek(TokenName(b""), is_last=True) == "�"
     assert pieces.offset == 0
     assert pieces.push(TokenName(b"\x80")) == "😀"
 
