@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 from helpers.cluster import model_spec
 from ray.exceptions import ActorUnavailableError
+from weft.recording import RecordingConfig
 
 from cluster import formation
 from cluster.formation import Formation, FormationSpec
 from cluster.placement import NODE_ID_LABEL, NodeResources
 from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
+from cluster.revision_files import RevisionText
+from router.config import TracingConfig
+from router.tls import InnerTls
 
 NODES = [
     NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")
@@ -38,12 +42,23 @@ class FakeRank:
         self.progress = FakeMethod(self._progress)
         self.expect_end = FakeMethod(self._expect_end)
         self.load = FakeMethod(hang)
+        self.drain = FakeMethod(hang)
         self.report = FakeMethod(self._report)
         self.has_begun = True
         self.slowness = ""
         self.num_expected = 0
-        self.options = lambda **_: self  # of its class, of which it is the only one
-        self.remote: Callable[[RankSpec], FakeRank] = lambda _: self
+        self.was_given: dict[str, Any] = {}
+        self.spec: RankSpec | None = None
+        self.remote: Callable[[RankSpec], FakeRank] = self._make
+
+    def options(self, **options: object) -> "FakeRank":
+        """As of its class, of which it is the only one."""
+        self.was_given = options
+        return self
+
+    def _make(self, spec: RankSpec) -> "FakeRank":
+        self.spec = spec
+        return self
 
     async def _begin(self, host: str, port: int) -> RankPlace:
         assert (host, port) == ("", 0)
@@ -100,6 +115,8 @@ class FakeRay:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank = FakeRank()
         self.places: list[FakePlace] = []
+        self.place_options: dict[str, object] = {}
+        self.num_gpus = 0
         self.on_wait: Callable[[], None] = lambda: None
         self.num_asked_in_vain = 0
         """How often places are asked for before there is one."""
@@ -123,7 +140,7 @@ class FakeRay:
         )
         monkeypatch.setattr(formation, "remove_placement_group", self.removed.append)
         monkeypatch.setattr("cluster.formation.ray.kill", lambda actor, **_: self.killed.append(actor))
-        monkeypatch.setattr("cluster.formation.ray.cluster_resources", dict)
+        monkeypatch.setattr("cluster.formation.ray.cluster_resources", lambda: {"GPU": self.num_gpus})
 
     def find_actor(self, name: str) -> "FakeRank | str | None":
         self.is_asked.set()
@@ -138,7 +155,7 @@ class FakeRay:
         return ranks
 
     def reserve(self, _: object, *, bundle_label_selector: list[dict[str, str]] | None, **options: object) -> FakePlace:
-        assert options["lifetime"] == "detached"
+        self.place_options = options
         node_id = "node-a" if self.places else "node-b"
         self.places.append(FakePlace(node_id, bundle_label_selector, self.on_wait, self.num_asked_in_vain))
         return self.places[-1]
@@ -200,11 +217,12 @@ def make_formation(
     adopts: bool = False,
     may_grow: bool = True,
     spare_s: float = 0.0,
+    device: str = "cpu",
     **settings: object,
 ) -> Formation:
     spec = FormationSpec(
         replica_id="m-0.1",
-        model=model_spec(str(folder), device="cpu", **settings),
+        model=model_spec(str(folder), device=device, **settings),
         num_cluster_ranks=1,
         spare_s=spare_s,
         may_grow=may_grow,
@@ -228,6 +246,109 @@ async def test_group_without_a_place_looks_for_it_at_times_and_soon_says_why(
         running.cancel()
         await asyncio.wait([running])
     assert listener.waited_for == ["needs 64 CPUs on one node; the largest node has 8"] * 3
+
+
+async def test_successor_of_the_controller_finds_the_group_and_its_ranks_by_their_names(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    running = asyncio.create_task(make_formation(tmp_path, listener).run())
+    async with asyncio.timeout(10):
+        await listener.has_ranks.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    assert fake_ray.place_options == {"strategy": "STRICT_PACK", "name": "m-0.1", "lifetime": "detached"}
+    given = fake_ray.rank.was_given
+    assert (given["name"], given["lifetime"], given["max_restarts"]) == ("m-0.1/0", "detached", 0)
+    assert given["scheduling_strategy"].placement_group is fake_ray.places[0]
+
+
+@pytest.mark.parametrize(("settings", "interval_s"), [({}, 0.02), ({"stream_interval_s": 0.5}, 0.5)])
+async def test_rank_is_told_what_the_service_and_its_model_are_set_to(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, settings: dict[str, float], interval_s: float
+) -> None:
+    model = model_spec(str(tmp_path), device="cpu", drain_timeout_s=7.0, num_threads=3, **settings)
+    text = RevisionText(path=str(tmp_path), max_context=512)
+    tracing = TracingConfig(endpoint="http://10.0.0.9:4317")
+    recording = RecordingConfig(folder="/records")
+    tls = InnerTls(cert_file="cert", key_file="key", ca_file="ca")
+    spec = FormationSpec(
+        replica_id="m-0.1",
+        model=model,
+        text=text,
+        num_cluster_ranks=1,
+        may_grow=True,
+        adopts=False,
+        log_level="debug",
+        tracing=tracing,
+        recording=recording,
+        inner_tls=tls,
+    )
+    running = asyncio.create_task(Formation(spec, listener, frozenset).run())
+    async with asyncio.timeout(10):
+        await listener.has_ranks.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    assert fake_ray.rank.spec == RankSpec(
+        replica_id="m-0.1",
+        model=model.name,
+        rank=0,
+        engine=model.engine,
+        num_threads=3,
+        text=text,
+        drain_timeout_s=7.0,
+        stream_interval_s=interval_s,
+        log_level="debug",
+        tracing=tracing,
+        recording=recording,
+        inner_tls=tls,
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "wanted"), [("auto", 0, 0), ("auto", 8, 1), ("cpu", 8, 0), ("cuda", 0, 1)]
+)
+async def test_ranks_take_gpus_where_they_compute_on_them(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, device: str, num_gpus: int, wanted: int
+) -> None:
+    fake_ray.num_gpus = num_gpus
+    life = make_formation(tmp_path, listener, device=device, accelerator="A100" if wanted else "")
+    running = asyncio.create_task(life.run())
+    async with asyncio.timeout(10):
+        await listener.has_ranks.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    (bundle,) = life.bundles
+    assert bundle.get("GPU", 0) == fake_ray.rank.was_given["num_gpus"] == wanted
+    assert ("accelerator_type:A100" in bundle) == bool(wanted)
+
+
+async def test_leader_is_asked_to_drain_and_how_busy_it_is_and_nobody_waits_for_one_that_hangs(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, drained = ReplicaLoad(num_running=3, num_waiting=1, kv_usage=0.5), asyncio.Event()
+
+    async def drain() -> None:
+        drained.set()
+
+    async def load() -> ReplicaLoad:
+        return busy
+
+    life = make_formation(tmp_path, listener)
+    await life.drain(60.0)
+    assert await life.load() is None, "it has no ranks yet"
+    fake_ray.rank.drain, fake_ray.rank.load = FakeMethod(drain), FakeMethod(load)
+    running = asyncio.create_task(life.run())
+    async with asyncio.timeout(10):
+        await listener.has_ranks.wait()
+        await life.drain(60.0)
+        assert drained.is_set()
+        assert await life.load() == busy
+        monkeypatch.setattr(formation, "_LOAD_TIMEOUT_S", 0.01)
+        fake_ray.rank.drain, fake_ray.rank.load = FakeMethod(hang), FakeMethod(hang)
+        await life.drain(0.01)
+        assert await life.load() is None
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def test_adoption_that_is_cancelled_ends_what_it_was_about_to_find(

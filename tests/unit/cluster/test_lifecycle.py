@@ -24,6 +24,8 @@ def test_group_goes_through_starting_to_ready() -> None:
     assert "2 GPUs" in life.detail
     life.placed(1.0)
     assert (life.state, life.since_s) == (GroupState.STARTING, 1.0)
+    life.starting("loads its weights: 40 %")
+    assert life.detail == "loads its weights: 40 %"
     life.ready(3.0)
     assert (life.state, life.since_s, life.detail) == (GroupState.READY, 3.0, "")
 
