@@ -65,7 +65,7 @@ class FakeRank:
         return RankPlace(node="10.0.0.0", pid=1, node_id="node-a")
 
     async def _open_rendezvous(self) -> tuple[str, int]:
-        return "10.0.0.0", 1
+        return "", 0
 
     async def _progress(self) -> float:
         return 0.5
@@ -126,13 +126,14 @@ class FakeRay:
         """By their names; others are found as these."""
         self.found_place: str | None = "a place"
         self.spares_left: list[str] = []
+        self.spares_wanted: dict[str, float] = {}
         self.is_asked = threading.Event()
         self.may_answer = threading.Event()
         monkeypatch.setattr(formation, "_RANK_ACTOR", self.rank)
         monkeypatch.setattr(formation, "_find_actor", self.find_actor)
         monkeypatch.setattr(formation, "_find_group", lambda name: self.found_place and f"group of {name}")
-        monkeypatch.setattr(formation, "spare_options", lambda *_, **__: {})
-        monkeypatch.setattr(formation, "leave_spares", lambda node_id, *_, **__: self.spares_left.append(node_id))
+        monkeypatch.setattr(formation, "spare_options", lambda node_id, _, count: {"spares": (node_id, count)})
+        monkeypatch.setattr(formation, "leave_spares", self.leave_spares)
         monkeypatch.setattr(formation, "cluster_nodes", lambda: NODES)
         monkeypatch.setattr(formation, "placement_group", self.reserve)
         monkeypatch.setattr(
@@ -153,6 +154,10 @@ class FakeRay:
         self.found = {f"m-0.1/{rank}": actor for rank, actor in enumerate(ranks)}
         self.may_answer.set()
         return ranks
+
+    def leave_spares(self, node_id: str, _: object, **wanted: float) -> None:
+        self.spares_left.append(node_id)
+        self.spares_wanted = wanted
 
     def reserve(self, _: object, *, bundle_label_selector: list[dict[str, str]] | None, **options: object) -> FakePlace:
         self.place_options = options
@@ -218,12 +223,13 @@ def make_formation(
     may_grow: bool = True,
     spare_s: float = 0.0,
     device: str = "cpu",
+    num_cluster_ranks: int = 1,
     **settings: object,
 ) -> Formation:
     spec = FormationSpec(
         replica_id="m-0.1",
         model=model_spec(str(folder), device=device, **settings),
-        num_cluster_ranks=1,
+        num_cluster_ranks=num_cluster_ranks,
         spare_s=spare_s,
         may_grow=may_grow,
         adopts=adopts,
@@ -259,6 +265,7 @@ async def test_successor_of_the_controller_finds_the_group_and_its_ranks_by_thei
     assert fake_ray.place_options == {"strategy": "STRICT_PACK", "name": "m-0.1", "lifetime": "detached"}
     given = fake_ray.rank.was_given
     assert (given["name"], given["lifetime"], given["max_restarts"]) == ("m-0.1/0", "detached", 0)
+    assert "spares" not in given, "none are left here"
     assert given["scheduling_strategy"].placement_group is fake_ray.places[0]
 
 
@@ -302,6 +309,32 @@ async def test_rank_is_told_what_the_service_and_its_model_are_set_to(
         recording=recording,
         inner_tls=tls,
     )
+
+
+@pytest.mark.parametrize(("num_cluster_ranks", "num_node_ranks", "num_threads"), [(1, 2, 4), (8, 4, 2)])
+async def test_ranks_share_a_node_with_those_that_should_be_there(
+    fake_ray: FakeRay,
+    listener: Listener,
+    tmp_path: Path,
+    num_cluster_ranks: int,
+    num_node_ranks: int,
+    num_threads: int,
+) -> None:
+    fake_ray.rank.will_be_ready()
+    life = make_formation(
+        tmp_path, listener, spare_s=60.0, num_cluster_ranks=num_cluster_ranks, tensor_parallel=2, cpus_per_rank=2
+    )
+    running = asyncio.create_task(life.run())
+    async with asyncio.timeout(10):
+        await listener.is_ready.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    given, spec = fake_ray.rank.was_given, fake_ray.rank.spec
+    assert (given["num_cpus"], given["spares"]) == (2, ("node-b", 2))
+    assert given["scheduling_strategy"].placement_group_bundle_index == 0, "one stage"
+    assert spec is not None
+    assert spec.num_threads == num_threads
+    assert fake_ray.spares_wanted == {"count": 2, "most": num_node_ranks, "lifetime_s": 60.0}
 
 
 @pytest.mark.parametrize(
