@@ -33,6 +33,8 @@ class Bench:
     wall_ahead_s: float = 1.8e9
     """How far the wall clock is ahead of `clock`."""
     nodes: list[NodeResources] = field(default_factory=lambda: list(NODES))
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    num_saves: int = 0
     state: WantedState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class Bench:
             form=self.forms,
             save=self.save,
             nodes=lambda: self.nodes,
-            changed=asyncio.Event(),
+            changed=self.changed,
             policy=RestartPolicy(),
             clock=self.clock,
             wall_clock=lambda: self.clock() + self.wall_ahead_s,
@@ -60,6 +62,7 @@ class Bench:
 
     def save(self, state: SavedState) -> None:
         self.saved = encode(state)
+        self.num_saves += 1
 
     def specs(self, *sections: dict[str, Any]) -> tuple[ModelSpec, ...]:
         return build_spec(

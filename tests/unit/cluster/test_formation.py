@@ -496,6 +496,7 @@ async def test_processes_are_left_to_wait_once_it_is_ready_and_again_when_it_is_
         died.set()
         await asyncio.wait([running])
     assert fake_ray.spares_left == ["node-b"] * ((1 + is_stopped) if spare_s else 0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("adopts", [False, True])
@@ -546,6 +547,7 @@ async def test_ranks_hear_of_an_end_that_is_wanted_before_it_comes(
     async with asyncio.timeout(10):
         await asyncio.wait([running])
     assert (fake_ray.rank.num_expected, fake_ray.killed) == (int(answers), [fake_ray.rank])
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_of_a_group_that_is_being_started_only_ranks_that_answer_are_told_of_its_end(

@@ -29,6 +29,8 @@ class Notes:
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
         self.started: list[tuple[str, int]] = []
+        self.starts: list[tuple[dict[str, str], bool]] = []
+        """How: with which variables, and whether as children of this process."""
         self.killed: set[int] = set()
         self.at_once = 8
         self.on_start: Callable[[int], None] = lambda count: None
@@ -54,6 +56,7 @@ class Notes:
 
     def start_ahead(self, node_id: str, count: int, *, variables: dict[str, str], has_parent: bool) -> None:
         self.started.append((node_id, count))
+        self.starts.append((variables, has_parent))
         self.on_start(count)
 
     def add(self, kind: str = RANK.full_name, *, node: str = "n", pid: int = 1, waits: bool = True) -> None:
@@ -200,6 +203,7 @@ def test_spare_that_was_counted_before_its_time_was_over_can_be_taken_a_moment_l
     monkeypatch.setattr(spares, "_MARGIN_S", 60.0)
     become(monkeypatch)  # its time is over at once
     (thread,) = (each for each in threading.enumerate() if each.name == "spare")
+    assert thread.daemon, "a process that wants to end may"
     while num_waiting("n", RANK):
         assert thread.is_alive()
     take_spare()
@@ -257,6 +261,29 @@ def test_node_that_starts_few_at_a_time_is_asked_again(store: Notes) -> None:
     assert store.started == [("n", 2), ("n", 2), ("n", 1)]
 
 
+def test_more_are_asked_for_when_those_before_have_begun(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "_BEGIN_S", 1.0)
+    store.at_once = 1
+    num_begun, num_begun_at = 0, []
+
+    def begin(_: float) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        store.add(pid=num_begun, waits=False)
+
+    monkeypatch.setattr(spares.time, "sleep", begin)
+    store.on_start = lambda count: num_begun_at.append(num_begun)
+    leave_spares("n", RANK, count=3, lifetime_s=600)
+    assert num_begun_at == [0, 1, 2]
+    assert num_begun == 2, "nobody waits for the last"
+
+
+@pytest.mark.parametrize("kind", list(SpareKind))
+def test_spares_are_started_as_the_actors_that_they_become(store: Notes, kind: SpareKind) -> None:
+    leave_spares("n", kind, count=1, lifetime_s=600)
+    assert store.starts == [(kind.variables, kind is RANK)]
+
+
 def test_those_that_wait_do_so_as_long_as_anybody_has_asked_for(store: Notes) -> None:
     leave_spares("n", RANK, count=1, lifetime_s=6000)
     before = store.notes[until()]
@@ -268,13 +295,14 @@ def test_those_that_wait_do_so_as_long_as_anybody_has_asked_for(store: Notes) ->
 
 @pytest.mark.parametrize("job", [NO_JOB, "01000000"])
 def test_process_that_comes_when_enough_are_there_ends_unless_it_has_work(
-    store: Notes, monkeypatch: pytest.MonkeyPatch, job: str
+    store: Notes, imported: list[str], monkeypatch: pytest.MonkeyPatch, job: str
 ) -> None:
     leave_spares("n", RANK, count=1, lifetime_s=600)
     store.add(pid=1, waits=False)
     with pytest.raises(SpareError, match="1 already") if job == NO_JOB else nullcontext():
         become(monkeypatch, job=job)
     assert (f"spare/n/{RANK.full_name}/1/begun" in store.notes) == (job == NO_JOB)
+    assert bool(imported) == (job != NO_JOB), "others need the cores"
 
 
 def test_of_spares_that_come_together_as_many_stay_as_are_wanted(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,36 @@ async def test_every_wanted_group_is_formed_once_however_often_it_is_reconciled(
     assert bench.router.num_reconciled == bench.other_router.num_reconciled == 6
 
 
+async def test_a_pass_with_nothing_to_do_saves_nothing(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    num_saves = bench.num_saves
+    bench.state.reconcile()
+    assert bench.num_saves == num_saves
+
+
+async def test_what_operators_want_wakes_the_controller(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+
+    async def scale() -> None:
+        bench.state.scale("m", 2)
+
+    for change in (
+        scale(),
+        bench.state.drain("node-b", None),
+        bench.state.undrain("node-b"),
+        bench.state.shut_down(1.0),
+    ):
+        bench.changed.clear()
+        await change
+        assert bench.changed.is_set()
+
+
+async def test_ranks_are_counted_over_all_models(bench: Bench) -> None:
+    await bench.apply({"name": "a", "tensor_parallel": 2, "pipeline_parallel": 2, "replicas": 2}, {"name": "b"})
+    assert bench.state.num_ranks == 9
+
+
 async def test_membership_names_only_ready_replicas(bench: Bench) -> None:
     await bench.apply({"replicas": 2})
     assert bench.state.replicas() == []
