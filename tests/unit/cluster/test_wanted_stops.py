@@ -23,6 +23,12 @@ async def test_shutdown_stops_routers_and_then_groups_whose_requests_of_other_ro
     assert len(bench.forms.lives) == 2
 
 
+async def test_a_stop_without_groups_wakes_the_controller(bench: Bench) -> None:
+    bench.changed.clear()
+    await bench.state.shut_down(1.0)
+    assert bench.changed.is_set()
+
+
 async def test_two_shutdowns_at_once_let_requests_finish(bench: Bench) -> None:
     await bench.apply({"replicas": 2})
     await bench.settle()
