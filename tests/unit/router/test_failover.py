@@ -333,10 +333,56 @@ async def test_deadline_that_the_replica_sees_first_is_one() -> None:
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_salted_prompt_is_predicted_where_it_is_but_for_its_last_token() -> None:
+@pytest.mark.parametrize("inline_tokens", [8192, 0])
+async def test_salted_prompt_is_predicted_where_it_is_but_for_its_last_token(
+    monkeypatch: pytest.MonkeyPatch, inline_tokens: int
+) -> None:
+    monkeypatch.setattr("router.flight._INLINE_HASH_TOKENS", inline_tokens)  # 0: off the event loop
     async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
         await router.wait_ready(1)
         asked = text_request("seven c", max_tokens=2, cache_salt="s")  # eight tokens, two blocks
         for _ in range(2):
             await router.generate(asked)
         assert await router.metric("weft_router_predicted_cached_tokens_total", model="tiny") == 7
+        assert await router.metric("weft_router_prompt_tokens_total", model="tiny") == 16
+
+
+async def test_replica_owes_what_it_does_not_hold_of_a_request_until_it_has_said_so_itself() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
+        await router.wait_ready(1)
+        asked = text_request("seven c", max_tokens=2)  # eight tokens, two blocks
+        await router.generate(asked)
+        a.pause()
+        answering = await start(router, asked, a)
+        labels = {"model": "tiny", "replica": a.address}
+        assert await router.metric("weft_router_replica_pending_tokens", **labels) == 1
+        a.resume()
+        await answering
+
+
+async def test_replica_owes_the_tokens_too_of_a_request_that_moves_to_it() -> None:
+    async with (
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("b", paused=True) as b,
+        running_router(router_config(a.address, b.address, metrics_port=0)) as router,
+    ):
+        await router.wait_ready(2)
+        call = aiter(router.stub.Generate(text_request("hello", max_tokens=9)))  # six tokens
+        await until(lambda: bool(a.num_requests or b.num_requests))
+        first = holder(a, b)
+        second = b if first is a else a
+        await first.step(3)
+        await anext(call)
+        await first.die()
+        await until(lambda: second.num_requests == 1)
+        num_generated = len(second.submits[0].generated_token_ids)
+        assert num_generated > 0
+        labels = {"model": "tiny", "replica": second.address}
+        assert await router.metric("weft_router_replica_pending_tokens", **labels) == 6 + num_generated
+
+
+async def test_replica_is_told_how_much_time_is_left() -> None:
+    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        await router.generate(text_request("hello", max_tokens=1), timeout_s=60.0)
+        assert 30 < a.submits[0].timeout_s < 90
