@@ -85,8 +85,8 @@ async def test_usage_spans_all_replicas_of_a_request() -> None:
     usage = answer.finished.usage
     assert list(answer.finished.replica_ids) == [first.address, second.address]
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (6, 6, 0)
-    assert usage.prefill_s > 0.5
-    assert usage.decode_s >= 1.0
+    assert 0.5 < usage.prefill_s < 60.0
+    assert 1.0 < usage.decode_s < 60.0
     assert list(second.submits[0].generated_token_ids) == answer.token_ids[:2]
 
 
@@ -165,15 +165,17 @@ async def test_request_that_breaks_every_replica_fails_after_bounded_attempts() 
     assert len(a.submits) == 3
 
 
-async def test_full_replica_is_left_for_another_one() -> None:
+@pytest.mark.parametrize("refusal", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE])
+async def test_replica_that_refuses_is_left_for_another_one(refusal: grpc.StatusCode) -> None:
     async with (
         FakeReplica("a") as a,
         FakeReplica("b") as b,
-        running_router(router_config(a.address, b.address, policy=PolicyName.ROUND_ROBIN)) as router,
+        running_router(router_config(a.address, b.address, policy=PolicyName.ROUND_ROBIN, metrics_port=0)) as router,
     ):
         await router.wait_ready(2)
-        a.refusal = grpc.StatusCode.RESOURCE_EXHAUSTED
+        a.refusal = refusal
         answers = [await router.generate(text_request(f"hello {i}")) for i in range(4)]
+        assert await router.metric("weft_router_retries_total", model="tiny") == len(a.submits)
 
     for i, answer in enumerate(answers):
         check_whole(answer, f"hello {i}", max_tokens=10)
@@ -344,6 +346,7 @@ async def test_salted_prompt_is_predicted_where_it_is_but_for_its_last_token(
         for _ in range(2):
             await router.generate(asked)
         assert await router.metric("weft_router_predicted_cached_tokens_total", model="tiny") == 7
+        assert await router.metric("weft_router_cached_tokens_total", model="tiny") == 8, "by the word of the replica"
         assert await router.metric("weft_router_prompt_tokens_total", model="tiny") == 16
 
 
