@@ -95,6 +95,8 @@ class ReplicaGroup:
         self.is_adopting = adopts and record.num_lives > 0
         """Whether it is unknown yet if the group's last life goes on."""
         self.replica_id = f"{self.group_id}.{record.num_lives}" if self.is_adopting else ""
+        self.is_placed = self.is_adopting and record.is_placed
+        """Whether its last life had a place; before that no process of it exists."""
         self.waits_for_room = False
         """Whether the cluster is too small for the group now."""
         self._record = record
@@ -126,6 +128,7 @@ class ReplicaGroup:
         return replace(
             self._record,
             num_lives=self._num_lives,
+            is_placed=self.is_placed,
             node_ids=self._node_ids,
             restarts=self.lifecycle.restarts,
             was_ready=self.lifecycle.was_ready,
@@ -261,6 +264,7 @@ class ReplicaGroup:
     def on_placed(self, node_ids: Sequence[str] = ()) -> None:
         """FormationListener."""
         self.waits_for_room = False
+        self.is_placed = True
         if node_ids:
             self._note_nodes(node_ids)
         if self.lifecycle.state is GroupState.PENDING:
@@ -305,6 +309,7 @@ class ReplicaGroup:
     def _begin_life(self) -> None:
         if not self.is_adopting:
             self._num_lives += 1
+            self.is_placed = False
             self._on_record()
         self.replica_id = f"{self.group_id}.{self._num_lives}"
         self._life = self._form(self.replica_id, self.model, self, text=self._record.text, adopts=self.is_adopting)
@@ -365,7 +370,9 @@ class ReplicaGroup:
         error = task.exception()
         outcome = Outcome(message=f"{type(error).__name__}: {error}") if error else task.result()
         self._forget_life()
-        if outcome.is_refusal:
+        if self.is_adopting and not self.is_placed:
+            self._num_lives -= 1  # it waits for room again: nothing was lost
+        elif outcome.is_refusal:
             logger.error("group %s cannot run: %s", self.group_id, outcome.message)
             self.lifecycle.refused(outcome.message, now_s)
         else:

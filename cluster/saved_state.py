@@ -25,6 +25,8 @@ class GroupRecord:
     hash_key: bytes
     num_lives: int = 0
     """How many replicas it has had; the last one is `group_id`.`num_lives`."""
+    is_placed: bool = True
+    """Whether the last one had a place, and so may have processes; also where an older version saved."""
     restarts: int = 0
     node_ids: tuple[str, ...] = ()
     """Ray ids of the nodes where its last replica is or is being started; known before any process of it exists."""

@@ -68,6 +68,33 @@ async def test_new_controller_adopts_what_lives_and_forms_nothing(bench: Bench) 
     assert bench.replicas()[-1] == "a-2.1"
 
 
+async def test_group_that_waited_for_room_goes_on_waiting_under_the_same_number(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.apply({"replicas": 2})
+    bench.forms.of("m-0.1").become_ready()
+    for _ in range(2):
+        bench.forms.of("m-1.1").listener.on_waiting("needs 2 GPUs on one node; the largest free node has 1")
+        bench.restart()
+        bench.state.reconcile()
+        bench.forms.of("m-0.1").be_adopted()
+        waits = bench.forms.of("m-1.1")
+        assert waits.adopts, "a place that Ray has kept for it is given back"
+        await waits.end(Outcome(message="was lost while no controller watched it"))
+        bench.forms.lives.remove(waits)
+        bench.state.reconcile()
+        assert not bench.state.is_adopting
+        assert not bench.forms.of("m-1.1").adopts
+    bench.forms.of("m-1.1").become_ready()
+    assert [(group.replica_id, group.restarts) for group in bench.model().groups] == [("m-0.1", 0), ("m-1.1", 0)]
+    assert not caplog.records
+    bench.restart()
+    bench.state.reconcile()
+    await bench.forms.of("m-1.1").end(Outcome(message="was lost while no controller watched it"))
+    bench.state.reconcile()
+    assert [group.restarts for group in bench.model().groups] == [0, 1], "it had its place at last"
+
+
 async def test_ports_of_a_router_are_saved_as_soon_as_it_listens(bench: Bench) -> None:
     await bench.apply({"replicas": 1})
     bench.router.record = RouterRecord(grpc=1, http=2, metrics=None)
@@ -173,7 +200,7 @@ async def test_state_that_an_older_controller_saved_is_read(bench: Bench) -> Non
     await bench.settle()
     saved = json.loads(bench.saved)
     for group in saved["groups"]:
-        del group["was_ready"], group["node_ids"]
+        del group["was_ready"], group["node_ids"], group["is_placed"]
     del saved["next_revisions"]
     bench.saved = json.dumps(saved).encode()
     bench.restart()
