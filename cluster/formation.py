@@ -102,8 +102,8 @@ class _Stage:
     node_id: str
     num_threads: int
     """CPU threads of each rank."""
-    num_node_ranks: int
-    """Ranks of all groups that the node has, or should have."""
+    num_own_ranks: int
+    """Ranks of this group on the node."""
     options: dict[str, Any]
     """Options by which the actors of the ranks become spares; empty: too few spares wait on the node."""
 
@@ -112,18 +112,32 @@ class Formation:
     """One life of a group. `run` lasts as long as it does; cancelling `run` ends every process of it."""
 
     def __init__(
-        self, spec: FormationSpec, listener: FormationListener, drained_nodes: Callable[[], frozenset[str]]
+        self,
+        spec: FormationSpec,
+        listener: FormationListener,
+        *,
+        drained_nodes: Callable[[], frozenset[str]],
+        num_placed_ranks: Callable[[], int],
     ) -> None:
-        """Make a life that has not begun; `drained_nodes` says where no group may be placed now."""
+        """Make a life that has not begun.
+
+        Args:
+            spec: what it is.
+            listener: hears how it goes.
+            drained_nodes: says where no group may be placed now.
+            num_placed_ranks: says how many ranks the whole cluster has now, for which spares are left.
+        """
         self.bundles: list[dict[str, float]] = []
         """Resources that the group takes of the cluster, an entry for each stage; empty before `run`."""
         self._spec = spec
         self._listener = listener
         self._drained_nodes = drained_nodes
+        self._num_placed_ranks = num_placed_ranks
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._stages: Sequence[_Stage] = ()
         """How each stage is started; empty before the ranks are created."""
+        self._num_nodes = 1  # of the cluster, when they were
         self._begun: list[Any] = []  # the actors that answer
         self._start_by_s = 0.0  # time of the event loop; set when it has its place, or was found
         self._leaving: asyncio.Task[None] | None = None
@@ -146,7 +160,7 @@ class Formation:
             if self._leaving is not None:
                 await self._leaving
                 if is_stopped:  # waiting spares wait for longer, and others replace those that have gone
-                    await asyncio.to_thread(self._leave_spares)
+                    await asyncio.to_thread(self._leave_spares, self._num_placed_ranks())
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new and wait until the requests in flight have ended, at most `grace_s`."""
@@ -308,14 +322,14 @@ class Formation:
         if lost := sorted(set(node_ids) - nodes.keys()):
             raise NodeDiedError(f"node {lost[0]} was lost before its ranks were started")
         engine = self._spec.model.engine
-        evenly = math.ceil(self._spec.num_cluster_ranks / max(1, len(nodes)))
+        self._num_nodes = len(nodes)
+        evenly = math.ceil(self._spec.num_cluster_ranks / self._num_nodes)
         stages = []
         for node_id in node_ids:
             own = node_ids.count(node_id) * engine.parallel.tensor_parallel
-            most = max(own, evenly)
-            num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, most)
+            num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, max(own, evenly))
             options = spare_options(node_id, SpareKind.RANK, count=own) if self._spec.spare_s else {}
-            stages.append(_Stage(node_id=node_id, num_threads=num_threads, num_node_ranks=most, options=options))
+            stages.append(_Stage(node_id=node_id, num_threads=num_threads, num_own_ranks=own, options=options))
         return stages
 
     async def _serve(self) -> Outcome:
@@ -356,7 +370,8 @@ class Formation:
                         self._listener.on_slow(f"{slow}: {report.slowness}")
                 self._listener.on_ready(await ready)
                 if self._spec.spare_s:  # only now, when nothing else waits for the cores
-                    self._leaving = asyncio.create_task(asyncio.to_thread(self._leave_spares))
+                    leaving = asyncio.to_thread(self._leave_spares, self._num_placed_ranks())
+                    self._leaving = asyncio.create_task(leaving)
         except TimeoutError:
             return self._too_late()
         finally:
@@ -390,10 +405,11 @@ class Formation:
     def _too_late(self) -> Outcome:
         return Outcome(message=f"not ready within {self._spec.model.start_timeout_s:g} s")
 
-    def _leave_spares(self) -> None:
-        count = self._spec.model.engine.parallel.tensor_parallel
+    def _leave_spares(self, num_placed_ranks: int) -> None:
+        count, lifetime_s = self._spec.model.engine.parallel.tensor_parallel, self._spec.spare_s
+        evenly = math.ceil(num_placed_ranks / self._num_nodes)
         for stage in self._stages:
-            most, lifetime_s = stage.num_node_ranks, self._spec.spare_s
+            most = max(stage.num_own_ranks, evenly)
             leave_spares(stage.node_id, SpareKind.RANK, count=count, most=most, lifetime_s=lifetime_s)
 
     async def _announce_end(self) -> None:

@@ -215,7 +215,12 @@ class Reconciler:
             recording=self._spec.router.recording,
             inner_tls=self._spec.inner_tls,
         )
-        return Formation(spec, listener, lambda: self.state.drained_nodes)
+        return Formation(
+            spec,
+            listener,
+            drained_nodes=lambda: self.state.drained_nodes,
+            num_placed_ranks=lambda: self.state.num_placed_ranks,
+        )
 
 
 def _log_of(life: ControllerLife) -> LogSource:

@@ -11,6 +11,7 @@ nothing else.
 
     spare/NODE/KIND/until        when those of this kind on this node end, in seconds since 1970; gone: at once
     spare/NODE/KIND/most         how many of them whoever asked last wants there; gone: any number
+    spare/NODE/KIND/kept         how many wait all the same, and until when: what was asked for by no group
     spare/NODE/KIND/PID/begun    one that Ray has started
     spare/NODE/KIND/PID/waits    and that has imported everything
 """
@@ -86,8 +87,8 @@ class _Wait:
     """What a spare knows of itself."""
 
     def __init__(self, place: str) -> None:
+        self.place = place
         self.notes = f"{place}{os.getpid()}/"
-        self.until = f"{place}until"
         self.is_over = threading.Event()
 
 
@@ -135,7 +136,7 @@ def leave_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float
         kind: what they can become.
         count: how many to start.
         lifetime_s: how long they, and those that are there, wait for work at least.
-        most: how many there are then at most; None: `count`.
+        most: how many there are then at most, and others end; None: `count`, which stay whatever is asked for later.
     """
     try:
         add_spares(node_id, kind, count=count, lifetime_s=lifetime_s, most=most)
@@ -147,11 +148,14 @@ def add_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, 
     """Do as `leave_spares`, but raise SpareError."""
     _end_others()
     place = _place(node_id, kind)
-    before = float(read_note(f"{place}until") or 0)
     # By the wall clock, which is all that two machines share; where it is set anew, spares end early or late.
-    leave_note(f"{place}until", f"{max(before, time.time() + lifetime_s):.0f}")
+    until = max(float(read_note(f"{place}until") or 0), time.time() + lifetime_s)
+    leave_note(f"{place}until", f"{until:.0f}")
     _forget_killed(node_id, place)
-    begun, most = len(_begun(place)), count if most is None else most
+    if most is None:
+        most = count
+        leave_note(f"{place}kept", f"{max(count, _num_kept(place))} {until:.0f}")
+    begun = len(_begun(place))
     leave_note(f"{place}most", str(most))
     wanted = min(begun + count, most)
     while begun < wanted:
@@ -246,9 +250,9 @@ def _forget_killed(node_id: str, place: str) -> None:
 
 
 def _end_unless_taken(wait: _Wait) -> None:
-    """End this process when its time is over, or somebody has dropped what says so."""
+    """End this process when its time is over, it is one too many, or somebody has dropped what says so."""
     try:
-        while time.time() < float(read_note(wait.until) or 0):
+        while time.time() < float(read_note(f"{wait.place}until") or 0) and _most_beside(wait.place) is None:
             if wait.is_over.wait(_LOOK_S):
                 return
         drop_notes(wait.notes)
@@ -268,9 +272,23 @@ def _begun(place: str) -> list[int]:
 
 def _check_is_wanted(place: str) -> None:
     """Raise SpareError in a spare too many: where processes start slowly, Ray is asked again for some that come."""
-    most = read_note(f"{place}most")
-    if most is not None and os.getpid() in _begun(place)[int(most) :]:
+    if (most := _most_beside(place)) is not None:
         raise SpareError(f"there are {most} already")
+
+
+def _most_beside(place: str) -> int | None:
+    """Return how many spares are wanted where this process is one too many; None where it is not."""
+    note = read_note(f"{place}most")
+    if note is None:
+        return None
+    most = max(int(note), _num_kept(place))
+    return most if os.getpid() in _begun(place)[most:] else None
+
+
+def _num_kept(place: str) -> int:
+    """Return how many spares wait there whatever groups need."""
+    count, until = (read_note(f"{place}kept") or "0 0").split()
+    return int(count) if time.time() < float(until) else 0
 
 
 def _wait_for(begun: int, place: str) -> None:

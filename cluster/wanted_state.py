@@ -140,6 +140,12 @@ class WantedState:
         """Number of rank processes that are wanted, over all groups."""
         return sum(model.replicas * model.spec.engine.parallel.world_size for model in self._models.values())
 
+    @property
+    def num_placed_ranks(self) -> int:
+        """Number of rank processes of the groups that stay and have a place, or had one until their last end."""
+        placed = [group for group in self._groups if group.is_placed and not group.is_leaving]
+        return sum(group.model.engine.parallel.world_size for group in placed)
+
     def reconcile(self) -> None:
         """Bring every group and router nearer to what is wanted."""
         if self.is_stopping:

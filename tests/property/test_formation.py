@@ -215,7 +215,7 @@ async def live_and_end(seed: int, patch: pytest.MonkeyPatch, folder: str) -> Non
         ray.groups.append(object())
         for rank in range(chance.random.choice([1, 2, 2, 2])):
             ray.add_rank(f"m-0.1/{rank}")
-    life = Formation(spec, listener, lambda: frozenset(drained))
+    life = Formation(spec, listener, drained_nodes=lambda: frozenset(drained), num_placed_ranks=lambda: 2)
     running = asyncio.create_task(life.run())
     for _ in range(1, chance.random.randrange(2, 120)):
         await asyncio.sleep(0)

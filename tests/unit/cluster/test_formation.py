@@ -224,6 +224,7 @@ def make_formation(
     spare_s: float = 0.0,
     device: str = "cpu",
     num_cluster_ranks: int = 1,
+    num_placed_ranks: int = 1,
     **settings: object,
 ) -> Formation:
     spec = FormationSpec(
@@ -235,7 +236,9 @@ def make_formation(
         adopts=adopts,
         log_level="warning",
     )
-    return Formation(spec, listener, lambda: frozenset(drained or ()))
+    return Formation(
+        spec, listener, drained_nodes=lambda: frozenset(drained or ()), num_placed_ranks=lambda: num_placed_ranks
+    )
 
 
 async def test_group_without_a_place_looks_for_it_at_times_and_soon_says_why(
@@ -290,7 +293,8 @@ async def test_rank_is_told_what_the_service_and_its_model_are_set_to(
         recording=recording,
         inner_tls=tls,
     )
-    running = asyncio.create_task(Formation(spec, listener, frozenset).run())
+    life = Formation(spec, listener, drained_nodes=frozenset, num_placed_ranks=lambda: 1)
+    running = asyncio.create_task(life.run())
     async with asyncio.timeout(10):
         await listener.has_ranks.wait()
     running.cancel()
@@ -311,13 +315,12 @@ async def test_rank_is_told_what_the_service_and_its_model_are_set_to(
     )
 
 
-@pytest.mark.parametrize(("num_cluster_ranks", "num_node_ranks", "num_threads"), [(1, 2, 4), (8, 4, 2)])
+@pytest.mark.parametrize(("num_cluster_ranks", "num_threads"), [(1, 4), (8, 2)])
 async def test_ranks_share_a_node_with_those_that_should_be_there(
     fake_ray: FakeRay,
     listener: Listener,
     tmp_path: Path,
     num_cluster_ranks: int,
-    num_node_ranks: int,
     num_threads: int,
 ) -> None:
     fake_ray.rank.will_be_ready()
@@ -334,7 +337,7 @@ async def test_ranks_share_a_node_with_those_that_should_be_there(
     assert given["scheduling_strategy"].placement_group_bundle_index == 0, "one stage"
     assert spec is not None
     assert spec.num_threads == num_threads
-    assert fake_ray.spares_wanted == {"count": 2, "most": num_node_ranks, "lifetime_s": 60.0}
+    assert fake_ray.spares_wanted == {"count": 2, "most": 2, "lifetime_s": 60.0}
 
 
 @pytest.mark.parametrize(
@@ -480,6 +483,7 @@ async def test_group_that_fits_on_no_node_is_refused_where_no_other_can_join(
 async def test_processes_are_left_to_wait_once_it_is_ready_and_again_when_it_is_stopped(
     fake_ray: FakeRay, listener: Listener, tmp_path: Path, spare_s: float, is_stopped: bool
 ) -> None:
+    """At most one for each rank that has a place: eight are wanted, five have one, on two nodes."""
     died = asyncio.Event()
 
     async def end() -> Outcome:
@@ -488,7 +492,7 @@ async def test_processes_are_left_to_wait_once_it_is_ready_and_again_when_it_is_
 
     fake_ray.rank.will_be_ready()
     fake_ray.rank.ended = FakeMethod(lambda: asyncio.ensure_future(end()))
-    running = asyncio.create_task(make_formation(tmp_path, listener, spare_s=spare_s).run())
+    running = asyncio.create_task(make_formation(tmp_path, listener, spare_s=spare_s, num_placed_ranks=5).run())
     async with asyncio.timeout(10):
         await listener.is_ready.wait()
         if is_stopped:
@@ -496,6 +500,7 @@ async def test_processes_are_left_to_wait_once_it_is_ready_and_again_when_it_is_
         died.set()
         await asyncio.wait([running])
     assert fake_ray.spares_left == ["node-b"] * ((1 + is_stopped) if spare_s else 0)
+    assert fake_ray.spares_wanted.get("most") == (3 if spare_s else None)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 

@@ -197,6 +197,29 @@ def test_spare_ends_when_its_time_is_over_or_nobody_knows_it(
     assert ended.wait(0.1 if text == f"{2**40}" else 5) == (text != f"{2**40}")
 
 
+@pytest.mark.parametrize(("most", "stays"), [(1, False), (2, True)])
+def test_waiting_spare_ends_where_fewer_are_wanted(
+    store: Notes, monkeypatch: pytest.MonkeyPatch, ended: threading.Event, most: int, stays: bool
+) -> None:
+    store.add(pid=1)
+    become(monkeypatch)
+    leave_spares("n", RANK, count=1, most=most, lifetime_s=600)
+    assert ended.wait(0.1 if stays else 5) is not stays
+    assert num_waiting("n", RANK) == 1 + stays
+    assert store.started == []
+
+
+@pytest.mark.parametrize("lifetime_s", [600.0, -1.0])
+def test_spares_that_were_asked_for_alone_wait_as_long_as_that_whatever_groups_need(
+    store: Notes, monkeypatch: pytest.MonkeyPatch, ended: threading.Event, lifetime_s: float
+) -> None:
+    leave_spares("n", RANK, count=2, lifetime_s=lifetime_s)
+    store.add(pid=1)
+    become(monkeypatch)
+    leave_spares("n", RANK, count=1, most=1, lifetime_s=600)
+    assert ended.wait(0.1 if lifetime_s > 0 else 5) == (lifetime_s < 0)
+
+
 def test_spare_that_was_counted_before_its_time_was_over_can_be_taken_a_moment_later(
     store: Notes, monkeypatch: pytest.MonkeyPatch, ended: threading.Event
 ) -> None:

@@ -86,6 +86,23 @@ async def test_what_cannot_be_served_is_refused_and_changes_nothing(bench: Bench
     assert bench.model().revision == 1
 
 
+async def test_ranks_are_placed_from_when_a_group_has_room_until_it_leaves(bench: Bench) -> None:
+    await bench.apply({"replicas": 2, "tensor_parallel": 2})
+    first, second = bench.forms.lives
+    first.become_ready()
+    second.listener.on_waiting("needs 2 CPUs on one node; the largest free node has 0")
+    assert (bench.state.num_ranks, bench.state.num_placed_ranks) == (4, 2)
+    second.become_ready()
+    assert bench.state.num_placed_ranks == 4
+    first.holds_requests = True
+    bench.state.scale("m", 1)
+    bench.state.reconcile()
+    assert bench.state.num_placed_ranks == 2
+    first.requests_ended.set()
+    await bench.state.shut_down(0.0)
+    assert bench.state.num_placed_ranks == 2, "who stops leaves spares for as many"
+
+
 async def test_status_tells_wanted_and_ready_groups(bench: Bench) -> None:
     await bench.apply({"replicas": 3})
     bench.forms.lives[0].become_ready()
