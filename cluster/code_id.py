@@ -24,6 +24,12 @@ def code_id() -> str:
     return digest.hexdigest()[:16]
 
 
+def has_code_changed(since_s: float) -> bool:
+    """Return whether a file of ours was written after a time, in seconds since 1970; one that is gone is not missed."""
+    files = (file for package in _OWN_PACKAGES for folder in _folders(package) for file in folder.rglob("*.py"))
+    return any(file.stat().st_ctime > since_s for file in files)
+
+
 def code_roots() -> list[str]:
     """Return where our packages lie, unless Python finds them by itself; a checkout it does not."""
     roots = [folder.parent for package in _OWN_PACKAGES for folder in _folders(package)]

@@ -14,14 +14,17 @@ from dataclasses import replace
 
 import grpc
 import ray
+from ray.exceptions import RayError
 
-from cluster.config import ClusterSpec
+from cluster.code_id import has_code_changed
 from cluster.control_server import bind_control_port
-from cluster.errors import StartError
+from cluster.errors import ClusterConfigError, SavedStateError, StartError
 from cluster.logs import configure_logging, own_log
+from cluster.ray_errors import in_a_line
 from cluster.reconciler import Reconciler
 from cluster.saved_state import ControllerLife, RayStateStore, SavedState, decode, encode
 from cluster.spares import SpareKind, leave_spares, take_spare
+from cluster.started_settings import decode_spec
 from workers.cores import give_way
 
 logger = logging.getLogger(__name__)
@@ -33,16 +36,35 @@ NAMESPACE = "weft"
 _EXIT_DELAY_S = 1.0  # for the answer to Shutdown, and the end of `stopped`, to reach whoever waits
 _RETRY_S = 1.0
 _BIND_TIMEOUT_S = 30.0  # a successor may come before the kernel has freed the port
+_CANNOT_GO_ON = (
+    "the controller ends, for it cannot go on with the code that is here now: %s; groups and routers go on; allowed: "
+    "`weft serve --take-over`, which goes on with them; where that fails too, under the code before"
+)
 
 
 class Controller:
     """The actor of one cluster. `start` once; later lives start by themselves. Lasts until Shutdown is called."""
 
-    def __init__(self, spec: ClusterSpec, log_level: str) -> None:
+    def __init__(self, settings: bytes, log_level: str, started_s: float) -> None:
+        """Be one life of the actor. Ray keeps the arguments: these are of the code that has started the service.
+
+        Args:
+            settings: what the service was started with, as started_settings.py tells it.
+            log_level: of every process.
+            started_s: when that was, by the wall clock.
+
+        Raises:
+            ClusterConfigError: the code that is here does not take the settings; Ray does not start the actor again.
+        """
         configure_logging(log_level)
         take_spare()
         give_way()
-        self._spec = spec
+        try:
+            self._spec = decode_spec(settings)
+        except ClusterConfigError as error:
+            logger.error(_CANNOT_GO_ON, error)
+            raise
+        self._started_s = started_s
         self._log_level = log_level
         self._store = RayStateStore()
         actor_id, node_id = ray.get_runtime_context().get_actor_id(), ray.get_runtime_context().get_node_id()
@@ -91,7 +113,7 @@ class Controller:
         await self._has_stopped.wait()
 
     async def _resume(self) -> None:
-        """Go on where the life before ended; when that cannot be, end, and Ray tries again."""
+        """Go on where the life before ended; when that cannot be, end, and Ray tries again, unless the code is why."""
         try:
             saved = self._load()
             port = saved.control_port
@@ -104,10 +126,19 @@ class Controller:
             logger.warning("controller restarted (%d): adopting %d groups", saved.num_restarts, len(saved.groups))
             listener, address = await self._bind_again(port)
             self._reconciler = await self._begin(self._make_reconciler(saved, address), listener)
-        except BaseException:
+        except BaseException as error:
+            if self._is_by_code(error):
+                logger.error(_CANNOT_GO_ON, in_a_line(error), exc_info=True)
+                _end_this_actor()
+                await asyncio.Event().wait()  # nobody is answered any more
             logger.exception("the controller cannot go on where it ended")
             await asyncio.sleep(_RETRY_S)
             os._exit(1)
+
+    def _is_by_code(self, error: BaseException) -> bool:
+        """Return whether the code that is here cannot go on, and the next life could not either."""
+        may_pass = isinstance(error, (StartError, RayError))  # a port that is taken, a head that does not answer
+        return isinstance(error, SavedStateError) or (not may_pass and has_code_changed(self._started_s))
 
     async def _bind_again(self, port: int) -> tuple[grpc.aio.Server, str]:
         give_up_s = time.monotonic() + _BIND_TIMEOUT_S

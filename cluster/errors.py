@@ -4,6 +4,7 @@ ClusterError
 ├── ClusterConfigError      a flag or the YAML file is wrong; the message begins with the dotted path
 ├── ModelNotFoundError      no folder, packaged model or hub id of this name can be had, or a file of it read
 ├── ModelFilesChangedError  a folder has other files than when the model's revision was wanted
+├── SavedStateError         what the controller before has saved cannot be read
 ├── StartError              the service did not come up; the message says what stopped it
 ├── RayStartError           Ray could not be started or reached
 ├── SpareError              (stays inside) Ray keeps no processes ready: starts take longer, and nothing else
@@ -29,6 +30,10 @@ class ModelNotFoundError(ClusterError):
 
 class ModelFilesChangedError(ClusterError):
     """A folder has other files than when the model's revision was wanted."""
+
+
+class SavedStateError(ClusterError):
+    """What the controller before has saved cannot be read, as where other code has saved it."""
 
 
 class StartError(ClusterError):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from cluster.config import ModelSection, ModelSpec, build_section
+from cluster.errors import ClusterConfigError, SavedStateError
 from cluster.revision_files import RevisionText
 from cluster.wanted import WantedModel
 
@@ -114,8 +115,11 @@ def encode(state: SavedState) -> bytes:
 
 
 def decode(data: bytes) -> SavedState:
-    """Return what `encode` was given."""
-    return msgspec.json.decode(data, type=SavedState, dec_hook=_from_json)
+    """Return what `encode` was given. Raises SavedStateError."""
+    try:
+        return msgspec.json.decode(data, type=SavedState, dec_hook=_from_json)
+    except (msgspec.DecodeError, ClusterConfigError) as error:
+        raise SavedStateError(f"what the one before has saved cannot be read: {error}") from error
 
 
 def _to_json(value: object) -> dict[str, Any]:

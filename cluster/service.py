@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import ray
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -21,12 +20,13 @@ from weft.v1 import control_pb2
 from cluster.config import ClusterSpec
 from cluster.control_client import ControlClient
 from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
-from cluster.errors import ControllerError, StartError
+from cluster.errors import ControllerError, SavedStateError, StartError
 from cluster.local_ray import has_local_ray_died, join_ray, leave_ray, logs_folder, start_local_ray
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.saved_state import RayStateStore, decode
 from cluster.spares import SpareKind, spare_options
+from cluster.started_settings import encode_spec
 from router.tls import InnerTls
 
 logger = logging.getLogger(__name__)
@@ -203,8 +203,8 @@ def _why_silent() -> str:
     try:
         if data is not None:
             decode(data)
-    except msgspec.DecodeError as error:
-        return f"what the one before has saved cannot be read: {error}"
+    except SavedStateError as error:
+        return str(error)
     return "it hangs, or ends again and again"
 
 
@@ -220,4 +220,4 @@ def _create_controller(spec: ClusterSpec, *, is_local: bool, log_level: str) -> 
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
         **(spare_options(node, SpareKind.SERVICE) if spec.spare_s else {}),
     )
-    return actor.remote(spec, log_level)
+    return actor.remote(encode_spec(spec), log_level, time.time())

@@ -1,6 +1,8 @@
 """A controller that comes after another one or itself: what it goes on with, and what it tells routers and Ray."""
 
 import asyncio
+import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -9,15 +11,17 @@ from typing import Any, cast
 import grpc
 import pytest
 from helpers.ports import unlisted_port
+from ray.exceptions import RaySystemError
 from weft.addresses import split_host_port
 
 from cluster import controller as module
 from cluster import reconciler as reconciler_module
 from cluster.config import build_spec
 from cluster.controller import Controller
-from cluster.errors import StartError
+from cluster.errors import ClusterConfigError, StartError
 from cluster.reconciler import Reconciler
 from cluster.saved_state import RouterRecord, SavedState, decode, encode
+from cluster.started_settings import encode_spec
 
 ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0}}
 
@@ -67,7 +71,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
 def make(*, num_routers: int = 1, **model: Any) -> Controller:
     settings = {**ANY_PORTS, "router": {**ANY_PORTS["router"], "num_routers": num_routers}}
     spec = build_spec({"models": [{"name": "m", **model}], "ray": {"address": "auto"}, **settings})
-    return Controller(spec, "warning")
+    return Controller(encode_spec(spec), "warning", time.time())
 
 
 async def start(*, takes_over: bool = False, **settings: Any) -> tuple[Controller, bool]:
@@ -94,6 +98,62 @@ async def resume(monkeypatch: pytest.MonkeyPatch, *, repeats_start: bool = False
     await controller._resuming
     await lose(controller)
     return controller
+
+
+async def test_controller_whose_code_does_not_take_its_settings_ends_for_good_and_says_what_to_do(
+    ray: Ray, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"file": {}, "checked": {"router": {"front_door": 1}}}
+    for data, reason in (
+        (json.dumps(settings).encode(), "router.front_door"),
+        (object(), "no settings that this version"),
+    ):
+        caplog.clear()
+        with pytest.raises(ClusterConfigError, match=reason):  # Ray starts no actor again that cannot be made
+            Controller(cast(Any, data), "warning", 0.0)
+        (line,) = caplog.messages
+        assert reason in line
+        assert "allowed: `weft serve --take-over`" in line
+
+
+@pytest.mark.parametrize(
+    ("fault", "has_changed", "is_final"),
+    [
+        (None, False, True),
+        (AttributeError("'GroupRecord' object has no attribute 'colour'"), True, True),
+        (AttributeError("a bug"), False, False),
+        (StartError("router.port: 1 on 127.0.0.1 is taken"), True, False),
+        (RaySystemError("its head does not answer"), True, False),
+    ],
+)
+async def test_controller_that_cannot_go_on_ends_for_good_only_where_the_code_is_why(
+    ray: Ray,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Exception | None,
+    has_changed: bool,
+    is_final: bool,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        assert fault is not None
+        raise fault
+
+    ended: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(module, "_end_this_actor", lambda: ended.put_nowait("for good"))
+    monkeypatch.setattr("cluster.controller.os._exit", lambda code: ended.put_nowait("to be tried again"))
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+    monkeypatch.setattr(module, "has_code_changed", lambda since_s: has_changed)
+    monkeypatch.setattr(Ray, "was_current_actor_reconstructed", True)
+    ray.saved = encode(SavedState(control_port=0)) if fault else b'{"groups": [{"colour": 1}]}'
+    if fault is not None:
+        monkeypatch.setattr(module, "Reconciler", fail)
+    controller = make()
+    assert controller._resuming is not None
+    async with asyncio.timeout(10):
+        assert await ended.get() == ("for good" if is_final else "to be tried again")
+    assert controller._resuming.done() is not is_final, "nobody is answered any more"
+    assert ("allowed: `weft serve --take-over`" in caplog.text) is is_final
+    controller._resuming.cancel()
 
 
 async def lose(controller: Controller) -> None:

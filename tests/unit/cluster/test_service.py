@@ -7,6 +7,7 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster import service as service_module
+from cluster.config import build_spec
 from cluster.errors import ControllerError, StartError
 from cluster.saved_state import SavedState, encode
 from cluster.service import Service, _take_over
@@ -68,6 +69,19 @@ def test_who_waits_for_a_service_is_told_how_it_ended(
     service._stopped = object()
     with pytest.raises(StartError, match=reason):
         service.wait_ready()
+
+
+def test_ray_keeps_nothing_for_the_lives_of_a_controller_that_other_code_could_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[object] = []
+    actor = SimpleNamespace(options=lambda **_: actor, remote=lambda *values: given.extend(values))
+    context = SimpleNamespace(get_node_id=lambda: "0" * 56)
+    monkeypatch.setattr(
+        service_module, "ray", SimpleNamespace(remote=lambda kind: actor, get_runtime_context=lambda: context)
+    )
+    service_module._create_controller(build_spec({}), is_local=True, log_level="warning")
+    assert [type(value) for value in given] == [bytes, str, float]
 
 
 @pytest.mark.parametrize(

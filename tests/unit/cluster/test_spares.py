@@ -11,7 +11,7 @@ import pytest
 
 from cluster import code_id as code
 from cluster import ray_prestart, spares
-from cluster.code_id import code_id
+from cluster.code_id import code_id, has_code_changed
 from cluster.errors import SpareError
 from cluster.spares import SpareKind, leave_spares, num_waiting, prepare, spare_options, take_spare
 from parallel.errors import DeviceError
@@ -393,6 +393,15 @@ def test_code_has_another_id_when_a_file_changes(tmp_path: Path, monkeypatch: py
     finally:
         monkeypatch.undo()
         code_id.cache_clear()
+
+
+def test_code_has_changed_when_a_file_was_written_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "_folders", lambda package: [tmp_path])
+    file = tmp_path / "scheduler.py"
+    file.write_text("a = 1")
+    os.utime(file, (0, 0))  # as a tool that keeps the times of the files which it copies
+    assert has_code_changed(file.stat().st_ctime - 1)
+    assert not has_code_changed(file.stat().st_ctime)
 
 
 def test_code_has_another_id_when_torch_changes_and_the_same_when_a_tool_of_the_head_is_added(
