@@ -4,10 +4,11 @@ import asyncio
 import json
 import logging
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from helpers.cluster import LLAMA, FakeClock, FakeLife, FakeRouter, Formations, turns, write_tokenizer
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -21,8 +22,6 @@ from cluster.rank_values import Outcome
 from cluster.revision_files import RevisionText
 from cluster.saved_state import SavedState, decode, encode
 from cluster.wanted_state import WantedState
-
-logging.getLogger("cluster").setLevel(logging.CRITICAL)  # groups die here all the time
 
 T = TypeVar("T")
 
@@ -38,6 +37,18 @@ sections = st.fixed_dictionaries(
     }
 )
 files = st.dictionaries(st.sampled_from(NAMES), sections, min_size=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """Groups die here all the time."""
+    logger = logging.getLogger("cluster")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+
+
 picks = st.integers(0, 1000)
 
 

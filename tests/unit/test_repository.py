@@ -21,6 +21,7 @@ READ_THE_WALL_CLOCK = {
     "router/tls.py",  # the dates of a certificate
     "router/tokenizer.py",  # the date that chat templates write
     "cluster/replica_spans.py",  # the beginning of a span
+    "cluster/service.py",  # the start of a service, which files of code are compared with
     "cluster/spares.py",  # an end that other machines read
     "cluster/status_view.py",  # the time in front of a line
     "cluster/top.py",  # the time of a line of JSON
