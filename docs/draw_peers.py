@@ -27,7 +27,7 @@ def main(out: Path) -> None:
             place = row * len(COLUMNS) + column
             axes = figure.add_subplot(len(DTYPES), len(COLUMNS), place + 1)
             labels = [rates[engine][place] for engine in COLOURS]
-            heights = [float(label.replace(",", "")) for label in labels]
+            heights = [float(label.replace(",", "") or 0) for label in labels]  # who did not take part has none
             axes.bar_label(axes.bar(list(COLOURS), heights, color=COLOURS.values()), labels, fontsize=8)
             axes.set_title(f"{dtype}, {title}", fontsize=10)
             axes.tick_params(labelsize=7)
