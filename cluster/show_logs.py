@@ -34,13 +34,18 @@ class LineSplitter:
         return [rest.decode(errors="replace")] if rest else []
 
 
+def print_at_once(line: str) -> None:
+    """Print a line that whoever reads a pipe sees now."""
+    print(line, flush=True)
+
+
 def show_logs(
     client: ControlClient,
     target: str,
     *,
     follows: bool,
     tail_bytes: int,
-    tell: Callable[[str], None] = print,
+    tell: Callable[[str], None] = print_at_once,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Print what the logs of a process, a replica, a model or everything hold; with `follows`, for ever.

@@ -325,6 +325,21 @@ def test_logs_are_followed_through_a_restart_of_the_controller(capsys: pytest.Ca
     ]
 
 
+def test_lines_of_logs_that_are_followed_reach_a_pipe_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(pipe))  # keeps what it is not told to hand on
+    fake = FakeClient(pieces=[[chunk("a", b"first\n", 6)]])
+    seen: list[bytes] = []
+
+    def sleep(_: float) -> None:
+        seen.append(pipe.getvalue())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        show_logs(fake.client, "", follows=True, tail_bytes=10, sleep=sleep)
+    assert seen == [b"a | first\n"]
+
+
 def test_logs_that_are_not_followed_fail_with_the_controller() -> None:
     fake = FakeClient(pieces=[[chunk("a", b"", 1, has_more=True)], ControllerError("no controller answers")])
     with pytest.raises(ControllerError, match="no controller answers"):
