@@ -78,7 +78,11 @@ async def test_request_over_grpc_is_one_trace_from_client_to_replica(traces: Tra
         "weft.generated_before": 0,
         "weft.finish_reason": "length",
     }
-    assert attributes(call)["weft.replica"] == a.address
+    assert attributes(call) == {
+        "weft.replica": a.address,
+        "weft.choice": "home",
+        "weft.predicted_cached_tokens": 0,
+    }
     assert [event.name for event in call.events] == ["first token"]
     # The parts follow each other, as long as the usage says.
     parts = [traces.named(f"weft.{name}")[0] for name in ("queue", "prefill", "decode")]

@@ -10,9 +10,10 @@ import grpc
 import httpx
 import pytest
 from helpers.fake_control import FakeControl
-from helpers.fake_replica import FakeReplica, expected_tokens
+from helpers.fake_replica import HASH_KEY, FakeReplica, expected_tokens
 from helpers.polling import until
 from helpers.router_harness import ByteTokenizer, RunningRouter, prompt_ids, router_config, running_router, text_request
+from weft.block_hash import block_hashes, root_hash
 from weft.v1 import control_pb2
 from weft.v1 import inference_pb2 as pb
 
@@ -139,6 +140,7 @@ async def rolling(
     config = router_config(
         control=control.address,
         http_port=0,
+        metrics_port=0,
         policy=PolicyName.ROUND_ROBIN,
         failover=FailoverConfig(new_request_wait_s=5.0, failover_wait_s=0.5),
     )
@@ -250,6 +252,26 @@ async def test_request_that_waits_is_made_again_for_the_replica_that_comes() -> 
         await router.wait_ready(1)
         assert (await router.generate(text_request("hi"))).token_ids == expected_tokens(new_ids("hi"), 1, 10)
         assert prompts([a, c]) == [[prompt_ids("hi")], [new_ids("hi")]]
+
+
+async def test_request_that_is_made_again_keeps_its_id_and_has_blocks_of_its_new_tokens() -> None:
+    async with (
+        FakeReplica("a") as a,
+        FakeReplica("c", paused=True) as c,
+        rolling((a, OLD)) as (control, router),
+    ):
+        c.resident = set(block_hashes(root_hash(HASH_KEY), new_ids("seven c"), 4))
+        a.refusal = grpc.StatusCode.UNAVAILABLE
+        await router.wait_ready(1)
+        answering = asyncio.create_task(router.generate(text_request("seven c")))
+        await until(lambda: bool(a.submits))
+        say(control, (c, NEW))
+        await until(lambda: c.num_requests == 1)
+        assert await router.metric("weft_router_replica_pending_tokens", model="tiny", replica="c") == 1
+        c.resume()
+        await answering
+        request_ids = {submit.request_id.split("/")[-1] for submit in (*a.submits, *c.submits)}
+        assert len(request_ids) == 1
 
 
 async def test_conversation_that_is_made_again_has_its_variables() -> None:

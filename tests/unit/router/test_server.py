@@ -7,9 +7,17 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
 from helpers.polling import GUARD_S, poll
-from helpers.router_harness import RunningRouter, prompt_ids, router_config, running_router, text_request
+from helpers.router_harness import (
+    ByteTokenizer,
+    RunningRouter,
+    prompt_ids,
+    router_config,
+    running_router,
+    text_request,
+)
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 
@@ -212,6 +220,28 @@ async def test_text_and_conversations_become_tokens_and_tokens_text() -> None:
     assert bytes(rendered.token_ids) == b"<user>hi"
     assert text.text == "hi"
     assert error.value.details() == "token_ids[0] is 300; allowed: 0 to 299, the model's vocabulary"
+
+
+async def test_ids_are_those_of_the_replicas_vocabulary_and_of_the_tokenizers_where_none_was_there_yet() -> None:
+    class SmallTokenizer(ByteTokenizer):
+        vocab_size = 280
+
+    control = FakeControl()
+    await control.start()
+    config = router_config(control=control.address)
+    async with (
+        FakeReplica("a") as a,
+        running_router(config, load_tokenizer=lambda _: SmallTokenizer()) as router,
+    ):
+        control.set_replicas({})
+        await router.wait_ready(0)
+        asked = pb.DetokenizeRequest(model="tiny", token_ids=[*b"hi", 290])
+        with pytest.raises(grpc.aio.AioRpcError, match=r"token_ids\[2\] is 290; allowed: 0 to 279"):
+            await router.stub.Detokenize(asked)
+        control.set_replicas({"a": a.address})
+        await router.wait_ready(1)
+        assert (await router.stub.Detokenize(asked)).text == "hi"
+    await control.stop()
 
 
 async def test_failed_request_says_why_and_others_go_on() -> None:

@@ -1,15 +1,16 @@
 """What tokens read as on their own: asked for once, all of one answer together, of the tokenizer that knows them."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica
 from helpers.fronts import ask, open_fronts
 from helpers.polling import poll
-from helpers.router_harness import ByteTokenizer, router_config, running_router, text_request
+from helpers.router_harness import BOS, ByteTokenizer, router_config, running_router, text_request
 from weft.v1 import control_pb2
 from weft.v1 import inference_pb2 as pb
 
@@ -121,3 +122,23 @@ async def test_model_from_another_folder_has_the_names_of_that_folder() -> None:
             answer = await ask(fronts["http"], request)
             assert [each.token[:4] for each in answer.logprobs] == [path] * 2
     await control.stop()
+
+
+class MarkingTokenizer(ByteTokenizer):
+    """Writes special tokens out where they are not skipped."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "<s>"
+        return "".join(chr(token_id) if token_id < 256 else special for token_id in ids)
+
+
+async def test_echo_of_token_ids_writes_special_tokens_out() -> None:
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, http_port=0), load_tokenizer=lambda _: MarkingTokenizer()) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}") as http,
+    ):
+        await router.wait_ready(1)
+        body = {"prompt": [BOS, *b"hi"], "echo": True, "max_tokens": 1}
+        (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["text"].startswith("<s>hi")
