@@ -56,7 +56,7 @@ class RouterMetrics:
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that replicas found in their caches.")
         self.choices = self._counter("choices", "Replicas chosen, by why.", "reason")
         self.failovers = self._counter("failovers", "Times a replica broke under a request.")
-        self.retries = self._counter("retries", "Times a replica refused a request and another was tried.")
+        self.retries = self._counter("retries", "Times a replica refused a request: it was full or about to leave.")
         self.ttft = self._histogram("ttft_seconds", "From the request's arrival to its first token.")
         self.tpot = self._histogram("tpot_seconds", "Time per output token after the first, mean of a request.")
         self.itl = self._histogram("itl_seconds", "Gaps between a request's tokens; those that come together share it.")

@@ -358,7 +358,7 @@ ROUTING = Board(
             ),
             Panel(
                 title="Retries",
-                text="Requests that a replica refused and another was tried for.",
+                text="Requests that a replica refused: it was full or about to leave.",
                 unit="reqps",
                 queries={"{{model}}": rate("weft_router_retries_total", by="model")},
             ),

@@ -184,11 +184,12 @@ async def test_replica_that_refuses_is_left_for_another_one(refusal: grpc.Status
 
 
 async def test_all_replicas_full_is_overload_with_a_hint() -> None:
-    async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
+    async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
         await router.wait_ready(1)
         a.refusal = grpc.StatusCode.RESOURCE_EXHAUSTED
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await router.generate(text_request("hello"))
+        assert await router.metric("weft_router_retries_total", model="tiny") == 1, "though nobody else could be tried"
 
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     metadata = dict(error.value.trailing_metadata() or ())
