@@ -1,7 +1,9 @@
 """Requests whose replica breaks go on elsewhere: the client sees the tokens and the text of an undisturbed run."""
 
 import asyncio
+import gc
 import random
+import weakref
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from weft.v1 import inference_pb2 as pb
 
 from bench.simulation.replay import files_in, replay_file
 from router.config import FailoverConfig, LinkConfig, PolicyName
+from router.inbox import Inbox
 
 
 def check_whole(answer: Answer, text: str, *, max_tokens: int, seed: int = 1) -> None:
@@ -390,3 +393,26 @@ async def test_replica_is_told_how_much_time_is_left() -> None:
         await router.wait_ready(1)
         await router.generate(text_request("hello", max_tokens=1), timeout_s=60.0)
         assert 30 < a.submits[0].timeout_s < 90
+
+
+async def test_request_that_has_ended_keeps_nothing_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: weakref.WeakSet[Inbox] = weakref.WeakSet()
+
+    class WatchedInbox(Inbox):
+        def __init__(self) -> None:
+            super().__init__()
+            kept.add(self)
+
+    def is_gone() -> bool:
+        gc.collect()
+        return not kept
+
+    monkeypatch.setattr("router.replica.Inbox", WatchedInbox)
+    async with FakeReplica("a", paused=True) as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        answering = asyncio.create_task(router.generate(text_request("hello"), timeout_s=600.0))
+        await until(lambda: a.num_requests == 1)
+        assert len(kept) == 1
+        a.resume()
+        await answering
+        await until(is_gone)
