@@ -5,7 +5,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -287,5 +287,129 @@ async def test_streams_that_break_in_a_row_open_the_breaker() -> None:
             replica.break_streams()
             await until(lambda: link.state is not LinkState.READY)
         assert not link.breaker.is_closed
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def test_replica_that_says_nothing_to_the_greeting_is_dialled_again() -> None:
+    class Mute(FakeReplica):
+        async def Connect(  # noqa: N802
+            self, request_iterator: AsyncIterator[replica_pb2.ConnectRequest], context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[replica_pb2.ConnectResponse]:
+            self.num_connections += 1
+            await asyncio.Event().wait()
+            yield replica_pb2.ConnectResponse()
+
+    async with Mute("a") as replica:
+        link = link_to(replica, connect_timeout_s=0.1)
+        running = asyncio.create_task(link.run())
+        await until(lambda: replica.num_connections == 2, 10)
+        assert link.state is LinkState.CONNECTING
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def test_wait_before_a_dial_grows_with_each_failure_in_a_row_and_not_after_a_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures: list[int] = []
+
+    def next_wait_s(config: LinkConfig, num_failures: int, rng: random.Random) -> float:
+        failures.append(num_failures)
+        return 0.0
+
+    monkeypatch.setattr(LinkConfig, "next_wait_s", next_wait_s)
+    clock = FakeClock()
+    async with FakeReplica("a") as replica:
+        link = link_to(replica, clock=clock)
+        running = asyncio.create_task(link.run())
+        for stay_s in (0.0, 0.0, 1.0, 0.0):
+            num_before = len(failures)
+            await until(lambda: link.is_ready)
+            clock.advance(stay_s)
+            replica.break_streams()
+            await until(lambda: len(failures) > num_before)  # noqa: B023 - awaited in this turn of the loop
+        assert failures == [1, 2, 0, 1]
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def test_link_that_is_retired_between_two_dials_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[int] = []
+
+    def next_wait_s(config: LinkConfig, num_failures: int, rng: random.Random) -> float:
+        failures.append(num_failures)
+        return 600.0
+
+    monkeypatch.setattr(LinkConfig, "next_wait_s", next_wait_s)
+    link = link_to(FakeReplica("a"), address="127.0.0.1:1")
+    running = asyncio.create_task(link.run())
+    await until(lambda: bool(failures))
+    link.retire()
+    async with asyncio.timeout(10):
+        await running
+    assert link.state is LinkState.CLOSED
+
+
+async def test_retired_link_whose_stream_breaks_hands_its_requests_back_and_does_not_dial_again() -> None:
+    async with FakeReplica("a", paused=True) as replica:
+        link = link_to(replica)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        inbox = link.submit(replica_pb2.Submit(request_id="x", prompt_token_ids=[1]), num_pending_tokens=1)
+        await until(lambda: replica.num_requests == 1)
+        link.retire()
+        replica.break_streams()
+        async with asyncio.timeout(10):
+            await running
+            assert isinstance((await inbox.take()).ending, ReplicaLost)
+        assert replica.num_connections == 1
+
+
+async def test_requests_of_a_link_that_is_cancelled_are_handed_back() -> None:
+    async with FakeReplica("a", paused=True) as replica:
+        link = link_to(replica)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        inbox = link.submit(replica_pb2.Submit(request_id="x", prompt_token_ids=[1]), num_pending_tokens=1)
+        running.cancel()
+        async with asyncio.timeout(10):
+            received = await inbox.take()
+        assert received.ending == ReplicaLost(reason="the router closed the stream")
+        assert link.load.num_requests == 0
+
+
+async def test_each_frame_ends_the_silence_of_a_replica_that_works() -> None:
+    clock = FakeClock()
+    async with FakeReplica("a", paused=True) as replica:
+        link = link_to(replica, clock=clock)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        sampling = inference_pb2.SamplingParams(max_tokens=3)
+        submit = replica_pb2.Submit(request_id="x", prompt_token_ids=[1], sampling=sampling)
+        inbox = link.submit(submit, num_pending_tokens=1)
+        await until(lambda: replica.num_requests == 1)
+        clock.advance(60.0)
+        assert link._waited_in_silence_s == 60.0
+        await replica.step()
+        await inbox.take()
+        assert link._waited_in_silence_s == 0.0
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def test_probe_that_is_aborted_leaves_its_place_to_the_next() -> None:
+    clock = FakeClock()
+    async with FakeReplica("a", paused=True) as replica:
+        link = link_to(replica, clock=clock)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        for _ in range(BreakerConfig().max_failures):
+            link.breaker.fail(clock())
+        clock.advance(BreakerConfig().open_s)
+        link.submit(replica_pb2.Submit(request_id="x", prompt_token_ids=[1]), num_pending_tokens=1)
+        assert not link.takes_requests(clock())
+        link.abort("x")
+        assert link.takes_requests(clock())
         running.cancel()
         await asyncio.wait((running,))
