@@ -13,8 +13,8 @@ from parallel.kernels.sampling import edit_in_torch, gumbel
 from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.errors import InvalidRequestError
 from workers.logit_edits import SequenceEdits
-from workers.plan import NewSequence, SampledToken
-from workers.request import SamplingParams
+from workers.plan import NewSequence, SampledToken, StepPlan
+from workers.request import GREEDY_TEMPERATURE, SamplingParams
 from workers.row_draws import RowDraws
 from workers.sampler import Sampler
 from workers.slot_draws import SlotDraws
@@ -177,6 +177,11 @@ def test_greedy_takes_the_first_largest() -> None:
     assert sample_one([0.0, 3.0, 2.9], temperature=1e-9).token_id == 1
 
 
+def test_the_least_temperature_that_is_not_greedy_draws() -> None:
+    tokens = {sample_one([3.0, 3.0], temperature=GREEDY_TEMPERATURE, seed=seed).token_id for seed in range(20)}
+    assert tokens == {0, 1}
+
+
 def test_extreme_logits_and_temperatures_stay_in_range() -> None:
     assert sample_one([-3e38, 3e38, 0.0], temperature=2.0).token_id == 1
     assert sample_one([1.0, 2.0, 3.0], temperature=2e-5).token_id == 2
@@ -337,6 +342,13 @@ def test_min_tokens_forbids_stop_ids_until_it_is_reached() -> None:
     assert sample_one([0.0, 9.0, 1.0], position=3, **params).token_id == 1
 
 
+@pytest.mark.parametrize("params", [{"stop_token_ids": (3,)}, {"min_tokens": 2}])
+def test_stop_ids_are_edits_only_where_tokens_must_come_before_them(params: dict[str, Any]) -> None:
+    slots = SlotDraws(1)
+    slots.add(new_sequence(**params))
+    assert not slots.has_edits
+
+
 def test_a_small_vocabulary_has_no_more_alternatives_than_tokens() -> None:
     token = sample_one([0.5, 2.0, 1.0], temperature=0.0, logprobs=20)
 
@@ -360,8 +372,9 @@ def test_a_slot_taken_again_forgets_its_last_sequence() -> None:
     slots.add(new_sequence(temperature=2.0, top_p=0.5, logprobs=1, repetition_penalty=2.0))
     assert slots.edits(*rows) is not None
     assert slots.edits(rows[0][:0], rows[1][:0]) is None, "nobody samples"
-    slots.remove(0)
-    slots.add(new_sequence(temperature=0.0))
+    slots.apply(StepPlan(1, [0], [], []))
+    assert not slots.has_edits
+    slots.apply(StepPlan(2, [], [new_sequence(temperature=0.0)], []))
     assert slots.edits(*rows) is None
     sampler = Sampler(device=CpuDevice(), draws=slots)
     (token,) = sampler.sample(torch.tensor([[5.0, 6.0]]), *rows, None).result()
