@@ -177,6 +177,12 @@ def test_greedy_takes_the_first_largest() -> None:
     assert sample_one([0.0, 3.0, 2.9], temperature=1e-9).token_id == 1
 
 
+def test_greedy_rows_take_the_first_largest_beside_one_that_draws() -> None:
+    news = [new_sequence(slot, temperature=1e-9, seed=slot) for slot in range(19)]
+    tokens = sample_all(torch.zeros(20, 8), [*news, new_sequence(19, temperature=1.0)], [1] * 20)
+    assert {token.token_id for token in tokens[:19]} == {0}
+
+
 def test_the_least_temperature_that_is_not_greedy_draws() -> None:
     tokens = {sample_one([3.0, 3.0], temperature=GREEDY_TEMPERATURE, seed=seed).token_id for seed in range(20)}
     assert tokens == {0, 1}
@@ -354,6 +360,13 @@ def test_a_small_vocabulary_has_no_more_alternatives_than_tokens() -> None:
 
     assert token.logprobs is not None
     assert [token_id for token_id, _ in token.logprobs.top] == [1, 2, 0]
+
+
+def test_logprobs_without_alternatives_are_those_of_the_token_alone() -> None:
+    token = sample_one([0.0, 0.0], temperature=0.0, logprobs=0)
+    assert token.logprobs is not None
+    assert token.logprobs.logprob == pytest.approx(-math.log(2))
+    assert token.logprobs.top == ()
 
 
 def test_logprobs_are_of_the_model_and_not_of_what_is_sampled_from() -> None:
