@@ -201,6 +201,7 @@ def test_nan_fails_its_own_row_only() -> None:
         {"temperature": 0.01},
         {"temperature": 0.01, "top_p": 0.9},
         {"temperature": 0.01, "top_k": 1},
+        {"temperature": 0.0, "logprobs": 1},
     ]
     for params in kinds:
         tokens = sample_all(logits, [new_sequence(slot, **params) for slot in range(4)], [1] * 4)
@@ -255,6 +256,15 @@ def test_a_row_never_depends_on_its_batch() -> None:
     for i in range(40):
         (alone,) = sample_all(logits[i : i + 1], [news[i]], [6])
         assert alone == together[i]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.0, "top_p": 0.8}, {"presence_penalty": 0.01}, {"logprobs": 2}])
+def test_logits_in_the_dtype_of_the_model_give_what_they_give_in_float32(params: dict[str, Any]) -> None:
+    logits = torch.randn(30, 500, generator=torch.Generator().manual_seed(6)).bfloat16()
+    news = [
+        new_sequence(slot, output=tuple(range(500)), seed=slot, **{"temperature": 0.0, **params}) for slot in range(30)
+    ]
+    assert sample_all(logits, news, [501] * 30) == sample_all(logits.float(), news, [501] * 30)
 
 
 def test_penalties_follow_their_definitions() -> None:
@@ -363,9 +373,9 @@ def test_a_small_vocabulary_has_no_more_alternatives_than_tokens() -> None:
 
 
 def test_logprobs_without_alternatives_are_those_of_the_token_alone() -> None:
-    token = sample_one([0.0, 0.0], temperature=0.0, logprobs=0)
+    token = sample_one([math.log(3), 0.0], temperature=0.0, logprobs=0)
     assert token.logprobs is not None
-    assert token.logprobs.logprob == pytest.approx(-math.log(2))
+    assert token.logprobs.logprob == pytest.approx(math.log(0.75))
     assert token.logprobs.top == ()
 
 
@@ -385,6 +395,7 @@ def test_a_slot_taken_again_forgets_its_last_sequence() -> None:
     slots.add(new_sequence(temperature=2.0, top_p=0.5, logprobs=1, repetition_penalty=2.0))
     assert slots.edits(*rows) is not None
     assert slots.edits(rows[0][:0], rows[1][:0]) is None, "nobody samples"
+    assert slots.has_edits
     slots.apply(StepPlan(1, [0], [], []))
     assert not slots.has_edits
     slots.apply(StepPlan(2, [], [new_sequence(temperature=0.0)], []))
@@ -418,7 +429,12 @@ def test_the_largest_logits_alone_are_asked_for_where_top_k_limits_all_that_is_l
     sift = slots.rows(three).sift(three, None)
     assert sift is not None
     assert sift.noise["temperature"].tolist() == [0, 0.5, 0]
-    assert (sift.noise["key"] == slots.rows(three).draws(three).noise["key"]).all()
+    draws = slots.rows(three).draws(three)
+    assert draws.noise["temperature"].tolist() == [0, 0.5, 2], "as without the sift"
+    assert (sift.noise["key"] == draws.noise["key"]).all()
+    kept = draws.noise["key"].tolist()
+    assert slots.rows(three).draws(four[1:]).noise["key"].tolist() != kept
+    assert draws.noise["key"].tolist() == kept, "a step that is still queued"
 
 
 def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with_noise() -> None:
@@ -494,3 +510,6 @@ def test_a_token_that_was_counted_early_counts_once() -> None:
     edits.add_output([7])
     assert edits.lacks_last(4), "the one after it is not known"
     assert edits.at(3).offsets.tolist() == [1.0]
+    edits.add_output([7])
+    assert not edits.lacks_last(4)
+    assert edits.at(4).offsets.tolist() == [2.0], "the next one is another"
