@@ -185,3 +185,10 @@ def test_resume_tells_the_longest_of_stop_strings_complete_together() -> None:
     detokenizer = IncrementalDetokenizer(byte_table(), stop=["b", "ab"])
     detokenizer.resume(list(b"xab"))
     assert detokenizer.stop_string == "ab"
+
+
+def test_resume_goes_on_in_a_stop_string_that_all_of_the_text_begins() -> None:
+    detokenizer = IncrementalDetokenizer(byte_table(), stop=["abcde"])
+    detokenizer.resume(list(b"abc"))
+    assert [detokenizer.push(token_id) for token_id in b"de"] == ["", ""]
+    assert detokenizer.stop_string == "abcde"
