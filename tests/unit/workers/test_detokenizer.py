@@ -192,3 +192,9 @@ def test_resume_goes_on_in_a_stop_string_that_all_of_the_text_begins() -> None:
     detokenizer.resume(list(b"abc"))
     assert [detokenizer.push(token_id) for token_id in b"de"] == ["", ""]
     assert detokenizer.stop_string == "abcde"
+
+
+def test_resume_tells_the_stop_string_that_is_complete_first() -> None:
+    detokenizer = IncrementalDetokenizer(byte_table(), stop=["abcd", "b"])
+    detokenizer.resume(list(b"xabcd"))
+    assert detokenizer.stop_string == "b"
