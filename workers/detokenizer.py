@@ -132,7 +132,6 @@ class IncrementalDetokenizer:
 
     def _end(self, text: str, stop: str) -> str:
         self.stop_string = stop
-        self._held = ""
         return text if self._include_stop_str else text[: len(text) - len(stop)]
 
 
