@@ -198,3 +198,9 @@ def test_resume_tells_the_stop_string_that_is_complete_first() -> None:
     detokenizer = IncrementalDetokenizer(byte_table(), stop=["abcd", "b"])
     detokenizer.resume(list(b"xabcd"))
     assert detokenizer.stop_string == "b"
+
+
+def test_a_stop_string_before_min_tokens_is_no_part_of_a_later_one() -> None:
+    deltas, detokenizer = stream(byte_table(), list(b"abbab"), stop=["ab"], min_tokens=3)
+    assert "".join(deltas) == "abb"
+    assert detokenizer.stop_string == "ab"
