@@ -118,6 +118,13 @@ def test_false_start_of_a_stop_string_is_released() -> None:
     assert detokenizer.stop_string == "aabc"
 
 
+@pytest.mark.parametrize(("stop", "text"), [("aaab", "aaaab"), ("aabaaac", "aabaaabaaac")])
+def test_a_stop_string_that_begins_within_a_false_start_is_found(stop: str, text: str) -> None:
+    deltas, detokenizer = stream(byte_table(), list(text.encode()), stop=[stop])
+    assert "".join(deltas) == text.removesuffix(stop)
+    assert detokenizer.stop_string == stop
+
+
 def test_held_text_is_flushed_at_the_end() -> None:
     deltas, detokenizer = stream(byte_table(), list(b"so END"), stop=["ENDING"])
     assert deltas == ["s", "o", " ", "", "", "", "END"]
