@@ -16,7 +16,7 @@ from workers.logit_edits import SequenceEdits
 from workers.plan import NewSequence, SampledToken, StepPlan
 from workers.request import GREEDY_TEMPERATURE, SamplingParams
 from workers.row_draws import RowDraws
-from workers.sampler import Sampler
+from workers.sampler import Sampler, nothing_sampled
 from workers.slot_draws import SlotDraws
 
 
@@ -365,6 +365,11 @@ def test_stop_ids_are_edits_only_where_tokens_must_come_before_them(params: dict
     assert not slots.has_edits
 
 
+def test_a_step_in_which_nobody_samples_gives_no_tokens() -> None:
+    nothing = nothing_sampled()
+    assert nothing.result() == nothing.token_ids.tolist() == []
+
+
 def test_a_small_vocabulary_has_no_more_alternatives_than_tokens() -> None:
     token = sample_one([0.5, 2.0, 1.0], temperature=0.0, logprobs=20)
 
@@ -448,6 +453,8 @@ def test_logits_are_not_asked_for_where_no_slot_wants_more_than_the_largest_with
     ):
         assert search is not None
         assert (None if search.noise is None else search.noise["temperature"].tolist()) == temperatures
+    assert search.noise is not None
+    assert (search.noise["key"] == slots.rows(two).draws(two).noise["key"]).all()
     for more in (
         {"logprobs": 0},
         {"temperature": 0.5, "top_k": 9},
