@@ -173,11 +173,12 @@ def prepare() -> None:
     """
     code, _, role = os.environ[_KIND].partition("-")
     runtime = ray.get_runtime_context()
-    place = f"{_NOTES}{runtime.get_node_id()}/{os.environ[_KIND]}/"
+    node_id = runtime.get_node_id()
+    place = f"{_NOTES}{node_id}/{os.environ[_KIND]}/"
     has_work = runtime.get_job_id() != ray.JobID.nil().hex()
     try:
-        if has_work:  # the spares that were said to wait are gone
-            drop_notes(place)
+        if has_work:  # none of the spares that were said to wait was free, or they are gone
+            _forget_killed(node_id, place)
         else:
             leave_note(f"{place}{os.getpid()}/begun")
             _check_is_wanted(place)
