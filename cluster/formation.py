@@ -102,8 +102,6 @@ class _Stage:
     node_id: str
     num_threads: int
     """CPU threads of each rank."""
-    num_own_ranks: int
-    """Ranks of this group on the node."""
     options: dict[str, Any]
     """Options by which the actors of the ranks become spares; empty: too few spares wait on the node."""
 
@@ -135,9 +133,8 @@ class Formation:
         self._num_placed_ranks = num_placed_ranks
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
-        self._stages: Sequence[_Stage] = ()
-        """How each stage is started; empty before the ranks are created."""
-        self._num_nodes = 1  # of the cluster, when they were
+        self._stage_nodes: Sequence[str] = ()
+        """The node of each stage; empty before the ranks are created or found."""
         self._begun: list[Any] = []  # the actors that answer
         self._start_by_s = 0.0  # time of the event loop; set when it has its place, or was found
         self._leaving: asyncio.Task[None] | None = None
@@ -223,6 +220,8 @@ class Formation:
         if not all(report.has_begun for report in reports):
             return Outcome(message="its controller died while it was being started")
         self._begun = self._actors
+        tensor_parallel = self._spec.model.engine.parallel.tensor_parallel
+        self._stage_nodes = [report.place.node_id for report in reports[::tensor_parallel]]
         self._limit_start()
         self._listener.on_adopted([report.place for report in reports], reports[0].addresses)
         return None
@@ -284,11 +283,12 @@ class Formation:
         )
 
     async def _create_actors(self, placement: Placement, group: PlacementGroup, node_ids: Sequence[str]) -> None:
-        self._stages = await asyncio.to_thread(self._look_at_stages, node_ids)
+        stages = await asyncio.to_thread(self._look_at_stages, node_ids)
+        self._stage_nodes = node_ids
         interval_s = self._spec.model.stream_interval_s
         for rank in range(placement.parallel.world_size):
             index = placement.stage_of(rank)
-            stage = self._stages[index]
+            stage = stages[index]
             spec = RankSpec(
                 replica_id=self._spec.replica_id,
                 model=self._spec.model.name,
@@ -322,14 +322,13 @@ class Formation:
         if lost := sorted(set(node_ids) - nodes.keys()):
             raise NodeDiedError(f"node {lost[0]} was lost before its ranks were started")
         engine = self._spec.model.engine
-        self._num_nodes = len(nodes)
-        evenly = math.ceil(self._spec.num_cluster_ranks / self._num_nodes)
+        evenly = math.ceil(self._spec.num_cluster_ranks / len(nodes))
         stages = []
         for node_id in node_ids:
             own = node_ids.count(node_id) * engine.parallel.tensor_parallel
             num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, max(own, evenly))
             options = spare_options(node_id, SpareKind.RANK, count=own) if self._spec.spare_s else {}
-            stages.append(_Stage(node_id=node_id, num_threads=num_threads, num_own_ranks=own, options=options))
+            stages.append(_Stage(node_id=node_id, num_threads=num_threads, options=options))
         return stages
 
     async def _serve(self) -> Outcome:
@@ -407,10 +406,11 @@ class Formation:
 
     def _leave_spares(self, num_placed_ranks: int) -> None:
         count, lifetime_s = self._spec.model.engine.parallel.tensor_parallel, self._spec.spare_s
-        evenly = math.ceil(num_placed_ranks / self._num_nodes)
-        for stage in self._stages:
-            most = max(stage.num_own_ranks, evenly)
-            leave_spares(stage.node_id, SpareKind.RANK, count=count, most=most, lifetime_s=lifetime_s)
+        with suppress(RayError):  # its head does not answer: no processes, and nothing else
+            evenly = math.ceil(num_placed_ranks / max(1, len(cluster_nodes())))
+            for node_id in self._stage_nodes:
+                most = max(self._stage_nodes.count(node_id) * count, evenly)
+                leave_spares(node_id, SpareKind.RANK, count=count, most=most, lifetime_s=lifetime_s)
 
     async def _announce_end(self) -> None:
         """Tell the ranks that their end is wanted, so that they do not warn of it; one that misses it does no harm."""

@@ -519,6 +519,20 @@ async def test_rank_that_computes_slower_than_it_could_is_told_of_with_its_node(
     assert listener.slow == ["node 10.0.0.0 computes in plain torch, several times slower: no C++ compiler"]
 
 
+async def test_processes_are_left_to_wait_by_a_group_that_was_taken_over_too(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    fake_ray.find(1)[0].will_be_ready()
+    life = make_formation(tmp_path, listener, adopts=True, spare_s=60.0, num_placed_ranks=5)
+    running = asyncio.create_task(life.run())
+    async with asyncio.timeout(10):
+        await listener.is_ready.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    assert fake_ray.spares_left == ["node-a", "node-a"]
+    assert fake_ray.spares_wanted["most"] == 3
+
+
 async def test_group_that_is_placed_on_a_node_that_is_drained_meanwhile_is_placed_anew(
     fake_ray: FakeRay, listener: Listener, tmp_path: Path
 ) -> None:
