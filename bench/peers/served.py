@@ -61,6 +61,8 @@ class Options:
     """What both are asked."""
 
     model: Path
+    vocab_size: int
+    """Token ids of the prompts are below it."""
     dtype: str
     loads: tuple[Load, ...]
     dataset: DatasetOptions
@@ -194,7 +196,7 @@ def _ask(service: PausedService, options: Options, load: Load, *, seed: int, num
             num_requests=None,
             duration_s=options.duration_s,
             num_warmup=num_warmup,
-            vocab_size=_vocab_size(options.model),
+            vocab_size=options.vocab_size,
             targets=None,
             seed=seed,
         )
@@ -286,9 +288,9 @@ def _options(args: argparse.Namespace) -> Options:
     if args.concurrency is not None or not loads:
         loads += parse_loads(LoadFlags(concurrency=args.concurrency))
     model = find_model(args.model)
-    _vocab_size(model)
     return Options(
         model=model,
+        vocab_size=_vocab_size(model),
         dtype=args.dtype,
         loads=tuple(loads),
         dataset=DatasetOptions(
