@@ -19,9 +19,7 @@ from weft.recording import RecordingConfig
 
 from cluster.config import ModelSpec
 from cluster.placement import (
-    ACCELERATOR_PREFIX,
     NODE_ID_LABEL,
-    NodeResources,
     Placement,
     threads_per_rank,
     why_never,
@@ -30,6 +28,7 @@ from cluster.placement import (
 from cluster.rank_actor import RankActor, rank_name
 from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
 from cluster.ray_errors import in_a_line
+from cluster.ray_nodes import cluster_nodes
 from cluster.revision_files import RevisionText
 from cluster.see_through import ask_until_told, end_actor, see_through
 from cluster.spares import SpareKind, leave_spares, spare_options
@@ -431,29 +430,6 @@ class Formation:
         if self._group is not None:
             await ask_until_told(remove_placement_group, self._group)
             self._group = None
-
-
-def cluster_nodes() -> list[NodeResources]:
-    """Return the alive nodes of the Ray cluster and what of them is free. Blocks for a round trip."""
-    free = ray._private.state.available_resources_per_node()  # the public functions only tell totals
-    nodes = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            total, left = node["Resources"], free.get(node["NodeID"], {})
-            nodes.append(
-                NodeResources(
-                    node_id=node["NodeID"],
-                    cpus=total.get("CPU", 0.0),
-                    gpus=total.get("GPU", 0.0),
-                    free_cpus=left.get("CPU", 0.0),
-                    free_gpus=left.get("GPU", 0.0),
-                    address=node["NodeManagerAddress"],
-                    accelerators=frozenset(
-                        name.removeprefix(ACCELERATOR_PREFIX) for name in total if name.startswith(ACCELERATOR_PREFIX)
-                    ),
-                )
-            )
-    return nodes
 
 
 def _find_actor(name: str) -> Any:

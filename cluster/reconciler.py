@@ -17,10 +17,11 @@ from cluster.config import ClusterSpec, ModelSpec
 from cluster.control_server import ControlServer
 from cluster.controller_metrics import ControllerListener
 from cluster.demand import DemandLedger
-from cluster.formation import Formation, FormationListener, FormationSpec, cluster_nodes
+from cluster.formation import Formation, FormationListener, FormationSpec
 from cluster.lifecycle import RestartPolicy
 from cluster.log_reader import LogReader, LogSource
 from cluster.node_request import NodeRequest, ask_ray
+from cluster.ray_nodes import cluster_nodes
 from cluster.recording import ScalingRecording
 from cluster.revision_files import RevisionText
 from cluster.router_process import RouterProcess
