@@ -3,6 +3,7 @@
     locust -f bench/locustfile.py --headless --users 8 --run-time 30s
     locust -f bench/locustfile.py --users 8 GrpcUser        one of the two, with Locust's page on port 8089
     locust -f bench/locustfile.py --prompts prompts.jsonl.gz --output-tokens 16-256       prompts of a file
+    locust -f bench/locustfile.py --router-ca ca.crt --host https://HOST:8000             TLS
 
 Needs the extra `bench`. For measuring, `weft bench serve` is the better tool: it says when it is the bottleneck, knows
 goodput, and its open loop does not slow down with the service. Locust has the page, and spreads over many machines.
@@ -11,6 +12,7 @@ Over HTTP tokens are seen as text: "first token" is the first piece of it, whate
 
 import itertools
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -23,12 +25,15 @@ from locust.env import Environment
 
 grpc_gevent.init_gevent()  # before anything of grpc is made
 
+from bench.errors import BenchConfigError  # noqa: E402
 from bench.load.calls import Call, Chat, Prompt  # noqa: E402
 from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions  # noqa: E402
 from bench.load.flags import parse_lengths  # noqa: E402
 from bench.load.http_chunks import Chunk  # noqa: E402
 from router.client import Client, ClientError, OverloadedError, UnavailableError  # noqa: E402
 from router.client_values import Collector  # noqa: E402
+from router.errors import RouterConfigError  # noqa: E402
+from router.tls import ClientTls  # noqa: E402
 
 _VOCAB_SIZE = 500  # about every model knows these ids
 _TURNED_AWAY = (0, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)  # 0: no connection
@@ -39,6 +44,10 @@ _seeds = itertools.count()
 def _add_arguments(parser: LocustArgumentParser) -> None:
     group = parser.add_argument_group("Weft")
     group.add_argument("--router", default="127.0.0.1:50051", help="host:port of the router's gRPC service")
+    group.add_argument("--router-ca", default=None, help="PEM: authorities of the router's certificate: speak TLS")
+    group.add_argument("--router-cert", default=None, help="PEM: a client's certificate chain, where it wants one")
+    group.add_argument("--router-key", default=None, help="PEM: key of that certificate")
+    group.add_argument("--router-name", default=None, help="name in the router's certificate, gRPC only")
     group.add_argument("--model", default="", help="model to ask; default: the only one served")
     group.add_argument(
         "--prompts", default=None, help="JSON lines, plain or .gz, as `weft bench` takes; default: random"
@@ -55,9 +64,16 @@ class GrpcUser(User):
 
     def on_start(self) -> None:
         """Connect."""
-        self._options = self.environment.parsed_options
+        options = self._options = self.environment.parsed_options
         self._calls = _make_calls(self.environment)
-        self._client = Client(self._options.router, timeout_s=300, api_key=self._options.api_key or None)
+        tls = _find_tls(options)
+        self._client = Client(
+            options.router,
+            timeout_s=300,
+            api_key=options.api_key or None,
+            credentials=None if tls is None else tls.credentials,
+            tls_name=options.router_name,
+        )
 
     def on_stop(self) -> None:
         """End the connection."""
@@ -102,10 +118,14 @@ class CompletionsUser(HttpUser):
 
     def on_start(self) -> None:
         """Prepare prompts."""
-        self._options = self.environment.parsed_options
+        options = self._options = self.environment.parsed_options
         self._calls = _make_calls(self.environment)
-        if self._options.api_key:
-            self.client.headers["authorization"] = f"Bearer {self._options.api_key}"
+        if options.api_key:
+            self.client.headers["authorization"] = f"Bearer {options.api_key}"
+        if options.router_ca is not None:
+            self.client.verify = options.router_ca
+        if options.router_cert is not None:
+            self.client.cert = (options.router_cert, options.router_key)
 
     @task
     def complete(self) -> None:
@@ -164,6 +184,11 @@ def _split(prompt: Prompt) -> tuple[str | tuple[int, ...] | None, list[Mapping[s
     return (None, [*prompt.messages]) if isinstance(prompt, Chat) else (prompt, None)
 
 
+def _find_tls(options: Namespace | None) -> ClientTls | None:
+    assert options is not None, "the command line was read"
+    return ClientTls.from_flags(options.router_cert, options.router_key, options.router_ca, options.router_name)
+
+
 def _make_calls(environment: Environment) -> Iterator[Call]:
     options = environment.parsed_options
     assert options is not None, "the command line was read"
@@ -189,4 +214,14 @@ def _report(
     )
 
 
+def _check_options(environment: Environment, **_: object) -> None:
+    """End with a line where users could not be made."""
+    try:
+        next(_make_calls(environment))
+        _find_tls(environment.parsed_options)
+    except (BenchConfigError, RouterConfigError) as error:
+        raise SystemExit(f"Error: {error}") from None
+
+
 events.init_command_line_parser.add_listener(_add_arguments)
+events.init.add_listener(_check_options)

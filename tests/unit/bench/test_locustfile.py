@@ -9,11 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from helpers.certificates import inner_tls
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import router_config, running_router
+
+from router.tls import TlsFiles
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "proto")])}
+COMMAND = [sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "locustfile.py"), "--headless"]
 
 TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
 EMPTY = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
@@ -60,27 +67,15 @@ async def test_every_failure_over_http_is_counted(tmp_path: Path) -> None:
     service = web.Application()
     service.add_routes([web.post("/v1/completions", complete)])
     async with TestServer(service) as server:
-        command = [
-            *(sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "locustfile.py"), "--headless"),
-            *("CompletionsUser", "--users", "1", "--stop-timeout", "20", "--only-summary"),
-            *("--host", f"http://{server.host}:{server.port}", "--csv", str(tmp_path / "locust")),
+        arguments = [
+            *("CompletionsUser", "--users", "1", "--host", f"http://{server.host}:{server.port}"),
             *("--api-key", "wk-1", "--exit-code-on-error", "0"),
         ]
         for run_time in ("5s", "60s"):  # a busy machine may not come past the failures in the first
             failures, num_whole = iter(FAILURES), 0
-            done = await asyncio.to_thread(
-                subprocess.run,
-                [*command, "--run-time", run_time],
-                env=ENVIRONMENT,
-                capture_output=True,
-                text=True,
-                timeout=240,
-            )
-            assert done.returncode == 0, done.stderr
+            rows = await asyncio.to_thread(drive, [*arguments, "--run-time", run_time], tmp_path)
             if num_whole > 2:
                 break
-    with (tmp_path / "locust_stats.csv").open() as file:
-        rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
     sent, answered, first = rows["POST", "headers"], rows["HTTP", "complete"], rows["HTTP", "first token"]
     assert int(sent["Failure Count"]) == 3, "gone, full, wrong"
     assert int(answered["Failure Count"]) == 2, "broken, error"
@@ -88,3 +83,63 @@ async def test_every_failure_over_http_is_counted(tmp_path: Path) -> None:
     assert float(first["Min Response Time"]) > 150, "text comes long after headers and a first chunk without any"
     assert float(rows["HTTP", "each further token"]["Min Response Time"]) < 100
     assert keys == {"Bearer wk-1"}
+
+
+async def test_a_router_that_wants_a_certificate_is_shown_one(tmp_path: Path) -> None:
+    if find_spec("locust") is None:
+        pytest.skip("needs locust")
+    ca = trustme.CA()
+    files, mine = inner_tls(ca, tmp_path / "router", name="127.0.0.1"), inner_tls(ca, tmp_path / "user", name="alice")
+    tls = TlsFiles(cert_file=files.cert_file, key_file=files.key_file, ca_file=files.ca_file)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hi"}\n')
+    async with FakeReplica("a") as a, running_router(router_config(a.address, http_port=0, tls=tls)) as router:
+        arguments = [
+            *(
+                "--users",
+                "2",
+                "--spawn-rate",
+                "2",
+                "--router",
+                router.addresses.grpc,
+                "--host",
+                f"https://{router.addresses.http}",
+            ),
+            *("--router-ca", mine.ca_file, "--router-cert", mine.cert_file, "--router-key", mine.key_file),
+            *("--prompts", str(prompts), "--output-tokens", "4"),
+        ]
+        wanted = {("gRPC", "generate"), ("HTTP", "complete")}
+        for run_time in ("3s", "15s", "60s"):  # a busy machine may answer nothing in the first
+            rows = await asyncio.to_thread(drive, [*arguments, "--run-time", run_time], tmp_path)
+            if wanted <= rows.keys():
+                break
+    for each in wanted:
+        assert int(rows[each]["Request Count"]) > 0
+        assert int(rows[each]["Failure Count"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompts", "nowhere.jsonl"], "Error: nowhere.jsonl cannot be read: "),
+        (["--router-key", "key.pem"], "Error: a client's certificate lacks its key, or a key its certificate; "),
+    ],
+)
+def test_a_wrong_option_ends_it_with_a_line(arguments: list[str], said: str) -> None:
+    if find_spec("locust") is None:
+        pytest.skip("needs locust")
+    done = subprocess.run([*COMMAND, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def drive(arguments: list[str], folder: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """Run locust; its statistics by type and name."""
+    where = ("--stop-timeout", "20", "--only-summary", "--csv", str(folder / "locust"))
+    done = subprocess.run(
+        [*COMMAND, *arguments, *where], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with (folder / "locust_stats.csv").open() as file:
+        return {(row["Type"], row["Name"]): row for row in csv.DictReader(file)}
