@@ -73,14 +73,15 @@ def start_service(
     ):
         try:
             address = _wait(process, Path(log.name), find_address, timeout_s)
-            service = PausedService(address, tuple(sorted(set(find_tree(os.getpid())) - before)))
+            service = PausedService(address, tuple(_begun_since(before)))
             service._send(signal.SIGSTOP)
-            try:
-                yield service
-            finally:
-                service._send(signal.SIGCONT)
+            yield service
         finally:
-            _end(process)
+            _end(process, before)
+
+
+def _begun_since(before: set[int]) -> list[int]:
+    return sorted(set(find_tree(os.getpid())) - before)
 
 
 def _wait(
@@ -95,11 +96,14 @@ def _wait(
     raise BenchError(f"the service did not become ready:\n{log.read_text(errors='replace')[-_LOG_TAIL:]}")
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]", before: set[int]) -> None:
+    for pid in _begun_since(before):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
     process.send_signal(signal.SIGINT)
     try:
         process.wait(_END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        for pid in find_tree(process.pid):
+        for pid in _begun_since(before):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

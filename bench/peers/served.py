@@ -40,7 +40,7 @@ from bench.load.serve_values import ServeOptions
 from bench.load.statistics import Distribution, Summary, describe_errors
 from bench.machine import describe_machine
 from bench.paused_service import PausedService, start_service
-from bench.peers.catalog import WEFT, default_venvs, find_start
+from bench.peers.catalog import WEFT, Start, default_venvs, find_start
 from bench.plain_json import to_plain
 from bench.script import count, length, make_parser, run_script
 from workers.cores import give_way
@@ -69,7 +69,8 @@ class Options:
     duration_s: float
     rounds: int
     max_num_seqs: int
-    venvs: Path
+    vllm: Start
+    """Of its environment."""
 
     @property
     def max_context(self) -> int:
@@ -218,13 +219,12 @@ def _find_http(said: str) -> str | None:
 
 def _start_vllm(options: Options) -> AbstractContextManager[PausedService]:
     cores = sorted(os.sched_getaffinity(0))
-    start = find_start(_VLLM, venvs=options.venvs, num_threads=len(cores), device="cpu")
     address = f"127.0.0.1:{_free_port()}"
-    command = [start.command[0], "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
+    command = [options.vllm.command[0], "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
     command += ["--dtype", options.dtype, "--enable-prefix-caching", "--max-num-seqs", str(options.max_num_seqs)]
     command += ["--max-model-len", str(options.max_context), "--host", "127.0.0.1", "--port", address.split(":")[1]]
     environment = {
-        **start.environment,
+        **options.vllm.environment,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # as it is for a server by default
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # by default it leaves one core to the server alone
     }
@@ -300,7 +300,9 @@ def _options(args: argparse.Namespace) -> Options:
         duration_s=args.duration,
         rounds=args.rounds,
         max_num_seqs=args.max_num_seqs,
-        venvs=args.venvs.expanduser().absolute(),
+        vllm=find_start(
+            _VLLM, venvs=args.venvs.expanduser().absolute(), num_threads=len(os.sched_getaffinity(0)), device="cpu"
+        ),
     )
 
 

@@ -55,3 +55,11 @@ def test_one_that_ends_or_is_late_is_told_with_its_last_words() -> None:
     sleeps = [sys.executable, "-c", "import time; time.sleep(300)"]
     with pytest.raises(BenchError, match="not become ready"), start_service(sleeps, find_child, timeout_s=0.2):
         pass
+
+
+async def test_nothing_is_left_of_one_that_passes_over_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.paused_service._END_TIMEOUT_S", 0.2)
+    daemon = "trap '' INT; sh -c 'sleep 300 & echo ready at $!'; sleep 300"
+    with start_service(["sh", "-c", daemon], find_child, timeout_s=30) as service:
+        assert len(service.pids) == 3
+    await until(lambda: all(state(pid) in "XZ" for pid in service.pids))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.errors import BenchConfigError
+from bench.errors import BenchConfigError, BenchError
 from bench.load.records import CallRecord, Usage
 from bench.load.statistics import summarize as summarize_run
 from bench.peers.served import Measured, Times, main, summarize
@@ -40,3 +40,12 @@ def test_a_tokenizer_that_knows_few_of_the_tokens_is_refused(tmp_path: Path) -> 
     make_model(tmp_path / "m", preset="tiny", sizes={"vocab_size": 9000}, dtype="float32", seed=0, tokenizer=None)
     with pytest.raises(BenchConfigError, match="has 2048 of 9000 tokens"):
         main([str(tmp_path / "m")])
+
+
+def test_a_missing_environment_is_told_before_a_service_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "m", preset="tiny", sizes={"vocab_size": 2048}, dtype="float32", seed=0, tokenizer=None)
+    monkeypatch.setattr("bench.peers.served.start_service", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(BenchError, match=r"vllm: no environment in .*; `python -m bench.peers.install vllm` makes it"):
+        main([str(tmp_path / "m"), "--venvs", str(tmp_path)])
