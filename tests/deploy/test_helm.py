@@ -208,13 +208,19 @@ def test_inner_tls_is_the_same_for_all_who_speak_inside_the_cluster() -> None:
 
 
 def test_client_certificates_are_asked_for_and_do_not_stop_probes_and_hook() -> None:
-    objects = render("router.tls.existingSecret=weft-tls", "router.tls.requireClientCertificate=true")
+    secured = ("router.tls.existingSecret=weft-tls", "router.tls.requireClientCertificate=true")
+    objects = render(*secured)
     assert router_config(objects).tls == cluster_spec(objects).router.tls
     assert cluster_spec(objects).router.tls is not None
     assert cluster_spec(objects).router.tls.ca_file == "/etc/weft-tls/ca.crt"
     (container,) = find(objects, "Deployment", "demo-weft-router")["spec"]["template"]["spec"]["containers"]
     assert container["readinessProbe"]["tcpSocket"] == {"port": "grpc"}
     assert not [item for item in objects if item["kind"] == "Pod"]
+    pod = find(render(*secured, "test.clientSecret=alice"), "Pod")["spec"]
+    (container,) = pod["containers"]
+    assert {"--tls-cert=/etc/weft-client/tls.crt", "--tls-key=/etc/weft-client/tls.key"} <= set(container["args"])
+    assert {"name": "client", "secret": {"secretName": "alice"}} in pod["volumes"]
+    assert {"name": "client", "mountPath": "/etc/weft-client", "readOnly": True} in container["volumeMounts"]
 
 
 def test_secrets_are_made_of_what_is_given(tmp_path: Path) -> None:

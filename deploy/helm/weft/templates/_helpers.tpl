@@ -280,8 +280,9 @@ grpc: {port: {{ .root.Values.router.ports.grpc }}}
 {{- end }}
 {{- end }}
 
-{{/* Whether `helm test` sends a request: a client's certificate, or a key, that nobody gave it cannot be shown. */}}
+{{/* Whether `helm test` sends a request: a certificate, or a key, that nobody gave it cannot be shown. */}}
 {{- define "weft.hasTest" -}}
 {{- $hasKey := or (not (include "weft.keysSecret" .)) .Values.test.apiKeySecret }}
-{{- if and $hasKey (not .Values.router.tls.requireClientCertificate) }}yes{{ end }}
+{{- $hasCertificate := or (not .Values.router.tls.requireClientCertificate) .Values.test.clientSecret }}
+{{- if and $hasKey $hasCertificate }}yes{{ end }}
 {{- end }}
