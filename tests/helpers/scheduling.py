@@ -28,6 +28,17 @@ def make_request(name: str, prompt: list[int], *, generated: tuple[int, ...] = (
     )
 
 
+def prompt(num_tokens: int, first: int = 1) -> list[int]:
+    """Return so many token ids that follow each other."""
+    return list(range(first, first + num_tokens))
+
+
+def shares(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """Return slot, start and tokens of each share."""
+    assert plan is not None
+    return [(share.slot, share.start, share.num_tokens) for share in plan.scheduled]
+
+
 class ScheduledModel:
     """Scheduler and model together. `launch` puts one plan in flight, `collect` takes the output of the oldest."""
 
