@@ -104,7 +104,7 @@ class Engine:
         )
         self._pool = cache.pool
         # the last token of a sequence is sampled and never computed
-        self.max_context = min(max_context, cache.max_sequence_tokens(max_context) + 1)
+        self.max_context = min(max_context, cache.layout.max_sequence_tokens(max_context) + 1)
         if self.max_context < 2:
             raise EngineConfigError(
                 f"the context is {self.max_context} tokens, with {self.num_blocks} blocks for {len(executor.windows)} "
@@ -408,7 +408,7 @@ def _tell_room(max_context: int, cache: KVCacheManager, *, wanted: int) -> None:
             "the context is %d tokens: the KV cache holds no more; wanted: %d, for which it would have to be larger",
             *(max_context, wanted),
         )
-    longest = cache.num_blocks_of(max_context - 1)
+    longest = cache.layout.num_blocks_of(max_context - 1)
     logger.info(
         "KV cache: a sequence of %d tokens takes up to %d of %d blocks: room for %.1f at once",
         *(max_context, longest, cache.num_blocks, cache.num_blocks / max(1, longest)),

@@ -1,43 +1,25 @@
 """The scheduler's only view of memory: which blocks a sequence finds, gets, makes known and gives back.
 
-A sequence's blocks lie in its `block_table`, an entry for each `block_size` tokens; at most the last is not full. Where
-the layers form several groups (parallel/layer_groups.py), an entry holds a block for each group, side by side. The
-tensors are in kv_cache.py.
-
-A group with a sliding window holds the last blocks only. `num_reached` is how many full blocks before a block border
-the token at that border sees; as soon as a block is full, those further back are given back:
-
-    window 10, blocks of 4 tokens: num_reached = 3          tokens |0123|4567|89ab|cdef|...
-    16 tokens computed: the next sees 7 to 15, and          blocks | -  | B1 | B2 | B3 |
-    the first block is free
-
-Both which blocks a sequence holds and which it needs to start from a cached prefix thus follow from one number, that of
-its full blocks. What a table says in front of them means nothing.
+A sequence's blocks lie in its `block_table`, as table_layout.py says. The tensors are in kv_cache.py.
 
 What was evicted to the host (host_tier.py) is found like a block, and becomes one when a sequence starts from it.
 """
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from weft.block_hash import block_hash, root_hash
 
 from workers.block_pool import BlockPool
 from workers.host_tier import Content, Copies, HostTier
 from workers.sequence import Sequence
+from workers.table_layout import TableLayout
 
 _UNLIMITED = 1 << 62
 _NO_BLOCK = 0
 """Entry of a table where a group has no block: whatever a rank may use as an index."""
 _ON_HOST = -1
 """Stands for a block in what `match_prefix` found: the host has the content."""
-
-
-class _SlidingGroup(NamedTuple):
-    group: int
-    num_reached: int
 
 
 class KVCacheManager:
@@ -54,22 +36,13 @@ class KVCacheManager:
     ) -> None:
         """`windows` as in LayerGroups; `max_chunk_tokens` is the most that the scheduler computes of one sequence."""
         self.block_size = block_size
-        self.windows = windows
         self.pool = pool
         """Blocks of the replica: to read, and for `take_events`; all else is the manager's."""
+        self.layout = TableLayout(
+            block_size=block_size, windows=windows, max_chunk_tokens=max_chunk_tokens, num_blocks=pool.num_blocks
+        )
         self._hash_key = hash_key
-        self._num_groups = len(windows)
-        self._full = [group for group, window in enumerate(windows) if window is None]
-        self._sliding = [
-            _SlidingGroup(group, self.num_blocks_for(window - 1))
-            for group, window in enumerate(windows)
-            if window is not None
-        ]
-        if self._sliding:  # what a chunk takes for a step and gives back is to be a small part of the pool
-            most = max(1, pool.num_blocks // 4 // len(self._sliding)) * block_size
-            max_chunk_tokens = min(max_chunk_tokens, most)
-        self.max_chunk_tokens = max_chunk_tokens
-        """The most tokens to compute of one sequence in a step."""
+        self._num_groups = self.layout.num_groups
 
     @classmethod
     def with_pool(
@@ -117,34 +90,20 @@ class KVCacheManager:
         """Fraction of the blocks that sequences hold, 0 to 1."""
         return 1 - self.pool.num_free / self.pool.num_blocks
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks this many tokens take in one group, none given back."""
-        return -(-num_tokens // self.block_size)
-
-    def num_blocks_of(self, num_tokens: int) -> int:
-        """Return the most blocks that a sequence holds at once while so many tokens of it are computed."""
-        return self._num_missing(self.num_blocks_for(num_tokens), 0, num_tokens, num_full=0)
-
-    def max_sequence_tokens(self, limit: int) -> int:
-        """Return how many tokens of one sequence the whole pool can hold, or `limit` if that is less."""
-        lengths = range(self.block_size, limit + self.block_size, self.block_size)
-        return min(limit, bisect_right(lengths, self.num_blocks, key=self.num_blocks_of) * self.block_size)
-
     def num_held_blocks(self, sequence: Sequence) -> int:
         """Return how many blocks a sequence holds, alone or with others."""
-        return len(self._held(sequence.block_table, sequence.num_full_blocks))
+        return len(self.layout.held_by(sequence))
 
     def num_reserved_blocks(self, sequence: Sequence) -> int:
         """Return how many more blocks a running sequence may hold with its tokens and one more block of them."""
-        return self._num_more(sequence, self.num_blocks_for(len(sequence.token_ids)) + 1)
+        return self.layout.num_more(sequence, self.layout.num_entries(len(sequence.token_ids)) + 1)
 
     def num_tokens_at_risk(self, sequence: Sequence) -> int:
         """Return how many computed tokens go with the blocks that no other sequence holds, should those be evicted.
 
         What others hold can be found again, up to the first block that is this sequence's alone.
         """
-        columns = (self._full_column(sequence, group) for group in self._full)
-        num_kept = min(map(self.pool.count_leading_shared, columns), default=0)
+        num_kept = min(map(self.pool.count_leading_shared, self.layout.full_columns(sequence)), default=0)
         return sequence.num_computed_tokens - num_kept * self.block_size
 
     def least_tokens_at_risk(self, sequence: Sequence) -> int:
@@ -153,8 +112,7 @@ class KVCacheManager:
         Whoever holds a block mostly holds those before it too, so that bisection finds the first that nobody else does.
         It finds a later one where a sequence computed a copy of a block that was known already.
         """
-        columns = (self._full_column(sequence, group) for group in self._full)
-        num_kept = min(map(self.pool.bisect_shared, columns), default=0)
+        num_kept = min(map(self.pool.bisect_shared, self.layout.full_columns(sequence)), default=0)
         return sequence.num_computed_tokens - num_kept * self.block_size
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
@@ -167,12 +125,12 @@ class KVCacheManager:
         max_blocks = (len(sequence.token_ids) - 1) // self.block_size
         self._extend_hashes(sequence, max_blocks)
         hashes = sequence.block_hashes[:max_blocks]
-        columns = {group: self._leading_blocks(hashes, group) for group in self._full}
+        columns = {group: self._leading_blocks(hashes, group) for group in self.layout.full}
         num_blocks = min(map(len, columns.values()), default=max_blocks)
-        if self._num_groups == 1 and not self._sliding:
+        if self._num_groups == 1 and not self.layout.sliding:
             return columns[0]
         num_blocks = self._fit_windows(hashes, num_blocks)
-        for group, num_reached in self._sliding:
+        for group, num_reached in self.layout.sliding:
             first = max(0, num_blocks - num_reached)
             columns[group] = [_NO_BLOCK] * first + self._leading_blocks(hashes[first:num_blocks], group)
         return [columns[group][i] for i in range(num_blocks) for group in range(self._num_groups)]
@@ -180,22 +138,22 @@ class KVCacheManager:
     def fits(self, sequence: Sequence, prefix: list[int], *, reserve: int) -> bool:
         """Return whether all tokens of a sequence without blocks would fit now, with `reserve` blocks left free."""
         num_prefix = len(prefix) // self._num_groups
-        num_blocks = self.num_blocks_for(len(sequence.token_ids))
+        num_blocks = self.layout.num_entries(len(sequence.token_ids))
         num_left = len(sequence.token_ids) - num_prefix * self.block_size
-        num_taken = self._num_missing(num_blocks, num_prefix, num_left, num_full=num_prefix)
-        held = self._held(prefix, num_prefix)
+        num_taken = self.layout.num_missing(num_blocks, num_prefix, num_left, num_full=num_prefix)
+        held = self.layout.held(prefix, num_prefix)
         num_taken += held.count(_ON_HOST) + self.pool.count_free(block for block in held if block != _ON_HOST)
         return num_taken + reserve <= self.pool.num_free
 
     def fits_rest(self, sequence: Sequence, *, reserve: int) -> bool:
         """Return whether all tokens of a sequence that kept its blocks would fit now, `reserve` blocks left free."""
-        num_more = self._num_more(sequence, self.num_blocks_for(len(sequence.token_ids)))
+        num_more = self.layout.num_more(sequence, self.layout.num_entries(len(sequence.token_ids)))
         return num_more + reserve <= self.pool.num_free
 
     def share(self, sequence: Sequence, prefix: list[int]) -> None:
         """Let a sequence without blocks start with what `match_prefix` found for it."""
         num_prefix = len(prefix) // self._num_groups
-        self.pool.share([block for block in self._held(prefix, num_prefix) if block != _ON_HOST])
+        self.pool.share([block for block in self.layout.held(prefix, num_prefix) if block != _ON_HOST])
         if _ON_HOST in prefix:
             prefix = self._restore(sequence, prefix)
         sequence.block_table.extend(prefix)
@@ -210,7 +168,7 @@ class KVCacheManager:
         num_tokens += sequence.num_scheduled_tokens
         if num_tokens * self._num_groups <= len(sequence.block_table) * self.block_size:
             return True
-        num_new = self.num_blocks_for(num_tokens) * self._num_groups - len(sequence.block_table)
+        num_new = self.layout.num_entries(num_tokens) * self._num_groups - len(sequence.block_table)
         if num_new > self.pool.num_free:
             return False
         sequence.block_table.extend(self.pool.allocate(num_new))
@@ -260,13 +218,13 @@ class KVCacheManager:
             return
         self._make_known(sequence, num_full)
         sequence.num_full_blocks = num_full
-        for group, num_reached in self._sliding:
+        for group, num_reached in self.layout.sliding:
             start, stop = (max(0, num - num_reached) * self._num_groups + group for num in (first, num_full))
             self.pool.free(sequence.block_table[start : stop : self._num_groups])
 
     def free(self, sequence: Sequence) -> None:
         """Give back all blocks of a sequence."""
-        held = self._held(sequence.block_table, sequence.num_full_blocks)
+        held = self.layout.held_by(sequence)
         self.pool.free(reversed(held))  # reversed: the tail of a chain is evicted first
         sequence.block_table.clear()
         sequence.num_full_blocks = sequence.num_known_blocks = 0
@@ -275,56 +233,17 @@ class KVCacheManager:
         """Raise AssertionError unless exactly these sequences own blocks, each no more than one block too many."""
         owners: Counter[int] = Counter()
         for sequence in holders:
-            held = self._held(sequence.block_table, sequence.num_full_blocks)
+            held = self.layout.held_by(sequence)
             owners.update(held)
             assert len(set(held)) == len(held), "a block is twice in one table"
             num_entries, remainder = divmod(len(sequence.block_table), self._num_groups)
             assert not remainder, f"{sequence.request_id} has a part of an entry"
-            assert num_entries <= self.num_blocks_for(len(sequence.token_ids) + sequence.num_sampling), (
+            assert num_entries <= self.layout.num_entries(len(sequence.token_ids) + sequence.num_sampling), (
                 f"{sequence.request_id} has more blocks than tokens need"
             )
             assert sequence.num_full_blocks * self.block_size <= sequence.num_computed_tokens, "full before computed"
             assert not self.pool.enable_prefix_caching or sequence.num_known_blocks >= sequence.num_full_blocks
         self.pool.check_integrity(owners)
-
-    # How much a sequence holds
-
-    def _full_column(self, sequence: Sequence, group: int) -> list[int]:
-        """The blocks of a group in the entries that are full."""
-        return sequence.block_table[group : sequence.num_full_blocks * self._num_groups : self._num_groups]
-
-    def _held(self, table: list[int], num_full: int) -> list[int]:
-        """The blocks that a table with this many full entries stands for, those to be evicted last first."""
-        if not self._sliding:
-            return table
-        held = [table[i + group] for i in range(0, len(table), self._num_groups) for group in self._full]
-        for group, num_reached in self._sliding:
-            held += table[max(0, num_full - num_reached) * self._num_groups + group :: self._num_groups]
-        return held
-
-    def _num_more(self, sequence: Sequence, num_blocks: int) -> int:
-        """How many blocks more than it has a sequence holds at once on the way to so many entries."""
-        num_entries = len(sequence.block_table) // self._num_groups
-        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
-        return self._num_missing(num_blocks, num_entries, num_left, num_full=sequence.num_full_blocks)
-
-    def _num_missing(self, num_blocks: int, num_entries: int, num_left: int, *, num_full: int) -> int:
-        """How many blocks more than in `num_entries`, `num_full` of them full, are held at once on the way to
-        `num_blocks` entries, with `num_left` tokens to compute.
-
-        A chunk of n tokens begins in the block after the full ones and ends at most 1 + (n - 1) / block_size further:
-
-            blocks  | free | free | num_reached ...... | begun | of the chunk |
-                                                   num_full
-        """
-        num_missing = (num_blocks - num_entries) * len(self._full)
-        if self._sliding:
-            num_of_chunk = 1 + self.num_blocks_for(min(num_left, self.max_chunk_tokens) - 1)
-            for _, num_reached in self._sliding:
-                num_free = max(0, num_full - num_reached)
-                most = min(num_blocks - num_free, num_reached + num_of_chunk)
-                num_missing += max(0, most - (num_entries - num_free))
-        return num_missing
 
     # The hash chain
 
@@ -369,9 +288,9 @@ class KVCacheManager:
     def _fit_windows(self, hashes: list[bytes], num_blocks: int) -> int:
         """The most leading blocks, at most `num_blocks`, at whose end each group with a window has what it sees."""
         num_agreed = 0
-        while num_agreed < len(self._sliding):
+        while num_agreed < len(self.layout.sliding):
             num_agreed = 0
-            for group, num_reached in self._sliding:
+            for group, num_reached in self.layout.sliding:
                 num_fitting = self._fit_window(hashes, num_blocks, group, num_reached)
                 num_agreed += num_fitting == num_blocks
                 num_blocks = num_fitting

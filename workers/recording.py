@@ -124,7 +124,7 @@ class RecordingScheduler(Scheduler):
             looks_ahead=looks_ahead,
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
-            windows=cache.windows,
+            windows=cache.layout.windows,
             num_host_blocks=cache.num_host_blocks,
             has_prefix_caching=cache.has_prefix_caching,
         )

@@ -81,8 +81,8 @@ class Scheduler:
         """`max_in_flight` plans at most; `looks_ahead`: a sequence is in up to two of them, else in one."""
         self._config = config
         self._cache = cache
-        self.limits = LengthLimits(max_context=max_context, cache_tokens=cache.max_sequence_tokens(max_context))
-        self._max_chunk_tokens = min(config.max_chunk_tokens, cache.max_chunk_tokens)
+        self.limits = LengthLimits(max_context=max_context, cache_tokens=cache.layout.max_sequence_tokens(max_context))
+        self._max_chunk_tokens = min(config.max_chunk_tokens, cache.layout.max_chunk_tokens)
         self._eos_token_ids = eos_token_ids
         self._max_in_flight = max_in_flight
         self._looks_ahead = looks_ahead

@@ -131,7 +131,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         if not num_left:
             sequence.token_ids.append(data.draw(st.integers(0, 1)))
             num_left = 1
-        num_tokens = data.draw(st.integers(1, min(num_left, self.cache.max_chunk_tokens)))
+        num_tokens = data.draw(st.integers(1, min(num_left, self.cache.layout.max_chunk_tokens)))
         start, size = sequence.num_computed_tokens, self.cache.block_size
         num_entries = len(sequence.block_table) // len(self.windows)
         if not self.cache.allocate(sequence, num_tokens):

@@ -154,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         except InvalidRequestError:
             num_tokens = min(len(request.prompt_token_ids) + request.sampling.max_tokens, MAX_CONTEXT)
-            assert num_tokens - 1 > served.cache.max_sequence_tokens(MAX_CONTEXT)
+            assert num_tokens - 1 > served.cache.layout.max_sequence_tokens(MAX_CONTEXT)
             assert (num_tokens - 1) * self.num_groups > (served.cache.num_blocks - self.num_groups) * self.block_size
             return False
         self.requests[request.request_id] = request

@@ -365,22 +365,22 @@ def test_hash_is_resident_while_every_group_has_it() -> None:
 
 
 def test_what_a_sequence_can_have_of_the_pool() -> None:
-    assert make_cache(10).max_sequence_tokens(1000) == 40
-    assert make_cache(10, windows=(None, None)).max_sequence_tokens(1000) == 20
+    assert make_cache(10).layout.max_sequence_tokens(1000) == 40
+    assert make_cache(10, windows=(None, None)).layout.max_sequence_tokens(1000) == 20
     # a window of three blocks, the begun one, and of a chunk at most a quarter of the pool
-    assert make_cache(10, windows=(10,)).max_sequence_tokens(1000) == 1000
-    assert make_cache(5, windows=(10,)).max_sequence_tokens(1000) == 1000
-    assert make_cache(4, windows=(10,)).max_sequence_tokens(1000) == 16
-    assert make_cache(4, windows=(10,), max_chunk_tokens=1).max_sequence_tokens(1000) == 1000
+    assert make_cache(10, windows=(10,)).layout.max_sequence_tokens(1000) == 1000
+    assert make_cache(5, windows=(10,)).layout.max_sequence_tokens(1000) == 1000
+    assert make_cache(4, windows=(10,)).layout.max_sequence_tokens(1000) == 16
+    assert make_cache(4, windows=(10,), max_chunk_tokens=1).layout.max_sequence_tokens(1000) == 1000
     # 4 + 2 blocks (8 tokens) for the window, the other 34 for the group that sees everything
-    assert make_cache(40, windows=(None, 10), max_chunk_tokens=8).max_sequence_tokens(1000) == 34 * 4
+    assert make_cache(40, windows=(None, 10), max_chunk_tokens=8).layout.max_sequence_tokens(1000) == 34 * 4
 
 
 def test_a_chunk_takes_a_small_part_of_the_pool() -> None:
-    assert make_cache(40).max_chunk_tokens == 1000
-    assert make_cache(40, windows=(10,)).max_chunk_tokens == 40
-    assert make_cache(40, windows=(None, 10, 10)).max_chunk_tokens == 20
-    assert make_cache(40, windows=(10,), max_chunk_tokens=7).max_chunk_tokens == 7
+    assert make_cache(40).layout.max_chunk_tokens == 1000
+    assert make_cache(40, windows=(10,)).layout.max_chunk_tokens == 40
+    assert make_cache(40, windows=(None, 10, 10)).layout.max_chunk_tokens == 20
+    assert make_cache(40, windows=(10,), max_chunk_tokens=7).layout.max_chunk_tokens == 7
 
 
 def test_room_is_kept_for_the_window_and_not_for_the_whole_sequence() -> None:

@@ -471,7 +471,7 @@ def test_long_sequence_holds_windows_and_a_chunk(windows: tuple[int | None, ...]
 
     assert served.tokens["a"] == run_alone(request)
     assert expected - 2 <= peak <= expected
-    assert served.cache.num_blocks_of(500) >= peak
+    assert served.cache.layout.num_blocks_of(500) >= peak
 
 
 def test_windows_let_more_sequences_run_at_once() -> None:
