@@ -18,7 +18,8 @@ def check_choice(device: str, name: str, *, attention_backend: str = "auto", com
     if name not in NAMES:
         raise DeviceError(f"kernels are {name!r}; allowed: {', '.join(NAMES)}")
     if name not in ("auto", "reference") and name.startswith("cpu") != is_cpu:
-        raise DeviceError(f"kernels are {name!r} on device {device}; allowed there: auto, reference")
+        allowed = ("auto", "reference", "cpu", "cpu-native") if is_cpu else ("auto", "reference", "cuda")
+        raise DeviceError(f"kernels are {name!r} on device {device}; allowed there: {', '.join(allowed)}")
     if attention_backend != "auto" and (is_cpu or name == "reference"):
         raise DeviceError(
             f"attention backend is {attention_backend!r} with kernels {name!r} on {device}; allowed: auto"

@@ -76,7 +76,7 @@ def test_split_that_cannot_be_is_refused(folder: Path, settings: dict[str, objec
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kernels": "cuda"}, "kernels are 'cuda' on device cpu; allowed there: auto, reference"),
+        ({"kernels": "cuda"}, "kernels are 'cuda' on device cpu; allowed there: auto, reference, cpu, cpu-native"),
         ({"attention_backend": "triton"}, "attention backend is 'triton' with kernels 'auto' on cpu; allowed: auto"),
         ({"compile": True}, "compile with kernels 'auto' on cpu, .* allowed: kernels reference or cpu"),
     ],
