@@ -55,7 +55,15 @@ def serve_in_background(
         process.terminate()
         process.wait()
         raise
-    print_addresses(console, status, _control_address(spec), spec.inner_tls, stays=False, log_file=path)
+    print_addresses(
+        console,
+        status,
+        _control_address(spec),
+        spec.inner_tls,
+        has_https=spec.router.tls is not None,
+        stays=False,
+        log_file=path,
+    )
     tell_slowness(console, status)
 
 

@@ -62,7 +62,9 @@ def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: b
         _wait_until_ready(service, console, stays=stays)
         was_ready = True
         status = service.status()
-        print_addresses(console, status, service.control_address, service.tls, stays=stays)
+        print_addresses(
+            console, status, service.control_address, service.tls, has_https=spec.router.tls is not None, stays=stays
+        )
         tell_slowness(console, status)
         changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=_WATCH_S):
@@ -128,6 +130,7 @@ def print_addresses(
     control: str,
     tls: InnerTls | None,
     *,
+    has_https: bool,
     stays: bool,
     log_file: Path | None = None,
 ) -> None:
@@ -144,7 +147,7 @@ def print_addresses(
     for address in dict.fromkeys(router.grpc_address for router in status.routers):
         say(f"  gRPC        {address}")
     for address in dict.fromkeys(router.http_address for router in status.routers if router.http_address):
-        say(f"  OpenAI HTTP http://{address}/v1")
+        say(f"  OpenAI HTTP {'https' if has_https else 'http'}://{address}/v1")
     for router in status.routers:
         if router.metrics_address:
             say(f"  metrics     http://{router.metrics_address}/metrics")

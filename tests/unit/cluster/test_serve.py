@@ -188,7 +188,7 @@ def test_address_that_routers_share_is_told_once() -> None:
         for metrics in ("h:3", "h:4")
     ]
     status = control_pb2.GetStatusResponse(routers=routers)
-    print_addresses(Console(file=out), status, "h:5", None, stays=True)
+    print_addresses(Console(file=out), status, "h:5", None, has_https=False, stays=True)
     assert out.getvalue().splitlines() == [
         "  gRPC        h:1",
         "  OpenAI HTTP http://h:2/v1",
@@ -203,10 +203,10 @@ def test_addresses_are_told_as_they_are() -> None:
     out = io.StringIO()
     router = control_pb2.RouterStatus(grpc_address="[fd00::2]:1", http_address="[fd00::2]:2")
     status = control_pb2.GetStatusResponse(routers=[router], metrics_address="[fd00::2]:3")
-    print_addresses(Console(file=out), status, "[fd00::2]:4", None, stays=False)
+    print_addresses(Console(file=out), status, "[fd00::2]:4", None, has_https=True, stays=False)
     assert out.getvalue().splitlines() == [
         "  gRPC        [fd00::2]:1",
-        "  OpenAI HTTP http://[fd00::2]:2/v1",
+        "  OpenAI HTTP https://[fd00::2]:2/v1",
         "  control     [fd00::2]:4",
         "  Prometheus  http://[fd00::2]:3/targets",
         "Stop it with `weft stop --control '[fd00::2]:4'`.",
