@@ -135,13 +135,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show models, replica groups and routers."""
-    from cluster.status_view import print_status, status_as_dict
+    from cluster.status_view import print_status, status_as_dict, tables_console
 
     state = client.status()
     if as_json:
         print(json.dumps(status_as_dict(state), indent=2))
     else:
-        print_status(Console(), state)
+        print_status(tables_console(), state)
 
 
 @app.command()

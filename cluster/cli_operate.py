@@ -107,9 +107,10 @@ def top(
     count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="End after so many looks.")] = None,
 ) -> None:
     """Watch models, groups, ranks and nodes: queues, KV use, cache hits, latencies, tokens per second."""
+    from cluster.status_view import tables_console
     from cluster.top import run_top
 
-    run_top(client, Console(), interval_s=interval, as_json=as_json, count=count)
+    run_top(client, tables_console(), interval_s=interval, as_json=as_json, count=count)
 
 
 @with_control

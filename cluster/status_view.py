@@ -14,6 +14,15 @@ from weft.v1 import control_pb2
 STATE_STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "draining": "cyan", "failed": "red"}
 
 
+_WIDE = 1000
+
+
+def tables_console() -> Console:
+    """Return a console for tables, which folds nothing for a program that reads them."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDE)
+
+
 def state_name(group: control_pb2.GroupStatus) -> str:
     """Return "ready", "starting" and so on; the number of a state that only a newer controller knows."""
     if group.state not in control_pb2.GroupState.values():
@@ -115,11 +124,11 @@ def _group_row(group: control_pb2.GroupStatus) -> tuple[str | Text, ...]:
 
 
 def _ranks(group: control_pb2.GroupStatus) -> str:
-    """Name a node once for all of its ranks, as in "10.0.0.1:70,71"."""
+    """Name a node once for all of its ranks, as in "10.0.0.1:70, 71"."""
     pids: dict[str, list[str]] = {}
     for rank in group.ranks:
         pids.setdefault(rank.node, []).append(str(rank.pid))
-    return " ".join(join_host_port(node, ",".join(of_node)) for node, of_node in pids.items()) or "-"
+    return "; ".join(join_host_port(node, ", ".join(of_node)) for node, of_node in pids.items()) or "-"
 
 
 def duration(seconds: float) -> str:
