@@ -11,6 +11,7 @@ The clock is an argument. A group keeps its id over all of its formations; each 
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class GroupState(StrEnum):
@@ -49,6 +50,13 @@ class RestartPolicy:
         return float(min(self.max_delay_s, self.first_delay_s * 2.0 ** (failures - 2)))
 
 
+class Failure(NamedTuple):
+    """Why a formation ended."""
+
+    reason: str
+    at_s: float
+
+
 class Lifecycle:
     """State of one group over all of its formations. Events that cannot happen in a state are our own bugs: assert."""
 
@@ -61,6 +69,8 @@ class Lifecycle:
         self.detail = "waits for its turn"
         self.restarts = restarts
         """Formations after the first one."""
+        self.last_failure: Failure | None = None
+        """That after which it was formed again last; None: there was none under this controller."""
         self.was_ready = was_ready
         """Whether it was READY at any time, also under a former controller: then it is never given up."""
 
@@ -110,6 +120,7 @@ class Lifecycle:
         delay_s = self._policy.delay_s(self._failures)
         self._not_before_s = now_s + delay_s
         self.restarts += 1
+        self.last_failure = Failure(reason, now_s)
         self._enter(GroupState.PENDING, now_s, f"starts again in {delay_s:.0f} s: {reason}" if delay_s else reason)
 
     def refused(self, reason: str, now_s: float) -> None:

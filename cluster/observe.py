@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from prometheus_client.parser import text_string_to_metric_families
 from weft.v1 import control_pb2
 
-from cluster.status_view import bounds, state_name
+from cluster.status_view import bounds, last_failure, state_name
 
 _Labels = frozenset[tuple[str, str]]
 
@@ -121,6 +121,8 @@ class GroupView:
     replica_id: str
     state: str
     detail: str
+    last_failure: str
+    """Why it was started again last, where `detail` does not say so."""
     seconds_in_state: float
     restarts: int
     revision: int
@@ -284,6 +286,7 @@ def _group_view(group: control_pb2.GroupStatus, delta: _Delta) -> GroupView:
         replica_id=group.replica_id,
         state=state_name(group),
         detail=group.detail,
+        last_failure=last_failure(group),
         seconds_in_state=group.seconds_in_state,
         restarts=group.restarts,
         revision=group.revision,

@@ -224,6 +224,7 @@ class ReplicaGroup:
         is_alive = self._task is not None
         addresses = self._addresses
         parallel = self.model.engine.parallel
+        failure = self.lifecycle.last_failure
         return control_pb2.GroupStatus(
             group_id=self.group_id,
             replica_id=self.replica_id,
@@ -244,6 +245,8 @@ class ReplicaGroup:
             progress=self._progress,
             revision=self._record.revision,
             leaving=self.is_leaving,
+            last_failure=failure
+            and control_pb2.Failure(reason=failure.reason, seconds_ago=self._clock() - failure.at_s),
         )
 
     def log_sources(self) -> list[LogSource]:

@@ -118,6 +118,7 @@ class RouterProcess:
     def status(self) -> control_pb2.RouterStatus:
         """Tell where the router is and whether it lives."""
         is_draining = self.lifecycle.state is GroupState.DRAINING
+        failure = self.lifecycle.last_failure
         status = control_pb2.RouterStatus(
             router_id=self.router_id,
             alive=is_draining or self.lifecycle.state is GroupState.READY,
@@ -125,6 +126,8 @@ class RouterProcess:
             restarts=self.lifecycle.restarts,
             failed=self.lifecycle.state is GroupState.FAILED,
             draining=is_draining,
+            last_failure=failure
+            and control_pb2.Failure(reason=failure.reason, seconds_ago=self._clock() - failure.at_s),
         )
         if self._place is not None:
             status.pid = self._place.pid

@@ -37,6 +37,14 @@ def router_state(*, alive: bool, draining: bool) -> Text:
     return Text("draining", style=STATE_STYLES["draining"]) if draining else Text("alive", style="green")
 
 
+def last_failure(process: control_pb2.GroupStatus | control_pb2.RouterStatus) -> str:
+    """Return why it was started again last, where its detail does not say so; else nothing."""
+    failure = process.last_failure
+    if not failure.reason or failure.reason in process.detail:
+        return ""
+    return f"failed {duration(failure.seconds_ago)} ago: {failure.reason}"
+
+
 def bounds(model: control_pb2.ModelStatus) -> str:
     """Return "0 to 4" where the number of replicas follows the load; else nothing."""
     if not model.HasField("autoscaling"):
@@ -64,14 +72,14 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
             reasons.append(f"  {model.name}: {model.autoscaling.last_change}, {ago} ago")
         for group in model.groups:
             groups.add_row(*_group_row(group))
-            if group.detail:
-                reasons.append(f"  {group.replica_id or group.group_id}: {group.detail}")
+            told = filter(None, (group.detail, last_failure(group)))
+            reasons += [f"  {group.replica_id or group.group_id}: {each}" for each in told]
     routers = _table("router", "state", "restarts", "pid", "listens")
     for router in status.routers:
         state = router_state(alive=router.alive, draining=router.draining)
         routers.add_row(router.router_id, state, str(router.restarts), str(router.pid or "-"), _listeners(router))
-        if router.detail:
-            routers.add_row("", Text(router.detail, style="dim"))
+        for each in filter(None, (router.detail, last_failure(router))):
+            routers.add_row("", Text(each, style="dim"))
     nodes = _table("node", "CPUs free", "GPUs free", "type", "")
     for node in status.nodes:
         nodes.add_row(

@@ -141,8 +141,8 @@ def _groups(groups: Sequence[GroupView], *, is_wide: bool) -> Table:
 
 
 def _reasons(groups: Sequence[GroupView]) -> list[Text]:
-    """Return a line for each group that says why it is as it is."""
-    return [Text(f"  {group.replica_id or group.group_id}: {group.detail}", "dim") for group in groups if group.detail]
+    told = [(group, each) for group in groups for each in (group.detail, group.last_failure) if each]
+    return [Text(f"  {group.replica_id or group.group_id}: {each}", "dim") for group, each in told]
 
 
 def _routers(routers: Sequence[RouterView]) -> Table:

@@ -598,6 +598,7 @@ class GroupStatus(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    LAST_FAILURE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     replica_id: _builtins.str
     """Replica that this formation of the group runs; each formation has a new one."""
@@ -617,6 +618,10 @@ class GroupStatus(_message.Message):
     """It is on its way out and is not replaced by itself."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
+    @_builtins.property
+    def last_failure(self) -> Global___Failure:
+        """After which it was formed again last."""
+
     def __init__(
         self,
         *,
@@ -634,14 +639,37 @@ class GroupStatus(_message.Message):
         metrics_address: _builtins.str = ...,
         revision: _builtins.int = ...,
         leaving: _builtins.bool = ...,
+        last_failure: Global___Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_failure", b"last_failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "detail", b"detail", "group_id", b"group_id", "leaving", b"leaving", "metrics_address", b"metrics_address", "pipeline_parallel", b"pipeline_parallel", "progress", b"progress", "ranks", b"ranks", "replica_id", b"replica_id", "restarts", b"restarts", "revision", b"revision", "seconds_in_state", b"seconds_in_state", "state", b"state", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "detail", b"detail", "group_id", b"group_id", "last_failure", b"last_failure", "leaving", b"leaving", "metrics_address", b"metrics_address", "pipeline_parallel", b"pipeline_parallel", "progress", b"progress", "ranks", b"ranks", "replica_id", b"replica_id", "restarts", b"restarts", "revision", b"revision", "seconds_in_state", b"seconds_in_state", "state", b"state", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class Failure(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    SECONDS_AGO_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    seconds_ago: _builtins.float
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        seconds_ago: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "seconds_ago", b"seconds_ago"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
 class RankStatus(_message.Message):
@@ -689,6 +717,7 @@ class RouterStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LAST_FAILURE_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     grpc_address: _builtins.str
     http_address: _builtins.str
@@ -703,6 +732,10 @@ class RouterStatus(_message.Message):
     """It will not be started again."""
     draining: _builtins.bool
     """It is alive, finishes its requests and takes nothing new: the service stops."""
+    @_builtins.property
+    def last_failure(self) -> Global___Failure:
+        """After which it was started again last."""
+
     def __init__(
         self,
         *,
@@ -716,10 +749,11 @@ class RouterStatus(_message.Message):
         restarts: _builtins.int = ...,
         failed: _builtins.bool = ...,
         draining: _builtins.bool = ...,
+        last_failure: Global___Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_failure", b"last_failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "detail", b"detail", "draining", b"draining", "failed", b"failed", "grpc_address", b"grpc_address", "http_address", b"http_address", "metrics_address", b"metrics_address", "pid", b"pid", "restarts", b"restarts", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "detail", b"detail", "draining", b"draining", "failed", b"failed", "grpc_address", b"grpc_address", "http_address", b"http_address", "last_failure", b"last_failure", "metrics_address", b"metrics_address", "pid", b"pid", "restarts", b"restarts", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

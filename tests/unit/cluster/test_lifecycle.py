@@ -37,6 +37,9 @@ def test_first_failure_of_a_ready_group_forms_again_at_once() -> None:
     assert life.may_form(100.0)
     assert life.restarts == 1
     assert "rank 1 died" in life.detail
+    life.placed(101.0)
+    life.ready(102.0)
+    assert (life.detail, life.last_failure) == ("", ("rank 1 died", 100.0))
 
 
 def test_failures_in_a_row_wait_longer_up_to_the_maximum() -> None:

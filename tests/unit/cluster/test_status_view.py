@@ -3,11 +3,12 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 from weft.v1 import control_pb2
 
 from cluster.readiness import first_failure, is_ready
-from cluster.status_view import ChangeView, StartView, print_status, status_as_dict
+from cluster.status_view import ChangeView, StartView, print_status, status_as_dict, tables_console
 
 READY = control_pb2.GROUP_STATE_READY
 
@@ -80,6 +81,29 @@ def test_status_fits_and_tells_reasons() -> None:
     assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
+def test_status_tells_the_last_failure_of_what_runs_again() -> None:
+    status = status_with(READY, router_alive=True)
+    for process in (status.models[0].groups[0], status.routers[0]):
+        process.detail, process.restarts = "", 1
+        process.last_failure.reason, process.last_failure.seconds_ago = "rank 0: killed", 90.0
+    out = io.StringIO()
+    print_status(Console(file=out, width=80), status)
+    assert "m-0: failed 1 min ago: rank 0: killed" in out.getvalue()
+    assert out.getvalue().count("failed 1 min ago: rank 0: killed") == 2
+    status.models[0].groups[0].detail = "starts again in 1 s: rank 0: killed"
+    out = io.StringIO()
+    print_status(Console(file=out, width=80), status)
+    assert out.getvalue().count("rank 0: killed") == 2, "once for each"
+
+
+def test_nothing_is_folded_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    status = status_with(READY, router_alive=True)
+    ranks = [control_pb2.RankStatus(rank=rank, node="10.0.0.1", pid=4_000_000 + rank) for rank in range(16)]
+    status.models[0].groups[0].ranks.extend(ranks)
+    print_status(tables_console(), status)
+    assert ", ".join(str(rank.pid) for rank in ranks) in capsys.readouterr().out
+
+
 def test_status_tells_that_the_service_stops() -> None:
     for stopping in (False, True):
         out = io.StringIO()
@@ -112,7 +136,8 @@ def test_ipv6_addresses_are_shown_whole() -> None:
     )
     out = io.StringIO()
     print_status(Console(file=out, width=120), status)
-    assert {"[fd00::2]:70,71", "[fd00::2]:7000", "[fd00::2]:50051"} <= set(out.getvalue().split())
+    assert "[fd00::2]:70, 71" in out.getvalue()
+    assert {"[fd00::2]:7000", "[fd00::2]:50051"} <= set(out.getvalue().split())
 
 
 def test_state_that_only_a_newer_controller_knows_is_shown_by_its_number() -> None:
