@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from weft.v1 import control_pb2
@@ -14,7 +14,7 @@ from cluster.models import read_text_files
 
 
 class FakeControl(ControlServicer):
-    """Streams the membership that was set last, and each one set later."""
+    """Streams the membership that was set last, and each one set later; from start to stop, or in an `async with`."""
 
     def __init__(self, *, files: Mapping[str, Path] = MappingProxyType({})) -> None:
         """Make one; `files` says where the folders really are that it names."""
@@ -35,6 +35,13 @@ class FakeControl(ControlServicer):
     def num_held(self) -> int:
         """Requests without a replica that wait at the router, as it said last."""
         return next((demand.num_held for report in self.reports[-1:] for demand in report.models), 0)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
 
     async def start(self, port: int = 0) -> str:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])

@@ -51,9 +51,7 @@ def hashes_of(text: str) -> list[bytes]:
 
 
 async def test_membership_is_not_known_before_the_controller_answered() -> None:
-    control = FakeControl()
-    await control.start()
-    async with running_directory(control=control.address) as directory:
+    async with FakeControl() as control, running_directory(control=control.address) as directory:
         with pytest.raises(NoReplicaError):
             directory.resolve("tiny")
         control.set_replicas({})
@@ -62,13 +60,15 @@ async def test_membership_is_not_known_before_the_controller_answered() -> None:
         with pytest.raises(ModelNotFoundError, match="model is 'other'; served: 'tiny'"):
             directory.resolve("other")
         assert control.watchers == ["router-0"]
-    await control.stop()
 
 
 async def test_replicas_join_and_leave() -> None:
-    control = FakeControl()
-    await control.start()
-    async with FakeReplica("a") as a, FakeReplica("b") as b, running_directory(control=control.address) as directory:
+    async with (
+        FakeControl() as control,
+        FakeReplica("a") as a,
+        FakeReplica("b") as b,
+        running_directory(control=control.address) as directory,
+    ):
         control.set_replicas({"a": a.address})
         route = await until_ready(directory, 1)
         control.set_replicas({"a": a.address, "b": b.address})
@@ -78,13 +78,11 @@ async def test_replicas_join_and_leave() -> None:
         assert set(route.links) == {"b"}
         await a.wait_until(lambda: not a.streams)
         assert b.num_connections == 1
-    await control.stop()
 
 
 async def test_replica_that_has_moved_is_dialled_where_it_is_now() -> None:
-    control = FakeControl()
-    await control.start()
     async with (
+        FakeControl() as control,
         FakeReplica("a") as old,
         FakeReplica("a") as new,
         running_directory(control=control.address) as directory,
@@ -96,13 +94,11 @@ async def test_replica_that_has_moved_is_dialled_where_it_is_now() -> None:
         await old.wait_until(lambda: not old.streams)
         route = await until_ready(directory, 1)
         assert [link.endpoint.address for link in route.links.values()] == [new.address]
-    await control.stop()
 
 
 async def test_draining_replica_keeps_its_link_and_its_requests_and_gets_no_new_ones() -> None:
-    control = FakeControl()
-    await control.start()
     async with (
+        FakeControl() as control,
         FakeReplica("a", paused=True) as a,
         FakeReplica("b") as b,
         running_router(router_config(control=control.address)) as router,
@@ -123,13 +119,10 @@ async def test_draining_replica_keeps_its_link_and_its_requests_and_gets_no_new_
         assert list(answer.finished.replica_ids) == ["a"]
         control.set_replicas({"b": b.address})
         await a.wait_until(lambda: not a.streams)
-    await control.stop()
 
 
 async def test_replicas_of_a_model_that_is_no_longer_served_are_left() -> None:
-    control = FakeControl()
-    await control.start()
-    async with FakeReplica("a") as a, running_directory(control=control.address) as directory:
+    async with FakeControl() as control, FakeReplica("a") as a, running_directory(control=control.address) as directory:
         control.set_replicas({"a": a.address}, models=("tiny", "big"))
         await until_ready(directory, 1)
         membership = control_pb2.WatchReplicasResponse(
@@ -140,13 +133,10 @@ async def test_replicas_of_a_model_that_is_no_longer_served_are_left() -> None:
         control.set_membership(membership)
         await a.wait_until(lambda: not a.streams)
         assert [route.name for route in directory.routes] == ["big"]
-    await control.stop()
 
 
 async def test_model_that_is_no_longer_served_is_not_found() -> None:
-    control = FakeControl()
-    await control.start()
-    async with running_directory(control=control.address) as directory:
+    async with FakeControl() as control, running_directory(control=control.address) as directory:
         control.set_replicas({}, models=("tiny", "big"))
         await until_ready(directory, 0)
         control.set_replicas({}, models=("big",))
@@ -156,7 +146,6 @@ async def test_model_that_is_no_longer_served_is_not_found() -> None:
         with pytest.raises(ModelNotFoundError, match="served: 'big'"):
             directory.resolve("tiny")
         assert directory.resolve("").name == "big"
-    await control.stop()
 
 
 async def test_last_membership_stays_while_the_controller_is_away() -> None:
@@ -176,9 +165,8 @@ async def test_last_membership_stays_while_the_controller_is_away() -> None:
 
 
 async def test_replica_that_leaves_membership_finishes_its_requests() -> None:
-    control = FakeControl()
-    await control.start()
     async with (
+        FakeControl() as control,
         FakeReplica("a", paused=True) as a,
         running_router(router_config(control=control.address)) as router,
     ):
@@ -194,19 +182,19 @@ async def test_replica_that_leaves_membership_finishes_its_requests() -> None:
         await a.wait_until(lambda: not a.streams)
     assert answer.finished is not None
     assert list(answer.finished.replica_ids) == ["a"]
-    await control.stop()
 
 
 async def test_wrong_replica_at_an_address_is_not_used() -> None:
-    control = FakeControl()
-    await control.start()
-    async with FakeReplica("new") as replica, running_directory(control=control.address) as directory:
+    async with (
+        FakeControl() as control,
+        FakeReplica("new") as replica,
+        running_directory(control=control.address) as directory,
+    ):
         control.set_replicas({"old": replica.address})
         await replica.wait_until(lambda: replica.num_connections >= 2)
         assert not directory.is_ready
         control.set_replicas({"new": replica.address})
         await until_ready(directory, 1)
-    await control.stop()
 
 
 async def test_index_follows_snapshot_events_and_the_end_of_the_stream() -> None:
@@ -269,12 +257,9 @@ def test_replica_with_another_hash_is_served_without_the_index() -> None:
 
 
 async def test_router_without_a_replica_of_the_model_says_so() -> None:
-    control = FakeControl()
-    await control.start()
-    control.set_replicas({})
-    async with running_router(router_config(control=control.address)) as router:
+    async with FakeControl() as control, running_router(router_config(control=control.address)) as router:
+        control.set_replicas({})
         await router.wait_ready(0)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await router.generate(text_request("hello"))
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    await control.stop()

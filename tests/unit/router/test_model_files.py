@@ -23,16 +23,16 @@ FOLDER = PACKAGED["weft-tiny"]
 
 
 async def test_router_elsewhere_reads_the_tokenizer_that_the_controller_has() -> None:
-    control = FakeControl(files={"/tiny": FOLDER})
-    await control.start()
-    control.set_replicas({})
-    async with running_router(router_config(control=control.address), load_tokenizer=None) as router:
+    async with (
+        FakeControl(files={"/tiny": FOLDER}) as control,
+        running_router(router_config(control=control.address), load_tokenizer=None) as router,
+    ):
+        control.set_replicas({})
         await until(lambda: control.files_asked == ["/tiny"])
         for _ in range(2):
             answer = await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text=TEXT), timeout=20)
             assert tuple(answer.token_ids) == ModelTokenizer.from_folder(FOLDER).encode(TEXT)
     assert control.files_asked == ["/tiny"], "once, and kept"
-    await control.stop()
 
 
 async def test_first_request_is_served_while_the_controller_is_away() -> None:
@@ -48,42 +48,38 @@ async def test_first_request_is_served_while_the_controller_is_away() -> None:
 
 
 async def test_router_that_stops_waits_for_no_files(caplog: pytest.LogCaptureFixture) -> None:
-    control = FakeControl()
-    control.gives_files = False
-    await control.start()
-    control.set_replicas({})
-    try:
+    async with FakeControl() as control:
+        control.gives_files = False
+        control.set_replicas({})
         async with running_router(router_config(control=control.address), load_tokenizer=None):
             await until(lambda: control.files_asked == ["/tiny"])
             (loading,) = [thread for thread in threading.enumerate() if thread.name.startswith("tokenizer-load")]
         await until(lambda: not loading.is_alive())  # the process ends no sooner
-    finally:
-        await control.stop()
     assert not [record for record in caplog.records if "cannot be loaded" in record.getMessage()]
 
 
 async def test_client_is_told_which_files_are_missing() -> None:
-    control = FakeControl()
-    await control.start()
-    control.set_replicas({})
-    async with running_router(router_config(control=control.address), load_tokenizer=None) as router:
+    async with (
+        FakeControl() as control,
+        running_router(router_config(control=control.address), load_tokenizer=None) as router,
+    ):
+        control.set_replicas({})
         await router.wait_ready(0)
         with pytest.raises(grpc.aio.AioRpcError, match="/tiny is not on this machine, and the controller at") as error:
             await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text=TEXT), timeout=20)
     assert error.value.code() is grpc.StatusCode.INTERNAL
-    await control.stop()
 
 
 async def test_folder_without_a_tokenizer_is_named_as_the_controller_names_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    control = FakeControl(files={"/tiny": tmp_path})
-    await control.start()
-    control.set_replicas({})
-    async with running_router(router_config(control=control.address), load_tokenizer=None) as router:
+    async with (
+        FakeControl(files={"/tiny": tmp_path}) as control,
+        running_router(router_config(control=control.address), load_tokenizer=None) as router,
+    ):
+        control.set_replicas({})
         await router.wait_ready(0)
         with pytest.raises(grpc.aio.AioRpcError, match="/tiny has no tokenizer; looked for"):
             await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text=TEXT), timeout=20)
-    await control.stop()
 
 
 def test_folder_that_is_here_is_read_here() -> None:

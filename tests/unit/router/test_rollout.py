@@ -134,19 +134,17 @@ def say(control: FakeControl, *replicas: tuple[FakeReplica, ModelText]) -> None:
 async def rolling(
     *replicas: tuple[FakeReplica, ModelText], load: Callable[[ModelText], ByteTokenizer] = load_tokenizer
 ) -> AsyncIterator[tuple[FakeControl, RunningRouter]]:
-    control = FakeControl()
-    await control.start()
-    say(control, *replicas)
-    config = router_config(
-        control=control.address,
-        http_port=0,
-        metrics_port=0,
-        policy=PolicyName.ROUND_ROBIN,
-        failover=FailoverConfig(new_request_wait_s=5.0, failover_wait_s=0.5),
-    )
-    async with running_router(config, load_tokenizer=load) as router:
-        yield control, router
-    await control.stop()
+    async with FakeControl() as control:
+        say(control, *replicas)
+        config = router_config(
+            control=control.address,
+            http_port=0,
+            metrics_port=0,
+            policy=PolicyName.ROUND_ROBIN,
+            failover=FailoverConfig(new_request_wait_s=5.0, failover_wait_s=0.5),
+        )
+        async with running_router(config, load_tokenizer=load) as router:
+            yield control, router
 
 
 def prompts(replicas: Sequence[FakeReplica]) -> list[list[list[int]]]:

@@ -226,12 +226,10 @@ async def test_ids_are_those_of_the_replicas_vocabulary_and_of_the_tokenizers_wh
     class SmallTokenizer(ByteTokenizer):
         vocab_size = 280
 
-    control = FakeControl()
-    await control.start()
-    config = router_config(control=control.address)
     async with (
+        FakeControl() as control,
         FakeReplica("a") as a,
-        running_router(config, load_tokenizer=lambda _: SmallTokenizer()) as router,
+        running_router(router_config(control=control.address), load_tokenizer=lambda _: SmallTokenizer()) as router,
     ):
         control.set_replicas({})
         await router.wait_ready(0)
@@ -241,7 +239,6 @@ async def test_ids_are_those_of_the_replicas_vocabulary_and_of_the_tokenizers_wh
         control.set_replicas({"a": a.address})
         await router.wait_ready(1)
         assert (await router.stub.Detokenize(asked)).text == "hi"
-    await control.stop()
 
 
 async def test_failed_request_says_why_and_others_go_on() -> None:

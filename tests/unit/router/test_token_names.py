@@ -96,14 +96,15 @@ async def test_another_tokenizer_has_other_names(pool: CountingPool) -> None:
 
 
 async def test_model_from_another_folder_has_the_names_of_that_folder() -> None:
-    control = FakeControl()
-    await control.start()
     request = text_request("x", max_tokens=2)
     request.sampling.logprobs = 0
-    config = router_config(control=control.address, http_port=0)
     async with (
+        FakeControl() as control,
         FakeReplica("a") as a,
-        running_router(config, load_tokenizer=lambda text: NamedTokenizer(text.path)) as router,
+        running_router(
+            router_config(control=control.address, http_port=0),
+            load_tokenizer=lambda text: NamedTokenizer(text.path),
+        ) as router,
         open_fronts(router) as fronts,
     ):
 
@@ -121,7 +122,6 @@ async def test_model_from_another_folder_has_the_names_of_that_folder() -> None:
             await poll(text_of_1, f"{path}1")
             answer = await ask(fronts["http"], request)
             assert [each.token[:4] for each in answer.logprobs] == [path] * 2
-    await control.stop()
 
 
 class MarkingTokenizer(ByteTokenizer):
