@@ -196,7 +196,6 @@ class ReplicaLink(ReplicaBook):
         self.max_context, self.vocab_size = frame.snapshot.max_context, frame.snapshot.vocab_size
         is_alike = self._accept(frame.snapshot)
         self._next_frame = 0
-        self._outgoing.clear()
         self.note_snapshot(_split(frame.snapshot.block_hashes) if is_alike else None)
         self._handle(frame)
         logger.info("replica %s at %s: connected", self.replica_id, self.endpoint.address)
@@ -254,7 +253,6 @@ class ReplicaLink(ReplicaBook):
         """Leave the ready state, and hand the replica's requests back."""
         self._outgoing.clear()
         inboxes, self._inboxes = self._inboxes, {}
-        self._break_silence()
         for inbox in inboxes.values():
             inbox.lose(reason, was_leaving=self.is_leaving)
         self.note_disconnected()

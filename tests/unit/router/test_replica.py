@@ -101,6 +101,25 @@ async def test_request_that_is_aborted_before_it_was_sent_is_not_sent() -> None:
         await asyncio.wait((running,))
 
 
+async def test_request_that_was_not_sent_before_its_stream_broke_is_not_sent_over_the_next() -> None:
+    async with FakeReplica("a", paused=True) as replica:
+        link = link_to(replica)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        replica.break_streams()
+        num_lost = 0
+        while link.is_ready:  # the last of them after the writer has ended
+            link.submit(replica_pb2.Submit(request_id=f"lost {num_lost}"), num_pending_tokens=1)
+            num_lost += 1
+            await asyncio.sleep(0)
+        await until(lambda: link.is_ready)
+        link.submit(replica_pb2.Submit(request_id="new"), num_pending_tokens=1)
+        await until(lambda: any(submit.request_id == "new" for submit in replica.submits))
+        assert [*replica.streams[0].sequences] == ["new"]
+        running.cancel()
+        await asyncio.wait((running,))
+
+
 @pytest.mark.parametrize(("is_draining", "level"), [(True, logging.INFO), (False, logging.WARNING)])
 async def test_stream_of_a_replica_that_was_about_to_leave_breaks_without_a_warning(
     caplog: pytest.LogCaptureFixture, is_draining: bool, level: int
