@@ -87,7 +87,7 @@ class CallRecord:
     @property
     def is_answered(self) -> bool:
         """Whether the request ended well."""
-        return self.usage is not None and self.error is None
+        return self.usage is not None
 
     @property
     def num_in(self) -> int:

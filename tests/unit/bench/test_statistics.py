@@ -40,7 +40,8 @@ def test_percentiles_are_those_of_numpy(number: int) -> None:
     assert distribution is not None
     assert distribution.count == number
     assert distribution.mean == pytest.approx(np.mean(values))
-    assert (distribution.p95, distribution.max) == (pytest.approx(np.percentile(values, 95)), max(values))
+    seen = (distribution.p50, distribution.p90, distribution.p95, distribution.p99, distribution.max)
+    assert seen == pytest.approx(tuple(np.percentile(values, (50, 90, 95, 99, 100))))
 
 
 def test_ttft_and_tpot_add_up_to_the_whole_time() -> None:
@@ -62,6 +63,10 @@ def test_time_without_text_counts_for_the_end_only() -> None:
     record = answered(0.0, [1.0, 2.0])
     record.note(0, 3.0)
     assert (record.gaps_s, record.e2e_s, record.num_seen) == ([1.0], 3.0, 2)
+    late = CallRecord(num_asked=3, due_s=None, sent_s=0.0)
+    for num_tokens, now_s in ((0, 1.0), (1, 2.0), (1, 4.0)):
+        late.note(num_tokens, now_s)
+    assert (late.ttft_s, late.gaps_s) == (1.0, [2.0])
 
 
 def test_one_token_has_no_tpot() -> None:
@@ -129,8 +134,9 @@ def test_goodput_counts_requests_that_keep_both_targets() -> None:
 
 
 def test_short_answers_are_counted() -> None:
-    summary = summarize([answered(0.0, [1.0], num_asked=4), answered(0.0, [1.0]), failed(0.0, ErrorKind.SERVER)])
-    assert (summary.num_short, summary.output_tokens, summary.asked_tokens) == (1, 2, 5)
+    whole = [answered(0.0, [1.0]), answered(0.0, [1.0])]
+    summary = summarize([answered(0.0, [1.0], num_asked=4), *whole, failed(0.0, ErrorKind.SERVER)])
+    assert (summary.num_short, summary.output_tokens, summary.asked_tokens) == (1, 3, 6)
 
 
 def test_run_in_which_all_fail_has_numbers_too() -> None:
@@ -144,6 +150,14 @@ def test_targets_must_be_positive() -> None:
         Targets(ttft_s=0.0)
     with pytest.raises(BenchConfigError, match=r"--e2e-target is nan ms"):
         Targets(e2e_s=float("nan"))
+
+
+def test_an_answer_ends_with_its_last_token_and_not_with_its_stream() -> None:
+    record = answered(0.0, [1.0, 2.0])
+    record.ended_s = 3.0
+    goodput = summarize([record], Targets(e2e_s=2.5)).goodput
+    assert goodput is not None
+    assert goodput.num_requests == 1
 
 
 def test_an_answer_without_tokens_lasts_until_its_end() -> None:
