@@ -84,9 +84,9 @@ class Renderer(ABC):
         response_id: str,
         created: int,
         choices_per_prompt: int,
-        echoes: bool = False,
+        echoes: bool,
         include_usage: bool,
-        include_usage_so_far: bool = False,
+        include_usage_so_far: bool,
         dispatch: Dispatch,
     ) -> None:
         self._calls = calls

@@ -2,21 +2,27 @@
 
 import asyncio
 import math
+from collections.abc import Collection
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from helpers.fake_dispatch import EOS, FakeDispatch
+from helpers.fake_dispatch import CACHED_TOKENS, EOS, FakeDispatch
 from helpers.openai_front import MODEL, chat, complete, events
 from weft.v1 import inference_pb2 as pb
 
+from router.call import GenerateCall, GenerateDelta, TokenName
 from router.errors import (
     DeadlineError,
     NoReplicaError,
+    OverloadedError,
     RequestFailedError,
     RouterError,
+    UnauthenticatedError,
 )
+from router.model_text import ModelText
+from router.openai_render import CompletionRenderer
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stream": True}, {"stream": True, "n": 3}])
@@ -66,6 +72,33 @@ async def test_one_choice_that_fails_aborts_the_others(http: httpx.AsyncClient, 
 
     assert response.status_code == 503
     assert len(dispatch.calls) == 3
+
+
+async def test_whole_answers_have_the_exact_form(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    dispatch.reply = "é"
+    usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    usage |= {"prompt_tokens_details": {"cached_tokens": CACHED_TOKENS}}
+    ending = {"finish_reason": "stop", "stop_reason": None}
+    message = {"role": "assistant", "content": "é", "refusal": None}
+    for ask, name, content in (
+        (complete, "text_completion", {"text": "é"}),
+        (chat, "chat.completion", {"message": message}),
+    ):
+        answer = (await ask(http)).json()
+        shared = {key: answer[key] for key in ("id", "created")} | {"object": name, "model": MODEL, "usage": usage}
+        assert answer == shared | {"choices": [{"index": 0, "logprobs": None} | content | ending]}
+
+
+async def test_completion_stream_has_the_exact_chunks(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    dispatch.reply = "é"
+
+    content, last, done = events(await complete(http, stream=True))
+
+    shared = {key: content[key] for key in ("id", "created")} | {"object": "text_completion", "model": MODEL}
+    choice = {"index": 0, "logprobs": None, "stop_reason": None}
+    assert content == shared | {"choices": [choice | {"text": "é", "finish_reason": None}]}
+    assert last == shared | {"choices": [choice | {"text": "", "finish_reason": "stop"}]}
+    assert done == "[DONE]"
 
 
 async def test_chat_stream_has_the_exact_chunks(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
@@ -155,21 +188,23 @@ async def test_error_in_mid_stream_ends_it_without_done(http: httpx.AsyncClient,
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "kind"),
+    ("error", "status", "kind", "code"),
     [
-        (NoReplicaError("x"), 503, "service_unavailable_error"),
-        (DeadlineError("x"), 504, "timeout_error"),
-        (RequestFailedError("x"), 500, "server_error"),
+        (NoReplicaError("x"), 503, "service_unavailable_error", None),
+        (DeadlineError("x"), 504, "timeout_error", None),
+        (RequestFailedError("x"), 500, "server_error", None),
+        (OverloadedError("x", retry_after_s=1), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (UnauthenticatedError("x"), 401, "invalid_request_error", "invalid_api_key"),
     ],
 )
 async def test_errors_keep_their_status(
-    http: httpx.AsyncClient, dispatch: FakeDispatch, error: RouterError, status: int, kind: str
+    http: httpx.AsyncClient, dispatch: FakeDispatch, error: RouterError, status: int, kind: str, code: str | None
 ) -> None:
     dispatch.error = error
     response = await complete(http, stream=True)
 
     assert response.status_code == status
-    assert response.json() == {"error": {"message": "x", "type": kind, "param": None, "code": None}}
+    assert response.json() == {"error": {"message": "x", "type": kind, "param": None, "code": code}}
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e10", "soon", ""])
@@ -204,3 +239,64 @@ async def test_impossible_token_has_a_logprob_that_json_can_say(
     (choice,) = (await complete(http, logprobs=0, max_tokens=1)).json()["choices"]
 
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
+
+
+async def test_streamed_logprobs_of_a_chat_equal_whole_ones(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
+    dispatch.reply = "Aé"
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+
+    (whole,) = (await chat(http, **asked)).json()["choices"]
+    *chunks, _ = events(await chat(http, **asked, stream=True))
+
+    parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    joined = [entry for part in parts for entry in part["content"]]
+    assert len(joined) == 4
+    assert whole["logprobs"] == {"content": joined, "refusal": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "offset"), [({}, 1), ({"skip_special_tokens": True}, 1), ({"skip_special_tokens": False}, 4)]
+)
+async def test_offsets_count_special_tokens_where_the_text_has_them(
+    http: httpx.AsyncClient,
+    dispatch: FakeDispatch,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    offset: int,
+) -> None:
+    async def token_names(text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
+        special = TokenName(b"<x>", is_special=True)
+        return {each: special if each == ord(" ") else TokenName(bytes([each])) for each in token_ids}
+
+    monkeypatch.setattr(dispatch, "token_names", token_names)
+    dispatch.reply = "a b"
+    (choice,) = (await complete(http, logprobs=0, max_tokens=3, **fields)).json()["choices"]
+
+    assert choice["logprobs"]["tokens"] == ["a", "<x>", "b"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, offset]
+
+
+async def test_last_token_alone_tells_of_a_character_that_was_cut(dispatch: FakeDispatch) -> None:
+    call = GenerateCall(model=MODEL, text="Hi", sampling=pb.SamplingParams())
+    renderer = CompletionRenderer(
+        (call,),
+        response_id="x",
+        created=0,
+        choices_per_prompt=1,
+        echoes=False,
+        include_usage=False,
+        include_usage_so_far=False,
+        dispatch=dispatch,
+    )
+    token_ids = tuple("éé".encode()[:3])
+    (chunk,) = await renderer.chunks(
+        0,
+        GenerateDelta(
+            request_id="x",
+            model=MODEL,
+            token_ids=token_ids,
+            logprobs=tuple(pb.TokenLogprobs(chosen=pb.Logprob(token_id=each)) for each in token_ids),
+            finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH),
+        ),
+    )
+    assert chunk["choices"][0]["logprobs"]["tokens"] == ["", "é", "\ufffd"]
