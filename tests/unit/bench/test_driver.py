@@ -14,7 +14,7 @@ from bench.errors import BenchConfigError
 from bench.load.arrivals import ClosedLoop, OpenLoop, Replay, draw_offsets
 from bench.load.calls import Call, Session
 from bench.load.driver import Driver
-from bench.load.records import CallError, ErrorKind, Usage
+from bench.load.records import CallError, CallRecord, ErrorKind, Usage
 from bench.load.sender import Received, ServedModel
 
 
@@ -55,6 +55,7 @@ class FakeService:
         self.salts: set[str] = set()
         self.num_open = self.max_open = 0
         self.fail = lambda call: False
+        self.failure = ErrorKind.OVERLOADED
 
     async def find_model(self) -> ServedModel:
         return ServedModel(name="fake", vocab_size=10)
@@ -67,7 +68,7 @@ class FakeService:
         try:
             await self._time.pause(self._answer_s)
             if self.fail(call):
-                raise CallError(ErrorKind.OVERLOADED, "full")
+                raise CallError(self.failure, "full")
             for index in range(call.num_out):
                 if index:
                     await self._time.pause(self._token_s)
@@ -164,8 +165,9 @@ async def test_replay_keeps_the_times_of_the_trace(time: VirtualTime) -> None:
     service = FakeService(time)
     await drive(time, service, Replay(speed=2.0), timed([3.0, 3.5, 7.0]))
     assert [at_s for at_s, _ in service.sent] == [0.0, 0.25, 2.0]
-    with pytest.raises(BenchConfigError, match="the sessions have no times"):
-        await drive(time, service, Replay(), timed([None]))
+    for times_s in ([None], []):
+        with pytest.raises(BenchConfigError, match="the sessions have no times"):
+            await drive(time, service, Replay(), timed(times_s))
 
 
 async def test_turns_of_a_session_follow_answers_and_pauses(time: VirtualTime) -> None:
@@ -180,12 +182,12 @@ async def test_turns_of_a_session_follow_answers_and_pauses(time: VirtualTime) -
 
 async def test_failed_call_ends_its_session_and_nothing_else(time: VirtualTime) -> None:
     service = FakeService(time)
-    service.fail = lambda call: call.prompt == (0,)
-    calls = tuple(Call(prompt=(index,), num_out=1) for index in range(2))
+    service.fail = lambda call: call.prompt == (1,)
+    calls = tuple(Call(prompt=(index,), num_out=1) for index in range(4))
     run = await drive(time, service, ClosedLoop(concurrency=1), iter([Session(calls=calls)] * 2))
-    assert [record.error and record.error.kind for record in run.records] == [ErrorKind.OVERLOADED] * 2
-    assert len(service.sent) == 2
-    assert run.num_unsent == 2
+    assert [record.error and record.error.kind for record in run.records] == [None, ErrorKind.OVERLOADED] * 2
+    assert len(service.sent) == 4
+    assert run.num_unsent == 4
 
 
 async def test_closed_loop_does_not_hammer_a_service_that_turns_it_away(time: VirtualTime) -> None:
@@ -193,6 +195,28 @@ async def test_closed_loop_does_not_hammer_a_service_that_turns_it_away(time: Vi
     service.fail = lambda call: True
     run = await drive(time, service, ClosedLoop(concurrency=2), single(1000), duration_s=4.5)
     assert [record.sent_s for record in run.records] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+async def test_closed_loop_goes_on_at_once_after_a_request_that_was_wrong(time: VirtualTime) -> None:
+    service = FakeService(time, answer_s=0.25)
+    service.fail = lambda call: True
+    service.failure = ErrorKind.BAD_REQUEST
+    run = await drive(time, service, ClosedLoop(concurrency=1), single(4))
+    assert [record.sent_s for record in run.records] == [0, 0.25, 0.5, 0.75]
+
+
+async def test_each_end_is_told_and_the_share_of_a_core_is_that_of_the_load(
+    time: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.process_time", lambda: 100.0 + time.now_s / 4)
+    ended: list[CallRecord] = []
+    driver = Driver(FakeService(time), cache_salt="", on_answer=ended.append, clock=time.clock, pause=time.pause)
+    monkeypatch.setattr("time.process_time", lambda: 200.0 + time.now_s / 4)
+    time.now_s = 10.0
+    task = asyncio.create_task(driver.run(ClosedLoop(concurrency=1), single(4), seed=0))
+    await time.run(task)
+    assert ended == task.result().records
+    assert task.result().cpu_share == 0.25
 
 
 async def test_what_an_interrupted_load_gave_is_kept(time: VirtualTime) -> None:
