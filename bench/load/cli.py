@@ -60,7 +60,7 @@ def serve(
         target=parse_target(service, prompts, goals if sessions.send_targets else None),
         loads=parse_loads(load),
         dataset=data,
-        num_requests=load.num_requests if is_bounded or data.num_calls is not None else 100,
+        num_requests=load.num_requests if is_bounded or data.is_workload else 100,
         duration_s=load.duration,
         num_warmup=load.warmup,
         vocab_size=sessions.vocab_size,

@@ -64,9 +64,9 @@ class DatasetOptions:
             raise BenchConfigError(f"--file is {seen}; allowed: one with --dataset prompts or trace, none with others")
 
     @property
-    def num_calls(self) -> int | None:
-        """How many calls there are; None: as many as are wanted, or only the file knows."""
-        return len(make_workload(self.kind, vocab_size=1, seed=0)) if self.kind in WORKLOADS else None
+    def is_workload(self) -> bool:
+        """Whether it is one of W1 to W4, which are always sent whole."""
+        return self.kind in WORKLOADS
 
 
 def make_sessions(options: DatasetOptions, *, vocab_size: int, seed: int) -> Iterator[Session]:

@@ -182,7 +182,7 @@ class _Bench:
         options = self._options
         watcher.begin(str(dataset.kind), options.repeats + 1)
         for index in range(options.repeats + 1):
-            number = options.num_requests if dataset.num_calls is None else None
+            number = None if dataset.is_workload else options.num_requests
             sessions = make_sessions(dataset, vocab_size=self._engine.vocab_size, seed=options.seed + index)
             repeat = self._run_once([self._encode(session) for session in take_calls(sessions, number)], index)
             watcher.reach(index + 1)

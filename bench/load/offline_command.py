@@ -80,6 +80,6 @@ def _parse(engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags) -> Offl
 def _find_idle(engine: OfflineFlags, prompts: PromptFlags, options: OfflineOptions) -> list[str]:
     """Return the flags that are given and that nothing looks at."""
     idle = find_idle([each.kind for each in options.datasets], prompts)
-    if engine.num_requests is not None and all(each.num_calls is not None for each in options.datasets):
+    if engine.num_requests is not None and all(each.is_workload for each in options.datasets):
         idle.append("--num-requests")
     return idle

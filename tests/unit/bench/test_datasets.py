@@ -102,8 +102,9 @@ def test_number_of_calls_is_exact_whatever_the_sessions() -> None:
     options = DatasetOptions(kind=DatasetKind.SESSIONS, turns=Lengths(low=3, high=3), prefix_tokens=4)
     taken = list(take_calls(make_sessions(options, vocab_size=VOCAB_SIZE, seed=0), 7))
     assert [len(session.calls) for session in taken] == [3, 3, 1]
-    all_of_w2 = make_sessions(DatasetOptions(kind=DatasetKind.W2), vocab_size=VOCAB_SIZE, seed=0)
-    assert len(list(take_calls(all_of_w2, 100))) == 32
+    for number in (100, None):
+        all_of_w2 = make_sessions(DatasetOptions(kind=DatasetKind.W2), vocab_size=VOCAB_SIZE, seed=0)
+        assert len(list(take_calls(all_of_w2, number))) == 32
 
 
 def test_prompt_files_hold_texts_ids_and_conversations(tmp_path: Path) -> None:
