@@ -3,7 +3,8 @@
 import errno
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -11,6 +12,7 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from bench.load.flag_groups import SimulateFlags
 from cluster.cli import app as weft
 from cluster.cli import run_and_report
 from cluster.cli_flags import given, with_flags
@@ -21,6 +23,14 @@ from cluster.errors import ClusterConfigError
 class Size:
     width: Annotated[int, typer.Option("--width", "-w", min=1, help="How wide.")] = 3
     height: Annotated[float | None, typer.Option()] = None
+
+
+def options_of(line: str) -> list[Any]:
+    """Return the options of the command with which a line begins."""
+    command: Any = get_command(weft)
+    for word in line.split():
+        command = getattr(command, "commands", {}).get(word, command)
+    return [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
 
 
 def test_fields_of_a_group_are_options_in_their_place() -> None:
@@ -46,11 +56,8 @@ def test_fields_of_a_group_are_options_in_their_place() -> None:
 
 @pytest.mark.parametrize("name", ["serve", "generate", "simulate", "bench serve", "bench offline"])
 def test_help_shows_the_names_of_options_whole_in_80_columns(name: str) -> None:
-    command: Any = get_command(weft)
-    for each in name.split():
-        command = command.commands[each]
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(weft, [*name.split(), "--help"]).output
-    names = [each for parameter in command.params for each in (*parameter.opts, *parameter.secondary_opts)]
+    names = [each for option in options_of(name) for each in (*option.opts, *option.secondary_opts)]
     assert len(names) > 10
     missing = [each for each in names if each.startswith("-") and not re.search(rf"{each}(?![\w-])", shown)]
     assert missing == []
@@ -102,3 +109,68 @@ def test_full_disk_under_the_output_is_told_in_one_line(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="1"):
         run_and_report(write)
     assert capsys.readouterr().err == "Error: [Errno 28] No space left on device\n"
+
+
+SERVED = "bench.load.serve_command.run_serve"
+REPLICA = "bench.simulation.scheduling_policies.simulate"
+CLUSTER = "bench.simulation.routing_policies.simulate_cluster"
+EXAMPLES = {
+    "router": "a:1",
+    "control": "a:1",
+    "url": "http://a",
+    "protocol": "http",
+    "policy": "mlfq",
+    "top_p": "0.5",
+    "dataset": "sessions",
+    "workload": "W4",
+    "settings": "dtype=float16",
+    "length_scale": "0.5",
+    "fail": "1:2",
+    "router_policy": "round_robin",
+    "autoscale": "1:12",
+    "chat_template_kwargs": "{}",
+    "log_level": "error",
+    "batched_tokens": "70",
+}
+"""What is given to options that do not take a 7."""
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "names"),
+    [
+        ("generate hi", "cluster.generate.generate", r"(?!tls_|system|chat_template|logprobs).*"),
+        ("generate hi --chat --json", "cluster.generate.generate", "system|chat_template_kwargs|logprobs"),
+        ("chat", "cluster.chat.chat", r"(?!tls_).*"),
+        ("make-model out", "cluster.make_model.make_model", ".*"),
+        ("demo", "cluster.demo.run_demo", ".*"),
+        ("bench serve", SERVED, r"(?!.*tls_|file|burstiness|replay|speed|send_targets).*"),
+        ("bench serve --rate 1 --ttft-target 5", SERVED, "burstiness|send_targets"),
+        ("bench serve --dataset trace --file FILE", SERVED, "replay"),
+        ("bench serve --dataset trace --file FILE --replay", SERVED, "speed"),
+        ("bench offline", "bench.load.offline_command.measure_offline", r"(?!file|json_file).*"),
+        ("simulate", REPLICA, "|".join(each.name for each in fields(SimulateFlags) if each.name != "trace")),
+        ("simulate --replicas 9", CLUSTER, r"(?!trace|deadlines|replicas|copies|length_scale|.*_delay|target_).*"),
+        ("simulate --replicas 9 --trace FILE", CLUSTER, "copies|length_scale"),
+        ("simulate --replicas 9 --autoscale 1:12", CLUSTER, ".*_delay|target_requests"),
+    ],
+)
+def test_every_option_changes_what_is_asked_for(
+    command: str, function: str, names: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(function, lambda *args, **kw: asked.append(re.sub("0x[0-9a-f]+", "", repr((args, kw)))))
+
+    def ask(*more: str) -> str:
+        arguments = command.replace("FILE", str(tmp_path / "file")).split()
+        result = CliRunner().invoke(weft, [*arguments, *more])
+        assert (result.exit_code, result.exception) == (0, None), (more, result.output)
+        return asked.pop()
+
+    (tmp_path / "file").write_text("{}")
+    plain = ask()
+    assert ask() == plain
+    options = [each for each in options_of(command) if re.fullmatch(names, each.name)]
+    assert options
+    for each in options:
+        flag = (each.secondary_opts if each.default is True else each.opts)[0]
+        assert ask(flag, *([] if each.is_flag else [EXAMPLES.get(each.name, "7")])) != plain, flag
