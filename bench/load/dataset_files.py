@@ -70,7 +70,7 @@ class _TraceLine:
 
 
 def read_prompts(
-    path: Path, *, outputs: Lengths, think_s: float, rng: random.Random, has_end: bool = False
+    path: Path, *, outputs: Lengths, think_s: float, rng: random.Random, has_end: bool
 ) -> Iterator[Session]:
     """The file's records in an order of their own; without an end then in another one, and so on.
 

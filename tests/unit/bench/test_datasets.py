@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.errors import BenchConfigError
-from bench.load.calls import Chat, Lengths, Session
+from bench.load.calls import Chat, Lengths, Session, begin_otherwise
 from bench.load.dataset_files import TraceLimits, read_trace
 from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take_calls
 from bench.load.workloads import make_workload
@@ -52,6 +52,7 @@ def test_w2_spreads_lengths_evenly_and_keeps_them_in_every_round() -> None:
     ins, outs = zip(*lengths, strict=True)
     assert (len(ins), min(ins), max(ins), min(outs), max(outs)) == (32, 32, 256, 16, 128)
     assert (sum(ins), sum(outs)) == (4608, 2304)
+    assert lengths[:3] == [(220, 110), (155, 45), (111, 99)], "those of earlier measurements"
     assert all(call.prompt != other.prompt for call, other in zip(calls, others, strict=True))
 
 
@@ -115,8 +116,10 @@ def test_prompt_files_hold_texts_ids_and_conversations(tmp_path: Path) -> None:
         {"token_ids": [1, 2, 3]},
         {"messages": said},
         {"messages": said[:1], "reference": "ignored"},
+        {"messages": said[1:2]},
     )
-    found = sessions(4, kind=DatasetKind.PROMPTS, file=file, outputs=Lengths(low=9, high=9))
+    found = sessions(9, kind=DatasetKind.PROMPTS, file=file, has_end=True, outputs=Lengths(low=9, high=9))
+    assert len(found) == 4, "nothing asks for the last one's reply"
     prompts = {
         session.calls[-1].prompt if isinstance(session.calls[-1].prompt, str | tuple) else None for session in found
     }
@@ -152,12 +155,15 @@ def test_equal_hash_ids_become_equal_tokens(tmp_path: Path) -> None:
 
 def test_traces_are_scaled_and_cut_and_still_share(tmp_path: Path) -> None:
     line = {"input_length": 1024, "output_length": 100, "hash_ids": [1, 2]}
-    file = write_lines(tmp_path / "trace.jsonl", line, {**line, "hash_ids": [1, 3]})
+    file = write_lines(
+        tmp_path / "trace.jsonl", line, {**line, "hash_ids": [1, 3]}, {"input_length": 0, "output_length": 1}
+    )
     limits = TraceLimits(scale=0.25, max_input_tokens=200, max_output_tokens=10)
-    first, second = read_trace(file, limits=limits, vocab_size=VOCAB_SIZE, seed=0)
+    first, second, smallest = read_trace(file, limits=limits, vocab_size=VOCAB_SIZE, seed=0)
     assert (len(ids(first)), first.calls[0].num_out, first.at_s) == (200, 10, None)
     assert ids(first)[:128] == ids(second)[:128]
     assert ids(first)[128:] != ids(second)[128:]
+    assert (len(ids(smallest)), smallest.calls[0].num_out) == (1, 1)
 
 
 def test_mooncake_trace_shares_as_much_as_its_hash_ids(shared: Path) -> None:
@@ -192,6 +198,9 @@ def test_mooncake_trace_shares_as_much_as_its_hash_ids(shared: Path) -> None:
         ('{"prompt": ""}', r":1: has \['prompt'\]"),
         ('{"token_ids": [1, "two"]}', r":1: has \['token_ids'\]; allowed: .* from 0 on"),
         ('{"token_ids": [1, -2]}', r":1: has \['token_ids'\]"),
+        ('{"token_ids": []}', r":1: has \['token_ids'\]"),
+        (f'{{"token_ids": [0, {2**31 - 1}]}}\n{{"token_ids": [{2**31}]}}', r":2: has \['token_ids'\]"),
+        ('{"messages": []}', r":1: has \['messages'\]"),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', r":1: has \['messages'\]"),
         ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', r"role and content, both texts"),
         ('{"prompt": "a"}\n{"prompt": "bad \\ud83d half"}', r":2: a text has '\\ud83d', half of a surrogate pair"),
@@ -258,4 +267,11 @@ def test_files_belong_to_the_kinds_that_read_them(tmp_path: Path) -> None:
 def test_lengths_are_drawn_from_both_ends() -> None:
     rng = random.Random(0)
     assert {Lengths(low=2, high=4).draw(rng) for _ in range(100)} == {2, 3, 4}
-    assert str(Lengths(low=2, high=4)) == "2-4"
+    assert (str(Lengths(low=2, high=4)), str(Lengths(low=4, high=4))) == ("2-4", "4")
+
+
+def test_prompts_that_begin_otherwise_share_nothing() -> None:
+    said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    assert begin_otherwise("a", "(x)") == "(x) a"
+    assert begin_otherwise(Chat(messages=said), "(x)") == Chat(messages=({"role": "user", "content": "(x) a"}, said[1]))
+    assert begin_otherwise((1, 2, 3), "(x)") == (3, 2, 1)
