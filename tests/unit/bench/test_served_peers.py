@@ -11,19 +11,21 @@ from bench.peers.served import Measured, Times, main, summarize
 from cluster.make_model import make_model
 
 
-def measured(service: str, *, first_s: float, tokens: int = 11, load: str = "8 at a time") -> Measured:
-    """One request, whose tokens come 10 ms apart after the first."""
-    record = CallRecord(num_asked=tokens, due_s=None, sent_s=0.0)
-    for number in range(tokens):
-        record.note(1, first_s + 0.01 * number)
-    assert record.last_s is not None
-    record.finish(Usage(prompt_tokens=5, cached_tokens=0, completion_tokens=tokens), record.last_s)
-    return Measured(service=service, load=load, summary=summarize_run([record]))
+def measured(service: str, *firsts_s: float, load: str = "8 at a time") -> Measured:
+    """Requests of 11 tokens, which come 10 ms apart after the first."""
+    records = []
+    for first_s in firsts_s:
+        record = CallRecord(num_asked=11, due_s=None, sent_s=0.0)
+        for number in range(11):
+            record.note(1, first_s + 0.01 * number)
+        record.finish(Usage(prompt_tokens=5, cached_tokens=0, completion_tokens=11), first_s + 0.1)
+        records.append(record)
+    return Measured(service=service, load=load, summary=summarize_run(records))
 
 
 def test_a_row_has_the_medians_of_its_rounds() -> None:
-    rounds = [measured("weft", first_s=first_s) for first_s in (0.3, 0.1, 0.2)]
-    weft, vllm = summarize([*rounds, measured("vllm", first_s=0.4)])
+    rounds = [measured("weft", first_s) for first_s in (0.3, 0.1, 0.2)]
+    weft, vllm = summarize([*rounds, measured("vllm", 0.4)])
     assert (weft.service, vllm.service) == ("weft", "vllm")
     assert weft.ttft == pytest.approx(Times(0.2, 0.2))
     assert weft.tpot == pytest.approx(Times(0.01, 0.01))
@@ -31,8 +33,13 @@ def test_a_row_has_the_medians_of_its_rounds() -> None:
     assert vllm.output_rate == pytest.approx(11 / 0.5)
 
 
+def test_percentiles_of_a_round_stay_apart() -> None:
+    (row,) = summarize([measured("weft", 0.1, 0.2, 0.9)])
+    assert row.ttft == pytest.approx(Times(0.2, 0.886))
+
+
 def test_loads_have_rows_of_their_own() -> None:
-    rows = summarize([measured("weft", first_s=0.1), measured("weft", first_s=0.3, load="1 at a time")])
+    rows = summarize([measured("weft", 0.1), measured("weft", 0.3, load="1 at a time")])
     assert [(row.load, row.ttft and row.ttft.p50_s) for row in rows] == [("8 at a time", 0.1), ("1 at a time", 0.3)]
 
 

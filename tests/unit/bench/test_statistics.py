@@ -87,6 +87,14 @@ def test_rates_are_over_the_whole_run() -> None:
     assert summary.goodput is None
 
 
+def test_each_distribution_is_of_its_own_times() -> None:
+    summary = summarize([answered(1.0, [1.5, 2.5, 5.5], due_s=0.75)])
+    distributions = (summary.ttft_s, summary.tpot_s, summary.itl_s, summary.e2e_s, summary.lag_s)
+    assert [each and (each.mean, each.max) for each in distributions] == [
+        (0.5, 0.5), (2.0, 2.0), (2.0, 3.0), (4.5, 4.5), (0.25, 0.25)
+    ]  # fmt: skip
+
+
 def test_lag_counts_every_request_that_was_due() -> None:
     records = [answered(1.0, [2.0], due_s=0.75), failed(3.0, ErrorKind.TIMEOUT, due_s=2.0), answered(4.0, [5.0])]
     lag = summarize(records).lag_s
