@@ -358,6 +358,10 @@ def test_time_per_token_is_that_of_one_request_after_its_first_token() -> None:
     assert one.tpot_s == pytest.approx(0.9 / 63)
     assert replace(one, num_requests=2).tpot_s is None
     assert replace(one, first_s=None).tpot_s is None
+    assert replace(one, num_tokens=1).tpot_s is None
+    assert replace(one, num_tokens=2).tpot_s == pytest.approx(0.9)
+    alone, together = summarize([one, replace(one, workload="W2", num_requests=2)], reference="weft")
+    assert (alone.ttft_s, together.ttft_s) == (0.1, None)
 
 
 def test_tokens_are_compared_up_to_the_first_difference() -> None:
