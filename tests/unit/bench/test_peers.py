@@ -9,15 +9,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bench.errors import BenchError
 from bench.peers import measure as measuring
 from bench.peers.__main__ import main
 from bench.peers.catalog import PEERS, READY, WEFT, Start, find_start
 from bench.peers.comparison import Measured, compare_tokens, interleave, summarize
-from bench.peers.measure import Options, measure
+from bench.peers.measure import Options, Outcome, measure
 from bench.peers.process import Worker, WorkerError
-from bench.peers.report import make_report
+from bench.peers.report import make_report, print_report
 from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, answer_lines, cached
 from cluster.errors import ClusterError
 
@@ -341,6 +342,27 @@ def test_medians_and_ratios_leave_contended_rounds_out() -> None:
     assert peer.dropped_rates == pytest.approx((5,))
     assert peer.median_rate == pytest.approx(40)
     assert peer.ratio == pytest.approx((80 / 40 + 100 / 40) / 2)
+
+
+def test_report_shows_rates_ratios_and_milliseconds_and_the_best_peer(tmp_path: Path) -> None:
+    measured = [_measured(WEFT, 1, 80), _measured("slow", 1, 20), _measured("vllm", 1, 40), _measured("last", 1, 16)]
+    measured += [_measured("vllm", 2, 5, others=0.5), _measured("busy", 1, 90, others=0.5)]
+    outcome = Outcome(measured=measured, skipped={"openvino": "no environment"})
+    out = io.StringIO()
+    print_report(Console(file=out, width=200), outcome)
+    text = " ".join(re.sub(r"[^\x00-\x7f]", " ", out.getvalue()).split())
+    for row in (
+        "engine tokens/s of rounds Weft / it TTFT ms TPOT ms",
+        "weft 80.0 80.0 1.00 100 11.1",
+        "vllm 40.0 40.0, 5.0* 2.00 100 23.8",
+        "slow 20.0 20.0 4.00 100 49.2",
+        "busy - 90.0* - - -",
+        "openvino is missing: no environment",
+    ):
+        assert row in text
+    report = make_report(_options(tmp_path, "vllm"), outcome, machine={})
+    assert {workload: row["engine"] for workload, row in report["best_peer"].items()} == {"W1": "vllm"}
+    assert [section["is_contended"] for section in report["sections"]] == [False] * 4 + [True] * 2
 
 
 def test_an_engine_without_a_quiet_round_has_no_number() -> None:
