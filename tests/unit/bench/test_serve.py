@@ -30,7 +30,7 @@ from bench.load.arrivals import ClosedLoop, OpenLoop
 from bench.load.calls import Call, Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags, SessionFlags
-from bench.load.flags import find_idle, parse_target
+from bench.load.flags import find_idle, parse_target, parse_targets
 from bench.load.http_sender import connect_http
 from bench.load.plots import plot_sweep
 from bench.load.report import print_sweep, serve_line, warnings
@@ -521,6 +521,15 @@ def test_address_says_the_protocol() -> None:
     assert parse_target(ServiceFlags(protocol="http"), prompts).address == "http://127.0.0.1:8000"
 
 
+def test_one_target_is_enough_to_be_sent_and_is_given_in_milliseconds() -> None:
+    for goals, sent in (
+        (GoalFlags(tpot_target=50.0), {"target_tpot_s": 0.05}),
+        (GoalFlags(ttft_target=500.0), {"target_ttft_s": 0.5}),
+    ):
+        assert parse_target(ServiceFlags(api_key="wk-1"), PromptFlags(), goals).targets_s == sent
+    assert parse_targets(GoalFlags(e2e_target=9.0, ttft_target=3.0)) == Targets(e2e_s=0.009, ttft_s=0.003)
+
+
 def test_flags_that_nothing_looks_at_are_found() -> None:
     prompts = PromptFlags(turns="3", input_tokens="64", length_scale=0.5)
     assert find_idle([DatasetKind.SESSIONS], prompts) == ["--length-scale"]
@@ -558,6 +567,7 @@ def test_flags_that_nothing_looks_at_are_found() -> None:
         (["--control", "a"], "--control: 'a' is no address"),
         (["--router", "a:1", "--url", "http://a"], "--router is 'a:1', and --protocol http"),
         (["--api-key", "wk-1\n"], "--api-key has a line break"),
+        (["--api-key", "wk-é"], "--api-key has a line break, or another character"),
         (["--dataset", "all"], "--dataset is 'all'; allowed: random, shared-prefix"),
         (["--input-tokens", "9-3"], "--input-tokens is '9-3'; allowed: a number, or a range"),
         (["--dataset", "trace"], "--file is missing"),
