@@ -528,6 +528,7 @@ def test_one_target_is_enough_to_be_sent_and_is_given_in_milliseconds() -> None:
     ):
         assert parse_target(ServiceFlags(api_key="wk-1"), PromptFlags(), goals).targets_s == sent
     assert parse_targets(GoalFlags(e2e_target=9.0, ttft_target=3.0)) == Targets(e2e_s=0.009, ttft_s=0.003)
+    assert parse_targets(GoalFlags()) is None
 
 
 def test_flags_that_nothing_looks_at_are_found() -> None:

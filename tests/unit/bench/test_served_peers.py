@@ -1,13 +1,19 @@
 """Weft's service beside another server: what is made of rounds, and which models can be compared."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.errors import BenchConfigError, BenchError
+from bench.load.arrivals import ClosedLoop, Load
+from bench.load.datasets import DatasetOptions
 from bench.load.records import CallRecord, Usage
+from bench.load.statistics import Summary
 from bench.load.statistics import summarize as summarize_run
-from bench.peers.served import Measured, Times, main, summarize
+from bench.peers import served
+from bench.peers.served import Measured, Options, Times, main, summarize
 from cluster.make_model import make_model
 
 
@@ -36,6 +42,39 @@ def test_a_row_has_the_medians_of_its_rounds() -> None:
 def test_percentiles_of_a_round_stay_apart() -> None:
     (row,) = summarize([measured("weft", 0.1, 0.2, 0.9)])
     assert row.ttft == pytest.approx(Times(0.2, 0.886))
+
+
+def test_services_take_turns_with_the_same_prompts_and_every_second_round_the_other_is_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, int, int]] = []
+
+    def ask(service: Any, options: Options, load: Load, *, seed: int, num_warmup: int = 0) -> Summary:
+        asked.append((service, seed, num_warmup))
+        return measured(service, 0.1 + seed).summary
+
+    for name in ("weft", "vllm"):
+        monkeypatch.setattr(served, f"_start_{name}", lambda options, name=name: nullcontext(name))
+    monkeypatch.setattr(served, "_ask", ask)
+    monkeypatch.setattr(served, "give_way", lambda: None)
+    options = Options(
+        model=Path("m"),
+        vocab_size=9,
+        dtype="float32",
+        loads=(ClosedLoop(concurrency=8),),
+        dataset=DatasetOptions(),
+        duration_s=1.0,
+        rounds=2,
+        max_num_seqs=4,
+        venvs=Path(),
+    )
+    found: list[Measured] = []
+    lines: list[str] = []
+    served.measure_both(options, found, tell=lines.append)
+    assert asked[:2] == [("weft", -1, 16), ("vllm", -1, 16)]
+    assert asked[2:] == [("vllm", 0, 0), ("weft", 0, 0), ("weft", 1, 0), ("vllm", 1, 0)]
+    assert [(each.service, each.load) for each in found] == [(name, "8 at a time") for name, _, _ in asked[2:]]
+    assert "round 2, 8 at a time, vllm: 9.2 tokens/s" in lines
 
 
 def test_loads_have_rows_of_their_own() -> None:
