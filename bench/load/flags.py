@@ -191,7 +191,6 @@ def parse_peak(ranks: RankFlags) -> Peak:
 def find_control(ranks: RankFlags, target: Target) -> tuple[str, int | None]:
     """Return where the controller is, and the port its router must have; None: any, for its address was given."""
     if ranks.control is not None:
-        check_address("--control", ranks.control)
         return ranks.control, None
     url = urlsplit(target.address if "://" in target.address else f"grpc://{target.address}")
     router_port = url.port or {"http": 80, "https": 443}.get(url.scheme)
