@@ -12,7 +12,7 @@ from rich.console import Console
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
 from bench.load.hardware import Ceiling
 from bench.load.offline import OfflineResult, Repeat
-from bench.load.report import load_name, print_offline, print_point, print_sweep, warnings
+from bench.load.report import load_name, print_offline, print_point, print_sweep, warn_idle, warnings
 from bench.load.serve_values import Point
 from bench.load.statistics import Distribution, Goodput, Summary, Targets
 from bench.load.utilization import Utilization
@@ -90,10 +90,27 @@ def test_a_load_is_told_in_milliseconds_rates_and_shares() -> None:
 
 
 def test_a_load_of_which_nothing_was_answered_has_no_latencies() -> None:
-    summary = replace(SUMMARY, num_answered=0, cached_tokens=0, goodput=None)
-    text = shown(lambda console: print_point(console, replace(POINT, summary=summary, utilization=None)))
+    summary = replace(SUMMARY, num_answered=0, cached_tokens=0, goodput=None, ttft_s=None, tpot_s=None)
+    point = replace(POINT, summary=summary, utilization=None)
+    text = shown(lambda console: print_point(console, point))
     assert text.startswith("0 of 10 requests in 4.00 s")
-    assert "cached" not in text
+    assert text.endswith("20.0 output tokens/s")
+    assert "4 at a time 2.00 20.0 - - - - 10" in shown(lambda console: print_sweep(console, [point, point]))
+
+
+def test_what_ranks_do_not_tell_is_left_out() -> None:
+    untold = Utilization(
+        num_ranks=1,
+        busy_share=0.5,
+        read_bytes_per_s=None,
+        flops_per_s=None,
+        mbu=None,
+        flop_utilization=None,
+        peak_memory_bytes=None,
+        energy_j=None,
+    )
+    text = shown(lambda console: print_point(console, replace(POINT, utilization=untold)))
+    assert text.endswith(" 1 rank: the model computed for 50% of the time")
 
 
 def test_a_sweep_has_a_row_for_each_load() -> None:
@@ -124,6 +141,7 @@ def test_loads_are_named(load: Load, name: str) -> None:
 def test_a_load_that_came_as_asked_needs_no_warning() -> None:
     late, busy = replace(SUMMARY, lag_s=times(0.1)), {"cpu_share": 0.9}
     assert warnings(POINT) == []
+    assert warnings(replace(POINT, summary=replace(SUMMARY, lag_s=None))) == []
     assert warnings(replace(POINT, load=OpenLoop(rate=float("inf")), summary=late)) == []
     assert warnings(replace(POINT, summary=replace(SUMMARY, duration_s=0.5), **busy)) == []
     assert len(warnings(replace(POINT, load=OpenLoop(rate=4), summary=late, **busy))) == 2
@@ -164,3 +182,11 @@ def test_a_workload_of_an_engine_is_told_by_medians_of_its_repeats() -> None:
     assert "tokens/s good tokens/s each repeat TTFT ms TPOT ms MBU FLOPs idle GB J/token" in text
     assert "W1 40.0 25.0 20.0, 40.0*, 80.0 21.0 41.0 20% 10% 3.0% 4.00 2.0" in text
     assert "* other processes kept more than a tenth of a core busy" in text
+    result.repeats = {"W1": [replace(repeat(1, None), energy_j=None)]}
+    text = shown(lambda console: print_offline(console, "m", result))
+    assert text.endswith("MBU FLOPs idle GB W1 20.0 12.5 20.0 11.0 21.0 10% 5% 1.5% 1.00")
+
+
+def test_flags_that_nothing_looks_at_are_named() -> None:
+    assert shown(lambda console: warn_idle(console, ["--turns"])) == "Warning: nothing looks at --turns here"
+    assert shown(lambda console: warn_idle(console, [])) == ""
