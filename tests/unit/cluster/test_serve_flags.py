@@ -120,3 +120,40 @@ def test_size_that_is_no_number_is_told(size_gb: float) -> None:
 def test_log_file_that_nobody_would_write_is_refused(flags: list[str]) -> None:
     result = CliRunner().invoke(app, ["serve", "--log-file", "x", "--model", "/none", *flags])
     assert "--log-file: nothing would be written there" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--take-over"], "--take-over: a local Ray has no service to take over; allowed: with --ray-address"),
+        (["--log-level", "loud"], "--log-level is 'loud'; allowed: debug"),
+    ],
+)
+def test_what_serve_cannot_do_is_refused(flags: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "--model", "/none", *flags])
+    assert message in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("flags", "done"),
+    [
+        ([], ("here", {"log_level": "warning", "stays": True, "takes_over": False})),
+        (["--ray-address", "auto", "-d"], ("here", {"log_level": "warning", "stays": False, "takes_over": False})),
+        (
+            ["--ray-address", "auto", "--take-over"],
+            ("here", {"log_level": "warning", "stays": True, "takes_over": True}),
+        ),
+        (["-d", "--log-level", "info"], ("behind", {"log_level": "info", "log_file": None})),
+        (["-d", "--log-file", "x"], ("behind", {"log_level": "warning", "log_file": Path("x")})),
+    ],
+)
+def test_serve_stays_where_it_is_asked_to(
+    flags: list[str], done: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr("cluster.serve.serve", lambda spec, console, **how: seen.append(("here", how)))
+    monkeypatch.setattr(
+        "cluster.detach.serve_in_background", lambda settings, console, **how: seen.append(("behind", how))
+    )
+    result = CliRunner().invoke(app, ["serve", "--model", "/none", *flags])
+    assert (result.exception, seen) == (None, [done])
