@@ -176,6 +176,10 @@ def test_experts_count_as_far_as_they_are_chosen(tmp_path: Path) -> None:
     many = Work(step_tokens=(1000,), requests=())
     assert cost.bytes_read(one) == cost.weights.always_bytes + cost.weights.expert_bytes / 4
     assert cost.bytes_read(many) == pytest.approx(cost.weights.always_bytes + cost.weights.expert_bytes)
+    chosen = cost.weights.matrix_elements + cost.weights.expert_elements / 4
+    first = 2 * (chosen + cost.weights.head_elements) + 4 * cost.attention_flops
+    assert cost.flops(Work(step_tokens=(1,), requests=(usage(1, 1),))) == first
+    assert cost.decode_flops((1,)) == first
 
 
 def test_no_energy_without_a_gpu() -> None:
