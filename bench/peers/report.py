@@ -1,6 +1,6 @@
 """Tables for people and one JSON value for programs, of a comparison with peers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,7 @@ from bench.peers.measure import Options, Outcome, describe_agreement
 
 def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything that was seen and computed; every round is in it, the contended ones marked."""
+    rows = summarize(outcome.measured, reference=WEFT)
     return {
         "bench": "peers",
         "model": options.model.name,
@@ -28,8 +29,8 @@ def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any
         "machine": dict(machine),
         "engines": {name: asdict(loaded) for name, loaded in outcome.loaded.items()},
         "skipped": outcome.skipped,
-        "rows": [asdict(row) for row in summarize(outcome.measured, reference=WEFT)],
-        "best_peer": {workload: asdict(row) for workload, row in _best_peers(outcome).items()},
+        "rows": [asdict(row) for row in rows],
+        "best_peer": {workload: asdict(row) for workload, row in _best_peers(rows).items()},
         "agreement": {
             workload: {name: asdict(agreement) for name, agreement in peers.items()}
             for workload, peers in outcome.agreements.items()
@@ -40,8 +41,8 @@ def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any
 
 def print_report(console: Console, outcome: Outcome) -> None:
     """Print rates and ratios by workload, how the tokens compare, and who is missing."""
-    best = _best_peers(outcome)
     rows = summarize(outcome.measured, reference=WEFT)
+    best = _best_peers(rows)
     for workload in dict.fromkeys(row.workload for row in rows):
         table = Table("engine", "tokens/s", "of rounds", "Weft / it", "TTFT ms", "TPOT ms", title=workload)
         for column in table.columns[1:]:
@@ -59,10 +60,10 @@ def print_report(console: Console, outcome: Outcome) -> None:
         console.print(f"{name} is missing: {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _best_peers(outcome: Outcome) -> dict[str, Row]:
+def _best_peers(rows: Sequence[Row]) -> dict[str, Row]:
     """Return the peer with the highest median of each workload; none where all its rounds were contended."""
     best: dict[str, Row] = {}
-    for row in summarize(outcome.measured, reference=WEFT):
+    for row in rows:
         if row.engine != WEFT and row.median_rate is not None:
             leader = best.get(row.workload)
             if leader is None or leader.median_rate is None or row.median_rate > leader.median_rate:

@@ -347,10 +347,12 @@ def test_medians_and_ratios_leave_contended_rounds_out() -> None:
 def test_report_shows_rates_ratios_and_milliseconds_and_the_best_peer(tmp_path: Path) -> None:
     measured = [_measured(WEFT, 1, 80), _measured("slow", 1, 20), _measured("vllm", 1, 40), _measured("last", 1, 16)]
     measured += [_measured("vllm", 2, 5, others=0.5), _measured("busy", 1, 90, others=0.5)]
+    measured += [replace(_measured(engine, 1, rate), workload="W2") for engine, rate in ((WEFT, 30), ("slow", 60))]
     outcome = Outcome(measured=measured, skipped={"openvino": "no environment"})
     out = io.StringIO()
-    print_report(Console(file=out, width=200), outcome)
-    text = " ".join(re.sub(r"[^\x00-\x7f]", " ", out.getvalue()).split())
+    print_report(Console(file=out, width=200, force_terminal=True), outcome)
+    assert re.findall(r"\x1b\[1m *(\w+) +\x1b\[0m", out.getvalue().partition("engine")[2]) == ["vllm", "slow"]
+    text = " ".join(re.sub(r"\x1b\[\d+m|[^\x00-\x7f]", " ", out.getvalue()).split())
     for row in (
         "engine tokens/s of rounds Weft / it TTFT ms TPOT ms",
         "weft 80.0 80.0 1.00 100 11.1",
@@ -361,8 +363,8 @@ def test_report_shows_rates_ratios_and_milliseconds_and_the_best_peer(tmp_path: 
     ):
         assert row in text
     report = make_report(_options(tmp_path, "vllm"), outcome, machine={})
-    assert {workload: row["engine"] for workload, row in report["best_peer"].items()} == {"W1": "vllm"}
-    assert [section["is_contended"] for section in report["sections"]] == [False] * 4 + [True] * 2
+    assert {workload: row["engine"] for workload, row in report["best_peer"].items()} == {"W1": "vllm", "W2": "slow"}
+    assert [section["is_contended"] for section in report["sections"]] == [False] * 4 + [True] * 2 + [False] * 2
 
 
 def test_an_engine_without_a_quiet_round_has_no_number() -> None:
